@@ -1,0 +1,32 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Keep every process on one torch/BLAS thread: two threads on a busy two-core box are slower than one.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test lint install clean
+
+train: install  ## the main job: every planner on the bundled trace, a table and a plot
+	$(BIN)/clustergym eval --trace synthetic --cluster h800-4x4 --schedule drift --planner all --plot runs/planners.png --json runs/planners.json
+
+test: install  ## the whole suite, linters included
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist loadfile
+
+lint: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/mypy
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache

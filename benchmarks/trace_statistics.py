@@ -1,0 +1,116 @@
+"""Statistics of synthetic token traces beside those of the real traces that they imitate.
+
+    python benchmarks/trace_statistics.py
+    python benchmarks/trace_statistics.py --markdown table.md --json table.json
+
+The real columns appear only where the recorded traces are: ``deepseek_v2_lite_{intent,law}.npz`` (from the expert
+scores of ESFT) and ``gpt_oss_20b_decode.npz`` (from GPT-OSS-MoE-ExpertFingerprinting) in the folder ``--data``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = "python benchmarks/trace_statistics.py"
+
+
+@dataclass
+class Args:
+    data: Path = ROOT / ".." / "shared" / "data" / "moe"
+    """folder of the real traces; without it only the synthetic columns are shown"""
+    seeds: int = 5
+    """synthetic traces a preset, with seeds 0, 1, …: their mean and standard deviation are shown"""
+    n_gpus: int = 16
+    """GPUs for the statistics on distinct GPUs a token and on grouping"""
+    json: Path | None = None
+    """file to write the numbers to"""
+    markdown: Path | None = None
+    """file to write the table to, as a Markdown fragment"""
+
+
+@dataclass
+class Column:
+    """One column of the table: a statistic's mean and, over seeds, its standard deviation (0 for a real trace)."""
+
+    title: str
+    mean: dict[str, float]
+    spread: dict[str, float]
+    seeds: int
+
+    def cell(self, key: str) -> str:
+        digits = 3 if abs(self.mean[key]) >= 0.1 else 4
+        text = f"{self.mean[key]:.{digits}f}"
+        return f"{text} ± {self.spread[key]:.{digits}f}" if self.seeds > 1 else text
+
+
+def load_deepseek_v2_lite(folder: Path) -> TokenTrace:
+    names = ["intent", "law"]
+    return TokenTrace.concat([TokenTrace.load(folder / f"deepseek_v2_lite_{name}.npz") for name in names], names)
+
+
+def load_gpt_oss_20b(folder: Path) -> TokenTrace:
+    return TokenTrace.load(folder / "gpt_oss_20b_decode.npz")
+
+
+def real_column(title: str, load: Callable[[Path], TokenTrace], args: Args) -> Column | None:
+    if not args.data.is_dir():
+        return None
+    mean = load(args.data).statistics(args.n_gpus)
+    return Column(title, mean, dict.fromkeys(mean, 0.0), seeds=1)
+
+
+def synthetic_column(title: str, config: SyntheticConfig, args: Args) -> Column:
+    found = [synthetic_trace(config, seed=seed).statistics(args.n_gpus) for seed in range(args.seeds)]
+    values = {key: [one[key] for one in found] for key in found[0]}
+    mean = {key: float(np.mean(v)) for key, v in values.items()}
+    # The spread of one seed is not known; the sample deviation of several is.
+    spread = {key: float(np.std(v, ddof=1)) if len(v) > 1 else 0.0 for key, v in values.items()}
+    return Column(title, mean, spread, args.seeds)
+
+
+def markdown_table(columns: list[Column]) -> str:
+    lines = ["| statistic | " + " | ".join(c.title for c in columns) + " |", "| --- |" + " ---: |" * len(columns)]
+    lines += [f"| `{key}` | " + " | ".join(c.cell(key) for c in columns) + " |" for key in columns[0].mean]
+    return "\n".join(lines) + "\n"
+
+
+def main(args: Args) -> None:
+    if args.seeds < 1:
+        raise SystemExit(f"--seeds must be at least 1, found {args.seeds}")
+    console = Console()
+    if not args.data.is_dir():
+        console.print(f"no folder {args.data}: the real traces are left out")
+    maybe = [
+        real_column("DeepSeek-V2-Lite, real", load_deepseek_v2_lite, args),
+        synthetic_column("DeepSeek-V2-Lite, synthetic", SyntheticConfig.deepseek_v2_lite(), args),
+        real_column("gpt-oss-20b, real", load_gpt_oss_20b, args),
+        synthetic_column("gpt-oss-20b, synthetic", SyntheticConfig.gpt_oss_20b(), args),
+    ]
+    columns = [column for column in maybe if column is not None]
+    table = Table(title=f"Token traces, {args.n_gpus} GPUs; synthetic: mean ± sd of {args.seeds} seed(s)")
+    table.add_column("statistic", no_wrap=True)
+    for column in columns:
+        table.add_column(column.title, justify="right")
+    for key in columns[0].mean:
+        table.add_row(key, *(column.cell(key) for column in columns))
+    console.print(table)
+    if args.json is not None:
+        rows = {c.title: {"mean": c.mean, "sd": c.spread, "seeds": c.seeds} for c in columns}
+        args.json.write_text(json.dumps({"command": COMMAND, "n_gpus": args.n_gpus, "columns": rows}, indent=2) + "\n")
+    if args.markdown is not None:
+        args.markdown.write_text(markdown_table(columns))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,3 @@
+"""clustergym"""
+
+from clustergym.traces import TokenTrace

@@ -1,0 +1,268 @@
+"""The batched environment: B episodes in torch tensors on one device, stepped by one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from clustergym.moe_placement import dynamics, episode
+from clustergym.moe_placement.dynamics import Sim
+from clustergym.moe_placement.episode import Env, Obs, Rules
+from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, one_of
+from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
+from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, stream_keys
+from clustergym.traces.token_trace import TokenTrace
+
+DEFAULT_TRACE = "synthetic"
+
+
+@dataclass(frozen=True)
+class PlacementConfig:
+    """Everything that makes one placement task; the environments take these as keyword arguments."""
+
+    trace: str | TokenTrace = DEFAULT_TRACE
+    """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled trace."""
+    cluster: str | ClusterSpec = "h800-4x4"
+    """A preset name or a spec."""
+    model: str | ModelSpec | None = None
+    """A preset name or a spec; by default the one that the trace names."""
+    windows: int = 1
+    """Windows served in an episode. 1 is a single walk over the layers."""
+    window_tokens: int = 2048
+    """Tokens in a window: what the cluster serves in one pass."""
+    ops_per_layer: int = 8
+    """Operations on each layer between two windows."""
+    schedule: str = "stationary"
+    """How sequences are drawn: ``stationary``, ``drift`` (mixture walk over domains), ``switch``, ``replay``."""
+    drift_rate: float = 0.5
+    """Step of the mixture walk (drift), or the chance of another domain at each window (switch)."""
+    passes_per_window: int = 100
+    """Forward passes that a window stands for: moving an expert is paid once, serving that many times."""
+    start: str = "static"
+    """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first window)."""
+    comm: str = "dedup"
+    """``dedup``: one copy a GPU and node (DeepEP normal); ``per-expert``: one copy an expert (low latency);
+    ``stay``: deduplicated, and a token stays where its first expert ran (ExFlow), so that layers depend on each other."""
+    lookahead: bool = False
+    """Observe what each of the E × 3·G operations would save on the observed window. Exact, and slow."""
+    lookahead_norm: int = 0
+    """0: look-ahead in true time (the busiest GPU); p = 2, 4, 8, 16, 32: in the smooth p-norm over GPUs."""
+    reward_window: str = "next"
+    """``next``: operations are rewarded by what they save on the window to come; ``observed``: on the one seen."""
+    reward_norm: int = 0
+    """As ``lookahead_norm``, for the reward."""
+    credit: str = "operation"
+    """``operation``: the reward is what the operation saves on one window; ``stream``: each window boundary adds what
+    earlier operations still save there, so that the return is the time saved over the whole stream."""
+
+
+def doublings(norm: int) -> int:
+    """0 → −1 (max), 2^d → d."""
+    if norm == 0:
+        return -1
+    if norm < 2 or norm > 64 or norm & (norm - 1):
+        raise ValueError(f"a norm is 0 (the max over GPUs) or a power of two from 2 to 64, found {norm}")
+    return norm.bit_length() - 1
+
+
+def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
+    """The model of a trace: the one given, or the one that the trace names; checked against the trace."""
+    if model is None and trace.model is None:
+        shape = (trace.n_experts, trace.top_k)
+        alike = [name for name, spec in MODELS.items() if (spec.n_experts, spec.top_k) == shape]
+        hint = f"; {', '.join(alike)} has the trace's {shape[0]} experts and top-{shape[1]}" if alike else ""
+        raise ValueError(
+            f"{trace.name}: the trace does not say which model it is from: give a model (--model on the command line), "
+            f"one of {', '.join(MODELS)}{hint}"
+        )
+    spec = get_model(model if model is not None else trace.model)  # type: ignore[arg-type]
+    if trace.n_experts > spec.n_experts or trace.top_k != spec.top_k:
+        raise ValueError(
+            f"{trace.name}: the trace is top-{trace.top_k} of {trace.n_experts} experts, but model {spec.name!r} is "
+            f"top-{spec.top_k} of {spec.n_experts}"
+        )
+    if trace.n_layers > spec.n_layers:
+        raise ValueError(
+            f"{trace.name}: the trace has {trace.n_layers} layers, but model {spec.name!r} has {spec.n_layers}"
+        )
+    return spec
+
+
+class PlacementBatch:
+    """B placement episodes as tensors on one device; what every environment class and trainer stands on.
+
+    ``obs`` (a dict of tensors with leading axis B), ``reward``, ``done`` and ``info`` tensors are written in place by each
+    call: copy what must outlive the next one.
+
+    Args:
+        config: the task.
+        num_envs: B.
+        device: ``"cpu"`` (numba, all cores) or a CUDA device (numba-cuda, the extra ``clustergym[cuda]``).
+    """
+
+    def __init__(self, config: PlacementConfig, num_envs: int = 1, device: str | torch.device = "cpu") -> None:
+        if num_envs < 1:
+            raise ValueError(f"num_envs is {num_envs}: expected at least 1")
+        self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
+        self.trace = config.trace if isinstance(config.trace, TokenTrace) else TokenTrace.load(config.trace)
+        self.model = model_for(self.trace, config.model)
+        self.simulator = Simulator(self.model, config.cluster, config.comm, config.passes_per_window)
+        self.cluster = self.simulator.cluster
+        self.n_experts, self.n_layers = self.model.n_experts, self.trace.n_layers
+        self.n_gpus, self.n_slots = self.simulator.n_gpus, self.simulator.n_slots
+        for key in ("windows", "window_tokens", "ops_per_layer"):
+            if getattr(config, key) < 1:
+                raise ValueError(f"{key} is {getattr(config, key)}: expected at least 1")
+        if not 0 <= config.drift_rate <= 1:
+            raise ValueError(f"drift_rate is {config.drift_rate}: expected 0 … 1")
+        self.launcher = self._pick_launcher()
+        self.rules_host = Rules(
+            cost=self.simulator.cost,
+            static_us=self._static_us(),
+            net=self.simulator.net,
+            mode=self.simulator.mode,
+            doublings=doublings(config.lookahead_norm),
+            schedule=one_of(config.schedule, SCHEDULES, "schedule"),
+            rate=float(config.drift_rate),
+            n_windows=config.windows,
+            ops_per_layer=config.ops_per_layer,
+            start_eplb=one_of(config.start, ("static", "eplb"), "start"),
+            stream_credit=one_of(config.credit, ("operation", "stream"), "credit"),
+            reward_observed=one_of(config.reward_window, ("next", "observed"), "reward_window"),
+            reward_doublings=doublings(config.reward_norm),
+            with_lookahead=int(config.lookahead),
+        )
+        self._allocate()
+
+    def _pick_launcher(self) -> ModuleType:
+        if self.device.type == "cpu":
+            from clustergym.moe_placement.launchers import cpu
+
+            return cpu
+        if self.device.type != "cuda":
+            raise ValueError(f"device {self.device} is not supported: expected 'cpu' or 'cuda'")
+        try:
+            from clustergym.moe_placement.launchers import cuda
+        except ImportError as error:
+            raise ImportError("environments on a GPU need numba-cuda: pip install 'clustergym[cuda]'") from error
+        return cuda
+
+    def _static_us(self) -> float:
+        """Mean time of a window over all layers under the static placement, over (some of) the trace in its order."""
+        size = self.config.window_tokens
+        window = Window.whole(self.trace, self.n_gpus)
+        rows = np.resize(np.arange(self.trace.n_tokens), max(1, min(8, self.trace.n_tokens // size)) * size)
+        static = self.simulator.static(self.n_layers)
+        parts = [Window(window.experts, window.rows[part], window.home[part]) for part in rows.reshape(-1, size)]
+        return float(np.mean([self.simulator.evaluate(part, static).time_us.sum() for part in parts]))
+
+    def _allocate(self) -> None:
+        batch, config = self.num_envs, self.config
+        layers, gpus, slots, experts = self.n_layers, self.n_gpus, self.n_slots, self.n_experts
+        stay = self.rules_host.mode == dynamics.MODE_STAY
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((batch, *shape), dtype=dtype, device=self.device)
+
+        self.sim = allocate_sim(
+            batch, 2, config.window_tokens, experts=experts, top_k=self.trace.top_k, cluster=self.cluster, slots=slots,
+            stay=stay, device=self.device,
+        )  # fmt: skip
+        self.env = {
+            "slots": zeros((layers, gpus, slots), torch.int16),
+            "first": zeros((layers, gpus, slots), torch.int16),
+            "home": zeros((2, config.window_tokens), torch.int16),
+            "ema": zeros((layers, experts), torch.float32),
+            "base": zeros((layers,), torch.float64),
+            "clock": zeros((4,), torch.int32),
+            "op": zeros((6,), torch.int32),
+            "time": zeros((episode.N_TIMES,), torch.float64),
+            "ints": zeros((3, experts), torch.int32),
+            "floats": zeros((experts + gpus,), torch.float64),
+        }
+        domains = len(self.trace.domain_names)
+        self.stream = {
+            "key": torch.from_numpy(stream_keys(np.arange(batch, dtype=np.int64))).to(self.device),
+            "at": zeros((4,), torch.int32),
+            "drawn": zeros((domains,), torch.int32),
+            "logit": zeros((domains,), torch.float64),
+        }
+        ahead = (experts, 3 * gpus) if config.lookahead else (1, 1)
+        self.buffers = {
+            "experts": zeros((experts, episode.N_EXPERT_FEATURES), torch.float32),
+            "coactivation": zeros((experts, experts), torch.float32),
+            "affinity": zeros((experts, experts), torch.float32),
+            "gpus": zeros((3 * gpus, episode.N_GPU_FEATURES), torch.float32),
+            "traffic": zeros((gpus, gpus), torch.float32),
+            "placement": zeros((experts, gpus), torch.float32),
+            "progress": zeros((episode.N_PROGRESS,), torch.float32),
+            "expert_mask": zeros((experts,), torch.int8),
+            "gpu_mask": zeros((3 * gpus,), torch.int8),
+            "joint_mask": zeros((experts, 3 * gpus), torch.int8),
+            "lookahead": zeros(ahead, torch.float32),
+        }
+        self.obs = {name: tensor for name, tensor in self.buffers.items() if name != "lookahead" or config.lookahead}
+        self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
+        self._ahead = torch.zeros((batch, 3 * gpus), dtype=torch.float32, device=self.device)
+        corpus = corpus_of(self.trace)
+        self._corpus = Corpus(*(self._array(torch.from_numpy(array).to(self.device)) for array in corpus))
+        self._sim = Sim(**{name: self._array(tensor) for name, tensor in self.sim.items()})
+        self._env = Env(**{name: self._array(tensor) for name, tensor in self.env.items()})
+        self._stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
+        self._obs = Obs(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        tables = {name: torch.from_numpy(getattr(self.rules_host, name)).to(self.device) for name in ("cost", "net")}
+        self._rules = self.rules_host._replace(**{name: self._array(table) for name, table in tables.items()})
+
+    def _array(self, tensor: torch.Tensor) -> Any:
+        """The tensor's memory as the launcher wants it, shared and not copied."""
+        if self.device.type == "cpu":
+            return tensor.numpy()
+        from numba import cuda
+
+        return cuda.as_cuda_array(tensor)
+
+    @property
+    def done(self) -> torch.Tensor:
+        """(B,) bool: the episode is over."""
+        return self.env["clock"][:, episode.DONE] != 0
+
+    @property
+    def bytes_allocated(self) -> int:
+        """Memory of all state and observation tensors."""
+        tensors = [*self.sim.values(), *self.env.values(), *self.stream.values(), *self.buffers.values()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def seed(self, seeds: npt.NDArray[np.int64]) -> None:
+        """Give each environment (B,) a seed; it takes effect at its next reset."""
+        self.stream["key"].copy_(torch.from_numpy(stream_keys(np.asarray(seeds, dtype=np.int64))))
+
+    def reset(self, where: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Begin new episodes, in all environments or where ``where`` (B,) is true."""
+        if where is None:
+            where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+        self.launcher.reset(
+            self._array(where), self._env, self._sim, self._stream, self._obs, self._corpus, self._rules
+        )
+        return self.obs
+
+    def step(
+        self, expert: torch.Tensor, node: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Apply (B,) int64 choices of both agents. Returns (obs, reward (B,) float64, done (B,) bool); no autoreset."""
+        self.launcher.step(
+            self._array(expert), self._array(node), self._array(self.reward),
+            self._env, self._sim, self._stream, self._obs, self._corpus, self._rules,
+        )  # fmt: skip
+        return self.obs, self.reward, self.done
+
+    def lookahead(self, expert: torch.Tensor) -> torch.Tensor:
+        """(B, 3·G): what each operation on ``expert`` (B,) would save on the observed window, relative to its time."""
+        self.launcher.look_ahead(
+            self._array(expert), self._array(self._ahead), self._env, self._sim, self._corpus, self._rules
+        )
+        return self._ahead

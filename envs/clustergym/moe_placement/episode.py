@@ -1,0 +1,479 @@
+"""One environment's episode: windows, the walk over the layers, rewards and observations.
+
+Device functions like those of :mod:`.dynamics`; window 0 of the ``Sim`` is the one just served, which the agents see,
+window 1 the one to come, which only the reward knows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from clustergym.moe_placement.dynamics import (
+    COST_DISPATCH_INTER_US,
+    COST_DISPATCH_INTRA_US,
+    COST_EXPERT_US,
+    COST_PAIR_US,
+    MODE_STAY,
+    OP_ILLEGAL,
+    OP_NOTHING,
+    begin_window,
+    change,
+    count_window,
+    device,
+    gpu_pairs,
+    has_victim,
+    holds,
+    layer_time,
+    look_ahead,
+    migration_time,
+    resolve,
+    static_slots,
+)
+from clustergym.moe_placement.dynamics import source_of as source_of_move
+from clustergym.moe_placement.eplb import eplb_slots
+from clustergym.moe_placement.stream import begin_stream, draw_window
+
+N_EXPERT_FEATURES = 9
+N_GPU_FEATURES = 16
+N_PROGRESS = 6
+HOT_EXPERTS = 8
+
+# Columns of Env.clock, Env.op and Env.time.
+LAYER, OP, WINDOW, DONE = 0, 1, 2, 3
+OP_KIND, OP_EXPERT, OP_NODE, OP_FROM, OP_TO, OP_VICTIM = 0, 1, 2, 3, 4, 5
+TIME_SEEN, TIME_SEEN_START, TIME_NEXT, SERVED, MIGRATED, SAVED = 0, 1, 2, 3, 4, 5
+N_TIMES = 6
+
+
+class Env(NamedTuple):
+    """State of B episodes, beside their ``Sim`` and ``StreamState``."""
+
+    slots: np.ndarray
+    """(B, L, G, S) int16: placement of every layer"""
+    first: np.ndarray
+    """(B, L, G, S) int16: placement that the episode began with"""
+    home: np.ndarray
+    """(B, 2, T) int16: home GPU of each token"""
+    ema: np.ndarray
+    """(B, L, E) float32: moving average of the load shares, −1 before the first window"""
+    base: np.ndarray
+    """(B, L) float64: µs of the next window's layers before this window's operations"""
+    clock: np.ndarray
+    """(B, 4) int32: layer, operation in it, windows served, done"""
+    op: np.ndarray
+    """(B, 6) int32: kind, expert, node, from, to, victim of the last operation"""
+    time: np.ndarray
+    """(B, 6) float64 µs: see ``TIME_*``; SERVED … SAVED add up over the episode"""
+    ints: np.ndarray
+    """(B, 3, E) int32 scratch"""
+    floats: np.ndarray
+    """(B, E + G) float64 scratch"""
+
+
+class Obs(NamedTuple):
+    """Observation buffers, written in place."""
+
+    experts: np.ndarray
+    coactivation: np.ndarray
+    affinity: np.ndarray
+    gpus: np.ndarray
+    traffic: np.ndarray
+    placement: np.ndarray
+    progress: np.ndarray
+    expert_mask: np.ndarray
+    gpu_mask: np.ndarray
+    joint_mask: np.ndarray
+    lookahead: np.ndarray
+
+
+class Rules(NamedTuple):
+    """What all environments of a batch share."""
+
+    cost: np.ndarray
+    static_us: float
+    """Time of a window over all layers under the static placement: the unit of rewards."""
+    net: np.ndarray
+    """(G + 1,) int16: node of each GPU, and the GPUs a node has"""
+    mode: int
+    doublings: int
+    """Smooth norm of the look-ahead; −1 is the true time."""
+    schedule: int
+    rate: float
+    n_windows: int
+    ops_per_layer: int
+    start_eplb: int
+    """1 starts from EPLB on the first window, 0 from the static placement."""
+    stream_credit: int
+    """1 also rewards, at each window boundary, what earlier operations still save."""
+    reward_observed: int
+    """1 rewards the decrease on the observed window in place of the next one."""
+    reward_doublings: int
+    with_lookahead: int
+
+
+@device
+def _load_slots(env, sim, b, layer, which, net):
+    """Put a layer's placement into the ``Sim``: 0 the current one, 1 the episode's first."""
+    for g in range(sim.slots.shape[1]):
+        for s in range(sim.slots.shape[2]):
+            sim.slots[b, g, s] = env.slots[b, layer, g, s] if which == 0 else env.first[b, layer, g, s]
+    begin_window(sim, b, net)
+
+
+@device
+def _locate(env, sim, b, w, layer, mode):
+    """Set where the window's tokens are before the layer; in MODE_STAY the layer before must have been counted."""
+    for t in range(sim.tok.shape[2]):
+        sim.src[b, w, t] = sim.loc[b, w, t] if mode == MODE_STAY and layer > 0 else env.home[b, w, t]
+
+
+@device
+def _whole_time(env, sim, b, w, corpus, rules, which, write):
+    """µs of window ``w`` over all layers under a placement; ``write`` notes each layer's in ``base``."""
+    total = 0.0
+    for layer in range(env.slots.shape[1]):
+        _load_slots(env, sim, b, layer, which, rules.net)
+        _locate(env, sim, b, w, layer, rules.mode)
+        count_window(sim, b, w, corpus.experts, layer, rules.net, rules.mode)
+        time = layer_time(sim, b, w, rules.cost, rules.net, rules.mode, -1, 1.0)
+        total += time
+        if write:
+            env.base[b, layer] = time
+    return total
+
+
+@device
+def _reward_time(sim, b, rules):
+    """The time whose decrease is rewarded."""
+    w = 0 if rules.reward_observed else 1
+    return layer_time(sim, b, w, rules.cost, rules.net, rules.mode, rules.reward_doublings, 1.0) + migration_time(
+        sim, b, rules.cost
+    )
+
+
+@device
+def _begin_layer(env, sim, obs, b, corpus, rules, layer):
+    """Walk to a layer. Returns what earlier layers' operations changed in its next-window time (MODE_STAY), µs."""
+    _load_slots(env, sim, b, layer, 0, rules.net)
+    for w in range(2):
+        _locate(env, sim, b, w, layer, rules.mode)
+        count_window(sim, b, w, corpus.experts, layer, rules.net, rules.mode)
+    env.clock[b, LAYER] = layer
+    env.clock[b, OP] = 0
+    env.time[b, TIME_SEEN] = layer_time(sim, b, 0, rules.cost, rules.net, rules.mode, -1, 1.0)
+    env.time[b, TIME_SEEN_START] = env.time[b, TIME_SEEN]
+    env.time[b, TIME_NEXT] = _reward_time(sim, b, rules)
+    _observe_layer(env, sim, obs, b, corpus, rules, layer)
+    if rules.mode == MODE_STAY and layer > 0 and not rules.reward_observed:
+        return env.base[b, layer] - layer_time(sim, b, 1, rules.cost, rules.net, rules.mode, -1, 1.0)
+    return 0.0
+
+
+@device
+def _begin_window(env, sim, stream, obs, b, corpus, rules):
+    """Draw the window to come; window 0 is in place. Returns what the episode's operations so far save on it, µs."""
+    draw_window(stream, b, corpus, rules.schedule, rules.rate, sim.slots.shape[1], sim.tok[b, 1], env.home[b, 1])
+    kept = 0.0
+    if rules.mode == MODE_STAY or rules.stream_credit:
+        now = _whole_time(env, sim, b, 1, corpus, rules, 0, True)
+        if rules.stream_credit:
+            kept = _whole_time(env, sim, b, 1, corpus, rules, 1, False) - now
+    _begin_layer(env, sim, obs, b, corpus, rules, 0)
+    return kept
+
+
+@device
+def begin_episode(env, sim, stream, obs, b, corpus, rules):
+    """A new stream, its first window as the observed one, and the placement that the episode starts from."""
+    n_layers, n_experts = env.slots.shape[1], sim.pairs.shape[2]
+    begin_stream(stream, b, corpus, rules.schedule)
+    draw_window(stream, b, corpus, rules.schedule, rules.rate, sim.slots.shape[1], sim.tok[b, 0], env.home[b, 0])
+    for layer in range(n_layers):
+        for e in range(n_experts):
+            env.ema[b, layer, e] = -1.0
+        if rules.start_eplb:
+            load = env.floats[b]
+            for e in range(n_experts):
+                load[e] = 0.0
+            for t in range(sim.tok.shape[2]):
+                for k in range(corpus.experts.shape[2]):
+                    e = corpus.experts[layer, sim.tok[b, 0, t], k]
+                    if e >= 0:
+                        load[e] += 1.0
+            eplb_slots(env.slots[b, layer], load[:n_experts], 1, 0, env.ints[b], load)
+        else:
+            static_slots(env.slots[b, layer], n_experts)
+        for g in range(sim.slots.shape[1]):
+            for s in range(sim.slots.shape[2]):
+                env.first[b, layer, g, s] = env.slots[b, layer, g, s]
+    for i in range(N_TIMES):
+        env.time[b, i] = 0.0
+    for i in range(6):
+        env.op[b, i] = -1
+    env.clock[b, WINDOW] = 0
+    env.clock[b, DONE] = 0
+    _begin_window(env, sim, stream, obs, b, corpus, rules)
+    _observe_step(env, sim, obs, b, corpus, rules)
+
+
+@device
+def step(env, sim, stream, obs, b, corpus, rules, expert, node):
+    """Apply one operation and walk on; returns the reward. Does nothing to an episode that is over."""
+    if env.clock[b, DONE]:
+        return 0.0
+    layer = env.clock[b, LAYER]
+    kind, source, target, victim = resolve(sim, b, expert, node)
+    saved = 0.0
+    if kind != OP_NOTHING and kind != OP_ILLEGAL:
+        change(
+            sim,
+            b,
+            expert,
+            source,
+            target,
+            victim,
+            target,
+            source,
+            corpus.experts,
+            layer,
+            rules.net,
+            rules.mode,
+            2,
+        )
+        after = _reward_time(sim, b, rules)
+        saved = env.time[b, TIME_NEXT] - after
+        env.time[b, TIME_NEXT] = after
+        env.time[b, TIME_SEEN] = layer_time(sim, b, 0, rules.cost, rules.net, rules.mode, -1, 1.0)
+    env.op[b, OP_KIND] = kind
+    env.op[b, OP_EXPERT] = expert
+    env.op[b, OP_NODE] = node
+    env.op[b, OP_FROM] = source
+    env.op[b, OP_TO] = target
+    env.op[b, OP_VICTIM] = victim
+    env.clock[b, OP] += 1
+    if env.clock[b, OP] == rules.ops_per_layer:
+        for g in range(sim.slots.shape[1]):
+            for s in range(sim.slots.shape[2]):
+                env.slots[b, layer, g, s] = sim.slots[b, g, s]
+        env.time[b, SERVED] += layer_time(sim, b, 1, rules.cost, rules.net, rules.mode, -1, 1.0)
+        env.time[b, MIGRATED] += migration_time(sim, b, rules.cost)
+        if layer + 1 < env.slots.shape[1]:
+            saved += _begin_layer(env, sim, obs, b, corpus, rules, layer + 1)
+        else:
+            env.clock[b, WINDOW] += 1
+            if env.clock[b, WINDOW] == rules.n_windows:
+                env.clock[b, DONE] = 1
+            else:
+                for t in range(sim.tok.shape[2]):
+                    sim.tok[b, 0, t] = sim.tok[b, 1, t]
+                    env.home[b, 0, t] = env.home[b, 1, t]
+                saved += _begin_window(env, sim, stream, obs, b, corpus, rules)
+    _observe_step(env, sim, obs, b, corpus, rules)
+    env.time[b, SAVED] += saved
+    return saved / rules.static_us
+
+
+@device
+def _observe_layer(env, sim, obs, b, corpus, rules, layer):
+    """What stays the same while the agents work on a layer: co-activation, affinity to the layer before, drift."""
+    n_experts, n_tokens, top_k = sim.pairs.shape[2], sim.tok.shape[2], corpus.experts.shape[2]
+    together, before, tok = obs.coactivation[b], obs.affinity[b], sim.tok[b, 0]
+    for i in range(n_experts):
+        for j in range(n_experts):
+            together[i, j] = 0.0
+            before[i, j] = 0.0
+    for t in range(n_tokens):
+        row = tok[t]
+        for k in range(top_k):
+            i = corpus.experts[layer, row, k]
+            if i < 0:
+                continue
+            for m in range(k):
+                j = corpus.experts[layer, row, m]
+                if j >= 0:
+                    together[i, j] += 1.0
+            if layer > 0:
+                for m in range(top_k):
+                    j = corpus.experts[layer - 1, row, m]
+                    if j >= 0:
+                        before[j, i] += 1.0
+    for i in range(n_experts):
+        for j in range(i):
+            both = together[i, j] + together[j, i]
+            together[i, j] = both
+            together[j, i] = both
+    total = max(1, sim.off[b, 0, n_experts])
+    for i in range(n_experts):
+        load = sim.off[b, 0, i + 1] - sim.off[b, 0, i]
+        came = 0.0
+        for j in range(n_experts):
+            together[i, j] /= max(1, load)
+            came += before[i, j]
+        came = max(1.0, came / top_k)
+        for j in range(n_experts):
+            before[i, j] /= came
+        share = load / total
+        past = env.ema[b, layer, i]
+        drift = 0.0 if past < 0 else (share - past) * n_experts
+        env.ema[b, layer, i] = share if past < 0 else 0.5 * past + 0.5 * share
+        obs.experts[b, i, 0] = share * n_experts
+        obs.experts[b, i, 1] = env.ema[b, layer, i] * n_experts
+        obs.experts[b, i, 2] = drift
+
+
+@device
+def _observe_step(env, sim, obs, b, corpus, rules):
+    """What an operation changes: placement, load and traffic of the GPUs, masks, progress, look-ahead."""
+    n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
+    net, per_node, cost = rules.net, rules.net[n_gpus], rules.cost
+    total = max(1, sim.off[b, 0, n_experts])
+    mean = total / n_gpus
+    time = env.time[b, TIME_SEEN]
+    gpus, experts, together, load = obs.gpus[b], obs.experts[b], obs.coactivation[b], env.floats[b]
+    intra_us, inter_us = cost[COST_DISPATCH_INTRA_US], cost[COST_DISPATCH_INTER_US]
+
+    busiest, slowest = 0, -1.0
+    for g in range(n_gpus):
+        pairs, active = gpu_pairs(sim, b, 0, g), 0
+        for s in range(n_slots):
+            e = sim.slots[b, g, s]
+            if e >= 0 and sim.pairs[b, 0, e, g] > 0:
+                active += 1
+        compute = cost[COST_EXPERT_US] * active + cost[COST_PAIR_US] * pairs
+        if compute > slowest:
+            busiest, slowest = g, compute
+        sent_near, got_near, sent_far, got_far = 0, 0, 0, 0
+        for h in range(n_gpus):
+            if net[h] == net[g]:
+                sent_near += sim.out[b, 0, g, h]
+                got_near += sim.out[b, 0, h, g]
+            else:
+                sent_far += sim.out[b, 0, g, h]
+                got_far += sim.out[b, 0, h, g]
+            us = intra_us if net[h] == net[g] else inter_us
+            obs.traffic[b, g, h] = sim.out[b, 0, g, h] * us / time
+        load[g] = pairs
+        gpus[g, 3] = pairs / mean
+        gpus[g, 4] = compute / time
+        gpus[g, 6] = sent_near * intra_us / time
+        gpus[g, 7] = got_near * intra_us / time
+        gpus[g, 8] = sent_far * inter_us / time
+        gpus[g, 9] = got_far * inter_us / time
+        gpus[g, 10] = active / n_slots
+        gpus[g, 14] = (sim.mig[b, g, 0] + sim.mig[b, g, 1]) / n_slots
+
+    for e in range(n_experts):
+        for g in range(n_gpus):
+            obs.placement[b, e, g] = 0.0
+        most, top, moved, company = 0, 0.0, 0, 0.0
+        for i in range(sim.nrep[b, e]):
+            g = sim.rep[b, e, i]
+            obs.placement[b, e, g] = 1.0
+            top = max(top, load[g] / mean)
+            most = max(most, sim.pairs[b, 0, e, g])
+            if sim.old[b, e, g] == 0:
+                moved += 1
+            for s in range(n_slots):
+                x = sim.slots[b, g, s]
+                if x >= 0:
+                    company += together[e, x] / sim.nrep[b, e]
+        count = max(1, sim.off[b, 0, e + 1] - sim.off[b, 0, e])
+        experts[e, 3] = sim.nrep[b, e] / n_gpus
+        experts[e, 4] = most / count
+        experts[e, 5] = top
+        experts[e, 6] = moved
+        experts[e, 7] = company
+        experts[e, 8] = 1.0 if holds(sim, b, e, busiest) else 0.0
+
+    # How much the experts with the highest load would meet the company on each GPU.
+    for g in range(n_gpus):
+        gpus[g, 11] = 0.0
+    for rank in range(min(HOT_EXPERTS, n_experts)):
+        hot = -1
+        for e in range(n_experts):
+            if rank == 0:
+                env.ints[b, 0, e] = 0
+            if env.ints[b, 0, e] == 0 and (hot < 0 or experts[e, 0] > experts[hot, 0]):
+                hot = e
+        env.ints[b, 0, hot] = 1
+        for g in range(n_gpus):
+            for s in range(n_slots):
+                x = sim.slots[b, g, s]
+                if x >= 0 and x != hot:
+                    gpus[g, 11] += together[hot, x] / HOT_EXPERTS
+
+    for g in range(n_gpus):
+        first = net[g] * per_node
+        node_load = 0.0
+        for h in range(first, first + per_node):
+            node_load += load[h]
+        empty = 0
+        for s in range(n_slots):
+            if sim.slots[b, g, s] < 0:
+                empty += 1
+        gpus[g, 5] = empty / n_slots
+        gpus[g, 12] = 1.0 if g == busiest else 0.0
+        gpus[g, 13] = node_load / per_node / mean
+        gpus[g, 15] = intra_us / inter_us
+        for kind in range(3):
+            row = kind * n_gpus + g
+            for f in range(3):
+                gpus[row, f] = 1.0 if f == kind else 0.0
+            if kind > 0:
+                for f in range(3, N_GPU_FEATURES):
+                    gpus[row, f] = gpus[g, f]
+
+    for node in range(3 * n_gpus):
+        obs.gpu_mask[b, node] = 0
+    for e in range(n_experts):
+        source = source_of_move(sim, b, e)
+        useful = 0
+        for g in range(n_gpus):
+            here = obs.placement[b, e, g] > 0.0
+            free = gpus[g, 5] > 0.0
+            place = 1 if here or free or has_victim(sim, b, g, e, source) else 0
+            add = 1 if free and not here else 0
+            delete = 1 if here and sim.nrep[b, e] > 1 else 0
+            obs.joint_mask[b, e, g] = place
+            obs.joint_mask[b, e, n_gpus + g] = add
+            obs.joint_mask[b, e, 2 * n_gpus + g] = delete
+            if place:
+                obs.gpu_mask[b, g] = 1
+            if add:
+                obs.gpu_mask[b, n_gpus + g] = 1
+            if delete:
+                obs.gpu_mask[b, 2 * n_gpus + g] = 1
+            if add or delete or (place and not here):
+                useful = 1
+        obs.expert_mask[b, e] = useful
+    # On one GPU with every slot taken nothing can be done: leave a choice, all of them no-ops.
+    if n_gpus == 1:
+        for e in range(n_experts):
+            obs.expert_mask[b, e] = 1
+
+    obs.progress[b, 0] = env.clock[b, LAYER] / env.slots.shape[1]
+    obs.progress[b, 1] = env.clock[b, OP] / rules.ops_per_layer
+    obs.progress[b, 2] = env.clock[b, WINDOW] / rules.n_windows
+    obs.progress[b, 3] = time / env.time[b, TIME_SEEN_START]
+    obs.progress[b, 4] = slowest / time
+    obs.progress[b, 5] = migration_time(sim, b, rules.cost) / time
+    if rules.with_lookahead:
+        look_ahead_all(env, sim, b, corpus, rules, obs.lookahead[b])
+
+
+@device
+def look_ahead_all(env, sim, b, corpus, rules, result):
+    """Relative time that each of the E × 3·G operations would save on the observed window."""
+    for e in range(sim.pairs.shape[2]):
+        look_ahead_one(env, sim, b, corpus, rules, e, result[e])
+
+
+@device
+def look_ahead_one(env, sim, b, corpus, rules, e, result):
+    """Relative time that each of the 3·G operations on ``e`` would save on the observed window."""
+    layer = env.clock[b, LAYER]
+    look_ahead(sim, b, e, rules.cost, corpus.experts, layer, rules.net, rules.mode, rules.doublings, result)
+    for node in range(result.shape[0]):
+        result[node] /= env.time[b, TIME_SEEN_START]

@@ -1,0 +1,326 @@
+"""The simulator as a library: windows of tokens, placements of all layers, and what serving them costs.
+
+A placement is an int16 array (L, G, S): the expert in each slot of each GPU and layer, −1 for an empty slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from clustergym.moe_placement import dynamics
+from clustergym.moe_placement.dynamics import Sim, static_slots
+from clustergym.moe_placement.launchers import cpu
+from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, cost_vector, get_cluster, get_model, network
+from clustergym.moe_placement.stream import (
+    SCHEDULES,
+    Corpus,
+    StreamState,
+    begin_stream,
+    corpus_of,
+    draw_window,
+    stream_keys,
+)
+from clustergym.traces.token_trace import TokenTrace
+
+COMM_MODES = {"dedup": dynamics.MODE_DEDUP, "per-expert": dynamics.MODE_PER_EXPERT, "stay": dynamics.MODE_STAY}
+
+Placement = npt.NDArray[np.int16]
+
+
+def one_of(value: str, allowed: Sequence[str], what: str) -> int:
+    """Index of ``value`` among the allowed words."""
+    if value not in allowed:
+        raise ValueError(f"unknown {what} {value!r}; expected one of: {', '.join(allowed)}")
+    return list(allowed).index(value)
+
+
+@dataclass(frozen=True)
+class Window:
+    """T tokens that are served together: rows of a trace, and the GPU on which each one lives."""
+
+    experts: npt.NDArray[np.int16]
+    """(L, rows, K) the trace, layer first"""
+    rows: npt.NDArray[np.int32]
+    """(T,)"""
+    home: npt.NDArray[np.int16]
+    """(T,)"""
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.rows)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.experts)
+
+    def loads(self, n_experts: int) -> npt.NDArray[np.int64]:
+        """(L, E) tokens routed to each expert."""
+        ids = self.experts[:, self.rows].reshape(self.n_layers, -1).astype(np.int64)
+        flat = (ids + np.arange(self.n_layers)[:, None] * n_experts)[ids >= 0]
+        return np.bincount(flat, minlength=self.n_layers * n_experts).reshape(self.n_layers, n_experts)
+
+    @staticmethod
+    def join(windows: Sequence[Window]) -> Window:
+        """Several windows of one trace as one."""
+        return Window(
+            windows[0].experts,
+            np.concatenate([w.rows for w in windows]),
+            np.concatenate([w.home for w in windows]),
+        )
+
+    @classmethod
+    def whole(cls, trace: TokenTrace, n_gpus: int) -> Window:
+        """All tokens of a trace as one window, its sequences dealt round robin to the GPUs."""
+        home = np.repeat(np.arange(trace.n_sequences) % n_gpus, trace.seq_lens)
+        return cls(corpus_of(trace).experts, np.arange(trace.n_tokens, dtype=np.int32), home.astype(np.int16))
+
+
+class Stream:
+    """An endless stream of windows from a trace, the same that an environment with this seed serves.
+
+    Args:
+        trace: where the sequences come from; each is drawn once before any comes again.
+        n_gpus: sequences are dealt round robin to this many GPUs.
+        window_tokens: T.
+        schedule: ``stationary``, ``drift``, ``switch`` or ``replay``.
+        rate: step of the mixture walk (drift) or chance of another domain (switch).
+        seed: any integer.
+    """
+
+    def __init__(
+        self,
+        trace: TokenTrace,
+        n_gpus: int,
+        window_tokens: int = 2048,
+        schedule: str = "stationary",
+        rate: float = 0.5,
+        seed: int = 0,
+    ) -> None:
+        if window_tokens < 1:
+            raise ValueError(f"window_tokens is {window_tokens}: expected at least 1")
+        self.corpus: Corpus = corpus_of(trace)
+        self.n_gpus, self.window_tokens, self.rate = n_gpus, window_tokens, float(rate)
+        self.schedule = one_of(schedule, SCHEDULES, "schedule")
+        domains = len(trace.domain_names)
+        self.state = StreamState(
+            key=stream_keys(np.array([seed], dtype=np.int64)),
+            at=np.zeros((1, 4), np.int32),
+            drawn=np.zeros((1, domains), np.int32),
+            logit=np.zeros((1, domains)),
+        )
+        begin_stream(self.state, 0, self.corpus, self.schedule)
+
+    def __iter__(self) -> Iterator[Window]:
+        return self
+
+    def __next__(self) -> Window:
+        rows, home = np.zeros(self.window_tokens, np.int32), np.zeros(self.window_tokens, np.int16)
+        draw_window(self.state, 0, self.corpus, self.schedule, self.rate, self.n_gpus, rows, home)
+        return Window(self.corpus.experts, rows, home)
+
+    def take(self, n: int) -> list[Window]:
+        return [next(self) for _ in range(n)]
+
+
+def allocate_sim(
+    batch: int,
+    windows: int,
+    tokens: int,
+    *,
+    experts: int,
+    top_k: int,
+    cluster: ClusterSpec,
+    slots: int,
+    stay: bool,
+    device: torch.device | str = "cpu",
+) -> dict[str, torch.Tensor]:
+    """Zeroed tensors for a :class:`Sim` of ``batch`` simulations with ``windows`` windows of ``tokens`` each."""
+    gpus, nodes = cluster.n_gpus, cluster.n_nodes
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "tok": ((batch, windows, tokens), torch.int32),
+        "src": ((batch, windows, tokens), torch.int16),
+        "loc": ((batch, windows, tokens if stay else 1), torch.int16),
+        "off": ((batch, windows, experts + 1), torch.int32),
+        "lst": ((batch, windows, tokens * top_k), torch.int32),
+        "cnt": ((batch, windows, tokens, gpus), torch.int8),
+        "ncnt": ((batch, windows, tokens, nodes), torch.int8),
+        "out": ((batch, windows, gpus, gpus), torch.int32),
+        "back": ((batch, windows, gpus if stay else 1, gpus if stay else 1), torch.int32),
+        "pairs": ((batch, windows, experts, gpus), torch.int32),
+        "slots": ((batch, gpus, slots), torch.int16),
+        "rep": ((batch, experts + 2, gpus), torch.int16),
+        "nrep": ((batch, experts + 2), torch.int16),
+        "pick": ((batch, experts + 2, gpus, 2), torch.int16),
+        "old": ((batch, experts, gpus), torch.int8),
+        "mig": ((batch, gpus, 2), torch.int32),
+    }
+    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serving one window on one placement costs, layer by layer. Times are µs of one forward pass."""
+
+    time_us: npt.NDArray[np.float64]
+    """(L,) dispatch + compute + combine"""
+    migration_us: npt.NDArray[np.float64]
+    """(L,) fetching the experts that the placement before did not hold, spread over the window's passes"""
+    dispatch_us: npt.NDArray[np.float64]
+    compute_us: npt.NDArray[np.float64]
+    combine_us: npt.NDArray[np.float64]
+    pairs: npt.NDArray[np.int64]
+    """(L, G) token-expert pairs computed on each GPU"""
+    copies: npt.NDArray[np.int64]
+    """(L, G, G) activations dispatched from row to column"""
+    gpus_per_token: npt.NDArray[np.float64]
+    """(L,) distinct GPUs that compute for a token, mean"""
+    inter_node_bytes: npt.NDArray[np.float64]
+    """(L,) dispatched between nodes"""
+    moves: npt.NDArray[np.int64]
+    """(L,) replicas that some GPU must receive"""
+
+    @cached_property
+    def balancedness(self) -> npt.NDArray[np.float64]:
+        """(L,) mean over max of the GPUs' pairs: 1 is perfect balance."""
+        return self.pairs.mean(1) / np.maximum(self.pairs.max(1), 1)
+
+
+class Simulator:
+    """Exact cost of serving windows of tokens on placements, for one model on one cluster.
+
+    Args:
+        model: preset name or :class:`ModelSpec`.
+        cluster: preset name or :class:`ClusterSpec`.
+        comm: ``dedup``, ``per-expert`` or ``stay``.
+        passes_per_window: forward passes over which a migration is spread.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSpec,
+        cluster: str | ClusterSpec,
+        comm: str = "dedup",
+        passes_per_window: int = 100,
+    ) -> None:
+        self.model, self.cluster = get_model(model), get_cluster(cluster)
+        self.comm, self.mode = comm, list(COMM_MODES.values())[one_of(comm, list(COMM_MODES), "comm")]
+        self.n_experts, self.n_gpus = self.model.n_experts, self.cluster.n_gpus
+        self.n_slots = self.cluster.slots_for(self.n_experts)
+        self.passes_per_window = passes_per_window
+        self.cost = cost_vector(self.model, self.cluster, passes_per_window)
+        self.net = network(self.cluster)
+
+    def static(self, n_layers: int) -> Placement:
+        """Experts in order over the slots, beginning again at 0 when all are placed."""
+        slots = np.empty((self.n_gpus, self.n_slots), np.int16)
+        static_slots(slots, self.n_experts)
+        return np.repeat(slots[None], n_layers, axis=0)
+
+    def check(self, placement: Placement) -> Placement:
+        """The placement itself, or a ``ValueError`` that names the rule, layer and GPU it breaks."""
+        placement = np.asarray(placement)
+        if placement.ndim != 3 or placement.shape[1:] != (self.n_gpus, self.n_slots):
+            raise ValueError(
+                f"placement has shape {placement.shape}: expected (layers, {self.n_gpus} GPUs, {self.n_slots} slots)"
+            )
+        if placement.dtype.kind not in "iu":
+            raise ValueError(f"placement has dtype {placement.dtype}: expected integers")
+        outside = np.argwhere((placement < -1) | (placement >= self.n_experts))
+        if len(outside):
+            l, g, s = outside[0]
+            raise ValueError(
+                f"layer {l}, GPU {g} holds expert {placement[l, g, s]}: ids are 0 … {self.n_experts - 1}, and -1 for an empty slot"
+            )
+        ordered = np.sort(placement, axis=2)
+        twins = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0))
+        if len(twins):
+            l, g, s = twins[0]
+            raise ValueError(
+                f"layer {l}, GPU {g} holds expert {ordered[l, g, s]} twice: one copy a GPU is all it can use"
+            )
+        present = np.zeros((len(placement), self.n_experts + 1), bool)
+        np.put_along_axis(present, placement.reshape(len(placement), -1).astype(np.int64), True, axis=1)
+        missing = np.argwhere(~present[:, : self.n_experts])
+        if len(missing):
+            l, e = missing[0]
+            raise ValueError(f"layer {l}: expert {e} is on no GPU: every expert needs a slot")
+        return placement.astype(np.int16)
+
+    def count(self, window: Window, placement: Placement, before: Placement | None = None) -> Sim:
+        """The ``Sim`` of all layers (b = layer) under ``placement``, with ``before`` as the window's beginning."""
+        layers = window.n_layers
+        tensors = allocate_sim(
+            layers,
+            1,
+            window.n_tokens,
+            experts=self.n_experts,
+            top_k=window.experts.shape[2],
+            cluster=self.cluster,
+            slots=self.n_slots,
+            stay=self.mode == dynamics.MODE_STAY,
+        )
+        sim = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
+        sim.tok[:, 0] = window.rows
+        sim.src[:, 0] = window.home
+        sim.slots[:] = placement if before is None else before
+        cpu.count(sim, np.ascontiguousarray(placement), window.experts, self.net, self.mode)
+        return sim
+
+    def evaluate(self, window: Window, placement: Placement, before: Placement | None = None) -> Served:
+        """Serve ``window`` on ``placement`` after moving there from ``before`` (by default nothing moves)."""
+        sim = self.count(window, placement, before)
+        times = np.zeros((window.n_layers, 4))
+        cpu.times(sim, self.cost, self.net, self.mode, times)
+        copies = sim.out[:, 0].astype(np.int64)
+        node = self.net[: self.n_gpus]
+        between = copies[:, node[:, None] != node[None, :]].sum(1)
+        return Served(
+            time_us=times[:, :3].sum(1),
+            migration_us=times[:, 3],
+            dispatch_us=times[:, 0],
+            compute_us=times[:, 1],
+            combine_us=times[:, 2],
+            pairs=sim.pairs[:, 0].sum(1, dtype=np.int64),
+            copies=copies,
+            gpus_per_token=(sim.cnt[:, 0] > 0).sum((1, 2)) / window.n_tokens,
+            inter_node_bytes=between * self.model.hidden * self.model.dispatch_bytes,
+            moves=sim.mig.sum((1, 2)).astype(np.int64),
+        )
+
+    def lower_bound(self, window: Window) -> npt.NDArray[np.float64]:
+        """(L,) a proven lower bound on ``time_us``: no copies at all, and pairs spread evenly over all GPUs.
+
+        The pairs of some GPU are at least the mean, and at least one GPU has ceil(active experts / G) active experts
+        or more; the two need not be the same GPU, so each is bounded alone.
+        """
+        loads = window.loads(self.n_experts)
+        mean_pairs = np.ceil(loads.sum(1) / self.n_gpus)
+        experts = np.ceil((loads > 0).sum(1) / self.n_gpus)
+        both = (
+            self.model.kernel_pair_us * loads.sum(1) / self.n_gpus
+            + self.model.kernel_expert_us * (loads > 0).sum(1) / self.n_gpus
+        )
+        least = np.maximum(
+            np.maximum(
+                self.model.kernel_pair_us * mean_pairs + self.model.kernel_expert_us,
+                self.model.kernel_expert_us * experts,
+            ),
+            both,
+        )
+        return np.asarray(self.cost[0] + self.cost[3] + self.model.kernel_start_us + least, dtype=np.float64)
+
+    def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
+        """(L, G, G) bytes dispatched from row to column."""
+        return served.copies * (self.model.hidden * self.model.dispatch_bytes)
+
+
+def as_numpy(tensors: dict[str, torch.Tensor], kind: Any) -> Any:
+    """A named tuple of arrays that share the tensors' memory."""
+    return kind(**{name: tensor.numpy() for name, tensor in tensors.items()})

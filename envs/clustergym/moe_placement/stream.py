@@ -1,0 +1,182 @@
+"""Streams of windows drawn from a trace: which sequences are served next, and on which GPU each one lives.
+
+Device functions like those of :mod:`.dynamics`: the same draw serves one environment and ten thousand, on CPU and CUDA.
+Randomness is counter-based (a key and a counter an environment), so that a stream depends on its seed alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.moe_placement.dynamics import _MASK31, device, hash31
+from clustergym.traces.token_trace import TokenTrace
+
+SCHEDULES = ("stationary", "drift", "switch", "replay")
+STATIONARY, DRIFT, SWITCH, REPLAY = 0, 1, 2, 3
+
+
+class Corpus(NamedTuple):
+    """A trace laid out for drawing."""
+
+    experts: np.ndarray
+    """(L, rows, K) int16: layer first, because layers are walked one at a time"""
+    seq_start: np.ndarray
+    """(sequences,) int32"""
+    seq_len: np.ndarray
+    """(sequences,) int32"""
+    dom_off: np.ndarray
+    """(D + 1,) int32: ``dom_seq[dom_off[d] : dom_off[d + 1]]`` are the sequences of domain d"""
+    dom_seq: np.ndarray
+    """(sequences,) int32"""
+
+
+class StreamState(NamedTuple):
+    """Where B streams stand."""
+
+    key: np.ndarray
+    """(B, 2) int64: key and counter of the generator"""
+    at: np.ndarray
+    """(B, 4) int32: current sequence (−1: none), next token in it, next rank, current domain"""
+    drawn: np.ndarray
+    """(B, D) int32: sequences drawn from each domain so far; each is drawn once before any comes again"""
+    logit: np.ndarray
+    """(B, D) float64: log weights of the mixture"""
+
+
+def corpus_of(trace: TokenTrace) -> Corpus:
+    names = trace.domain_names
+    of = np.searchsorted(names, trace.domains)
+    order = np.argsort(of, kind="stable")
+    return Corpus(
+        experts=np.ascontiguousarray(trace.experts.transpose(1, 0, 2)),
+        seq_start=trace.seq_starts.astype(np.int32),
+        seq_len=trace.seq_lens.astype(np.int32),
+        dom_off=np.concatenate([[0], np.cumsum(np.bincount(of, minlength=len(names)))]).astype(np.int32),
+        dom_seq=order.astype(np.int32),
+    )
+
+
+def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(B, 2) generator keys for B seeds of any size: the same seed gives the same stream whatever the batch."""
+    folded = (seeds & _MASK31) ^ ((seeds >> 31) & _MASK31)
+    mixed = (folded ^ (folded >> 16)) * 0x45D9F3B & _MASK31
+    return np.stack([mixed ^ (mixed >> 15), np.zeros_like(seeds)], axis=1)
+
+
+@device
+def uniform(state, b):
+    """A number in [0, 1)."""
+    state.key[b, 1] += 1
+    counter = state.key[b, 1] & _MASK31
+    return hash31(hash31(state.key[b, 0]) ^ hash31(counter ^ 0x2545F491)) / 2147483648.0
+
+
+@device
+def permuted(i, n, key):
+    """Place of ``i`` in a permutation of 0 … n−1 given by ``key``: rounds of bijections on the next power of two."""
+    mask, bits = 1, 1
+    while mask < n - 1:
+        mask = mask * 2 + 1
+        bits += 1
+    half = bits // 2 + 1
+    x = i
+    while True:
+        for r in range(4):
+            mixed = hash31((key + r * 0x3C6EF35F) & _MASK31)
+            x = (x * (2 * mixed + 1) + (mixed >> 7)) & mask
+            x = x ^ (x >> half)
+        if x < n:
+            return x
+
+
+@device
+def begin_stream(state, b, corpus, schedule):
+    """Forget where the stream stood; the generator goes on."""
+    n_domains = state.drawn.shape[1]
+    # Which permutation of its sequences each domain follows hangs on the counter at the start.
+    state.at[b, 0] = -1
+    state.at[b, 1] = 0
+    state.at[b, 2] = 0
+    state.at[b, 3] = int(uniform(state, b) * n_domains)
+    for d in range(n_domains):
+        n = corpus.dom_off[d + 1] - corpus.dom_off[d]
+        state.drawn[b, d] = int(uniform(state, b) * 1024) * n
+        # A standard normal, so that a drifting mixture starts in favour of a few domains.
+        radius = math.sqrt(-2.0 * math.log(1.0 - uniform(state, b)))
+        state.logit[b, d] = 1.5 * radius * math.cos(2.0 * math.pi * uniform(state, b))
+    if schedule == REPLAY:
+        state.at[b, 3] = int(uniform(state, b) * corpus.seq_len.shape[0])
+
+
+@device
+def _pick_domain(state, b, corpus, schedule):
+    n_domains = state.drawn.shape[1]
+    if schedule == SWITCH:
+        return state.at[b, 3]
+    total, top = 0.0, -1e300
+    for d in range(n_domains):
+        top = max(top, state.logit[b, d])
+    for d in range(n_domains):
+        size = corpus.dom_off[d + 1] - corpus.dom_off[d]
+        total += size if schedule == STATIONARY else math.exp(state.logit[b, d] - top)
+    left = uniform(state, b) * total
+    for d in range(n_domains):
+        size = corpus.dom_off[d + 1] - corpus.dom_off[d]
+        left -= size if schedule == STATIONARY else math.exp(state.logit[b, d] - top)
+        if left < 0:
+            return d
+    return n_domains - 1
+
+
+@device
+def _next_sequence(state, b, corpus, schedule):
+    if schedule == REPLAY:
+        seq = state.at[b, 3]
+        state.at[b, 3] = (seq + 1) % corpus.seq_len.shape[0]
+        return seq
+    d = _pick_domain(state, b, corpus, schedule)
+    n = corpus.dom_off[d + 1] - corpus.dom_off[d]
+    i = state.drawn[b, d]
+    state.drawn[b, d] = i + 1
+    key = hash31(state.key[b, 0] ^ hash31(i // n * 7919 + d))
+    return corpus.dom_seq[corpus.dom_off[d] + permuted(i % n, n, key)]
+
+
+@device
+def draw_window(state, b, corpus, schedule, rate, n_gpus, tok, home):
+    """Fill ``tok`` (T,) and ``home`` (T,) with the next window. A sequence cut by a window's end goes on in the next one.
+
+    ``rate`` is the step of the mixture walk (drift) or the chance of another domain (switch).
+    """
+    n_domains = state.drawn.shape[1]
+    if schedule == DRIFT:
+        for d in range(n_domains):
+            radius = math.sqrt(-2.0 * math.log(1.0 - uniform(state, b)))
+            step = rate * radius * math.cos(2.0 * math.pi * uniform(state, b))
+            # Pulled back a little, so that the walk keeps its spread (1.5) instead of freezing on one domain.
+            state.logit[b, d] = math.sqrt(max(0.0, 1.0 - rate * rate / 2.25)) * state.logit[b, d] + step
+    elif schedule == SWITCH and n_domains > 1 and uniform(state, b) < rate:
+        other = int(uniform(state, b) * (n_domains - 1))
+        state.at[b, 3] = other + 1 if other >= state.at[b, 3] else other
+        state.at[b, 0] = -1
+    n_tokens = tok.shape[0]
+    filled = 0
+    while filled < n_tokens:
+        if state.at[b, 0] < 0:
+            state.at[b, 0] = _next_sequence(state, b, corpus, schedule)
+            state.at[b, 1] = 0
+            state.at[b, 2] = (state.at[b, 2] + 1) % n_gpus
+        seq, pos = state.at[b, 0], state.at[b, 1]
+        take = min(corpus.seq_len[seq] - pos, n_tokens - filled)
+        rank = (state.at[b, 2] + n_gpus - 1) % n_gpus
+        for i in range(take):
+            tok[filled + i] = corpus.seq_start[seq] + pos + i
+            home[filled + i] = rank
+        filled += take
+        state.at[b, 1] = pos + take
+        if pos + take == corpus.seq_len[seq]:
+            state.at[b, 0] = -1

@@ -1,0 +1,248 @@
+"""Synthetic token traces with the load skew, co-activation, layer affinity and drift of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.signal import lfilter
+
+from clustergym.traces.token_trace import MAX_EXPERTS, TokenTrace
+
+
+@dataclass(frozen=True)
+class SyntheticConfig:
+    """Parameters of :func:`synthetic_trace`. The defaults give the statistics of DeepSeek-V2-Lite.
+
+    Every parameter does one thing when it is varied alone, with the seed held: the draws of the other parts stay
+    the same.
+    """
+
+    n_tokens: int = 20_000
+    """Tokens in the trace, at least one a domain."""
+    n_layers: int = 26
+    """Recorded mixture-of-experts layers, 1 or more."""
+    first_layer: int = 1
+    """Global index of the first recorded layer, 0 or more: ``layer_ids`` count on from it."""
+    n_experts: int = 64
+    """Experts in each layer, from ``top_k`` to 32767."""
+    top_k: int = 6
+    """Experts a token uses in each layer, from 1 to ``n_experts``."""
+    mean_seq_len: float = 103.0
+    """Mean tokens in a sequence, 1 or more (each domain's last sequence is cut to fit)."""
+    seq_len_spread: float = 0.86
+    """Standard deviation of the sequence lengths over their mean, 0 … 10: log-normal lengths, 0 = all alike."""
+    n_domains: int = 4
+    """Domains, 1 or more, labelled ``domain0``, ``domain1``, …: equal shares of the tokens, one after the other."""
+    popularity_skew: float = 0.18
+    """Standard deviation of the experts' popularity, 0 … 100, in units of a token's own score: 0 = no favourites."""
+    n_topics: int = 6
+    """Dimensions of a token's topic, 1 or more: the fewer, the more often the same experts fire together."""
+    topic_strength: float = 0.94
+    """Share of a token's score that its topic explains, 0 … 1; noise of its own for each expert explains the rest."""
+    topic_persistence: float = 0.37
+    """Correlation of a token's topic with that of the token before it in the sequence, 0 … 1 (1 excluded)."""
+    layer_affinity: float = 0.98
+    """Correlation of a token's topic and noise with those of the layer before, 0 … 1: how well this layer's experts
+    foretell the next layer's. At 0 the layers share only what the domain and the sequence fix."""
+    domain_drift: float = 0.16
+    """Share of the topic's variance that the domain fixes, 0 … 1: how different the loads of two domains are."""
+    sequence_drift: float = 0.013
+    """Share of the topic's variance that the sequence fixes beyond its domain, 0 … 1 − ``domain_drift``: how
+    different the loads of two sequences of one domain are."""
+    model: str = "deepseek-v2-lite"
+    """Name of the model preset to write into the trace."""
+
+    def __post_init__(self) -> None:
+        _require_integer("n_layers", self.n_layers, 1)
+        _require_integer("first_layer", self.first_layer, 0)
+        _require_integer("top_k", self.top_k, 1)
+        _require_integer("n_experts", self.n_experts, 1, MAX_EXPERTS)
+        _require_integer("n_topics", self.n_topics, 1)
+        _require_integer("n_domains", self.n_domains, 1)
+        _require_integer("n_tokens", self.n_tokens, 1)
+        if self.top_k > self.n_experts:
+            raise ValueError(f"top_k must be at most n_experts = {self.n_experts}, found {self.top_k}")
+        if self.n_tokens < self.n_domains:
+            raise ValueError(f"n_tokens must be at least n_domains = {self.n_domains}, found {self.n_tokens}")
+        _require_number("mean_seq_len", self.mean_seq_len, 1.0)
+        _require_number("seq_len_spread", self.seq_len_spread, 0.0, 10.0)
+        _require_number("popularity_skew", self.popularity_skew, 0.0, 100.0)
+        for name in ("topic_strength", "topic_persistence", "layer_affinity", "domain_drift", "sequence_drift"):
+            _require_number(name, getattr(self, name), 0.0, 1.0)
+        if self.topic_persistence == 1.0:
+            raise ValueError("topic_persistence must be below 1, found 1.0: use sequence_drift for a fixed topic")
+        if self.domain_drift + self.sequence_drift > 1.0:
+            raise ValueError(
+                "domain_drift + sequence_drift must be at most 1 (they are shares of one variance), "
+                f"found {self.domain_drift} + {self.sequence_drift}"
+            )
+        if not isinstance(self.model, str):
+            raise ValueError(f"model must be a string, found {self.model!r}")
+
+    @classmethod
+    def deepseek_v2_lite(cls) -> SyntheticConfig:
+        """Prefill of DeepSeek-V2-Lite (the defaults): 26 layers, top-6 of 64, even loads, strong topics."""
+        return cls()
+
+    @classmethod
+    def gpt_oss_20b(cls) -> SyntheticConfig:
+        """Decoding with gpt-oss-20b: 24 layers, top-4 of 32, skewed loads, long sequences that differ a lot."""
+        return cls(
+            n_tokens=40_000,
+            n_layers=24,
+            first_layer=0,
+            n_experts=32,
+            top_k=4,
+            mean_seq_len=287.0,
+            seq_len_spread=0.64,
+            n_domains=4,
+            popularity_skew=0.42,
+            n_topics=5,
+            topic_strength=0.94,
+            topic_persistence=0.42,
+            layer_affinity=0.99,
+            domain_drift=0.12,
+            sequence_drift=0.25,
+            model="gpt-oss-20b",
+        )
+
+
+def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **overrides: Any) -> TokenTrace:
+    """Draw a trace. Deterministic in ``config`` and ``seed``.
+
+    Every token has a topic vector: a part of its domain, a part of its sequence, and a part of its own that
+    wanders from token to token and from layer to layer. Every expert of every layer has a direction among the
+    topics and a popularity. A token's score for an expert is
+
+        popularity + √strength · (direction · topic) + √(1 − strength) · noise
+
+    and it uses the ``top_k`` experts of highest score. Experts whose directions are close fire together.
+
+    Args:
+        config: the parameters; by default those of DeepSeek-V2-Lite.
+        seed: of every random draw.
+        overrides: fields of :class:`SyntheticConfig` to replace: ``synthetic_trace(n_tokens=2048, top_k=2)``.
+    """
+    known = [f.name for f in fields(SyntheticConfig)]
+    for name in overrides:
+        if name not in known:
+            raise ValueError(f"unknown parameter {name!r} of a synthetic trace; the parameters are: {', '.join(known)}")
+    c = replace(config if config is not None else SyntheticConfig(), **overrides)
+    # One stream for each part, so that varying one parameter leaves the draws of the others as they were.
+    length_rng, domain_rng, sequence_rng, token_rng, noise_rng, expert_rng = (
+        np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(6)
+    )
+    per_domain = np.full(c.n_domains, c.n_tokens // c.n_domains)
+    per_domain[: c.n_tokens % c.n_domains] += 1
+    lengths = [_sequence_lengths(int(n), c.mean_seq_len, c.seq_len_spread, length_rng) for n in per_domain]
+    domain = np.repeat(np.arange(c.n_domains), [len(part) for part in lengths])
+    seq_lens = np.concatenate(lengths)
+
+    by_domain = _domain_topics(c.n_domains, c.n_topics, domain_rng)
+    by_sequence = sequence_rng.standard_normal((len(seq_lens), c.n_topics))
+    shared = np.sqrt(c.domain_drift) * by_domain[domain] + np.sqrt(c.sequence_drift) * by_sequence
+    shared_topic = np.repeat(shared, seq_lens, axis=0).astype(np.float32)
+    own_share = np.float32(np.sqrt(max(1.0 - c.domain_drift - c.sequence_drift, 0.0)))
+
+    draw_topics = _persistent_topics(seq_lens, c.n_topics, c.topic_persistence, token_rng)
+    kept = np.float32(c.layer_affinity)
+    fresh = np.float32(np.sqrt(1.0 - c.layer_affinity**2))
+    topic_weight, noise_weight = np.sqrt(c.topic_strength), np.float32(np.sqrt(1.0 - c.topic_strength))
+    experts = np.empty((c.n_tokens, c.n_layers, c.top_k), dtype=np.int16)
+    own_topic = draw_topics()
+    noise = noise_rng.standard_normal((c.n_tokens, c.n_experts), dtype=np.float32)
+    for l in range(c.n_layers):
+        # The expert of this layer that inherits each noise of the layer before; ids of two layers are unrelated.
+        heir = expert_rng.permutation(c.n_experts)
+        if l > 0:
+            own_topic = kept * own_topic + fresh * draw_topics()
+            noise = noise[:, heir]
+            noise *= kept
+            noise += fresh * noise_rng.standard_normal(noise.shape, dtype=np.float32)
+        directions = expert_rng.standard_normal((c.n_topics, c.n_experts))
+        directions /= np.linalg.norm(directions, axis=0)
+        popularity = c.popularity_skew * expert_rng.standard_normal(c.n_experts)
+        scores = (shared_topic + own_share * own_topic) @ (topic_weight * directions).astype(np.float32)
+        scores += noise_weight * noise
+        scores += popularity.astype(np.float32)
+        experts[:, l] = np.argpartition(scores, c.n_experts - c.top_k, axis=1)[:, c.n_experts - c.top_k :]
+    # Sorted ids, as the order within a token means nothing and sorted files compress better.
+    experts.sort(axis=2)
+    return TokenTrace(
+        experts,
+        n_experts=c.n_experts,
+        layer_ids=np.arange(c.first_layer, c.first_layer + c.n_layers),
+        seq_lens=seq_lens,
+        domains=np.array([f"domain{d}" for d in domain]),
+        model=c.model or None,
+        name="synthetic",
+    )
+
+
+def _sequence_lengths(n_tokens: int, mean: float, spread: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Log-normal lengths of at least 1 that sum to ``n_tokens``, the last one cut."""
+    variance = np.log1p(spread**2)
+    lengths = np.zeros(0, dtype=np.int64)
+    while lengths.sum() < n_tokens:
+        count = int(n_tokens / mean) + 16
+        drawn = np.exp(np.sqrt(variance) * rng.standard_normal(count) + np.log(mean) - variance / 2)
+        lengths = np.concatenate([lengths, np.rint(np.clip(drawn, 1, n_tokens)).astype(np.int64)])
+    ends = np.cumsum(lengths)
+    last = int(np.searchsorted(ends, n_tokens))
+    lengths = lengths[: last + 1]
+    lengths[last] -= ends[last] - n_tokens
+    return lengths
+
+
+def _domain_topics(n_domains: int, n_topics: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """(D, n_topics) topic of each domain, of unit variance a dimension; at right angles while there is room.
+
+    Right angles keep every pair of domains equally far apart, so that the drift hardly depends on the seed.
+    """
+    drawn = rng.standard_normal((n_domains, n_topics))
+    if n_domains <= n_topics:
+        return np.asarray(np.linalg.qr(drawn.T)[0].T * np.sqrt(n_topics))
+    return np.asarray(drawn * np.sqrt(n_topics) / np.linalg.norm(drawn, axis=1, keepdims=True))
+
+
+def _persistent_topics(
+    seq_lens: npt.NDArray[np.int64], n_topics: int, persistence: float, rng: np.random.Generator
+) -> Callable[[], npt.NDArray[np.float32]]:
+    """A function that draws (T, n_topics) topics of unit variance, each correlated with the token before it."""
+    starts = np.cumsum(seq_lens) - seq_lens
+    position = np.arange(seq_lens.sum()) - np.repeat(starts, seq_lens)
+    decay = (persistence ** (position + 1.0))[:, None]
+
+    def draw() -> npt.NDArray[np.float32]:
+        steps = rng.standard_normal((len(position), n_topics))
+        steps[position > 0] *= np.sqrt(1.0 - persistence**2)
+        if persistence == 0.0:
+            return steps.astype(np.float32)
+        topics = lfilter([1.0], [1.0, -persistence], steps, axis=0)
+        # The filter ran on through the ends of the sequences: take away what each inherited from the one before.
+        inherited = np.concatenate([np.zeros((1, n_topics)), topics[starts[1:] - 1]])
+        topics -= decay * np.repeat(inherited, seq_lens, axis=0)
+        return np.asarray(topics, dtype=np.float32)
+
+    return draw
+
+
+def _require_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name} must be an integer, found {value!r}")
+    if value < low or (high is not None and value > high):
+        limits = f"{low} … {high}" if high is not None else f"at least {low}"
+        raise ValueError(f"{name} must be {limits}, found {value}")
+
+
+def _require_number(name: str, value: Any, low: float, high: float = np.inf) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ValueError(f"{name} must be a number, found {value!r}")
+    # Written so that nan fails; an infinite value is no number to compute with either.
+    if not (low <= value <= high and np.isfinite(value)):
+        limits = f"{low:g} … {high:g}" if np.isfinite(high) else f"finite and at least {low:g}"
+        raise ValueError(f"{name} must be {limits}, found {value}")

@@ -1,0 +1,417 @@
+"""Token traces: which experts each token was routed to, layer by layer."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+FORMAT_VERSION = 1
+MAX_EXPERTS = np.iinfo(np.int16).max
+# Rows checked at once when a trace is validated: bounds the temporary copies to a few MB.
+_CHECK_ROWS = 65_536
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTrace:
+    """Routing decisions of a mixture-of-experts model, one row a token.
+
+    Args:
+        experts: (T, L, K) integer array of logical expert ids; −1 pads a token that used fewer than K experts.
+            A 2-D (T, L) array is the top-1 case, K = 1.
+        n_experts: experts in each layer; by default the largest id + 1.
+        layer_ids: (L,) global index of each recorded layer (dense layers are not recorded); by default 0 … L−1.
+        seq_lens: (S,) tokens in each sequence, in order, summing to T; by default one sequence.
+        domains: (S,) a label for each sequence; by default all ``"all"``.
+        model: name of the model preset that the trace was recorded from, if known.
+        name: where the trace came from, for messages.
+
+    Whatever is wrong is refused on construction by a ``ValueError`` that names the place.
+    """
+
+    experts: npt.NDArray[np.int16]
+    n_experts: int = 0
+    layer_ids: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
+    seq_lens: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
+    domains: npt.NDArray[np.str_] = field(default=None)  # type: ignore[arg-type]
+    model: str | None = None
+    name: str = "array"
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        experts, n_experts = _checked_experts(self.experts, int(self.n_experts), self.name)
+        n_tokens, n_layers, _ = experts.shape
+        set_(self, "experts", experts)
+        set_(self, "n_experts", n_experts)
+        layer_ids = np.arange(n_layers) if self.layer_ids is None else _integers(self.layer_ids, "layer_ids", self.name)
+        if layer_ids.shape != (n_layers,):
+            raise ValueError(
+                f"{self.name}: layer_ids has shape {layer_ids.shape}, but experts has {n_layers} layers: "
+                "give one id a layer"
+            )
+        if len(np.unique(layer_ids)) != n_layers or layer_ids.min() < 0:
+            raise ValueError(f"{self.name}: layer_ids must be distinct and not negative, found {layer_ids.tolist()}")
+        set_(self, "layer_ids", layer_ids)
+        seq_lens = np.array([n_tokens]) if self.seq_lens is None else _integers(self.seq_lens, "seq_lens", self.name)
+        if seq_lens.ndim != 1 or (seq_lens < 1).any():
+            raise ValueError(
+                f"{self.name}: seq_lens must be a list of lengths of at least 1, found {seq_lens.tolist()[:8]}"
+            )
+        # The second test alone could be met by a sum that overflows.
+        if (seq_lens > n_tokens).any() or seq_lens.sum() != n_tokens:
+            raise ValueError(f"{self.name}: seq_lens sums to {seq_lens.sum()}, but experts has {n_tokens} tokens")
+        set_(self, "seq_lens", seq_lens)
+        domains = np.full(len(seq_lens), "all") if self.domains is None else np.asarray(self.domains)
+        if domains.shape != seq_lens.shape:
+            raise ValueError(
+                f"{self.name}: domains has shape {domains.shape}, but there are {len(seq_lens)} sequences: "
+                "give one label a sequence"
+            )
+        if domains.dtype.kind != "U":
+            raise ValueError(f"{self.name}: domains must be strings, found dtype {domains.dtype}")
+        set_(self, "domains", domains)
+
+    # -- shape ---------------------------------------------------------------------------------------------------
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.experts.shape[0])
+
+    @property
+    def n_layers(self) -> int:
+        return int(self.experts.shape[1])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.experts.shape[2])
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def domain_names(self) -> list[str]:
+        """The domain labels, sorted."""
+        return [str(d) for d in np.unique(self.domains)]
+
+    @property
+    def seq_starts(self) -> npt.NDArray[np.int64]:
+        """(S,) index of each sequence's first token."""
+        return np.concatenate([[0], np.cumsum(self.seq_lens)[:-1]]).astype(np.int64)
+
+    def __repr__(self) -> str:
+        return (
+            f"TokenTrace({self.name!r}: {self.n_tokens} tokens in {self.n_sequences} sequences, "
+            f"{self.n_layers} layers, top-{self.top_k} of {self.n_experts} experts, "
+            f"domains {self.domain_names[:6]}, model {self.model})"
+        )
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load(cls, source: str | os.PathLike[str]) -> TokenTrace:
+        """Load a ``.npz`` or ``.npy`` file, or a bundled trace by name (``TokenTrace.load("synthetic")``).
+
+        A ``.npy`` file holds the bare (T, L) or (T, L, K) array. A ``.npz`` file holds ``experts`` and may hold
+        ``n_experts``, ``layer_ids``, ``seq_lens``, ``domains`` (or ``category``) and ``model``. Pickled objects are
+        never loaded.
+        """
+        path = Path(source)
+        if path.suffix not in (".npz", ".npy"):
+            known = bundled_traces()
+            if str(source) not in known:
+                raise ValueError(
+                    f"unknown trace {str(source)!r}: give a .npz or .npy file, or one of the bundled names: "
+                    f"{', '.join(sorted(known))}"
+                )
+            path = known[str(source)]
+        if not path.is_file():
+            raise ValueError(f"no trace file at {path}; the bundled names are: {', '.join(sorted(bundled_traces()))}")
+        if path.suffix == ".npy":
+            with open(path, "rb") as file:
+                return cls(_read_npy(file, path.stat().st_size, f"{path}"), name=path.stem)
+        fields = _read_npz(path)
+        if "experts" not in fields:
+            raise ValueError(f"{path}: no array 'experts' in the file, found {sorted(fields)}")
+        domains = fields.get("domains", fields.get("category"))
+        model = fields.get("model", np.array(""))
+        if model.size != 1 or model.dtype.kind != "U":
+            raise ValueError(f"{path}: model must be one string, found {model.dtype} of shape {model.shape}")
+        return cls(
+            fields["experts"],
+            n_experts=_scalar(fields, "n_experts", path),
+            layer_ids=fields.get("layer_ids"),  # type: ignore[arg-type]
+            seq_lens=fields.get("seq_lens"),  # type: ignore[arg-type]
+            domains=domains,  # type: ignore[arg-type]
+            model=str(model.item()) or None,
+            name=path.stem,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a compressed ``.npz`` atomically: readers see the old file or the whole new one. Returns the path."""
+        path = Path(path)
+        if path.suffix != ".npz":
+            raise ValueError(f"traces are saved as .npz, found {path.name!r}")
+        small: type[np.signedinteger[Any]] = np.int8 if self.n_experts <= np.iinfo(np.int8).max + 1 else np.int16
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".npz")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(
+                    file,
+                    experts=self.experts.astype(small),
+                    n_experts=np.int64(self.n_experts),
+                    layer_ids=self.layer_ids,
+                    seq_lens=self.seq_lens.astype(np.int32),
+                    domains=self.domains,
+                    model=np.str_(self.model or ""),
+                    format_version=np.int64(FORMAT_VERSION),
+                )
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        return path
+
+    # -- slices --------------------------------------------------------------------------------------------------
+
+    def select(
+        self,
+        *,
+        sequences: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
+        domains: Sequence[str] | str | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> TokenTrace:
+        """The part of the trace in the given sequences (by index), domains (by label) and layers (by position)."""
+        keep = np.arange(self.n_sequences)
+        if sequences is not None:
+            # A mask read as indices would silently repeat sequences 0 and 1.
+            if np.asarray(sequences).dtype == bool:
+                raise ValueError(f"{self.name}: sequences are chosen by index, found a mask: give np.flatnonzero(mask)")
+            keep = np.asarray(sequences, dtype=np.int64)
+            bad = keep[(keep < 0) | (keep >= self.n_sequences)]
+            if bad.size:
+                raise ValueError(
+                    f"{self.name}: sequence {bad[0]} asked for, but the ids are 0 … {self.n_sequences - 1}"
+                )
+        if domains is not None:
+            wanted = [domains] if isinstance(domains, str) else list(domains)
+            unknown = sorted(set(wanted) - set(self.domain_names))
+            if unknown:
+                raise ValueError(
+                    f"{self.name}: no domain {unknown[0]!r}; the domains are: {', '.join(self.domain_names)}"
+                )
+            keep = keep[np.isin(self.domains[keep], wanted)]
+        if not keep.size:
+            raise ValueError(f"{self.name}: the selection holds no sequence")
+        lengths = self.seq_lens[keep]
+        tokens = np.repeat(self.seq_starts[keep] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
+        positions = np.arange(self.n_layers)
+        if layers is not None:
+            positions = np.asarray(layers, dtype=np.int64)
+            if not positions.size or positions.min() < 0 or positions.max() >= self.n_layers:
+                raise ValueError(
+                    f"{self.name}: layers {list(layers)} asked for, but the positions are 0 … {self.n_layers - 1}"
+                )
+        return TokenTrace(
+            self.experts[tokens][:, positions],
+            n_experts=self.n_experts,
+            layer_ids=self.layer_ids[positions],
+            seq_lens=lengths,
+            domains=self.domains[keep],
+            model=self.model,
+            name=self.name,
+        )
+
+    def split(self, fraction: float = 0.5, seed: int = 0) -> tuple[TokenTrace, TokenTrace]:
+        """Two disjoint parts by sequence, the first with about ``fraction`` of each domain's tokens.
+
+        The first part is never the smaller one at ``fraction=0.5``. Deterministic in ``seed``.
+        """
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must lie between 0 and 1, found {fraction}")
+        if self.n_sequences < 2:
+            raise ValueError(f"{self.name}: a split needs at least 2 sequences, found {self.n_sequences}")
+        rng = np.random.default_rng(seed)
+        first = np.zeros(self.n_sequences, dtype=bool)
+        for domain in self.domain_names:
+            order = rng.permutation(np.flatnonzero(self.domains == domain))
+            before = np.cumsum(self.seq_lens[order]) - self.seq_lens[order]
+            first[order[before < fraction * self.seq_lens[order].sum()]] = True
+        if first.all():  # one sequence a domain: the second part gets the shortest, so that it stays the smaller one
+            first[self.seq_lens.argmin()] = False
+        return self.select(sequences=np.flatnonzero(first)), self.select(sequences=np.flatnonzero(~first))
+
+    def windows(self, n_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
+        """Token indices of consecutive windows of ``n_tokens``, in trace order; a shorter rest is left out."""
+        if not 1 <= n_tokens <= self.n_tokens:
+            raise ValueError(f"{self.name}: windows of {n_tokens} tokens asked for, but the trace has {self.n_tokens}")
+        for start in range(0, self.n_tokens - n_tokens + 1, n_tokens):
+            yield np.arange(start, start + n_tokens)
+
+    @staticmethod
+    def concat(traces: Sequence[TokenTrace], domains: Sequence[str] | None = None) -> TokenTrace:
+        """Join traces of one model. ``domains`` names one domain a trace; by default each keeps its own labels."""
+        if not traces:
+            raise ValueError("nothing to join: the list of traces is empty")
+        first = traces[0]
+        for other in traces[1:]:
+            shapes = [(t.n_layers, t.top_k, t.n_experts) for t in (first, other)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{other.name} has (layers, top-k, experts) = {shapes[1]} and {first.name} has {shapes[0]}: "
+                    "only traces of the same model and layers can be joined"
+                )
+            if not np.array_equal(first.layer_ids, other.layer_ids):
+                raise ValueError(
+                    f"{other.name} has layer_ids {other.layer_ids.tolist()} and {first.name} has "
+                    f"{first.layer_ids.tolist()}: only traces of the same model and layers can be joined"
+                )
+        if domains is None:
+            labels = [t.domains for t in traces]
+        elif len(domains) == len(traces):
+            labels = [np.full(t.n_sequences, d) for t, d in zip(traces, domains, strict=True)]
+        else:
+            raise ValueError(f"{len(domains)} domains given for {len(traces)} traces: give one a trace")
+        return TokenTrace(
+            np.concatenate([t.experts for t in traces]),
+            n_experts=first.n_experts,
+            layer_ids=first.layer_ids,
+            seq_lens=np.concatenate([t.seq_lens for t in traces]),
+            domains=np.concatenate(labels),
+            model=first.model,
+            name="+".join(t.name for t in traces),
+        )
+
+    # -- statistics ----------------------------------------------------------------------------------------------
+
+    def loads(self) -> npt.NDArray[np.int64]:
+        """(L, E) tokens routed to each expert of each layer."""
+        counts = np.zeros((self.n_layers, self.n_experts), dtype=np.int64)
+        for l in range(self.n_layers):
+            ids = self.experts[:, l].ravel()
+            counts[l] = np.bincount(ids[ids >= 0], minlength=self.n_experts)
+        return counts
+
+    def statistics(self, n_gpus: int = 16) -> dict[str, float]:
+        """What a placement feels of the trace; see :mod:`clustergym.traces.statistics`."""
+        from clustergym.traces.statistics import trace_statistics
+
+        return trace_statistics(self, n_gpus=n_gpus)
+
+
+def bundled_traces() -> dict[str, Path]:
+    """Names and files of the sample traces, in an installed wheel and in a checkout alike."""
+    here = Path(__file__).resolve()
+    folders = [here.parent / "bundled", here.parents[3] / "traces"]
+    return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("[!.]*.npz"))}
+
+
+def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray[np.int16], int]:
+    experts = np.asarray(array)
+    if experts.dtype == object:
+        raise ValueError(
+            f"{name}: experts has dtype object (ragged rows?): give a rectangular integer array, padded with -1"
+        )
+    if experts.dtype.kind not in "iu":
+        raise ValueError(f"{name}: experts has dtype {experts.dtype}: expert ids must be integers")
+    if experts.ndim == 2:
+        experts = experts[:, :, None]
+    if experts.ndim != 3:
+        raise ValueError(
+            f"{name}: experts has shape {experts.shape}: expected (tokens, layers) or (tokens, layers, top_k)"
+        )
+    if 0 in experts.shape:
+        raise ValueError(f"{name}: the trace is empty: experts has shape {experts.shape} (tokens, layers, top_k)")
+    low, high = int(experts.min()), int(experts.max())
+    if low < -1:
+        where = np.argwhere(experts < -1)[0]
+        raise ValueError(
+            f"{name}: trace has expert id {experts[tuple(where)]} at token {where[0]}, layer {where[1]}: "
+            "ids are 0 or more, and -1 pads"
+        )
+    if high < 0:
+        raise ValueError(f"{name}: the trace is empty: every entry is the pad -1")
+    if n_experts == 0:
+        n_experts = high + 1
+    if not 1 <= n_experts <= MAX_EXPERTS:
+        raise ValueError(f"{name}: n_experts is {n_experts}: expected 1 … {MAX_EXPERTS}")
+    if high >= n_experts:
+        where = np.argwhere(experts >= n_experts)[0]
+        raise ValueError(
+            f"{name}: trace has expert id {experts[tuple(where)]} at token {where[0]}, layer {where[1]}, "
+            f"but n_experts is {n_experts}"
+        )
+    experts = experts.astype(np.int16)
+    for start in range(0, len(experts) if experts.shape[2] > 1 else 0, _CHECK_ROWS):
+        rows = np.sort(experts[start : start + _CHECK_ROWS], axis=2)
+        twins = np.argwhere((rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] >= 0))
+        if len(twins):
+            token, layer, k = twins[0]
+            raise ValueError(
+                f"{name}: expert {rows[token, layer, k]} appears twice at token {start + token}, layer {layer}: "
+                "a token uses each expert once"
+            )
+    return experts, n_experts
+
+
+def _integers(array: Any, what: str, name: str) -> npt.NDArray[np.int64]:
+    values = np.atleast_1d(np.asarray(array))
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name}: {what} has dtype {values.dtype}: expected integers")
+    return values.astype(np.int64)
+
+
+def _scalar(fields: dict[str, npt.NDArray[Any]], key: str, path: Path) -> int:
+    if key not in fields:
+        return 0
+    value = fields[key]
+    if value.size != 1 or value.dtype.kind not in "iu" or int(value.item()) < 1:
+        raise ValueError(f"{path}: {key} must be one positive integer, found {value.dtype} of shape {value.shape}")
+    return int(value.item())
+
+
+def _read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
+    wanted = {"experts", "n_experts", "layer_ids", "seq_lens", "domains", "category", "model"}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {Path(info.filename).stem: info for info in archive.infolist()}
+            fields = {}
+            for key in wanted & set(members):
+                with archive.open(members[key]) as file:
+                    fields[key] = _read_npy(file, members[key].file_size, f"{path}, array {key!r}")
+            return fields
+    # An encrypted member is a RuntimeError, an unknown compression a NotImplementedError (which is one too).
+    except (zipfile.BadZipFile, RuntimeError) as error:
+        raise ValueError(
+            f"{path}: not a whole .npz file ({error}); was it truncated, or saved in another format?"
+        ) from error
+
+
+def _read_npy(file: IO[bytes], n_bytes: int, where: str) -> npt.NDArray[Any]:
+    """Read one array, after checking that its header and its size agree (a lying header could ask for any memory)."""
+    try:
+        version = np.lib.format.read_magic(file)
+        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+        if header is None:
+            raise ValueError(f"format version {version} is not known")
+        shape, fortran, dtype = header(file)
+        if dtype.hasobject:
+            raise ValueError("it holds pickled Python objects, which are never loaded: save a plain integer array")
+        expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        found = n_bytes - file.tell()
+        if found != expected:
+            raise ValueError(f"truncated or malformed: the header announces {expected} bytes, found {found}")
+        data = file.read(expected)
+        if len(data) != expected:
+            raise ValueError(f"truncated: expected {expected} bytes, found {len(data)}")
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        raise ValueError(f"{where}: not a readable .npy array: {error}") from error
+    return np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if fortran else "C")
