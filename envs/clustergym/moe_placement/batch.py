@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,7 @@ from clustergym.moe_placement.episode import Env, Obs, Rules
 from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, one_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
 from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, stream_keys
-from clustergym.traces.token_trace import TokenTrace
+from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 DEFAULT_TRACE = "synthetic"
 
@@ -93,6 +95,28 @@ def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
     return spec
 
 
+@lru_cache(maxsize=8)
+def _load_once(path: str, modified_ns: int) -> TokenTrace:
+    return TokenTrace.load(path)
+
+
+def load_cached(source: str) -> TokenTrace:
+    """The trace, read once however many environments ask for it; read again when its file changes."""
+    path = bundled_traces().get(source, Path(source))
+    return _load_once(str(path), path.stat().st_mtime_ns) if path.is_file() else TokenTrace.load(source)
+
+
+@lru_cache(maxsize=32)
+def _static_times(trace: TokenTrace, simulator: Simulator, window_tokens: int) -> npt.NDArray[np.float64]:
+    """(L,) mean µs of each layer under the static placement, over up to eight windows of the trace in its order."""
+    whole = Window.whole(trace, simulator.n_gpus)
+    n_windows = max(1, min(8, trace.n_tokens // window_tokens))
+    parts = np.resize(np.arange(trace.n_tokens), (n_windows, window_tokens))
+    static = simulator.static(trace.n_layers)
+    windows = [Window(whole.experts, whole.rows[part], whole.home[part]) for part in parts]
+    return np.mean([simulator.evaluate(window, static).time_us for window in windows], axis=0)
+
+
 class PlacementBatch:
     """B placement episodes as tensors on one device; what every environment class and trainer stands on.
 
@@ -109,7 +133,7 @@ class PlacementBatch:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
         self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
-        self.trace = config.trace if isinstance(config.trace, TokenTrace) else TokenTrace.load(config.trace)
+        self.trace = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
         self.model = model_for(self.trace, config.model)
         self.simulator = Simulator(self.model, config.cluster, config.comm, config.passes_per_window)
         self.cluster = self.simulator.cluster
@@ -121,9 +145,10 @@ class PlacementBatch:
         if not 0 <= config.drift_rate <= 1:
             raise ValueError(f"drift_rate is {config.drift_rate}: expected 0 … 1")
         self.launcher = self._pick_launcher()
+        self._static_times = _static_times(self.trace, self.simulator, config.window_tokens)
         self.rules_host = Rules(
             cost=self.simulator.cost,
-            static_us=self._static_us(),
+            static_us=float(self._static_times.sum()),
             net=self.simulator.net,
             mode=self.simulator.mode,
             doublings=doublings(config.lookahead_norm),
@@ -152,14 +177,9 @@ class PlacementBatch:
             raise ImportError("environments on a GPU need numba-cuda: pip install 'clustergym[cuda]'") from error
         return cuda
 
-    def _static_us(self) -> float:
-        """Mean time of a window over all layers under the static placement, over (some of) the trace in its order."""
-        size = self.config.window_tokens
-        window = Window.whole(self.trace, self.n_gpus)
-        rows = np.resize(np.arange(self.trace.n_tokens), max(1, min(8, self.trace.n_tokens // size)) * size)
-        static = self.simulator.static(self.n_layers)
-        parts = [Window(window.experts, window.rows[part], window.home[part]) for part in rows.reshape(-1, size)]
-        return float(np.mean([self.simulator.evaluate(part, static).time_us.sum() for part in parts]))
+    def static_layer_us(self, layer: int) -> float:
+        """Mean µs of a layer under the static placement."""
+        return float(self._static_times[layer])
 
     def _allocate(self) -> None:
         batch, config = self.num_envs, self.config

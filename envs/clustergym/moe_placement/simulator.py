@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -216,6 +215,13 @@ class Simulator:
         self.passes_per_window = passes_per_window
         self.cost = cost_vector(self.model, self.cluster, passes_per_window)
         self.net = network(self.cluster)
+        self._identity = (self.model, self.cluster, comm, passes_per_window)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Simulator) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
 
     def static(self, n_layers: int) -> Placement:
         """Experts in order over the slots, beginning again at 0 when all are placed."""
@@ -319,8 +325,3 @@ class Simulator:
     def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
         """(L, G, G) bytes dispatched from row to column."""
         return served.copies * (self.model.hidden * self.model.dispatch_bytes)
-
-
-def as_numpy(tensors: dict[str, torch.Tensor], kind: Any) -> Any:
-    """A named tuple of arrays that share the tensors' memory."""
-    return kind(**{name: tensor.numpy() for name, tensor in tensors.items()})

@@ -7,6 +7,7 @@ Randomness is counter-based (a key and a counter an environment), so that a stre
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ class StreamState(NamedTuple):
     """(B, D) float64: log weights of the mixture"""
 
 
+@lru_cache(maxsize=8)
 def corpus_of(trace: TokenTrace) -> Corpus:
     names = trace.domain_names
     of = np.searchsorted(names, trace.domains)

@@ -106,7 +106,7 @@ class SyntheticConfig:
             topic_persistence=0.42,
             layer_affinity=0.99,
             domain_drift=0.12,
-            sequence_drift=0.25,
+            sequence_drift=0.31,
             model="gpt-oss-20b",
         )
 

@@ -1,0 +1,28 @@
+"""PettingZoo's face of the placement task: ``moe_placement_v0.parallel_env(**kwargs)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pettingzoo import AECEnv
+from pettingzoo.utils.conversions import parallel_to_aec
+from pettingzoo.utils.wrappers import OrderEnforcingWrapper
+
+from clustergym.moe_placement.environment import MoEPlacementParallelEnv
+
+__all__ = ["MoEPlacementParallelEnv", "env", "parallel_env", "raw_env"]
+
+
+def parallel_env(**kwargs: Any) -> MoEPlacementParallelEnv:
+    """The two-agent environment; see :class:`MoEPlacementParallelEnv` for the task and its arguments."""
+    return MoEPlacementParallelEnv(**kwargs)
+
+
+def raw_env(**kwargs: Any) -> AECEnv[Any, Any, Any]:
+    """The same task as an agent-environment-cycle environment: `expert` acts, then `gpu`."""
+    return parallel_to_aec(parallel_env(**kwargs))
+
+
+def env(**kwargs: Any) -> AECEnv[Any, Any, Any]:
+    """:func:`raw_env`, with errors that explain a wrong order of calls."""
+    return OrderEnforcingWrapper(raw_env(**kwargs))
