@@ -203,6 +203,7 @@ class PlacementBatch:
             "op": zeros((6,), torch.int32),
             "time": zeros((episode.N_TIMES,), torch.float64),
             "ints": zeros((3, experts), torch.int32),
+            "shared": zeros((gpus, gpus), torch.int32),
             "floats": zeros((experts + gpus,), torch.float64),
         }
         domains = len(self.trace.domain_names)
@@ -279,6 +280,13 @@ class PlacementBatch:
             self._env, self._sim, self._stream, self._obs, self._corpus, self._rules,
         )  # fmt: skip
         return self.obs, self.reward, self.done
+
+    def link_copies(self, index: int) -> npt.NDArray[np.int64]:
+        """(G, G) copies that environment ``index`` dispatched from row to column in the observed window and layer."""
+        links = np.zeros((self.n_gpus, self.n_gpus), np.int64)
+        part = Sim(**{name: tensor[index : index + 1].cpu().numpy() for name, tensor in self.sim.items()})
+        dynamics.link_copies(part, 0, 0, self.rules_host.net, self.rules_host.mode, links)
+        return links
 
     def lookahead(self, expert: torch.Tensor) -> torch.Tensor:
         """(B, 3·G): what each operation on ``expert`` (B,) would save on the observed window, relative to its time."""

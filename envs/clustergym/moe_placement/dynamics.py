@@ -5,10 +5,10 @@ T tokens. Everything in it is a count of whole things (tokens, copies, pairs, re
 and :func:`migration_time` turn counts into µs. Counts change one expert at a time: :func:`retarget` visits just the
 tokens that use the expert, so that an operation costs what it touches.
 
-Names: E experts, G GPUs on N nodes, S slots a GPU, K experts a token. ``net`` (G + 1,) holds each GPU's node and, last,
-the GPUs a node has: a table, because integer division would cost more than all the rest of :func:`shift`. ``int8`` counts suffice because a token has K < 128
-experts. The launchers (:mod:`.launchers`) run these functions under ``prange`` or a CUDA grid. Under numba's CUDA
-simulator they stay plain Python, because simulated device arrays cannot enter compiled code.
+Names: E experts, G GPUs on N nodes, S slots a GPU, K experts a token. ``net`` (G + 2,) holds each GPU's node, −1 for the pad
+GPU G, and the GPUs that a node has: a table, because integer division would cost more than all the rest.
+The launchers (:mod:`.launchers`) run these functions under ``prange`` or a CUDA grid. Under numba's CUDA simulator they stay
+plain Python, because simulated device arrays cannot enter compiled code.
 """
 
 from __future__ import annotations
@@ -17,13 +17,24 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, njit
+from numba import config, njit, types
 
-device: Any = (
-    (lambda function: function)
-    if config.ENABLE_CUDASIM
-    else njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
-)
+
+def device(function: Any) -> Any:
+    """Compile a function of one environment. Called from a CUDA kernel, it becomes a device function."""
+    if config.ENABLE_CUDASIM:
+        return function
+    # No reference counts: nothing is allocated here, and counting would cost more than the work.
+    compiled = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
+    template = compiled.get_call_template
+
+    def without_literals(args: Any, kws: Any) -> Any:
+        """Keep numba from compiling a function anew for each constant that it is called with."""
+        return template([types.unliteral(a) for a in args], {k: types.unliteral(a) for k, a in kws.items()})
+
+    compiled.get_call_template = without_literals
+    return compiled
+
 
 # Order of specs.cost_vector.
 COST_DISPATCH_US, COST_DISPATCH_INTRA_US, COST_DISPATCH_INTER_US = 0, 1, 2
@@ -40,6 +51,9 @@ OP_NOTHING, OP_ILLEGAL, OP_PLACE, OP_SWAP, OP_ADD, OP_DELETE = 0, 1, 2, 3, 4, 5
 
 _MASK31 = 0x7FFFFFFF
 
+# An index that cannot be negative: numba then leaves out the check for one, which halves the time of the hot loops.
+u = np.uint64
+
 
 class Sim(NamedTuple):
     """Counts of B simulations. Leading axes: simulation ``b``, then window ``w`` where the array depends on traffic."""
@@ -51,27 +65,31 @@ class Sim(NamedTuple):
     loc: np.ndarray
     """(B, W, T) int16: GPU that holds the token after this layer"""
     off: np.ndarray
-    """(B, W, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the tokens that use expert e"""
+    """(B, W, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e"""
     lst: np.ndarray
-    """(B, W, T·K) int32"""
-    cnt: np.ndarray
-    """(B, W, T, G) int8: experts of the token that run on the GPU"""
-    ncnt: np.ndarray
-    """(B, W, T, N) int8: experts of the token that run on the node"""
-    out: np.ndarray
-    """(B, W, G, G) int32: copies dispatched from row to column"""
-    back: np.ndarray
-    """(B, W, G, G) int32: copies combined from column to row, in mode MODE_STAY; elsewhere combine mirrors dispatch"""
+    """(B, W, T·K) int32: token · K + position of the expert in it"""
+    dst: np.ndarray
+    """(B, W, T, K) int16: GPU that runs each expert of the token, G for a pad"""
+    vis: np.ndarray
+    """(B, W, G, G) int32: tokens held by the row's GPU that visit the column's (token-expert pairs in MODE_PER_EXPERT)"""
+    nvis: np.ndarray
+    """(B, W, G, N) int32: tokens held by the row's GPU that visit the column's node"""
+    bvis: np.ndarray
+    """(B, W, G, G) int32: as ``vis`` for the way back, in MODE_STAY; elsewhere the way back mirrors the way out"""
+    bnvis: np.ndarray
+    """(B, W, G, N) int32"""
+    tot: np.ndarray
+    """(B, 4, G) int32 scratch: copies that each GPU sends and gets, inside its node and between nodes"""
     pairs: np.ndarray
     """(B, W, E, G) int32: tokens of the expert that run on the GPU"""
     slots: np.ndarray
     """(B, G, S) int16: expert in each slot, −1 empty"""
     rep: np.ndarray
-    """(B, E + 2, G) int16: GPUs that hold each expert, ascending; the last two rows are scratch"""
+    """(B, E, G) int16: GPUs that hold each expert, ascending"""
     nrep: np.ndarray
-    """(B, E + 2) int16"""
+    """(B, E) int16"""
     pick: np.ndarray
-    """(B, E + 2, G, 2) int16: for a token on GPU g, the replicas it may use are ``rep[pick[g, 0] :]``, ``pick[g, 1]`` of them"""
+    """(B, G, E) int32: a token on GPU g chooses among ``n = pick >> 16`` replicas of e from ``rep[e, pick & 0xFFFF]`` on"""
     old: np.ndarray
     """(B, E, G) int8: 1 where the expert lay when the window began"""
     mig: np.ndarray
@@ -87,69 +105,48 @@ def hash31(x):
 
 
 @device
-def choose(rep, pick, home, token_hash):
-    """GPU that runs an expert for a token: the replica on its GPU, else on its node, else any; ties by the token's hash."""
-    return rep[pick[home, 0] + (token_hash * pick[home, 1] >> 31)]
-
-
-@device
 def write_picks(sim, b, e, net):
-    """Derive ``pick`` of an expert from its replicas. Replicas on one node are neighbours in the ascending list."""
+    """Derive ``pick`` of an expert from its replicas: the one on the token's GPU, else those on its node, else all.
+
+    Replicas on one node are neighbours in the ascending list.
+    """
     n_gpus, n = sim.slots.shape[1], sim.nrep[b, e]
-    pick, rep = sim.pick[b, e], sim.rep[b, e]
+    pick, rep = sim.pick[b], sim.rep[b, e]
     for g in range(n_gpus):
-        pick[g, 0] = 0
-        pick[g, 1] = n
+        pick[g, e] = n << 16
+    first = 0
     for i in range(n):
         node = net[rep[i]]
-        first = i
-        while first > 0 and net[rep[first - 1]] == node:
-            first -= 1
-        for g in range(node * net[n_gpus], (node + 1) * net[n_gpus]):
-            pick[g, 0] = first
-            pick[g, 1] = i - first + 1
+        if net[rep[first]] != node:
+            first = i
+        for g in range(node * net[n_gpus + 1], (node + 1) * net[n_gpus + 1]):
+            pick[g, e] = first | (i - first + 1) << 16
     for i in range(n):
-        pick[rep[i], 0] = i
-        pick[rep[i], 1] = 1
+        pick[rep[i], e] = i | 1 << 16
 
 
 @device
-def shift(cnt, ncnt, out, t, gpu, home, sign, net, mode):
-    """Add (sign 1) or take away (−1) one expert of token ``t`` on ``gpu``, and the copies which that causes.
-
-    Without branches: which copies arise cannot be predicted, and a wrong guess costs more than an addition of 0.
-    """
-    if mode == MODE_PER_EXPERT:
-        out[home, gpu] += sign * (gpu != home)
-        return
-    there, here = net[gpu], net[home]
-    last = (1 - sign) >> 1
-    # One copy crosses to the GPU of the same rank on the other node, which forwards it to its neighbours.
-    relay = home + (there - here) * net[cnt.shape[1]]
-    count = cnt[t, gpu]
-    cnt[t, gpu] = count + sign
-    out[relay, gpu] += sign * ((count == last) & (gpu != relay))
-    count = ncnt[t, there]
-    ncnt[t, there] = count + sign
-    out[home, relay] += sign * ((count == last) & (there != here))
+def choose(rep, pick, token_hash):
+    """GPU that runs an expert for a token, ties settled by the token's hash."""
+    return rep[u((pick & 0xFFFF) + (token_hash * (pick >> 16) >> 31))]
 
 
 @device
-def flow(cnt, t, origin, sign, matrix, net):
-    """Add or take away all copies between ``origin`` and the GPUs of token ``t``, deduplicated."""
-    per_node = net[cnt.shape[1]]
-    here = net[origin]
-    for node in range(net[cnt.shape[1] - 1] + 1):
-        relay = origin + (node - here) * per_node
-        sender = origin if node == here else relay
-        reached = False
-        for gpu in range(node * per_node, (node + 1) * per_node):
-            if cnt[t, gpu] > 0:
-                reached = True
-                if gpu != sender:
-                    matrix[sender, gpu] += sign
-        if reached and node != here:
-            matrix[origin, relay] += sign
+def visit(dst, t, origin, sign, vis, nvis, net):
+    """Add (sign 1) or take away (−1) all that token ``t`` visits, seen from ``origin``."""
+    n_gpus = vis.shape[0]
+    for k in range(dst.shape[1]):
+        gpu = dst[t, k]
+        if gpu == n_gpus:
+            continue
+        new_gpu, new_node = True, True
+        for j in range(k):
+            new_gpu = new_gpu and dst[t, j] != gpu
+            new_node = new_node and net[dst[t, j]] != net[gpu]
+        if new_gpu:
+            vis[origin, gpu] += sign
+        if new_node:
+            nvis[origin, net[gpu]] += sign
 
 
 @device
@@ -194,86 +191,123 @@ def take_slots(sim, b, slots, net):
 
 
 @device
+def _clear(matrix):
+    for i in range(matrix.shape[0]):
+        for j in range(matrix.shape[1]):
+            matrix[i, j] = 0
+
+
+@device
 def count_window(sim, b, w, trace, layer, net, mode):
     """Count window ``w`` from scratch for the layer under the current replicas; ``tok`` and ``src`` must be set.
 
-    ``trace`` is (L, rows, K): the walk reads one layer at a time.
+    ``trace`` is (L, rows, K): the walk reads one layer at a time. No branches on what a token visits: that cannot be
+    predicted, and a wrong guess costs more than adding 0.
     """
-    n_tokens, n_gpus = sim.cnt.shape[2], sim.cnt.shape[3]
-    n_experts, top_k = sim.pairs.shape[2], trace.shape[2]
+    n_tokens, top_k, n_gpus, n_experts = sim.dst.shape[2], sim.dst.shape[3], sim.vis.shape[2], sim.pairs.shape[2]
     experts = trace[layer]
-    tok, src, off, lst = sim.tok[b, w], sim.src[b, w], sim.off[b, w], sim.lst[b, w]
-    cnt, ncnt, out, back, pairs = sim.cnt[b, w], sim.ncnt[b, w], sim.out[b, w], sim.back[b, w], sim.pairs[b, w]
-    rep, pick, loc = sim.rep[b], sim.pick[b], sim.loc[b, w]
+    tok, src, loc, off, lst, dst = (
+        sim.tok[b, w],
+        sim.src[b, w],
+        sim.loc[b, w],
+        sim.off[b, w],
+        sim.lst[b, w],
+        sim.dst[b, w],
+    )
+    vis, nvis, pairs, rep, pick = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w], sim.rep[b], sim.pick[b]
+    dedup = 0 if mode == MODE_PER_EXPERT else 1
     for e in range(n_experts + 1):
         off[e] = 0
-    for e in range(n_experts):
-        for g in range(n_gpus):
-            pairs[e, g] = 0
-    for g in range(n_gpus):
-        for h in range(n_gpus):
-            out[g, h] = 0
+    _clear(pairs)
+    _clear(vis)
+    _clear(nvis)
     for t in range(n_tokens):
-        row = tok[t]
+        row = u(tok[t])
         for k in range(top_k):
             e = experts[row, k]
             if e >= 0:
-                off[e + 1] += 1
+                off[u(e + 1)] += 1
     for e in range(n_experts):
         off[e + 1] += off[e]
     for t in range(n_tokens):
-        row, home = tok[t], src[t]
-        token_hash = hash31(row)
-        for g in range(n_gpus):
-            cnt[t, g] = 0
-        for n in range(ncnt.shape[1]):
-            ncnt[t, n] = 0
+        row, home = u(tok[t]), u(src[t])
+        token_hash = hash31(int(tok[t]))
+        gpus_seen, nodes_seen = 0, 0
         for k in range(top_k):
             e = experts[row, k]
-            if e >= 0:
-                lst[off[e]] = t
-                off[e] += 1
-                gpu = choose(rep[e], pick[e], home, token_hash)
-                shift(cnt, ncnt, out, t, gpu, home, 1, net, mode)
-                pairs[e, gpu] += 1
+            if e < 0:
+                dst[t, k] = n_gpus
+                continue
+            at = off[u(e)]
+            off[u(e)] = at + 1
+            lst[u(at)] = t * top_k + k
+            gpu = choose(rep[u(e)], pick[home, u(e)], token_hash)
+            dst[t, k] = gpu
+            pairs[u(e), u(gpu)] += 1
+            there = net[u(gpu)]
+            new_gpu, new_node = True, True
+            if n_gpus <= 62:
+                # The GPUs and nodes met so far fit into the bits of one integer each.
+                new_gpu = gpus_seen >> gpu & 1 == 0
+                new_node = nodes_seen >> there & 1 == 0
+                gpus_seen |= dedup << gpu
+                nodes_seen |= dedup << there
+            elif dedup:
+                for j in range(k):
+                    other = dst[t, j]
+                    new_gpu &= other != gpu
+                    new_node &= net[u(other)] != there
+            vis[home, u(gpu)] += new_gpu
+            nvis[home, u(there)] += new_node
     for e in range(n_experts, 0, -1):
         off[e] = off[e - 1]
     off[0] = 0
     if mode == MODE_STAY:
-        for g in range(n_gpus):
-            for h in range(n_gpus):
-                back[g, h] = 0
+        _clear(sim.bvis[b, w])
+        _clear(sim.bnvis[b, w])
         for t in range(n_tokens):
-            e = experts[tok[t], 0]
-            loc[t] = src[t] if e < 0 else choose(rep[e], pick[e], src[t], hash31(tok[t]))
-            flow(cnt, t, loc[t], 1, back, net)
+            loc[t] = src[t] if dst[t, 0] == n_gpus else dst[t, 0]
+            visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
 
 
 @device
-def retarget(sim, b, w, e, before, trace, layer, net, mode):
-    """Bring window ``w`` up to date after the replicas of ``e`` changed from those in row ``before`` of ``rep``."""
-    tok, src, loc, lst = sim.tok[b, w], sim.src[b, w], sim.loc[b, w], sim.lst[b, w]
-    cnt, ncnt, out, back, pairs = sim.cnt[b, w], sim.ncnt[b, w], sim.out[b, w], sim.back[b, w], sim.pairs[b, w]
-    old, new, old_pick, new_pick = sim.rep[b, before], sim.rep[b, e], sim.pick[b, before], sim.pick[b, e]
+def retarget(sim, b, w, e, net, mode):
+    """Bring window ``w`` up to date after the replicas of ``e`` changed: visits just the tokens that use ``e``."""
+    top_k, n_gpus = sim.dst.shape[3], sim.vis.shape[2]
+    tok, src, loc, lst, dst = sim.tok[b, w], sim.src[b, w], sim.loc[b, w], sim.lst[b, w], sim.dst[b, w]
+    vis, nvis, pairs, rep, pick = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w], sim.rep[b, e], sim.pick[b]
     for i in range(sim.off[b, w, e], sim.off[b, w, e + 1]):
-        t = lst[i]
-        home = src[t]
-        row = tok[t]
-        token_hash = hash31(row)
-        left = choose(old, old_pick, home, token_hash)
-        right = choose(new, new_pick, home, token_hash)
+        use = u(lst[u(i)])
+        t = use // u(top_k)
+        k = use - t * u(top_k)
+        home = u(src[t])
+        left, right = dst[t, k], choose(rep, pick[home, u(e)], hash31(int(tok[t])))
         if left == right:
             continue
         if mode == MODE_STAY:
-            flow(cnt, t, loc[t], -1, back, net)
-        shift(cnt, ncnt, out, t, left, home, -1, net, mode)
-        shift(cnt, ncnt, out, t, right, home, 1, net, mode)
-        pairs[e, left] -= 1
-        pairs[e, right] += 1
+            visit(dst, t, loc[t], -1, sim.bvis[b, w], sim.bnvis[b, w], net)
+        pairs[u(e), u(left)] -= 1
+        pairs[u(e), u(right)] += 1
+        node_left, node_right = net[u(left)], net[u(right)]
+        dst[t, k] = n_gpus
+        only_left, only_right, alone_left, alone_right = True, True, True, True
+        if mode != MODE_PER_EXPERT:
+            for j in range(top_k):
+                gpu = dst[t, j]
+                node = net[u(gpu)]
+                only_left &= gpu != left
+                only_right &= gpu != right
+                alone_left &= node != node_left
+                alone_right &= node != node_right
+        vis[home, u(left)] -= only_left
+        vis[home, u(right)] += only_right
+        nvis[home, u(node_left)] -= alone_left
+        nvis[home, u(node_right)] += alone_right
+        dst[t, k] = right
         if mode == MODE_STAY:
-            if trace[layer, row, 0] == e:
+            if k == 0:
                 loc[t] = right
-            flow(cnt, t, loc[t], 1, back, net)
+            visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
 
 
 @device
@@ -333,28 +367,15 @@ def remove(sim, b, e, g):
 
 
 @device
-def _remember(sim, b, e, row):
-    for i in range(sim.nrep[b, e]):
-        sim.rep[b, row, i] = sim.rep[b, e, i]
-    for g in range(sim.slots.shape[1]):
-        sim.pick[b, row, g, 0] = sim.pick[b, e, g, 0]
-        sim.pick[b, row, g, 1] = sim.pick[b, e, g, 1]
-    sim.nrep[b, row] = sim.nrep[b, e]
-
-
-@device
-def change(sim, b, e, e_from, e_to, v, v_from, v_to, trace, layer, net, mode, n_windows):
+def change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, n_windows):
     """Move a replica of ``e`` and, where v ≥ 0, one of ``v``; a GPU of −1 means nowhere (a new or a dropped replica).
 
     Its own inverse with from and to exchanged. Windows 0 … n_windows−1 are brought up to date.
     """
-    n_experts = sim.pairs.shape[2]
-    _remember(sim, b, e, n_experts)
     count_received(sim, b, e, -1, net)
     if e_from >= 0:
         remove(sim, b, e, e_from)
     if v >= 0:
-        _remember(sim, b, v, n_experts + 1)
         count_received(sim, b, v, -1, net)
         if v_from >= 0:
             remove(sim, b, v, v_from)
@@ -367,9 +388,9 @@ def change(sim, b, e, e_from, e_to, v, v_from, v_to, trace, layer, net, mode, n_
     write_picks(sim, b, e, net)
     count_received(sim, b, e, 1, net)
     for w in range(n_windows):
-        retarget(sim, b, w, e, n_experts, trace, layer, net, mode)
+        retarget(sim, b, w, e, net, mode)
         if v >= 0:
-            retarget(sim, b, w, v, n_experts + 1, trace, layer, net, mode)
+            retarget(sim, b, w, v, net, mode)
 
 
 @device
@@ -401,28 +422,67 @@ def _root(total, doublings):
 
 
 @device
-def comm_time(matrix, intra_us, inter_us, net, doublings):
+def count_copies(sim, b, vis, nvis, net, mode):
+    """Write to ``tot`` the copies that each GPU sends near, gets near, sends far and gets far.
+
+    A copy crosses once to each other node, to the GPU of the same rank there, which forwards it to its neighbours.
+    """
+    n_gpus = vis.shape[0]
+    per_node, tot = net[n_gpus + 1], sim.tot[b]
+    for i in range(4):
+        for g in range(n_gpus):
+            tot[i, g] = 0
+    for home in range(n_gpus):
+        here = net[home]
+        if mode == MODE_PER_EXPERT:
+            for g in range(n_gpus):
+                if g != home:
+                    far = 0 if net[g] == here else 2
+                    tot[far, home] += vis[home, g]
+                    tot[far + 1, g] += vis[home, g]
+            continue
+        g = 0
+        for node in range(nvis.shape[1]):
+            relay = home + (node - here) * per_node
+            for _ in range(per_node):
+                count = vis[home, u(g)] * (g != relay)
+                tot[0, u(relay)] += count
+                tot[1, u(g)] += count
+                g += 1
+            count = nvis[home, node] * (node != here)
+            tot[2, home] += count
+            tot[3, u(relay)] += count
+
+
+@device
+def comm_time(sim, b, vis, nvis, intra_us, inter_us, net, mode, doublings):
     """µs that the busiest GPU needs to send or receive its copies: inside the node, plus between nodes."""
-    n_gpus = matrix.shape[0]
+    count_copies(sim, b, vis, nvis, net, mode)
+    tot = sim.tot[b]
     intra, inter = 0.0, 0.0
-    for g in range(n_gpus):
-        first = net[g] * net[n_gpus]
-        sent_all, got_all, sent_near, got_near = 0, 0, 0, 0
-        for h in range(n_gpus):
-            sent_all += matrix[g, h]
-            got_all += matrix[h, g]
-        for h in range(first, first + net[n_gpus]):
-            sent_near += matrix[g, h]
-            got_near += matrix[h, g]
-        if doublings < 0:
-            intra = max(intra, max(sent_near, got_near) * intra_us)
-            inter = max(inter, max(sent_all - sent_near, got_all - got_near) * inter_us)
-        else:
-            intra = _accumulate(intra, sent_near * intra_us, doublings)
-            intra = _accumulate(intra, got_near * intra_us, doublings)
-            inter = _accumulate(inter, (sent_all - sent_near) * inter_us, doublings)
-            inter = _accumulate(inter, (got_all - got_near) * inter_us, doublings)
+    for g in range(tot.shape[1]):
+        intra = _accumulate(_accumulate(intra, tot[0, g] * intra_us, doublings), tot[1, g] * intra_us, doublings)
+        inter = _accumulate(_accumulate(inter, tot[2, g] * inter_us, doublings), tot[3, g] * inter_us, doublings)
     return _root(intra, doublings) + _root(inter, doublings)
+
+
+@device
+def link_copies(sim, b, w, net, mode, links):
+    """Write to ``links`` (G, G) the copies dispatched from row to column."""
+    vis, nvis = sim.vis[b, w], sim.nvis[b, w]
+    n_gpus = vis.shape[0]
+    for g in range(n_gpus):
+        for h in range(n_gpus):
+            links[g, h] = 0
+    for home in range(n_gpus):
+        for g in range(n_gpus):
+            sender = home if mode == MODE_PER_EXPERT else home + (net[g] - net[home]) * net[n_gpus + 1]
+            if g != sender:
+                links[sender, g] += vis[home, g]
+        if mode != MODE_PER_EXPERT:
+            for node in range(nvis.shape[1]):
+                if node != net[home]:
+                    links[home, home + (node - net[home]) * net[n_gpus + 1]] += nvis[home, node]
 
 
 @device
@@ -450,21 +510,25 @@ def layer_time(sim, b, w, cost, net, mode, doublings, scale):
     time = cost[COST_DISPATCH_US] + cost[COST_COMBINE_US] + compute_time(sim, b, w, cost, doublings, scale)
     intra_us, inter_us = cost[COST_DISPATCH_INTRA_US] * scale, cost[COST_DISPATCH_INTER_US] * scale
     if mode == MODE_STAY:
-        time += comm_time(sim.out[b, w], intra_us, inter_us, net, doublings)
+        time += comm_time(sim, b, sim.vis[b, w], sim.nvis[b, w], intra_us, inter_us, net, mode, doublings)
         intra_us, inter_us = cost[COST_COMBINE_INTRA_US] * scale, cost[COST_COMBINE_INTER_US] * scale
-        return time + comm_time(sim.back[b, w], intra_us, inter_us, net, doublings)
-    # What is combined is what was dispatched, the other way round: one pass over the matrix serves both.
+        return time + comm_time(sim, b, sim.bvis[b, w], sim.bnvis[b, w], intra_us, inter_us, net, mode, doublings)
+    # What is combined is what was dispatched, the other way round: one count serves both.
     intra_us += cost[COST_COMBINE_INTRA_US] * scale
     inter_us += cost[COST_COMBINE_INTER_US] * scale
-    return time + comm_time(sim.out[b, w], intra_us, inter_us, net, doublings)
+    return time + comm_time(sim, b, sim.vis[b, w], sim.nvis[b, w], intra_us, inter_us, net, mode, doublings)
 
 
 @device
 def layer_times(sim, b, w, cost, net, mode):
     """True (dispatch, compute, combine, migration) µs of window ``w``, for reports."""
-    returned = sim.back[b, w] if mode == MODE_STAY else sim.out[b, w]
-    dispatch = comm_time(sim.out[b, w], cost[COST_DISPATCH_INTRA_US], cost[COST_DISPATCH_INTER_US], net, -1)
-    combine = comm_time(returned, cost[COST_COMBINE_INTRA_US], cost[COST_COMBINE_INTER_US], net, -1)
+    near, far = cost[COST_DISPATCH_INTRA_US], cost[COST_DISPATCH_INTER_US]
+    dispatch = comm_time(sim, b, sim.vis[b, w], sim.nvis[b, w], near, far, net, mode, -1)
+    near, far = cost[COST_COMBINE_INTRA_US], cost[COST_COMBINE_INTER_US]
+    if mode == MODE_STAY:
+        combine = comm_time(sim, b, sim.bvis[b, w], sim.bnvis[b, w], near, far, net, mode, -1)
+    else:
+        combine = comm_time(sim, b, sim.vis[b, w], sim.nvis[b, w], near, far, net, mode, -1)
     compute = compute_time(sim, b, w, cost, -1, 1.0)
     migration = migration_time(sim, b, cost)
     return cost[COST_DISPATCH_US] + dispatch, compute, cost[COST_COMBINE_US] + combine, migration
@@ -510,16 +574,6 @@ def victim_on(sim, b, g, e, source):
 
 
 @device
-def has_victim(sim, b, g, e, source):
-    """Whether :func:`victim_on` would find one."""
-    for s in range(sim.slots.shape[2]):
-        v = sim.slots[b, g, s]
-        if v >= 0 and v != e and not holds(sim, b, v, source):
-            return True
-    return False
-
-
-@device
 def resolve(sim, b, e, node):
     """What the action (expert ``e``, node ``node`` of 3·G) means here: (kind, from GPU, to GPU, victim)."""
     n_gpus = sim.slots.shape[1]
@@ -546,7 +600,7 @@ def resolve(sim, b, e, node):
 
 
 @device
-def look_ahead(sim, b, e, cost, trace, layer, net, mode, doublings, result):
+def look_ahead(sim, b, e, cost, net, mode, doublings, result):
     """Write what each of the 3·G operations on ``e`` would take off the time of window 0 (µs, migration included).
 
     Operations that are illegal or do nothing give 0. Counts are restored exactly.
@@ -557,9 +611,9 @@ def look_ahead(sim, b, e, cost, trace, layer, net, mode, doublings, result):
         if kind == OP_NOTHING or kind == OP_ILLEGAL:
             result[node] = 0.0
             continue
-        change(sim, b, e, source, target, victim, target, source, trace, layer, net, mode, 1)
+        change(sim, b, e, source, target, victim, target, source, net, mode, 1)
         after = layer_time(sim, b, 0, cost, net, mode, doublings, 1.0) + migration_time(sim, b, cost)
-        change(sim, b, e, target, source, victim, source, target, trace, layer, net, mode, 1)
+        change(sim, b, e, target, source, victim, source, target, net, mode, 1)
         result[node] = before - after
 
 

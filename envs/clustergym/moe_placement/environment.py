@@ -43,7 +43,7 @@ def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Box]:
 
 def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame:
     """What a picture of environment ``index`` shows."""
-    sim, simulator = {name: t[index].cpu().numpy() for name, t in batch.sim.items()}, batch.simulator
+    sim = {name: t[index].cpu().numpy() for name, t in batch.sim.items()}
     layer, op, window, _ = (int(x) for x in batch.env["clock"][index])
     kind, expert, node, source, _, victim = (int(x) for x in batch.env["op"][index])
     times = batch.env["time"][index].cpu().numpy()
@@ -61,7 +61,7 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
         gpu_compute_us=model.kernel_start_us
         + model.kernel_expert_us * (held > 0).sum(1)
         + model.kernel_pair_us * held.sum(1),
-        traffic_bytes=sim["out"][0] * (model.hidden * model.dispatch_bytes),
+        traffic_bytes=batch.link_copies(index) * (model.hidden * model.dispatch_bytes),
         gpus_per_node=batch.cluster.gpus_per_node,
         layer=layer,
         n_layers=batch.n_layers,

@@ -20,18 +20,19 @@ from clustergym.moe_placement.dynamics import (
     OP_NOTHING,
     begin_window,
     change,
+    count_copies,
     count_window,
     device,
-    gpu_pairs,
-    has_victim,
     holds,
     layer_time,
+    link_copies,
     look_ahead,
     migration_time,
     resolve,
+    source_of,
     static_slots,
+    u,
 )
-from clustergym.moe_placement.dynamics import source_of as source_of_move
 from clustergym.moe_placement.eplb import eplb_slots
 from clustergym.moe_placement.stream import begin_stream, draw_window
 
@@ -39,6 +40,7 @@ N_EXPERT_FEATURES = 9
 N_GPU_FEATURES = 16
 N_PROGRESS = 6
 HOT_EXPERTS = 8
+AFFINITY_TOKENS = 512
 
 # Columns of Env.clock, Env.op and Env.time.
 LAYER, OP, WINDOW, DONE = 0, 1, 2, 3
@@ -68,6 +70,8 @@ class Env(NamedTuple):
     """(B, 6) float64 µs: see ``TIME_*``; SERVED … SAVED add up over the episode"""
     ints: np.ndarray
     """(B, 3, E) int32 scratch"""
+    shared: np.ndarray
+    """(B, G, G) int32 scratch: experts that two GPUs both hold"""
     floats: np.ndarray
     """(B, E + G) float64 scratch"""
 
@@ -95,7 +99,7 @@ class Rules(NamedTuple):
     static_us: float
     """Time of a window over all layers under the static placement: the unit of rewards."""
     net: np.ndarray
-    """(G + 1,) int16: node of each GPU, and the GPUs a node has"""
+    """(G + 2,) int16: see :mod:`.dynamics`"""
     mode: int
     doublings: int
     """Smooth norm of the look-ahead; −1 is the true time."""
@@ -223,7 +227,7 @@ def step(env, sim, stream, obs, b, corpus, rules, expert, node):
     """Apply one operation and walk on; returns the reward. Does nothing to an episode that is over."""
     if env.clock[b, DONE]:
         return 0.0
-    layer = env.clock[b, LAYER]
+    layer = int(env.clock[b, LAYER])
     kind, source, target, victim = resolve(sim, b, expert, node)
     saved = 0.0
     if kind != OP_NOTHING and kind != OP_ILLEGAL:
@@ -236,8 +240,6 @@ def step(env, sim, stream, obs, b, corpus, rules, expert, node):
             victim,
             target,
             source,
-            corpus.experts,
-            layer,
             rules.net,
             rules.mode,
             2,
@@ -280,25 +282,28 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
     """What stays the same while the agents work on a layer: co-activation, affinity to the layer before, drift."""
     n_experts, n_tokens, top_k = sim.pairs.shape[2], sim.tok.shape[2], corpus.experts.shape[2]
     together, before, tok = obs.coactivation[b], obs.affinity[b], sim.tok[b, 0]
+    # Where layers do not depend on each other, a sample tells the affinity well enough.
+    stride = 1 if rules.mode == MODE_STAY else max(1, n_tokens // AFFINITY_TOKENS)
+    here, past = corpus.experts[layer], corpus.experts[max(0, layer - 1)]
     for i in range(n_experts):
         for j in range(n_experts):
             together[i, j] = 0.0
             before[i, j] = 0.0
     for t in range(n_tokens):
-        row = tok[t]
+        row = u(tok[t])
         for k in range(top_k):
-            i = corpus.experts[layer, row, k]
+            i = here[row, k]
             if i < 0:
                 continue
             for m in range(k):
-                j = corpus.experts[layer, row, m]
+                j = here[row, m]
                 if j >= 0:
-                    together[i, j] += 1.0
-            if layer > 0:
+                    together[u(i), u(j)] += 1.0
+            if layer > 0 and t % stride == 0:
                 for m in range(top_k):
-                    j = corpus.experts[layer - 1, row, m]
+                    j = past[row, m]
                     if j >= 0:
-                        before[j, i] += 1.0
+                        before[u(j), u(i)] += 1.0
     for i in range(n_experts):
         for j in range(i):
             both = together[i, j] + together[j, i]
@@ -315,9 +320,9 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
         for j in range(n_experts):
             before[i, j] /= came
         share = load / total
-        past = env.ema[b, layer, i]
-        drift = 0.0 if past < 0 else (share - past) * n_experts
-        env.ema[b, layer, i] = share if past < 0 else 0.5 * past + 0.5 * share
+        known = env.ema[b, layer, i]
+        drift = 0.0 if known < 0 else (share - known) * n_experts
+        env.ema[b, layer, i] = share if known < 0 else 0.5 * known + 0.5 * share
         obs.experts[b, i, 0] = share * n_experts
         obs.experts[b, i, 1] = env.ema[b, layer, i] * n_experts
         obs.experts[b, i, 2] = drift
@@ -327,40 +332,36 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
 def _observe_step(env, sim, obs, b, corpus, rules):
     """What an operation changes: placement, load and traffic of the GPUs, masks, progress, look-ahead."""
     n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
-    net, per_node, cost = rules.net, rules.net[n_gpus], rules.cost
+    net, per_node, cost = rules.net, rules.net[n_gpus + 1], rules.cost
     total = max(1, sim.off[b, 0, n_experts])
     mean = total / n_gpus
     time = env.time[b, TIME_SEEN]
     gpus, experts, together, load = obs.gpus[b], obs.experts[b], obs.coactivation[b], env.floats[b]
     intra_us, inter_us = cost[COST_DISPATCH_INTRA_US], cost[COST_DISPATCH_INTER_US]
 
+    count_copies(sim, b, sim.vis[b, 0], sim.nvis[b, 0], net, rules.mode)
+    link_copies(sim, b, 0, net, rules.mode, obs.traffic[b])
+    tot, traffic = sim.tot[b], obs.traffic[b]
     busiest, slowest = 0, -1.0
     for g in range(n_gpus):
-        pairs, active = gpu_pairs(sim, b, 0, g), 0
+        pairs, active = 0, 0
         for s in range(n_slots):
             e = sim.slots[b, g, s]
             if e >= 0 and sim.pairs[b, 0, e, g] > 0:
+                pairs += sim.pairs[b, 0, e, g]
                 active += 1
         compute = cost[COST_EXPERT_US] * active + cost[COST_PAIR_US] * pairs
         if compute > slowest:
             busiest, slowest = g, compute
-        sent_near, got_near, sent_far, got_far = 0, 0, 0, 0
         for h in range(n_gpus):
-            if net[h] == net[g]:
-                sent_near += sim.out[b, 0, g, h]
-                got_near += sim.out[b, 0, h, g]
-            else:
-                sent_far += sim.out[b, 0, g, h]
-                got_far += sim.out[b, 0, h, g]
-            us = intra_us if net[h] == net[g] else inter_us
-            obs.traffic[b, g, h] = sim.out[b, 0, g, h] * us / time
+            traffic[g, h] *= (intra_us if net[h] == net[g] else inter_us) / time
         load[g] = pairs
         gpus[g, 3] = pairs / mean
         gpus[g, 4] = compute / time
-        gpus[g, 6] = sent_near * intra_us / time
-        gpus[g, 7] = got_near * intra_us / time
-        gpus[g, 8] = sent_far * inter_us / time
-        gpus[g, 9] = got_far * inter_us / time
+        gpus[g, 6] = tot[0, g] * intra_us / time
+        gpus[g, 7] = tot[1, g] * intra_us / time
+        gpus[g, 8] = tot[2, g] * inter_us / time
+        gpus[g, 9] = tot[3, g] * inter_us / time
         gpus[g, 10] = active / n_slots
         gpus[g, 14] = (sim.mig[b, g, 0] + sim.mig[b, g, 1]) / n_slots
 
@@ -425,28 +426,33 @@ def _observe_step(env, sim, obs, b, corpus, rules):
                 for f in range(3, N_GPU_FEATURES):
                     gpus[row, f] = gpus[g, f]
 
+    # A full GPU g can swap with the source where it holds an expert that the source does not.
+    shared = env.shared[b]
+    for g in range(n_gpus):
+        for h in range(n_gpus):
+            shared[g, h] = 0
+        for s in range(n_slots):
+            x = sim.slots[b, g, s]
+            if x >= 0:
+                for i in range(sim.nrep[b, x]):
+                    shared[sim.rep[b, x, i], g] += 1
+    joint, any_gpu = obs.joint_mask[b], obs.gpu_mask[b]
     for node in range(3 * n_gpus):
-        obs.gpu_mask[b, node] = 0
+        any_gpu[node] = 0
     for e in range(n_experts):
-        source = source_of_move(sim, b, e)
-        useful = 0
+        source, spare = source_of(sim, b, e), sim.nrep[b, e] > 1
+        useful = False
         for g in range(n_gpus):
-            here = obs.placement[b, e, g] > 0.0
-            free = gpus[g, 5] > 0.0
-            place = 1 if here or free or has_victim(sim, b, g, e, source) else 0
-            add = 1 if free and not here else 0
-            delete = 1 if here and sim.nrep[b, e] > 1 else 0
-            obs.joint_mask[b, e, g] = place
-            obs.joint_mask[b, e, n_gpus + g] = add
-            obs.joint_mask[b, e, 2 * n_gpus + g] = delete
-            if place:
-                obs.gpu_mask[b, g] = 1
-            if add:
-                obs.gpu_mask[b, n_gpus + g] = 1
-            if delete:
-                obs.gpu_mask[b, 2 * n_gpus + g] = 1
-            if add or delete or (place and not here):
-                useful = 1
+            here, free = obs.placement[b, e, g] > 0.0, gpus[g, 5] > 0.0
+            place = here | free | (shared[source, g] < shared[g, g])
+            add, delete = free & (not here), here & spare
+            joint[e, g] = place
+            joint[e, n_gpus + g] = add
+            joint[e, 2 * n_gpus + g] = delete
+            any_gpu[g] |= place
+            any_gpu[n_gpus + g] |= add
+            any_gpu[2 * n_gpus + g] |= delete
+            useful |= add | delete | (place & (not here))
         obs.expert_mask[b, e] = useful
     # On one GPU with every slot taken nothing can be done: leave a choice, all of them no-ops.
     if n_gpus == 1:
@@ -473,7 +479,6 @@ def look_ahead_all(env, sim, b, corpus, rules, result):
 @device
 def look_ahead_one(env, sim, b, corpus, rules, e, result):
     """Relative time that each of the 3·G operations on ``e`` would save on the observed window."""
-    layer = env.clock[b, LAYER]
-    look_ahead(sim, b, e, rules.cost, corpus.experts, layer, rules.net, rules.mode, rules.doublings, result)
+    look_ahead(sim, b, e, rules.cost, rules.net, rules.mode, rules.doublings, result)
     for node in range(result.shape[0]):
         result[node] /= env.time[b, TIME_SEEN_START]

@@ -148,15 +148,17 @@ def allocate_sim(
         "loc": ((batch, windows, tokens if stay else 1), torch.int16),
         "off": ((batch, windows, experts + 1), torch.int32),
         "lst": ((batch, windows, tokens * top_k), torch.int32),
-        "cnt": ((batch, windows, tokens, gpus), torch.int8),
-        "ncnt": ((batch, windows, tokens, nodes), torch.int8),
-        "out": ((batch, windows, gpus, gpus), torch.int32),
-        "back": ((batch, windows, gpus if stay else 1, gpus if stay else 1), torch.int32),
+        "dst": ((batch, windows, tokens, top_k), torch.int16),
+        "vis": ((batch, windows, gpus, gpus), torch.int32),
+        "nvis": ((batch, windows, gpus, nodes), torch.int32),
+        "bvis": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
+        "bnvis": ((batch, windows, gpus, nodes) if stay else (batch, windows, 1, 1), torch.int32),
+        "tot": ((batch, 4, gpus), torch.int32),
         "pairs": ((batch, windows, experts, gpus), torch.int32),
         "slots": ((batch, gpus, slots), torch.int16),
-        "rep": ((batch, experts + 2, gpus), torch.int16),
-        "nrep": ((batch, experts + 2), torch.int16),
-        "pick": ((batch, experts + 2, gpus, 2), torch.int16),
+        "rep": ((batch, experts, gpus), torch.int16),
+        "nrep": ((batch, experts), torch.int16),
+        "pick": ((batch, gpus, experts), torch.int32),
         "old": ((batch, experts, gpus), torch.int8),
         "mig": ((batch, gpus, 2), torch.int32),
     }
@@ -189,6 +191,13 @@ class Served:
     def balancedness(self) -> npt.NDArray[np.float64]:
         """(L,) mean over max of the GPUs' pairs: 1 is perfect balance."""
         return self.pairs.mean(1) / np.maximum(self.pairs.max(1), 1)
+
+
+def _distinct(dst: npt.NDArray[np.int16], pad: int) -> npt.NDArray[np.int64]:
+    """(L, T) distinct GPUs among (L, T, K), pads left out."""
+    ordered = np.sort(dst, axis=2)
+    fresh = np.concatenate([np.ones_like(ordered[:, :, :1], bool), np.diff(ordered, axis=2) != 0], axis=2)
+    return (fresh & (ordered != pad)).sum(2)
 
 
 class Simulator:
@@ -283,8 +292,8 @@ class Simulator:
         """Serve ``window`` on ``placement`` after moving there from ``before`` (by default nothing moves)."""
         sim = self.count(window, placement, before)
         times = np.zeros((window.n_layers, 4))
-        cpu.times(sim, self.cost, self.net, self.mode, times)
-        copies = sim.out[:, 0].astype(np.int64)
+        copies = np.zeros((window.n_layers, self.n_gpus, self.n_gpus), np.int64)
+        cpu.times(sim, self.cost, self.net, self.mode, times, copies)
         node = self.net[: self.n_gpus]
         between = copies[:, node[:, None] != node[None, :]].sum(1)
         return Served(
@@ -295,7 +304,7 @@ class Simulator:
             combine_us=times[:, 2],
             pairs=sim.pairs[:, 0].sum(1, dtype=np.int64),
             copies=copies,
-            gpus_per_token=(sim.cnt[:, 0] > 0).sum((1, 2)) / window.n_tokens,
+            gpus_per_token=_distinct(sim.dst[:, 0], self.n_gpus).mean(1),
             inter_node_bytes=between * self.model.hidden * self.model.dispatch_bytes,
             moves=sim.mig.sum((1, 2)).astype(np.int64),
         )

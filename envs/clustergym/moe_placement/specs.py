@@ -209,6 +209,6 @@ def cost_vector(model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) 
 
 
 def network(cluster: ClusterSpec) -> npt.NDArray[np.int16]:
-    """(G + 1,) the node of each GPU and, last, the GPUs a node has: the topology as the kernels read it."""
+    """(G + 2,) the node of each GPU, −1, and the GPUs a node has: the topology as the kernels read it."""
     nodes = np.repeat(np.arange(cluster.n_nodes), cluster.gpus_per_node)
-    return np.append(nodes, cluster.gpus_per_node).astype(np.int16)
+    return np.append(nodes, [-1, cluster.gpus_per_node]).astype(np.int16)

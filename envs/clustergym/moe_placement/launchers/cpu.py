@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from numba import config, njit, prange
 
 from clustergym.moe_placement import episode
-from clustergym.moe_placement.dynamics import MODE_STAY, begin_window, count_window, layer_times, take_slots
+from clustergym.moe_placement.dynamics import (
+    MODE_STAY,
+    begin_window,
+    count_window,
+    layer_times,
+    link_copies,
+    take_slots,
+)
 
 _begin, _step, _look = episode.begin_episode, episode.step, episode.look_ahead_one
 
@@ -26,19 +34,19 @@ _parallel: Any = _plain if config.ENABLE_CUDASIM else njit(cache=True, nogil=Tru
 def _reset_many(where, env, sim, stream, obs, corpus, rules):
     for b in prange(where.shape[0]):
         if where[b]:
-            _begin(env, sim, stream, obs, b, corpus, rules)
+            _begin(env, sim, stream, obs, np.int64(b), corpus, rules)
 
 
 @_parallel
 def _step_many(expert, node, reward, env, sim, stream, obs, corpus, rules):
     for b in prange(expert.shape[0]):
-        reward[b] = _step(env, sim, stream, obs, b, corpus, rules, expert[b], node[b])
+        reward[b] = _step(env, sim, stream, obs, np.int64(b), corpus, rules, expert[b], node[b])
 
 
 @_parallel
 def _look_many(expert, result, env, sim, corpus, rules):
     for b in prange(expert.shape[0]):
-        _look(env, sim, b, corpus, rules, expert[b], result[b])
+        _look(env, sim, np.int64(b), corpus, rules, expert[b], result[b])
 
 
 def reset(where, env, sim, stream, obs, corpus, rules):
@@ -67,7 +75,8 @@ def look_ahead(expert, result, env, sim, corpus, rules):
 
 @_parallel
 def _count_layers(sim, placement, trace, net, mode):
-    for b in prange(placement.shape[0]):
+    for i in prange(placement.shape[0]):
+        b = np.int64(i)
         begin_window(sim, b, net)
         take_slots(sim, b, placement[b], net)
         count_window(sim, b, 0, trace, b, net, mode)
@@ -87,7 +96,8 @@ def count(sim, placement, trace, net, mode):
         _count_layers(sim, placement, trace, net, mode)
 
 
-def times(sim, cost, net, mode, result):
-    """Write dispatch, compute, combine and migration µs of every layer b to ``result`` (B, 4)."""
+def times(sim, cost, net, mode, result, copies):
+    """Write dispatch, compute, combine and migration µs of every layer b to ``result`` (B, 4), and its copies (B, G, G)."""
     for b in range(len(result)):
         result[b] = layer_times(sim, b, 0, cost, net, mode)
+        link_copies(sim, b, 0, net, mode, copies[b])
