@@ -1,0 +1,57 @@
+"""Planners: observed windows and the current placement in, the next placement out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from clustergym.moe_placement.simulator import Simulator
+from clustergym.planners.base import Planner
+from clustergym.planners.exact import Exact
+from clustergym.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
+from clustergym.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
+
+PLANNERS: dict[str, Callable[..., Planner]] = {
+    "static": Static,
+    "eplb-once": EPLBOnce,
+    "eplb": EPLB,
+    "eplb-hierarchical": partial(EPLB, hierarchical=True),
+    "eplb-ema": partial(EPLB, ema=0.5),
+    "eplb-threshold": partial(EPLB, ema=0.5, threshold=1.3),
+    "incremental": Incremental,
+    "grouping": Grouping,
+    "random-best": partial(Bottleneck, candidates=0),
+    "bottleneck": Bottleneck,
+    "bottleneck-8": partial(Bottleneck, candidates=8),
+    "swap-greedy": SwapGreedy,
+    "anneal-max": partial(Anneal, norm=0),
+    "anneal": Anneal,
+    "anneal-4": partial(Anneal, windows=4),
+    "oracle": Oracle,
+    "exact": Exact,
+}
+"""Every planner by the name that the command line knows. Names with a suffix are one class with other options."""
+
+
+def make_planner(name: str, simulator: Simulator, **options: object) -> Planner:
+    """A planner by name, with its options (``seed``, ``iterations`` …) replaced where given."""
+    if name not in PLANNERS:
+        raise ValueError(f"unknown planner {name!r}; the planners are: {', '.join(PLANNERS)}")
+    return PLANNERS[name](simulator, **options)
+
+
+__all__ = [
+    "EPLB",
+    "PLANNERS",
+    "Anneal",
+    "Bottleneck",
+    "EPLBOnce",
+    "Exact",
+    "Grouping",
+    "Incremental",
+    "Oracle",
+    "Planner",
+    "Static",
+    "SwapGreedy",
+    "make_planner",
+]

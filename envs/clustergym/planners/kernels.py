@@ -1,0 +1,248 @@
+"""Searches over one layer's placement on the incremental simulator, and their launchers over all layers.
+
+Like :mod:`clustergym.moe_placement.dynamics`: functions of one simulation ``b`` (a layer), here run under ``prange``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import config, njit, prange
+
+from clustergym.moe_placement.dynamics import (
+    OP_ILLEGAL,
+    OP_NOTHING,
+    change,
+    device,
+    gpu_pairs,
+    hash31,
+    holds,
+    layer_time,
+    look_ahead,
+    migration_time,
+    resolve,
+)
+from clustergym.moe_placement.eplb import eplb_slots
+
+_parallel: Any = (lambda function: function) if config.ENABLE_CUDASIM else njit(cache=True, nogil=True, parallel=True)
+
+
+@device
+def _draw(key, b):
+    """A number in [0, 1) from a counter-based generator."""
+    key[b, 1] += 1
+    return hash31(hash31(key[b, 0]) ^ hash31((key[b, 1] ^ 0x2545F491) & 0x7FFFFFFF)) / 2147483648.0
+
+
+@device
+def _cost(sim, b, cost, net, mode, doublings, scale, migration_weight):
+    time = layer_time(sim, b, 0, cost, net, mode, doublings, scale)
+    return time + migration_weight * migration_time(sim, b, cost)
+
+
+@device
+def anneal_layer(sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost):
+    """Simulated annealing from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best one seen.
+
+    A step swaps two replicas, moves one to an empty slot, or replaces a spare replica by one of another expert.
+    ``heat`` holds the temperature at the beginning and at the end of these iterations, as a share of the cost.
+    """
+    n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.pairs.shape[2]
+    now = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
+    unit = now
+    if now < best_cost[b]:
+        best_cost[b] = now
+        for g in range(n_gpus):
+            for s in range(n_slots):
+                best[g, s] = sim.slots[b, g, s]
+    for i in range(iterations):
+        g, s = int(_draw(key, b) * n_gpus), int(_draw(key, b) * n_slots)
+        e, e_from, e_to, v, v_from, v_to = -1, -1, -1, -1, -1, -1
+        here = sim.slots[b, g, s]
+        if _draw(key, b) < 0.3:
+            # Another expert takes the place of a spare replica or an empty slot.
+            if here >= 0 and sim.nrep[b, here] < 2:
+                continue
+            e = int(_draw(key, b) * n_experts)
+            if holds(sim, b, e, g):
+                continue
+            e_to, v, v_from = g, here, g
+        else:
+            h, t = int(_draw(key, b) * n_gpus), int(_draw(key, b) * n_slots)
+            there = sim.slots[b, h, t]
+            if g == h or here == there:
+                continue
+            if here < 0:
+                here, there, g, h = there, here, h, g
+            if holds(sim, b, here, h) or (there >= 0 and holds(sim, b, there, g)):
+                continue
+            e, e_from, e_to, v, v_from, v_to = here, g, h, there, h, g
+        change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, 1)
+        after = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
+        temperature = unit * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
+        if after <= now or _draw(key, b) < math.exp((now - after) / temperature):
+            now = after
+            if now < best_cost[b]:
+                best_cost[b] = now
+                for x in range(n_gpus):
+                    for y in range(n_slots):
+                        best[x, y] = sim.slots[b, x, y]
+        else:
+            change(sim, b, e, e_to, e_from, v, v_to, v_from, net, mode, 1)
+
+
+@device
+def bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates, key, chosen, ahead):
+    """Up to ``operations`` times the exact best operation on one of ``candidates`` experts, the bottleneck GPU's first.
+
+    ``candidates`` beyond what that GPU holds are drawn at random; 0 takes one expert at random and no bottleneck.
+    """
+    n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.pairs.shape[2]
+    for _ in range(operations):
+        busiest, most = 0, -1
+        for g in range(n_gpus):
+            pairs = gpu_pairs(sim, b, 0, g)
+            if pairs > most:
+                busiest, most = g, pairs
+        n_chosen = 0
+        if candidates == 0:
+            chosen[b, 0] = int(_draw(key, b) * n_experts)
+            n_chosen = 1
+        else:
+            for s in range(n_slots):
+                if sim.slots[b, busiest, s] >= 0:
+                    chosen[b, n_chosen] = sim.slots[b, busiest, s]
+                    n_chosen += 1
+            # Heaviest first, so that fewer candidates than residents keep the ones that matter.
+            for i in range(1, n_chosen):
+                j = i
+                while j > 0 and sim.pairs[b, 0, chosen[b, j], busiest] > sim.pairs[b, 0, chosen[b, j - 1], busiest]:
+                    chosen[b, j], chosen[b, j - 1] = chosen[b, j - 1], chosen[b, j]
+                    j -= 1
+            while n_chosen < candidates:
+                chosen[b, n_chosen] = int(_draw(key, b) * n_experts)
+                n_chosen += 1
+            n_chosen = candidates
+        gain, best_e, best_node = 0.0, -1, -1
+        for i in range(n_chosen):
+            look_ahead(sim, b, chosen[b, i], cost, net, mode, doublings, ahead[b])
+            for node in range(3 * n_gpus):
+                if ahead[b, node] > gain:
+                    gain, best_e, best_node = ahead[b, node], chosen[b, i], node
+        if best_e < 0:
+            if candidates == 0:
+                continue
+            return
+        kind, source, target, victim = resolve(sim, b, best_e, best_node)
+        if kind != OP_NOTHING and kind != OP_ILLEGAL:
+            change(sim, b, best_e, source, target, victim, target, source, net, mode, 1)
+
+
+@device
+def swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations):
+    """Up to ``operations`` times the best of ALL swaps of two replicas and moves to empty slots, each tried exactly."""
+    n_gpus, n_slots = sim.slots.shape[1], sim.slots.shape[2]
+    for _ in range(operations):
+        now = _cost(sim, b, cost, net, mode, doublings, scale, 1.0)
+        least, best_e, best_from, best_v, best_to = now, -1, -1, -1, -1
+        for g in range(n_gpus):
+            for h in range(n_gpus):
+                for s in range(n_slots):
+                    for t in range(n_slots):
+                        e, v = sim.slots[b, g, s], sim.slots[b, h, t]
+                        # Each swap once; a move from either side.
+                        if e < 0 or g == h or e == v or (v >= 0 and g > h):
+                            continue
+                        if holds(sim, b, e, h) or (v >= 0 and holds(sim, b, v, g)):
+                            continue
+                        change(sim, b, e, g, h, v, h, g, net, mode, 1)
+                        after = _cost(sim, b, cost, net, mode, doublings, scale, 1.0)
+                        change(sim, b, e, h, g, v, g, h, net, mode, 1)
+                        if after < least:
+                            least, best_e, best_from, best_v, best_to = after, e, g, v, h
+        if best_e < 0:
+            return
+        change(sim, b, best_e, best_from, best_to, best_v, best_to, best_from, net, mode, 1)
+
+
+@device
+def balance_layer(slots, load, moves, copies, weight):
+    """Up to ``moves`` swaps or moves between the GPU with most and the one with least load, each the best of its pair.
+
+    Knows loads (E,) only, a replica carrying an equal share. Scratch: ``copies`` (E,) int32, ``weight`` (G,) float64.
+    """
+    n_gpus, n_slots = slots.shape
+    for e in range(load.shape[0]):
+        copies[e] = 0
+    for g in range(n_gpus):
+        for s in range(n_slots):
+            if slots[g, s] >= 0:
+                copies[slots[g, s]] += 1
+    for _ in range(moves):
+        heavy, light = 0, 0
+        for g in range(n_gpus):
+            weight[g] = 0.0
+            for s in range(n_slots):
+                if slots[g, s] >= 0:
+                    weight[g] += load[slots[g, s]] / copies[slots[g, s]]
+            if weight[g] > weight[heavy]:
+                heavy = g
+            if weight[g] < weight[light]:
+                light = g
+        gap = weight[heavy] - weight[light]
+        best, best_s, best_t = gap, -1, -1
+        for s in range(n_slots):
+            for t in range(n_slots):
+                e, v = slots[heavy, s], slots[light, t]
+                if e < 0 or e == v:
+                    continue
+                clash = False
+                for x in range(n_slots):
+                    if slots[light, x] == e or (v >= 0 and slots[heavy, x] == v):
+                        clash = True
+                if clash:
+                    continue
+                shifted = load[e] / copies[e] - (load[v] / copies[v] if v >= 0 else 0.0)
+                left = abs(gap - 2.0 * shifted)
+                if left < best:
+                    best, best_s, best_t = left, s, t
+        if best_s < 0:
+            return
+        slots[heavy, best_s], slots[light, best_t] = slots[light, best_t], slots[heavy, best_s]
+
+
+@_parallel
+def anneal(
+    sim, first, last, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost
+):
+    for i in prange(first, last):
+        b = np.int64(i)
+        anneal_layer(
+            sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best[b], best_cost
+        )
+
+
+@_parallel
+def bottleneck(sim, first, last, cost, net, mode, doublings, operations, candidates, key, chosen, ahead):
+    for i in prange(first, last):
+        bottleneck_layer(sim, np.int64(i), cost, net, mode, doublings, operations, candidates, key, chosen, ahead)
+
+
+@_parallel
+def swap_greedy(sim, first, last, cost, net, mode, doublings, scale, operations):
+    for i in prange(first, last):
+        swap_greedy_layer(sim, np.int64(i), cost, net, mode, doublings, scale, operations)
+
+
+@_parallel
+def eplb(slots, loads, n_nodes, n_groups, ints, floats):
+    for b in prange(slots.shape[0]):
+        eplb_slots(slots[b], loads[b], n_nodes, n_groups, ints[b], floats[b])
+
+
+@_parallel
+def balance(slots, loads, moves, copies, weight):
+    for b in prange(slots.shape[0]):
+        balance_layer(slots[b], loads[b], moves, copies[b], weight[b])
