@@ -95,13 +95,25 @@ def test_evaluate_equals_the_reference(case: Instance, comm: str) -> None:
 
 
 @pytest.mark.parametrize("comm", MODES)
-@pytest.mark.parametrize(("nodes", "per_node"), [(8, 8), (1, 64), (3, 21), (31, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 61), (61, 1), (31, 2), (8, 8), (3, 21), (2, 127)])
 def test_many_gpus_equal_the_reference(nodes: int, per_node: int, comm: str) -> None:
-    """62 GPUs are the last whose visits fit into one integer; above, tokens are deduplicated another way."""
+    """61 GPUs are the last that fit, beside the pad, into the bits of one integer, and 254 into a byte."""
     case = random_instance(
         nodes, nodes=nodes, per_node=per_node, n_experts=9, top_k=6, tokens=200, layers=2, spare_slots=1, fill=0.5
     )
     check_against_reference(case, comm)
+
+
+@pytest.mark.parametrize("tokens", [2**15 - 1, 2**15])
+def test_windows_with_more_pairs_than_16_bits_count(tokens: int) -> None:
+    case = random_instance(1, nodes=2, per_node=2, n_experts=6, top_k=2, tokens=tokens, layers=1, spare_slots=1)
+    check_against_reference(case, "dedup")
+    simulator = case.simulator("dedup")
+    sim = simulator.count(case.window, case.placement, case.before)
+    for e in range(6):
+        _, source, target, victim = dynamics.resolve(sim, 0, e, next(g for g in range(4) if e not in sim.slots[0, g]))
+        dynamics.change(sim, 0, e, source, target, victim, target, source, simulator.net, simulator.mode, 1)
+    assert_same_counts(sim, scratch(case, "dedup", sim.slots))
 
 
 def test_hash_is_the_reference_s() -> None:

@@ -34,6 +34,6 @@ for _id, _kwargs in (
             kwargs=_kwargs,
         )
 
-if hasattr(pettingzoo, "register") and "moe_placement_v0" not in pettingzoo.parallel_registry:
+if hasattr(pettingzoo, "register") and "moe_placement-v0" not in pettingzoo.parallel_registry:
     pettingzoo.register("parallel", "moe_placement_v0", "clustergym.moe_placement_v0:parallel_env")
     pettingzoo.register("aec", "moe_placement_v0", "clustergym.moe_placement_v0:env")

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -24,6 +25,7 @@ from clustergym.planners import PLANNERS
 from clustergym.traces import SyntheticConfig, TokenTrace, bundled_traces, synthetic_trace
 
 DEFAULT_PLANNERS = [name for name in PLANNERS if name != "exact"]
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Eval:
     layers: list[int] | None = None
     """Only these layers of the trace, by position; by default all."""
     seed: int = 0
+    """Of the split into planning and held-out part, the streams, and planners that draw."""
     json: Path | None = None
     """Write the figures to this file."""
     plot: Path | None = None
@@ -86,31 +89,24 @@ class TraceSynth:
     """The .npz file to write."""
     config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = field(default_factory=SyntheticConfig)
     seed: int = 0
-
-
-TraceCommand = Annotated[
-    Annotated[TraceInfo, tyro.conf.subcommand("info", prefix_name=False)]
-    | Annotated[TraceSynth, tyro.conf.subcommand("synth", prefix_name=False)],
-    tyro.conf.arg(name=""),
-]
-
-
-@dataclass
-class Trace:
-    """Look at traces and make synthetic ones."""
-
-    command: TraceCommand
+    """Of all draws: the same seed and parameters give the same trace."""
 
 
 def load_traces(sources: list[str]) -> TokenTrace:
     """One trace, or several joined with one domain each."""
+    twice = sorted({source for source in sources if sources.count(source) > 1})
+    if twice:
+        raise ValueError(f"trace {twice[0]!r} is given twice: what is held out of one would be planned on in the other")
     traces = [TokenTrace.load(source) for source in sources]
-    return traces[0] if len(traces) == 1 else TokenTrace.concat(traces, domains=[t.name for t in traces])
+    if len(traces) == 1:
+        return traces[0]
+    names = [t.name for t in traces]
+    # Files of the same name in different folders are still domains of their own.
+    return TokenTrace.concat(traces, domains=names if len(set(names)) == len(names) else sources)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the whole new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(handle, "w") as file:
@@ -124,7 +120,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 def results_table(results: list[Result], title: str) -> Table:
     """The comparison for a person: best total of those without hindsight in bold, and everything relative to EPLB."""
-    table = Table(title=title, caption="µs of one layer in one forward pass; moves and decision per layer and window")
+    table = Table(
+        title=escape(title), caption="µs of one layer in one forward pass; moves and decision per layer and window"
+    )
     for column, justify in (
         ("planner", "left"), ("served", "right"), ("migration", "right"), ("total", "right"), ("vs eplb", "right"),
         ("balance", "right"), ("GPUs/token", "right"), ("inter-node MB", "right"), ("moves", "right"), ("decision ms", "right"),
@@ -172,7 +170,7 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     low = 0.8 * min(r.served_us for r in ordered)
     bars.set(xlabel=f"µs a layer and pass (axis starts at {low:.0f})", title=title)
     bars.set_xlim(left=low, right=max(r.total_us for r in ordered) * 1.05)
-    bars.legend(loc="lower right")
+    bars.legend(loc="upper right")
     shown = [
         r for r in ordered if r.planner in ("static", "eplb", "eplb-threshold", "bottleneck-8", "anneal", "oracle")
     ] or ordered[:6]
@@ -188,12 +186,22 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
         )
     lines.set(xlabel="window", ylabel="total µs", title="as traffic goes on")
     lines.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def run_eval(args: Eval, console: Console) -> None:
+def prepare_outputs(args: Eval) -> None:
+    """Refuse what cannot be written before the planners run, not after."""
+    if args.plot is not None and args.plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot {args.plot}: expected a file that ends in {', '.join(PLOT_SUFFIXES)}")
+    for path in (args.json, args.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() or not os.access(path.parent, os.W_OK):
+                raise ValueError(f"cannot write {path}: it is a folder, or its folder is not writable")
+
+
+def run_eval(args: Eval, console: Console, command: str) -> None:
     trace = load_traces(args.trace)
     if args.layers is not None:
         trace = trace.select(layers=args.layers)
@@ -207,8 +215,9 @@ def run_eval(args: Eval, console: Console) -> None:
     protocol = Protocol(
         args.schedule, args.windows, args.window_tokens, args.drift_rate, args.streams, args.seed, args.holdout
     )
+    prepare_outputs(args)
     console.print(
-        f"[bold]{trace.name}[/]: {trace.n_tokens} tokens, {trace.n_layers} layers, top-{trace.top_k} of {trace.n_experts}; "
+        f"[bold]{escape(trace.name)}[/]: {trace.n_tokens} tokens, {trace.n_layers} layers, top-{trace.top_k} of {trace.n_experts}; "
         f"{cluster.n_nodes} × {cluster.gpus_per_node} GPUs with {simulator.n_slots} slots a layer; "
         f"{args.schedule}, {args.streams} stream(s) × {args.windows} windows of {args.window_tokens} tokens"
     )
@@ -230,7 +239,7 @@ def run_eval(args: Eval, console: Console) -> None:
     console.print(results_table(results, title))
     if args.plot is not None:
         plot_results(results, title, args.plot)
-        console.print(f"plot: {args.plot}")
+        console.print(escape(f"plot: {args.plot}"))
     if args.json is not None:
         document = {
             "planners": [r.as_dict() for r in results],
@@ -242,29 +251,30 @@ def run_eval(args: Eval, console: Console) -> None:
             "windows": args.windows,
             "streams": args.streams,
             "seed": args.seed,
-            "command": shlex.join(["clustergym", *sys.argv[1:]]),
+            "command": command,
         }
         write_atomically(args.json, json.dumps(document, indent=2) + "\n")
-        console.print(f"figures: {args.json}")
+        console.print(escape(f"figures: {args.json}"))
 
 
-def run_info(args: TraceInfo, console: Console) -> None:
+def run_info(args: TraceInfo, console: Console, _: str) -> None:
     trace = TokenTrace.load(args.trace)
     console.print(trace)
-    table = Table("statistic", "value", title=f"{trace.name}, for {args.gpus} GPUs")
+    table = Table("statistic", "value", title=escape(f"{trace.name}, for {args.gpus} GPUs"))
     for name, value in trace.statistics(args.gpus).items():
         table.add_row(name, f"{value:.3f}")
     console.print(table)
 
 
-def run_synth(args: TraceSynth, console: Console) -> None:
+def run_synth(args: TraceSynth, console: Console, _: str) -> None:
     path = synthetic_trace(args.config, seed=args.seed).save(args.output)
-    console.print(f"wrote {path}: {TokenTrace.load(path)}")
+    console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``clustergym``. Wrong input ends with a sentence and status 2, not with a traceback."""
-    console = Console()
+    # Piped output has no width of its own: leave room for the whole table.
+    console = Console() if sys.stdout.isatty() else Console(width=130)
     command = tyro.extras.subcommand_cli_from_dict(
         {"eval": Eval, "trace info": TraceInfo, "trace synth": TraceSynth},
         description=f"Placement of MoE experts on GPUs, planned and compared. Bundled traces: {', '.join(bundled_traces())}.",
@@ -272,9 +282,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="clustergym",
     )
     handlers = {Eval: run_eval, TraceInfo: run_info, TraceSynth: run_synth}
+    line = shlex.join(["clustergym", *(sys.argv[1:] if argv is None else argv)])
     try:
-        handlers[type(command)](command, console)  # type: ignore[operator]
-    except ValueError as error:
-        Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        handlers[type(command)](command, console, line)  # type: ignore[operator]
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     return 0

@@ -7,8 +7,9 @@ tokens that use the expert, so that an operation costs what it touches.
 
 Names: E experts, G GPUs on N nodes, S slots a GPU, K experts a token. ``net`` (G + 2,) holds each GPU's node, −1 for the pad
 GPU G, and the GPUs that a node has: a table, because integer division would cost more than all the rest.
-The launchers (:mod:`.launchers`) run these functions under ``prange`` or a CUDA grid. Under numba's CUDA simulator they stay
-plain Python, because simulated device arrays cannot enter compiled code.
+The launchers (:mod:`.launchers`) run these functions on all cores or on a CUDA grid. Under numba's CUDA simulator they stay
+plain Python, because simulated device arrays cannot enter compiled code; there, and with NUMBA_DISABLE_JIT, a numpy integer
+keeps its width, so ``int()`` stands where a shift or product needs more bits than the array has.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ MODE_DEDUP, MODE_PER_EXPERT, MODE_STAY = 0, 1, 2
 OP_NOTHING, OP_ILLEGAL, OP_PLACE, OP_SWAP, OP_ADD, OP_DELETE = 0, 1, 2, 3, 4, 5
 
 _MASK31 = 0x7FFFFFFF
+# GPUs, and the pad GPU beside them, that fit into the bits of one integer.
+WIDEST = 61
 
 # An index that cannot be negative: numba then leaves out the check for one, which halves the time of the hot loops.
 u = np.uint64
@@ -61,15 +64,15 @@ class Sim(NamedTuple):
     tok: np.ndarray
     """(B, W, T) int32: rows of the trace that make up the window"""
     src: np.ndarray
-    """(B, W, T) int16: GPU that holds the token before this layer (its home, or where it stayed)"""
+    """(B, W, T) uint8: GPU that holds the token before this layer (its home, or where it stayed)"""
     loc: np.ndarray
-    """(B, W, T) int16: GPU that holds the token after this layer"""
+    """(B, W, T) uint8: GPU that holds the token after this layer"""
     off: np.ndarray
     """(B, W, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e"""
     lst: np.ndarray
-    """(B, W, T·K) int32: token · K + position of the expert in it"""
+    """(B, W, T·K) uint16, or int32 for large windows: token · K + position of the expert in it"""
     dst: np.ndarray
-    """(B, W, T, K) int16: GPU that runs each expert of the token, G for a pad"""
+    """(B, W, T, K) uint8: GPU that runs each expert of the token, G for a pad"""
     vis: np.ndarray
     """(B, W, G, G) int32: tokens held by the row's GPU that visit the column's (token-expert pairs in MODE_PER_EXPERT)"""
     nvis: np.ndarray
@@ -110,7 +113,7 @@ def write_picks(sim, b, e, net):
 
     Replicas on one node are neighbours in the ascending list.
     """
-    n_gpus, n = sim.slots.shape[1], sim.nrep[b, e]
+    n_gpus, n = sim.slots.shape[1], int(sim.nrep[b, e])
     pick, rep = sim.pick[b], sim.rep[b, e]
     for g in range(n_gpus):
         pick[g, e] = n << 16
@@ -128,7 +131,7 @@ def write_picks(sim, b, e, net):
 @device
 def choose(rep, pick, token_hash):
     """GPU that runs an expert for a token, ties settled by the token's hash."""
-    return rep[u((pick & 0xFFFF) + (token_hash * (pick >> 16) >> 31))]
+    return rep[u((pick & 0xFFFF) + (token_hash * int(pick >> 16) >> 31))]
 
 
 @device
@@ -147,6 +150,15 @@ def visit(dst, t, origin, sign, vis, nvis, net):
             vis[origin, gpu] += sign
         if new_node:
             nvis[origin, net[gpu]] += sign
+
+
+@device
+def stays_on(dst, t, source, n_gpus):
+    """GPU that holds the token after the layer in MODE_STAY: its first expert's; one that uses no expert does not move."""
+    for k in range(dst.shape[1]):
+        if dst[t, k] != n_gpus:
+            return dst[t, k]
+    return source
 
 
 @device
@@ -198,11 +210,68 @@ def _clear(matrix):
 
 
 @device
+def _count_narrow(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net):
+    """Send every token to its experts and count what it visits; the GPUs that it meets are bits of one integer.
+
+    No branches on what a token visits: that cannot be predicted, and a wrong guess costs more than adding 0.
+    """
+    n_gpus, n_nodes, top_k = vis.shape[0], nvis.shape[1], experts.shape[1]
+    per_node = int(net[n_gpus + 1])
+    node_bits = (1 << per_node) - 1
+    for t in range(tok.shape[0]):
+        row, home = u(tok[t]), u(src[t])
+        token_hash = hash31(int(tok[t]))
+        met = 0
+        for k in range(top_k):
+            e = experts[row, k]
+            if e < 0:
+                dst[t, k] = n_gpus
+                continue
+            at = off[u(e)]
+            off[u(e)] = at + 1
+            lst[u(at)] = t * top_k + k
+            gpu = int(choose(rep[u(e)], pick[home, u(e)], token_hash))
+            dst[t, k] = gpu
+            pairs[u(e), u(gpu)] += 1
+            met |= 1 << gpu
+        for g in range(n_gpus):
+            vis[home, g] += met >> g & 1
+        for n in range(n_nodes):
+            nvis[home, n] += (met >> n * per_node & node_bits) != 0
+
+
+@device
+def _count_wide(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net, dedup):
+    """As :func:`_count_narrow` for any number of GPUs, and without deduplication."""
+    n_gpus, top_k = vis.shape[0], experts.shape[1]
+    for t in range(tok.shape[0]):
+        row, home = u(tok[t]), u(src[t])
+        token_hash = hash31(int(tok[t]))
+        for k in range(top_k):
+            e = experts[row, k]
+            if e < 0:
+                dst[t, k] = n_gpus
+                continue
+            at = off[u(e)]
+            off[u(e)] = at + 1
+            lst[u(at)] = t * top_k + k
+            gpu = int(choose(rep[u(e)], pick[home, u(e)], token_hash))
+            new_gpu, new_node = True, True
+            if dedup:
+                for j in range(k):
+                    new_gpu &= dst[t, j] != gpu
+                    new_node &= net[u(dst[t, j])] != net[u(gpu)]
+            dst[t, k] = gpu
+            pairs[u(e), u(gpu)] += 1
+            vis[home, u(gpu)] += new_gpu
+            nvis[home, u(net[u(gpu)])] += new_node
+
+
+@device
 def count_window(sim, b, w, trace, layer, net, mode):
     """Count window ``w`` from scratch for the layer under the current replicas; ``tok`` and ``src`` must be set.
 
-    ``trace`` is (L, rows, K): the walk reads one layer at a time. No branches on what a token visits: that cannot be
-    predicted, and a wrong guess costs more than adding 0.
+    ``trace`` is (L, rows, K): the walk reads one layer at a time.
     """
     n_tokens, top_k, n_gpus, n_experts = sim.dst.shape[2], sim.dst.shape[3], sim.vis.shape[2], sim.pairs.shape[2]
     experts = trace[layer]
@@ -215,7 +284,6 @@ def count_window(sim, b, w, trace, layer, net, mode):
         sim.dst[b, w],
     )
     vis, nvis, pairs, rep, pick = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w], sim.rep[b], sim.pick[b]
-    dedup = 0 if mode == MODE_PER_EXPERT else 1
     for e in range(n_experts + 1):
         off[e] = 0
     _clear(pairs)
@@ -229,36 +297,11 @@ def count_window(sim, b, w, trace, layer, net, mode):
                 off[u(e + 1)] += 1
     for e in range(n_experts):
         off[e + 1] += off[e]
-    for t in range(n_tokens):
-        row, home = u(tok[t]), u(src[t])
-        token_hash = hash31(int(tok[t]))
-        gpus_seen, nodes_seen = 0, 0
-        for k in range(top_k):
-            e = experts[row, k]
-            if e < 0:
-                dst[t, k] = n_gpus
-                continue
-            at = off[u(e)]
-            off[u(e)] = at + 1
-            lst[u(at)] = t * top_k + k
-            gpu = choose(rep[u(e)], pick[home, u(e)], token_hash)
-            dst[t, k] = gpu
-            pairs[u(e), u(gpu)] += 1
-            there = net[u(gpu)]
-            new_gpu, new_node = True, True
-            if n_gpus <= 62:
-                # The GPUs and nodes met so far fit into the bits of one integer each.
-                new_gpu = gpus_seen >> gpu & 1 == 0
-                new_node = nodes_seen >> there & 1 == 0
-                gpus_seen |= dedup << gpu
-                nodes_seen |= dedup << there
-            elif dedup:
-                for j in range(k):
-                    other = dst[t, j]
-                    new_gpu &= other != gpu
-                    new_node &= net[u(other)] != there
-            vis[home, u(gpu)] += new_gpu
-            nvis[home, u(there)] += new_node
+    if mode == MODE_PER_EXPERT or n_gpus > WIDEST:
+        dedup = mode != MODE_PER_EXPERT
+        _count_wide(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net, dedup)
+    else:
+        _count_narrow(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net)
     for e in range(n_experts, 0, -1):
         off[e] = off[e - 1]
     off[0] = 0
@@ -266,7 +309,7 @@ def count_window(sim, b, w, trace, layer, net, mode):
         _clear(sim.bvis[b, w])
         _clear(sim.bnvis[b, w])
         for t in range(n_tokens):
-            loc[t] = src[t] if dst[t, 0] == n_gpus else dst[t, 0]
+            loc[t] = stays_on(dst, t, src[t], n_gpus)
             visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
 
 
@@ -276,24 +319,35 @@ def retarget(sim, b, w, e, net, mode):
     top_k, n_gpus = sim.dst.shape[3], sim.vis.shape[2]
     tok, src, loc, lst, dst = sim.tok[b, w], sim.src[b, w], sim.loc[b, w], sim.lst[b, w], sim.dst[b, w]
     vis, nvis, pairs, rep, pick = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w], sim.rep[b, e], sim.pick[b]
+    per_node = int(net[n_gpus + 1])
+    node_bits = (1 << per_node) - 1
     for i in range(sim.off[b, w, e], sim.off[b, w, e + 1]):
-        use = u(lst[u(i)])
-        t = use // u(top_k)
-        k = use - t * u(top_k)
-        home = u(src[t])
-        left, right = dst[t, k], choose(rep, pick[home, u(e)], hash31(int(tok[t])))
+        use = int(lst[u(i)])
+        t = use // top_k
+        k = use - t * top_k
+        home = u(src[u(t)])
+        left, right = int(dst[u(t), u(k)]), int(choose(rep, pick[home, u(e)], hash31(int(tok[u(t)]))))
         if left == right:
             continue
         if mode == MODE_STAY:
             visit(dst, t, loc[t], -1, sim.bvis[b, w], sim.bnvis[b, w], net)
         pairs[u(e), u(left)] -= 1
         pairs[u(e), u(right)] += 1
-        node_left, node_right = net[u(left)], net[u(right)]
-        dst[t, k] = n_gpus
+        node_left, node_right = int(net[u(left)]), int(net[u(right)])
+        dst[u(t), u(k)] = n_gpus
         only_left, only_right, alone_left, alone_right = True, True, True, True
-        if mode != MODE_PER_EXPERT:
+        if mode == MODE_PER_EXPERT:
+            pass
+        elif n_gpus <= WIDEST:
+            met = 0
             for j in range(top_k):
-                gpu = dst[t, j]
+                met |= 1 << int(dst[u(t), j])
+            only_left, only_right = met >> left & 1 == 0, met >> right & 1 == 0
+            alone_left = met >> node_left * per_node & node_bits == 0
+            alone_right = met >> node_right * per_node & node_bits == 0
+        else:
+            for j in range(top_k):
+                gpu = dst[u(t), j]
                 node = net[u(gpu)]
                 only_left &= gpu != left
                 only_right &= gpu != right
@@ -303,10 +357,9 @@ def retarget(sim, b, w, e, net, mode):
         vis[home, u(right)] += only_right
         nvis[home, u(node_left)] -= alone_left
         nvis[home, u(node_right)] += alone_right
-        dst[t, k] = right
+        dst[u(t), u(k)] = right
         if mode == MODE_STAY:
-            if k == 0:
-                loc[t] = right
+            loc[t] = stays_on(dst, t, src[t], n_gpus)
             visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
 
 

@@ -31,7 +31,7 @@ LAYER_KEYS = ("coactivation", "affinity")
 LIMIT = 1e6
 
 
-def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Box]:
+def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Space[Any]]:
     """The space of each array of one environment's observation."""
     return {
         name: spaces.Box(0, 1, tensor.shape[1:], np.int8)
@@ -51,7 +51,8 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
     held = np.where(slots >= 0, np.take_along_axis(pairs.T, np.maximum(slots, 0).astype(np.int64), axis=1), 0)
     fresh = np.take_along_axis(sim["old"].T, np.maximum(slots, 0).astype(np.int64), axis=1) == 0
     last = None
-    if kind >= 0:
+    # An action may name an expert or node that does not exist: there is nothing to draw.
+    if kind >= 0 and 0 <= expert < batch.n_experts and 0 <= node < 3 * batch.n_gpus:
         last = Operation(OPERATIONS[kind], expert, node % batch.n_gpus, source, victim)
     model = batch.model
     return Frame(
@@ -61,7 +62,7 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
         gpu_compute_us=model.kernel_start_us
         + model.kernel_expert_us * (held > 0).sum(1)
         + model.kernel_pair_us * held.sum(1),
-        traffic_bytes=batch.link_copies(index) * (model.hidden * model.dispatch_bytes),
+        traffic_bytes=batch.link_copies(index) * np.float64(model.hidden * model.dispatch_bytes),
         gpus_per_node=batch.cluster.gpus_per_node,
         layer=layer,
         n_layers=batch.n_layers,
@@ -148,7 +149,7 @@ def _episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
     }
 
 
-class MoEPlacementEnv(_Picture, gymnasium.Env[ObsDict, npt.NDArray[np.int64]]):
+class MoEPlacementEnv(_Picture, gymnasium.Env[Any, npt.NDArray[np.int64]]):
     """
     ## Description
     A mixture-of-experts model is served on a cluster: every GPU holds some experts of each layer, tokens travel to the
@@ -180,7 +181,7 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[ObsDict, npt.NDArray[np.int64]]):
     | key | shape | content |
     | --- | --- | --- |
     | `experts` | (E, 9) | load share × E, its moving average, change against that average, replicas / G, share of tokens on its busiest replica, load of its busiest GPU / mean, replicas to fetch, co-active experts on the same GPU, is on the slowest GPU |
-    | `coactivation` | (E, E) | P(column also used \\| row used), one token |
+    | `coactivation` | (E, E) | P(column also used \\| row used), one token; from at most 1024 tokens |
     | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer; from at most 512 tokens unless `comm="stay"` |
     | `gpus` | (3·G, 16) | the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node and between nodes (4), active experts, affinity to the hottest experts, is the slowest, load of its node / mean, replicas to fetch, inter/intra bandwidth |
     | `traffic` | (G, G) | time of the link from row to column, relative to the layer's |
@@ -219,7 +220,7 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[ObsDict, npt.NDArray[np.int64]]):
     * v0: initial version
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["human", "rgb_array"], "render_fps": 4}
+    metadata = {"render_modes": ["human", "rgb_array"], "render_fps": 4}
 
     def __init__(self, render_mode: str | None = None, **options: Any) -> None:
         self._check_render_mode(render_mode)
@@ -252,7 +253,7 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[ObsDict, npt.NDArray[np.int64]]):
         _, reward, _ = self.batch.step(self._expert, self._node)
         self._note_window()
         done = bool(self.batch.env["clock"][0, episode.DONE])
-        info: dict[str, Any] = {name: values[0] for name, values in _infos(self.batch).items()}
+        info: dict[str, Any] = {name: values[0].item() for name, values in _infos(self.batch).items()}
         if done:
             info |= _episode_info(self.batch, 0)
         if self.render_mode == "human":
@@ -263,7 +264,7 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[ObsDict, npt.NDArray[np.int64]]):
         """(3·G,) what each operation on ``expert`` would save on the observed window, as a share of the layer's time."""
         return self.batch.lookahead(torch.tensor([expert])).numpy()[0].copy()
 
-    def render(self) -> npt.NDArray[np.uint8] | None:  # type: ignore[override]
+    def render(self) -> npt.NDArray[np.uint8] | None:
         return self._render()
 
     def close(self) -> None:
@@ -280,7 +281,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
     Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {
+    metadata = {
         "render_modes": ["rgb_array"],
         "render_fps": 4,
         "autoreset_mode": AutoresetMode.SAME_STEP,
@@ -363,7 +364,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
         final_info: dict[str, Any] = {}
         for i in np.flatnonzero(ended):
             final_obs[i] = {name: array[i].copy() for name, array in last.items()}
-            single = {name: infos[name][i] for name in ("operation", "legal", "layer_time_us")}
+            single = {name: infos[name][i].item() for name in ("operation", "legal", "layer_time_us")}
             final_info = self._add_info(final_info, single | _episode_info(self.batch, int(i)), int(i))
         return {
             "final_obs": final_obs,
@@ -372,7 +373,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
             "_final_info": ended.copy(),
         }
 
-    def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:  # type: ignore[override]
+    def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
         """A picture of each environment."""
         if self.render_mode is None:
             return None
@@ -402,13 +403,13 @@ class MoEPlacementParallelEnv(_Picture, ParallelEnv[str, ObsDict, int]):
     ```
     """
 
-    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {
         "name": "moe_placement_v0",
         "render_modes": ["human", "rgb_array"],
         "is_parallelizable": True,
         "render_fps": 4,
     }
-    possible_agents: ClassVar[list[str]] = ["expert", "gpu"]  # type: ignore[misc]
+    possible_agents: ClassVar[list[str]] = ["expert", "gpu"]
     _keys: ClassVar[dict[str, tuple[str, ...]]] = {
         "expert": ("experts", "coactivation", "affinity", "placement", "progress"),
         "gpu": ("gpus", "traffic", "placement", "progress", "joint_mask", "lookahead"),
@@ -472,7 +473,7 @@ class MoEPlacementParallelEnv(_Picture, ParallelEnv[str, ObsDict, int]):
         _, reward, _ = self.batch.step(expert, node)
         self._note_window()
         done = bool(self.batch.env["clock"][0, episode.DONE])
-        info: dict[str, Any] = {name: values[0] for name, values in _infos(self.batch).items()}
+        info: dict[str, Any] = {name: values[0].item() for name, values in _infos(self.batch).items()}
         if done:
             info |= _episode_info(self.batch, 0)
         agents, self.agents = self.agents, ([] if done else self.agents)

@@ -40,6 +40,7 @@ N_EXPERT_FEATURES = 9
 N_GPU_FEATURES = 16
 N_PROGRESS = 6
 HOT_EXPERTS = 8
+PAIR_TOKENS = 1024
 AFFINITY_TOKENS = 512
 
 # Columns of Env.clock, Env.op and Env.time.
@@ -282,28 +283,39 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
     """What stays the same while the agents work on a layer: co-activation, affinity to the layer before, drift."""
     n_experts, n_tokens, top_k = sim.pairs.shape[2], sim.tok.shape[2], corpus.experts.shape[2]
     together, before, tok = obs.coactivation[b], obs.affinity[b], sim.tok[b, 0]
-    # Where layers do not depend on each other, a sample tells the affinity well enough.
-    stride = 1 if rules.mode == MODE_STAY else max(1, n_tokens // AFFINITY_TOKENS)
+    # A sample tells these probabilities well enough; where layers depend on each other the affinity is counted in full.
+    stride = (n_tokens + PAIR_TOKENS - 1) // PAIR_TOKENS
+    before_stride = 1 if rules.mode == MODE_STAY else (n_tokens + AFFINITY_TOKENS - 1) // AFFINITY_TOKENS
     here, past = corpus.experts[layer], corpus.experts[max(0, layer - 1)]
+    used, came = env.ints[b, 0], env.ints[b, 1]
     for i in range(n_experts):
+        used[i] = 0
+        came[i] = 0
         for j in range(n_experts):
             together[i, j] = 0.0
             before[i, j] = 0.0
-    for t in range(n_tokens):
+    for t in range(0, n_tokens, stride):
         row = u(tok[t])
         for k in range(top_k):
             i = here[row, k]
             if i < 0:
                 continue
+            used[u(i)] += 1
             for m in range(k):
                 j = here[row, m]
                 if j >= 0:
                     together[u(i), u(j)] += 1.0
-            if layer > 0 and t % stride == 0:
-                for m in range(top_k):
-                    j = past[row, m]
-                    if j >= 0:
-                        before[u(j), u(i)] += 1.0
+    for t in range(0, n_tokens if layer > 0 else 0, before_stride):
+        row = u(tok[t])
+        for m in range(top_k):
+            j = past[row, m]
+            if j < 0:
+                continue
+            came[u(j)] += 1
+            for k in range(top_k):
+                i = here[row, k]
+                if i >= 0:
+                    before[u(j), u(i)] += 1.0
     for i in range(n_experts):
         for j in range(i):
             both = together[i, j] + together[j, i]
@@ -312,13 +324,9 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
     total = max(1, sim.off[b, 0, n_experts])
     for i in range(n_experts):
         load = sim.off[b, 0, i + 1] - sim.off[b, 0, i]
-        came = 0.0
         for j in range(n_experts):
-            together[i, j] /= max(1, load)
-            came += before[i, j]
-        came = max(1.0, came / top_k)
-        for j in range(n_experts):
-            before[i, j] /= came
+            together[i, j] /= max(1, used[i])
+            before[i, j] /= max(1, came[i])
         share = load / total
         known = env.ema[b, layer, i]
         drift = 0.0 if known < 0 else (share - known) * n_experts

@@ -142,13 +142,14 @@ def allocate_sim(
 ) -> dict[str, torch.Tensor]:
     """Zeroed tensors for a :class:`Sim` of ``batch`` simulations with ``windows`` windows of ``tokens`` each."""
     gpus, nodes = cluster.n_gpus, cluster.n_nodes
+    # Thousands of environments do not fit into the caches: what an operation touches is as narrow as it can be.
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tok": ((batch, windows, tokens), torch.int32),
-        "src": ((batch, windows, tokens), torch.int16),
-        "loc": ((batch, windows, tokens if stay else 1), torch.int16),
+        "src": ((batch, windows, tokens), torch.uint8),
+        "loc": ((batch, windows, tokens if stay else 1), torch.uint8),
         "off": ((batch, windows, experts + 1), torch.int32),
-        "lst": ((batch, windows, tokens * top_k), torch.int32),
-        "dst": ((batch, windows, tokens, top_k), torch.int16),
+        "lst": ((batch, windows, tokens * top_k), torch.uint16 if tokens * top_k < 2**16 else torch.int32),
+        "dst": ((batch, windows, tokens, top_k), torch.uint8),
         "vis": ((batch, windows, gpus, gpus), torch.int32),
         "nvis": ((batch, windows, gpus, nodes), torch.int32),
         "bvis": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
@@ -285,7 +286,7 @@ class Simulator:
         sim.tok[:, 0] = window.rows
         sim.src[:, 0] = window.home
         sim.slots[:] = placement if before is None else before
-        cpu.count(sim, np.ascontiguousarray(placement), window.experts, self.net, self.mode)
+        cpu.count(sim, np.ascontiguousarray(placement, dtype=np.int16), window.experts, self.net, self.mode)
         return sim
 
     def evaluate(self, window: Window, placement: Placement, before: Placement | None = None) -> Served:
@@ -324,7 +325,7 @@ class Simulator:
         )
         least = np.maximum(
             np.maximum(
-                self.model.kernel_pair_us * mean_pairs + self.model.kernel_expert_us,
+                self.model.kernel_pair_us * mean_pairs + self.model.kernel_expert_us * (loads.sum(1) > 0),
                 self.model.kernel_expert_us * experts,
             ),
             both,
@@ -333,4 +334,4 @@ class Simulator:
 
     def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
         """(L, G, G) bytes dispatched from row to column."""
-        return served.copies * (self.model.hidden * self.model.dispatch_bytes)
+        return served.copies * np.float64(self.model.hidden * self.model.dispatch_bytes)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 _HBM_BYTES_PER_US = 3350e3 * 0.8 / 0.92
 _FLOPS_PER_US = {1: 0.45 * 1978e6, 2: 0.45 * 989e6}
 _KERNEL_START_US = 40.0
+MAX_GPUS = 254  # a GPU is a byte in the simulator, and one value marks a pad
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class ClusterSpec:
         for key in ("n_nodes", "gpus_per_node"):
             if getattr(self, key) < 1:
                 raise ValueError(f"cluster {self.name!r}: {key} is {getattr(self, key)}: expected at least 1")
+        if self.n_gpus > MAX_GPUS:
+            raise ValueError(f"cluster {self.name!r} has {self.n_gpus} GPUs: the simulator takes at most {MAX_GPUS}")
         if self.slots_per_gpu is not None and self.slots_per_gpu < 1:
             raise ValueError(f"cluster {self.name!r}: slots_per_gpu is {self.slots_per_gpu}: expected at least 1")
         for key in ("intra_gb_s", "inter_gb_s"):

@@ -141,8 +141,8 @@ def _next_sequence(state, b, corpus, schedule):
         state.at[b, 3] = (seq + 1) % corpus.seq_len.shape[0]
         return seq
     d = _pick_domain(state, b, corpus, schedule)
-    n = corpus.dom_off[d + 1] - corpus.dom_off[d]
-    i = state.drawn[b, d]
+    n = int(corpus.dom_off[d + 1] - corpus.dom_off[d])
+    i = int(state.drawn[b, d])
     state.drawn[b, d] = i + 1
     key = hash31(state.key[b, 0] ^ hash31(i // n * 7919 + d))
     return corpus.dom_seq[corpus.dom_off[d] + permuted(i % n, n, key)]

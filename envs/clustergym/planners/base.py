@@ -28,7 +28,7 @@ class Planner(ABC):
         self.simulator, self.seed = simulator, seed
 
     def reset(self) -> None:
-        """Forget earlier windows: a new stream begins."""
+        """Forget earlier windows: a new stream begins. Planners without memory have nothing to do."""
 
     @abstractmethod
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from clustergym.moe_placement.dynamics import MODE_DEDUP, MODE_STAY
+from clustergym.moe_placement.dynamics import COST_COMBINE_US, COST_DISPATCH_US, COST_KERNEL_US, MODE_DEDUP, MODE_STAY
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
 from clustergym.planners.base import Planner
 
@@ -29,6 +29,8 @@ class Exact(Planner):
     Args:
         migration: whether fetching experts counts.
         seconds: limit for the program of one layer; an unproven answer is an error.
+
+    ``optimum_us`` (L,) is the proven time of each layer of the last plan.
     """
 
     name = "exact"
@@ -36,6 +38,7 @@ class Exact(Planner):
     def __init__(self, simulator: Simulator, seed: int = 0, migration: bool = True, seconds: float = 120.0) -> None:
         super().__init__(simulator, seed)
         self.migration, self.seconds = migration, seconds
+        self.optimum_us: npt.NDArray[np.float64] = np.zeros(0)
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         sim, window = self.simulator, history[-1]
@@ -43,19 +46,23 @@ class Exact(Planner):
             raise ValueError(
                 "the exact planner treats layers one by one, but with comm='stay' they depend on each other"
             )
-        layers = []
+        layers: list[npt.NDArray[np.int16]] = []
+        times: list[float] = []
         for l in range(window.n_layers):
             one = Window(window.experts[l : l + 1], window.rows, window.home)
             if sim.mode == MODE_DEDUP and sim.n_gpus * sim.n_slots == sim.n_experts:
-                layers.append(self._program(one, placement[l]))
+                slots, time = self._program(one, placement[l])
             else:
-                layers.append(self._enumerate(one, placement[l : l + 1]))
+                slots, time = self._enumerate(one, placement[l : l + 1])
+            layers.append(slots)
+            times.append(time)
+        self.optimum_us = np.array(times)
         return np.stack(layers).astype(np.int16)
 
-    def _enumerate(self, window: Window, before: Placement) -> npt.NDArray[np.int16]:
+    def _enumerate(self, window: Window, before: Placement) -> tuple[npt.NDArray[np.int16], float]:
         """Every way to fill the GPUs, tried exactly."""
         sim = self.simulator
-        ways = comb(sim.n_experts, sim.n_slots) + comb(sim.n_experts, sim.n_slots - 1)
+        ways = sum(comb(sim.n_experts, size) for size in range(sim.n_slots + 1))
         if ways**sim.n_gpus > MAX_PLACEMENTS:
             raise ValueError(
                 f"{sim.n_experts} experts in {sim.n_gpus} × {sim.n_slots} slots have about {ways**sim.n_gpus:.1e} placements: "
@@ -67,9 +74,9 @@ class Exact(Planner):
             time = float(served.time_us[0] + (served.migration_us[0] if self.migration else 0.0))
             if time < least:
                 best, least = slots, time
-        return best
+        return best, least
 
-    def _program(self, window: Window, before: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
+    def _program(self, window: Window, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
         """One copy of each expert: served time is linear in who lies where, given which GPUs each kind of token visits."""
         sim = self.simulator
         experts, gpus, nodes = sim.n_experts, sim.n_gpus, sim.cluster.n_nodes
@@ -164,7 +171,7 @@ class Exact(Planner):
         for g in range(gpus):
             found = np.flatnonzero(x[:, g])
             slots[g, : len(found)] = found
-        return slots
+        return slots, float(result.fun + cost[COST_DISPATCH_US] + cost[COST_COMBINE_US] + cost[COST_KERNEL_US])
 
 
 def _placements(n_experts: int, n_gpus: int, n_slots: int) -> Iterator[npt.NDArray[np.int16]]:

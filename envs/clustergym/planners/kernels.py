@@ -1,15 +1,11 @@
 """Searches over one layer's placement on the incremental simulator, and their launchers over all layers.
 
-Like :mod:`clustergym.moe_placement.dynamics`: functions of one simulation ``b`` (a layer), here run under ``prange``.
+Like :mod:`clustergym.moe_placement.dynamics`: functions of one simulation ``b`` (a layer), spread over the cores.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import numpy as np
-from numba import config, njit, prange
 
 from clustergym.moe_placement.dynamics import (
     OP_ILLEGAL,
@@ -25,8 +21,7 @@ from clustergym.moe_placement.dynamics import (
     resolve,
 )
 from clustergym.moe_placement.eplb import eplb_slots
-
-_parallel: Any = (lambda function: function) if config.ENABLE_CUDASIM else njit(cache=True, nogil=True, parallel=True)
+from clustergym.moe_placement.launchers.threads import spread
 
 
 @device
@@ -46,7 +41,8 @@ def _cost(sim, b, cost, net, mode, doublings, scale, migration_weight):
 def anneal_layer(sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost):
     """Simulated annealing from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best one seen.
 
-    A step swaps two replicas, moves one to an empty slot, or replaces a spare replica by one of another expert.
+    A step swaps two replicas, moves one to an empty slot, replaces a spare replica by one of another expert, or drops it
+    (each active expert costs kernel time, so that fewer replicas can be faster).
     ``heat`` holds the temperature at the beginning and at the end of these iterations, as a share of the cost.
     """
     n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.pairs.shape[2]
@@ -62,13 +58,18 @@ def anneal_layer(sim, b, cost, net, mode, doublings, scale, migration_weight, ke
         e, e_from, e_to, v, v_from, v_to = -1, -1, -1, -1, -1, -1
         here = sim.slots[b, g, s]
         if _draw(key, b) < 0.3:
-            # Another expert takes the place of a spare replica or an empty slot.
+            # Another expert, or nothing, takes the place of a spare replica or an empty slot.
             if here >= 0 and sim.nrep[b, here] < 2:
                 continue
-            e = int(_draw(key, b) * n_experts)
-            if holds(sim, b, e, g):
+            e = int(_draw(key, b) * (n_experts + 1))
+            if e == n_experts:
+                if here < 0:
+                    continue
+                e, e_from = here, g
+            elif holds(sim, b, e, g):
                 continue
-            e_to, v, v_from = g, here, g
+            else:
+                e_to, v, v_from = g, here, g
         else:
             h, t = int(_draw(key, b) * n_gpus), int(_draw(key, b) * n_slots)
             there = sim.slots[b, h, t]
@@ -141,6 +142,15 @@ def bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates,
 
 
 @device
+def _seat(sim, b, g, s, e):
+    """Put ``e`` back into slot ``s``: undoing a change may leave it in another empty slot of the GPU."""
+    for x in range(sim.slots.shape[2]):
+        if sim.slots[b, g, x] == e:
+            sim.slots[b, g, x] = -1
+    sim.slots[b, g, s] = e
+
+
+@device
 def swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations):
     """Up to ``operations`` times the best of ALL swaps of two replicas and moves to empty slots, each tried exactly."""
     n_gpus, n_slots = sim.slots.shape[1], sim.slots.shape[2]
@@ -160,6 +170,10 @@ def swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations):
                         change(sim, b, e, g, h, v, h, g, net, mode, 1)
                         after = _cost(sim, b, cost, net, mode, doublings, scale, 1.0)
                         change(sim, b, e, h, g, v, g, h, net, mode, 1)
+                        # The loops go by slots: each replica must be where it was.
+                        _seat(sim, b, g, s, e)
+                        if v >= 0:
+                            _seat(sim, b, h, t, v)
                         if after < least:
                             least, best_e, best_from, best_v, best_to = after, e, g, v, h
         if best_e < 0:
@@ -213,36 +227,68 @@ def balance_layer(slots, load, moves, copies, weight):
         slots[heavy, best_s], slots[light, best_t] = slots[light, best_t], slots[heavy, best_s]
 
 
-@_parallel
-def anneal(
-    sim, first, last, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost
+@device
+def _anneal(
+    first, last, sim, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost
 ):
-    for i in prange(first, last):
-        b = np.int64(i)
+    for b in range(first, last):
         anneal_layer(
             sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best[b], best_cost
         )
 
 
-@_parallel
-def bottleneck(sim, first, last, cost, net, mode, doublings, operations, candidates, key, chosen, ahead):
-    for i in prange(first, last):
-        bottleneck_layer(sim, np.int64(i), cost, net, mode, doublings, operations, candidates, key, chosen, ahead)
+@device
+def _bottleneck(first, last, sim, cost, net, mode, doublings, operations, candidates, key, chosen, ahead):
+    for b in range(first, last):
+        bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates, key, chosen, ahead)
 
 
-@_parallel
-def swap_greedy(sim, first, last, cost, net, mode, doublings, scale, operations):
-    for i in prange(first, last):
-        swap_greedy_layer(sim, np.int64(i), cost, net, mode, doublings, scale, operations)
+@device
+def _swap_greedy(first, last, sim, cost, net, mode, doublings, scale, operations):
+    for b in range(first, last):
+        swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations)
 
 
-@_parallel
-def eplb(slots, loads, n_nodes, n_groups, ints, floats):
-    for b in prange(slots.shape[0]):
+@device
+def _eplb(first, last, slots, loads, n_nodes, n_groups, ints, floats):
+    for b in range(first, last):
         eplb_slots(slots[b], loads[b], n_nodes, n_groups, ints[b], floats[b])
 
 
-@_parallel
-def balance(slots, loads, moves, copies, weight):
-    for b in prange(slots.shape[0]):
+@device
+def _balance(first, last, slots, loads, moves, copies, weight):
+    for b in range(first, last):
         balance_layer(slots[b], loads[b], moves, copies[b], weight[b])
+
+
+def _over_layers(kernel, first, last, *arguments):
+    if last - first == 1:
+        kernel(first, last, *arguments)
+    else:
+        # Searches end early on some layers: small parts keep the threads even.
+        spread(lambda a, b: kernel(first + a, first + b, *arguments), last - first, chunks=last - first)
+
+
+def anneal(first, last, *arguments):
+    """:func:`anneal_layer` on layers first … last−1."""
+    _over_layers(_anneal, first, last, *arguments)
+
+
+def bottleneck(first, last, *arguments):
+    """:func:`bottleneck_layer` on layers first … last−1."""
+    _over_layers(_bottleneck, first, last, *arguments)
+
+
+def swap_greedy(first, last, *arguments):
+    """:func:`swap_greedy_layer` on layers first … last−1."""
+    _over_layers(_swap_greedy, first, last, *arguments)
+
+
+def eplb(slots, *arguments):
+    """:func:`eplb_slots` on every layer of ``slots`` (L, G, S)."""
+    spread(_eplb, len(slots), slots, *arguments)
+
+
+def balance(slots, *arguments):
+    """:func:`balance_layer` on every layer of ``slots`` (L, G, S)."""
+    spread(_balance, len(slots), slots, *arguments)

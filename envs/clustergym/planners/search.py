@@ -9,11 +9,29 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_placement.batch import doublings
-from clustergym.moe_placement.dynamics import MODE_STAY, Sim, count_window, write_replicas
+from clustergym.moe_placement.dynamics import (
+    COST_COMBINE_INTER_US,
+    COST_COMBINE_INTRA_US,
+    COST_DISPATCH_INTER_US,
+    COST_DISPATCH_INTRA_US,
+    COST_PAIR_US,
+    MODE_STAY,
+    Sim,
+    count_window,
+    write_replicas,
+)
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
 from clustergym.planners import kernels
 from clustergym.planners.base import Planner
 from clustergym.planners.heuristics import EPLB
+
+_COSTS_OF_A_TOKEN = [
+    COST_DISPATCH_INTRA_US,
+    COST_DISPATCH_INTER_US,
+    COST_COMBINE_INTRA_US,
+    COST_COMBINE_INTER_US,
+    COST_PAIR_US,
+]
 
 
 class _Search(Planner):
@@ -91,7 +109,7 @@ class Anneal(_Search):
         windows: int = 1,
         iterations: int = 6000,
         seconds: float | None = None,
-        heat: tuple[float, float] = (3e-3, 3e-5),
+        heat: tuple[float, float] = (3e-4, 1e-5),
         migration_weight: float = 1.0,
     ) -> None:
         super().__init__(simulator, seed, norm, windows)
@@ -99,6 +117,8 @@ class Anneal(_Search):
             raise ValueError(
                 f"annealing needs at least 1 iteration and more than 0 seconds, found {iterations} and {seconds}"
             )
+        if min(heat) <= 0:
+            raise ValueError(f"heat is {heat}: both temperatures must be more than 0")
         self.iterations, self.seconds, self.heat, self.migration_weight = iterations, seconds, heat, migration_weight
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
@@ -108,7 +128,7 @@ class Anneal(_Search):
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
             kernels.anneal(
-                sim, first, last, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
+                first, last, sim, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
                 self.migration_weight, key, np.array(heat), iterations, best, best_cost,
             )  # fmt: skip
 
@@ -155,15 +175,18 @@ class Bottleneck(_Search):
         self.operations, self.candidates = operations, candidates
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        window, sim, _ = self.observe(history, placement, tokens)
+        window, sim, scale = self.observe(history, placement, tokens)
         layers = window.n_layers
+        # Looking ahead counts every token once; their weight against migration and active experts goes into the costs.
+        cost = self.simulator.cost.copy()
+        cost[_COSTS_OF_A_TOKEN] *= scale
         chosen = np.zeros((layers, self.candidates + self.simulator.n_slots + 1), np.int64)
         ahead = np.zeros((layers, 3 * self.simulator.n_gpus))
         key = self.keys(layers)
 
         def search(first: int, last: int) -> None:
             kernels.bottleneck(
-                sim, first, last, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings,
+                first, last, sim, cost, self.simulator.net, self.simulator.mode, self.doublings,
                 self.operations, self.candidates, key, chosen, ahead,
             )  # fmt: skip
 
@@ -191,7 +214,7 @@ class SwapGreedy(_Search):
 
         def search(first: int, last: int) -> None:
             kernels.swap_greedy(
-                sim, first, last, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
+                first, last, sim, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
                 self.operations,
             )  # fmt: skip
 
@@ -212,10 +235,14 @@ class Oracle(Planner):
         super().__init__(simulator, seed)
         options = {"migration_weight": 0.0, "iterations": iterations}
         self.stages = [
-            Anneal(simulator, seed, norm=16, **options),  # type: ignore[arg-type]
-            Anneal(simulator, seed + 1, norm=0, heat=(5e-4, 1e-5), **options),  # type: ignore[arg-type]
+            Anneal(simulator, seed, norm=16, heat=(2e-3, 3e-5), **options),  # type: ignore[arg-type]
+            Anneal(simulator, seed + 1, norm=0, heat=(3e-4, 1e-5), **options),  # type: ignore[arg-type]
         ]
         self.eplb = EPLB(simulator)
+
+    def reset(self) -> None:
+        for stage in self.stages:
+            stage.reset()
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         best, least = placement, np.full(len(placement), np.inf)

@@ -1,0 +1,722 @@
+"""The Gymnasium and PettingZoo environments: their contracts, what they show, and what they pay."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pettingzoo
+import pytest
+from gymnasium.utils.env_checker import check_env
+from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
+
+import clustergym
+from clustergym import TokenTrace, moe_placement_v0, synthetic_trace
+from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, Simulator, Window, dynamics, episode
+from clustergym.moe_placement.environment import MoEPlacementEnv, MoEPlacementVectorEnv
+from reference import LayerResult, serve
+
+MODEL = ModelSpec("tiny", 3, 8, 2, 512, 256, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
+CLUSTER = ClusterSpec("tiny", 2, 2, 3, intra_gb_s=4, inter_gb_s=1, intra_latency_us=1, inter_latency_us=2)
+EXPERTS, GPUS, LAYERS, OPS = 8, 4, 3, 3
+
+
+def padded(trace: TokenTrace, share: float) -> TokenTrace:
+    """The trace with some of its entries replaced by pads."""
+    experts = trace.experts.copy()
+    experts[np.random.default_rng(7).random(experts.shape) < share] = -1
+    return TokenTrace(experts, trace.n_experts, trace.layer_ids, trace.seq_lens, trace.domains, trace.model, "padded")
+
+
+TRACE = padded(
+    synthetic_trace(n_tokens=600, n_layers=LAYERS, n_experts=EXPERTS, top_k=2, n_domains=3, mean_seq_len=20.0, seed=1),
+    0.1,
+)
+TINY: dict[str, Any] = {
+    "trace": TRACE, "model": MODEL, "cluster": CLUSTER, "window_tokens": 64, "ops_per_layer": OPS, "passes_per_window": 5
+}  # fmt: skip
+IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0")
+
+
+def legal_action(obs: dict[str, np.ndarray], rng: np.random.Generator) -> np.ndarray:
+    """A random operation that changes something wherever one exists."""
+    changes = obs["joint_mask"].astype(bool)
+    changes[:, :GPUS] &= obs["placement"] == 0
+    return rng.choice(np.argwhere(changes))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, np.ndarray) and a.dtype == object:
+        return all(same(x, y) for x, y in zip(a, b, strict=True))
+    return type(a) is type(b) and np.array_equal(a, b)
+
+
+@pytest.fixture(autouse=True)
+def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+
+
+# -- contracts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_check_env_is_silent(env_id: str) -> None:
+    env = gymnasium.make(env_id, **TINY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env.unwrapped)
+        env.close()
+
+
+def test_defaults_pass_check_env_too() -> None:
+    env = gymnasium.make("MoEPlacement-v0").unwrapped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env, skip_render_check=True)
+    assert isinstance(env, MoEPlacementEnv)
+    assert (env.batch.cluster.name, env.batch.n_slots, env.batch.model.name) == ("h800-4x4", 5, "deepseek-v2-lite")
+
+
+def test_drift_id_serves_eight_drifting_windows_from_eplb() -> None:
+    config = gymnasium.make("MoEPlacementDrift-v0", **TINY).unwrapped.batch.config  # type: ignore[attr-defined]
+    assert (config.windows, config.schedule, config.start) == (8, "drift", "eplb")
+
+
+def test_module_prefix_imports_the_package() -> None:
+    program = """
+import sys, gymnasium
+assert "clustergym" not in sys.modules and "MoEPlacement-v0" not in gymnasium.registry
+env = gymnasium.make("clustergym:MoEPlacement-v0", window_tokens=32)
+obs, _ = env.reset(seed=1)
+print(sorted(obs), env.step([0, 0])[1:4])
+"""
+    found = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert found.stderr == ""
+    assert found.stdout.strip() == (
+        "['affinity', 'coactivation', 'expert_mask', 'experts', 'gpu_mask', 'gpus', 'joint_mask', 'placement', "
+        "'progress', 'traffic'] (0.0, False, False)"
+    )
+
+
+def test_pettingzoo_api() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel_api_test(moe_placement_v0.parallel_env(**TINY), num_cycles=60)
+        parallel_seed_test(lambda: moe_placement_v0.parallel_env(**TINY))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        api_test(moe_placement_v0.env(**TINY), num_cycles=60)
+    # PettingZoo remarks on what two different agents with action masks cannot avoid; nothing else may come.
+    assert {str(w.message) for w in caught} <= {
+        "Observation is not a NumPy array",
+        'We recommend agents to be named in the format <descriptor>_<number>, like "player_0"',
+        "Observation space for each agent probably should be gymnasium.spaces.box or gymnasium.spaces.discrete",
+        "Agents have different observation space sizes",
+    }
+
+
+def test_pettingzoo_registry() -> None:
+    parallel = pettingzoo.make("parallel", "moe_placement_v0", **TINY)
+    assert parallel.possible_agents == ["expert", "gpu"]
+    assert parallel.reset(seed=1)[0]["gpu"]["gpus"].shape == (12, 16)
+    aec = pettingzoo.make("aec", "moe_placement_v0", **TINY)
+    aec.reset(seed=1)
+    assert aec.agent_selection == "expert"
+
+
+def test_importing_twice_registers_once() -> None:
+    import importlib
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.reload(clustergym)
+
+
+# -- the same from the same seed -------------------------------------------------------------------------------------
+
+
+def play(env: gymnasium.Env[Any, Any], seed: int, episodes: int = 2) -> Iterator[tuple[Any, ...]]:
+    """Whole episodes with actions that hang on the seed of the actions alone; later resets are not seeded."""
+    rng = np.random.default_rng(0)
+    for i in range(episodes):
+        yield env.reset(seed=seed if i == 0 else None)
+        done = False
+        while not done:
+            result = env.step(rng.integers(0, [EXPERTS, 3 * GPUS]))
+            done = result[2]
+            yield result
+
+
+@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
+def test_same_seed_same_everything(comm: str) -> None:
+    options = TINY | {"windows": 2, "schedule": "drift", "comm": comm, "lookahead": True}
+    first, second = (list(play(MoEPlacementEnv(**options), 11)) for _ in range(2))
+    other = list(play(MoEPlacementEnv(**options), 12))
+    # Steps and reset of two episodes: the second is another one.
+    assert len(first) == len(second) == len(other) == 2 * (2 * LAYERS * OPS + 1)
+    assert all(same(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+    assert not same(first[0][0], other[0][0])
+    assert not same(first[0][0], first[len(first) // 2][0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"windows": 2, "schedule": "drift", "lookahead": True, "lookahead_norm": 16},
+        {"windows": 1, "comm": "stay", "start": "eplb"},
+        {"windows": 3, "comm": "per-expert", "schedule": "switch", "credit": "stream", "reward_window": "observed"},
+    ],
+)
+def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
+    options = TINY | options
+    vector = gymnasium.make_vec("MoEPlacement-v0", 3, "vector_entry_point", **options)
+    assert isinstance(vector, MoEPlacementVectorEnv)
+    singles = [MoEPlacementEnv(**options) for _ in range(3)]
+    obs, info = vector.reset(seed=40)
+    mine = [env.reset(seed=40 + i)[0] for i, env in enumerate(singles)]
+    assert info == {}
+    rng = np.random.default_rng(0)
+    length, ended = options["windows"] * LAYERS * OPS, 0
+    for step in range(2 * length + 5):
+        assert obs in vector.observation_space
+        for i in range(3):
+            assert same({name: array[i] for name, array in obs.items()}, mine[i])
+        actions = np.array([legal_action(m, rng) if rng.random() < 0.8 else rng.integers(-2, 40, 2) for m in mine])
+        obs, rewards, terminated, truncated, infos = vector.step(actions)
+        assert not truncated.any()
+        for i, env in enumerate(singles):
+            last, reward, done, _, info = env.step(actions[i])
+            assert rewards[i] == reward
+            assert terminated[i] == done == ((step + 1) % length == 0)
+            mine[i] = last
+            for name in ("operation", "legal", "layer_time_us"):
+                assert infos[name][i] == info[name]
+                assert infos[f"_{name}"][i]
+            if done:
+                assert infos["_final_obs"][i]
+                assert infos["_final_info"][i]
+                assert same(infos["final_obs"][i], last)
+                assert {name: infos["final_info"][name][i] for name in info} == info
+                assert {"served_us", "migration_us", "saved", "legal"} <= info.keys()
+                assert infos["final_info"]["legal"].dtype == bool
+                mine[i] = env.reset()[0]
+                ended += 1
+        if not terminated.any():
+            assert "final_obs" not in infos
+    assert ended == 6
+
+
+def test_vector_env_takes_a_list_of_seeds() -> None:
+    vector = MoEPlacementVectorEnv(3, **TINY)
+    obs, _ = vector.reset(seed=[7, 3, 7])
+    for i, seed in enumerate((7, 3, 7)):
+        assert same({name: array[i] for name, array in obs.items()}, MoEPlacementEnv(**TINY).reset(seed=seed)[0])
+
+
+def test_vector_env_of_one_equals_the_single_environment() -> None:
+    vector, single = MoEPlacementVectorEnv(1, **TINY), MoEPlacementEnv(**TINY)
+    rng = np.random.default_rng(0)
+    obs, mine = vector.reset(seed=9)[0], single.reset(seed=9)[0]
+    for _ in range(LAYERS * OPS):
+        assert same({name: array[0] for name, array in obs.items()}, mine)
+        action = legal_action(mine, rng)
+        (obs, rewards, *_), (mine, reward, *_) = vector.step(action[None]), single.step(action)
+        assert rewards[0] == reward
+
+
+def test_parallel_env_is_the_gymnasium_one_split_in_two() -> None:
+    options = TINY | {"windows": 2, "lookahead": True}
+    single, parallel = MoEPlacementEnv(**options), moe_placement_v0.parallel_env(**options)
+    obs, _ = single.reset(seed=3)
+    seen, infos = parallel.reset(seed=3)
+    assert infos == {"expert": {}, "gpu": {}}
+    rng = np.random.default_rng(0)
+    done = False
+    while not done:
+        assert parallel.agents == ["expert", "gpu"]
+        for agent, other in (("expert", "gpu"), ("gpu", "expert")):
+            known = {k: obs[k] for k in seen[agent] if k != "action_mask"} | {"action_mask": obs[f"{agent}_mask"]}
+            assert same(seen[agent], {k: known[k] for k in seen[agent]})
+            assert other not in seen[agent]
+        assert "lookahead" in seen["gpu"]
+        state = np.concatenate([obs[k].ravel() for k in ("experts", "gpus", "traffic", "placement", "progress")])
+        assert np.array_equal(parallel.state(), state)
+        assert parallel.state() in parallel.state_space
+        action = rng.integers(0, [EXPERTS, 3 * GPUS])
+        obs, reward, done, _, info = single.step(action)
+        seen, rewards, ends, cuts, infos = parallel.step({"gpu": action[1], "expert": action[0]})
+        assert rewards == {"expert": reward, "gpu": reward}
+        assert ends == {"expert": done, "gpu": done}
+        assert cuts == {"expert": False, "gpu": False}
+        assert infos == {"expert": info, "gpu": info}
+    assert parallel.agents == []
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------
+
+
+def test_illegal_actions_change_nothing_and_are_marked() -> None:
+    env = MoEPlacementEnv(**TINY, windows=2, lookahead=True)
+    obs, _ = env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    state = env.batch
+    outside = [
+        (-1, 0),
+        (EXPERTS, 0),
+        (0, -1),
+        (0, 3 * GPUS),
+        (2**31 - 1, 2**31 - 1),
+        (-(2**31), 5),
+        (2**40, 0),
+        (0, 2**33),
+    ]
+    tried: Counter[str] = Counter()
+    for _ in range(2 * LAYERS):
+        for i in range(OPS):
+            before = {name: t.clone() for name, t in {**state.sim, "placement": state.env["slots"]}.items()}
+            forbidden = np.argwhere(obs["joint_mask"] == 0)
+            kind = ["outside", "forbidden", "legal"][(i + tried.total() // OPS) % 3]
+            choices = {"outside": outside, "forbidden": forbidden}
+            action = legal_action(obs, rng) if kind == "legal" else rng.choice(choices[kind])
+            old, (obs, reward, _, _, info) = obs, env.step(action)
+            tried[kind] += 1
+            assert info["legal"] == (kind == "legal")
+            assert (info["operation"] == dynamics.OP_ILLEGAL) == (kind != "legal")
+            if kind != "legal" and i < OPS - 1:
+                assert reward == 0
+                # Scratch totals aside, nothing moved; only the clock did.
+                assert all(bool((before[name] == t).all()) for name, t in state.sim.items() if name != "tot")
+                assert bool((before["placement"] == state.env["slots"]).all())
+                assert all(np.array_equal(old[name], obs[name]) for name in obs if name != "progress")
+            elif kind == "legal" and i < OPS - 1:
+                assert not np.array_equal(old["placement"], obs["placement"])
+    assert min(tried[kind] for kind in ("outside", "forbidden", "legal")) > 3
+
+
+def test_place_where_the_expert_lies_is_the_no_op() -> None:
+    env = MoEPlacementEnv(**TINY)
+    obs, _ = env.reset(seed=0)
+    e, g = np.argwhere(obs["placement"] == 1)[3]
+    assert obs["joint_mask"][e, g] == 1
+    after, reward, _, _, info = env.step([e, g])
+    assert (reward, info["legal"], info["operation"]) == (0.0, True, dynamics.OP_NOTHING)
+    assert all(np.array_equal(obs[name], after[name]) for name in obs if name != "progress")
+
+
+@pytest.mark.parametrize("comm", ["dedup", "stay"])
+@pytest.mark.parametrize("slots", [2, 3, 8])
+def test_masks_say_what_the_operations_would(slots: int, comm: str) -> None:
+    cluster = ClusterSpec("tiny", 2, 2, slots)
+    env = MoEPlacementEnv(**(TINY | {"cluster": cluster, "comm": comm, "ops_per_layer": 20}))
+    obs, _ = env.reset(seed=5)
+    rng = np.random.default_rng(0)
+    seen: set[int] = set()
+    for _ in range(40):
+        kinds = np.array(
+            [[dynamics.resolve(env.batch._sim, 0, e, n)[0] for n in range(3 * GPUS)] for e in range(EXPERTS)]
+        )
+        seen |= set(kinds.ravel().tolist())
+        legal = kinds != dynamics.OP_ILLEGAL
+        np.testing.assert_array_equal(obs["joint_mask"], legal)
+        np.testing.assert_array_equal(obs["gpu_mask"], legal.any(0))
+        np.testing.assert_array_equal(obs["expert_mask"], (legal & (kinds != dynamics.OP_NOTHING)).any(1))
+        obs = env.step(legal_action(obs, rng))[0]
+    # With as many slots as experts every GPU may hold all of them; with just enough, nothing can be added at first.
+    assert {dynamics.OP_NOTHING, dynamics.OP_ILLEGAL, dynamics.OP_SWAP} <= seen or slots == 8
+    assert dynamics.OP_DELETE in seen or slots == 2
+
+
+def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
+    env = MoEPlacementEnv(**(TINY | {"cluster": ClusterSpec("one", 1, 1)}))
+    obs, _ = env.reset(seed=0)
+    assert obs["expert_mask"].all()
+    assert obs["gpu_mask"].tolist() == [1, 0, 0]
+    _, reward, _, _, info = env.step([2, 0])
+    assert (reward, info["legal"]) == (0.0, True)
+
+
+# -- rewards -----------------------------------------------------------------------------------------------------------
+
+
+def window_of(batch: PlacementBatch, w: int) -> Window:
+    """A copy of the observed (0) or the next (1) window of environment 0."""
+    rows, home = batch.sim["tok"][0, w].numpy().copy(), batch.env["home"][0, w].numpy().copy()
+    return Window(np.ascontiguousarray(TRACE.experts.transpose(1, 0, 2)), rows, home)
+
+
+@pytest.mark.parametrize("start", ["static", "eplb"])
+@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
+@pytest.mark.parametrize(("windows", "credit"), [(1, "operation"), (1, "stream"), (4, "operation"), (4, "stream")])
+def test_rewards_add_up_to_the_time_saved(windows: int, credit: str, comm: str, start: str) -> None:
+    options = TINY | {"windows": windows, "credit": credit, "comm": comm, "start": start, "schedule": "drift"}
+    env = MoEPlacementEnv(**options)
+    batch, simulator = env.batch, Simulator(MODEL, CLUSTER, comm, passes_per_window=5)
+    obs, _ = env.reset(seed=21)
+    rng = np.random.default_rng(1)
+    first = batch.env["slots"][0].numpy().copy()
+    if start == "static":
+        np.testing.assert_array_equal(first, simulator.static(LAYERS))
+    used, total, saved, served, migrated = first, 0.0, 0.0, 0.0, 0.0
+    for _ in range(windows):
+        served_next, before = window_of(batch, 1), used
+        for _ in range(LAYERS * OPS):
+            obs, reward, done, _, info = env.step(legal_action(obs, rng))
+            total += reward
+        used = simulator.check(batch.env["slots"][0].numpy().copy())
+        paid = simulator.evaluate(served_next, used, before)
+        against = first if credit == "stream" else before
+        served += paid.time_us.sum()
+        migrated += paid.migration_us.sum()
+        saved += simulator.evaluate(served_next, against).time_us.sum() - paid.time_us.sum() - paid.migration_us.sum()
+    assert done
+    assert migrated > 0
+    assert abs(saved) > 1e-3 * served
+    static_us = batch.rules_host.static_us
+    assert total == pytest.approx(saved / static_us, rel=1e-9)
+    assert info["saved"] == pytest.approx(total, rel=1e-9)
+    assert info["served_us"] == pytest.approx(served / (windows * LAYERS), rel=1e-12)
+    assert info["migration_us"] == pytest.approx(migrated / (windows * LAYERS), rel=1e-12)
+
+
+def test_each_reward_is_what_its_operation_saves() -> None:
+    env = MoEPlacementEnv(**TINY)
+    batch, simulator = env.batch, Simulator(MODEL, CLUSTER, "dedup", passes_per_window=5)
+    obs, _ = env.reset(seed=2)
+    rng = np.random.default_rng(1)
+    window, first = window_of(batch, 1), batch.env["slots"][0].numpy().copy()
+    placement = first.copy()
+    for step in range(LAYERS * OPS):
+        layer = step // OPS
+        before = simulator.evaluate(window, placement, first)
+        old_slots = batch.sim["slots"][0].numpy().copy()
+        np.testing.assert_array_equal(np.sort(old_slots), np.sort(placement[layer]))
+        obs, reward, done, _, _ = env.step(legal_action(obs, rng))
+        at_end = (step + 1) % OPS == 0
+        placement[layer] = (batch.env["slots"][0, layer] if at_end else batch.sim["slots"][0]).numpy()
+        after = simulator.evaluate(window, placement, first)
+        saved = (before.time_us + before.migration_us - after.time_us - after.migration_us).sum()
+        assert reward == pytest.approx(saved / batch.rules_host.static_us, rel=1e-9, abs=1e-12)
+    assert done
+
+
+def test_observed_reward_window_pays_on_what_is_seen() -> None:
+    env = MoEPlacementEnv(**TINY, reward_window="observed", lookahead=True)
+    obs, _ = env.reset(seed=2)
+    rng = np.random.default_rng(1)
+    paid = 0
+    for step in range(LAYERS * OPS):
+        action = legal_action(obs, rng)
+        start_us = float(env.batch.env["time"][0, episode.TIME_SEEN_START])
+        foretold = float(obs["lookahead"][tuple(action)]) * start_us / env.batch.rules_host.static_us
+        obs, reward, *_ = env.step(action)
+        assert reward == pytest.approx(foretold, rel=1e-5, abs=1e-7), step
+        paid += reward != 0
+    assert paid > 4
+
+
+def test_lookahead_agrees_with_the_method() -> None:
+    env = MoEPlacementEnv(**TINY, lookahead=True)
+    obs, _ = env.reset(seed=2)
+    for e in range(EXPERTS):
+        np.testing.assert_array_equal(env.lookahead(e), obs["lookahead"][e])
+    assert (obs["lookahead"] != 0).any()
+    assert (obs["lookahead"][obs["joint_mask"] == 0] == 0).all()
+
+
+def test_static_time_is_the_mean_over_windows_of_the_trace() -> None:
+    env = MoEPlacementEnv(**TINY)
+    simulator = Simulator(MODEL, CLUSTER, "dedup", 5)
+    experts = np.ascontiguousarray(TRACE.experts.transpose(1, 0, 2))
+    homes = np.repeat(np.arange(TRACE.n_sequences) % GPUS, TRACE.seq_lens).astype(np.int16)
+    times = []
+    for i in range(8):  # 600 tokens hold nine windows of 64; eight are used
+        part = np.arange(64 * i, 64 * (i + 1), dtype=np.int32)
+        times.append(simulator.evaluate(Window(experts, part, homes[part]), simulator.static(LAYERS)).time_us)
+    assert env.batch.rules_host.static_us == pytest.approx(np.sum(times) / 8, rel=1e-12)
+    assert env.batch.static_layer_us(1) == pytest.approx(np.mean(times, axis=0)[1], rel=1e-12)
+
+
+# -- observations ------------------------------------------------------------------------------------------------------
+
+
+def tokens_of(window: Window, layer: int) -> list[set[int]]:
+    return [{int(e) for e in window.experts[layer, row] if e >= 0} for row in window.rows]
+
+
+def reference_layer(batch: PlacementBatch, window: Window, comm: str, layer: int) -> LayerResult:
+    """The observed window under the placement as it is now, up to and including the layer."""
+    placement = batch.env["slots"][0].numpy().copy()
+    placement[layer] = batch.sim["slots"][0].numpy()
+    return serve(
+        window.experts.tolist(), window.rows.tolist(), window.home.tolist(), placement.tolist(), MODEL, CLUSTER, comm, 5
+    )[layer]  # fmt: skip
+
+
+@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
+def test_observations_mean_what_the_table_says(comm: str) -> None:
+    env = MoEPlacementEnv(**(TINY | {"windows": 2, "comm": comm}))
+    obs, _ = env.reset(seed=8)
+    rng = np.random.default_rng(2)
+    average: dict[int, np.ndarray] = {}
+    batch = env.batch
+    for step in range(2 * LAYERS * OPS):
+        window_index, layer, op = step // (LAYERS * OPS), step // OPS % LAYERS, step % OPS
+        window = window_of(batch, 0)
+        tokens = tokens_of(window, layer)
+        count = np.array([sum(e in t for t in tokens) for e in range(EXPERTS)])
+        share = count / count.sum()
+        if op == 0:
+            known = average.get(layer)
+            drift = np.zeros(EXPERTS) if known is None else share - known
+            average[layer] = share if known is None else (known + share) / 2
+            start_us = reference_layer(batch, window, comm, layer).time_us
+        truth = reference_layer(batch, window, comm, layer)
+        held = [{int(e) for e in gpu if e >= 0} for gpu in batch.sim["slots"][0].numpy()]
+        replicas = np.array([[e in held[g] for g in range(GPUS)] for e in range(EXPERTS)])
+        np.testing.assert_array_equal(obs["placement"], replicas)
+        pairs = np.zeros((EXPERTS, GPUS))
+        for (e, g), n in truth.pairs.items():
+            pairs[e, g] = n
+        load, mean = pairs.sum(0), count.sum() / GPUS
+        kernels = (pairs > 0).sum(0) * MODEL.kernel_expert_us + load * MODEL.kernel_pair_us
+        slowest = int(np.argmax(kernels))
+
+        both = np.array([[sum(i in t and j in t for t in tokens) for j in range(EXPERTS)] for i in range(EXPERTS)])
+        together = both / np.maximum(count, 1)[:, None]
+        np.fill_diagonal(together, 0)
+        np.testing.assert_allclose(obs["coactivation"], together, rtol=1e-6)
+        affinity = np.zeros((EXPERTS, EXPERTS))
+        if layer > 0:
+            past = tokens_of(window, layer - 1)
+            for i in range(EXPERTS):
+                users = [t for t, p in zip(tokens, past, strict=True) if i in p]
+                affinity[i] = [sum(j in t for t in users) / max(1, len(users)) for j in range(EXPERTS)]
+        np.testing.assert_allclose(obs["affinity"], affinity, rtol=1e-6)
+
+        old = batch.env["slots"][0, layer].numpy()
+        experts = {
+            0: share * EXPERTS,
+            1: average[layer] * EXPERTS,
+            2: drift * EXPERTS,
+            3: replicas.sum(1) / GPUS,
+            4: pairs.max(1) / np.maximum(count, 1),
+            5: [max(load[g] for g in range(GPUS) if e in held[g]) / mean for e in range(EXPERTS)],
+            6: [sum(e in held[g] and e not in old[g] for g in range(GPUS)) for e in range(EXPERTS)],
+            7: [
+                np.mean([sum(together[e, x] for x in held[g]) for g in range(GPUS) if e in held[g]])
+                for e in range(EXPERTS)
+            ],
+            8: [e in held[slowest] for e in range(EXPERTS)],
+        }
+        for column, known in experts.items():
+            np.testing.assert_allclose(obs["experts"][:, column], known, rtol=1e-5, atol=1e-6, err_msg=f"{column}")
+
+        copy_bytes = MODEL.hidden * MODEL.dispatch_bytes
+        link_us = np.array(
+            [[copy_bytes / (4e3 if g // 2 == h // 2 else 1e3) for h in range(GPUS)] for g in range(GPUS)]
+        )
+        traffic = np.zeros((GPUS, GPUS))
+        for (g, h), n in truth.links.items():
+            traffic[g, h] = n * link_us[g, h] / truth.time_us
+        np.testing.assert_allclose(obs["traffic"], traffic, rtol=1e-5)
+        near = np.array([[g // 2 == h // 2 for h in range(GPUS)] for g in range(GPUS)])
+        hot = np.argsort(-count, kind="stable")[:8]
+        gpus = {
+            3: load / mean,
+            4: kernels / truth.time_us,
+            5: [1 - len(held[g]) / 3 for g in range(GPUS)],
+            6: (traffic * near).sum(1),
+            7: (traffic * near).sum(0),
+            8: (traffic * ~near).sum(1),
+            9: (traffic * ~near).sum(0),
+            10: (pairs > 0).sum(0) / 3,
+            11: [sum(together[e, x] for e in hot for x in held[g]) / 8 for g in range(GPUS)],
+            12: np.arange(GPUS) == slowest,
+            13: np.repeat(load.reshape(2, 2).mean(1), 2) / mean,
+            14: [len(held[g] - set(old[g].tolist())) / 3 for g in range(GPUS)],
+            15: np.full(GPUS, 0.25),
+        }
+        for kind in range(3):
+            rows = obs["gpus"][kind * GPUS : (kind + 1) * GPUS]
+            np.testing.assert_array_equal(rows[:, :3], np.tile(np.eye(3)[kind], (GPUS, 1)))
+            for column, known in gpus.items():
+                np.testing.assert_allclose(rows[:, column], known, rtol=1e-5, atol=1e-6, err_msg=f"{column}")
+        received = batch.sim["mig"][0].numpy() @ [MODEL.expert_bytes / 4e3, MODEL.expert_bytes / 1e3]
+        progress = [
+            layer / LAYERS, op / OPS, window_index / 2, truth.time_us / start_us, kernels.max() / truth.time_us,
+            received.max() / 5 / truth.time_us,
+        ]  # fmt: skip
+        np.testing.assert_allclose(obs["progress"], progress, rtol=1e-5)
+        obs = env.step(legal_action(obs, rng))[0]
+
+
+def test_affinity_of_a_long_window_comes_from_at_most_512_tokens() -> None:
+    env = MoEPlacementEnv(**(TINY | {"window_tokens": 1000, "ops_per_layer": 1}))
+    env.reset(seed=0)
+    obs = env.step([0, 0])[0]
+    window = window_of(env.batch, 0)
+    here, past = tokens_of(window, 1)[::2], tokens_of(window, 0)[::2]
+    for i in range(EXPERTS):
+        users = [t for t, p in zip(here, past, strict=True) if i in p]
+        known = [sum(j in t for t in users) / len(users) for j in range(EXPERTS)]
+        np.testing.assert_allclose(obs["affinity"][i], known, rtol=1e-6)
+
+
+def test_the_next_window_is_never_seen() -> None:
+    """Two traces that agree on the first window served only: the agents see the same until that window is served."""
+    n_sequences, length, seed = 10, 64, 4
+    rng = np.random.default_rng(0)
+    first, second = (np.argsort(rng.random((640, LAYERS, EXPERTS)), axis=2)[:, :, :2] for _ in range(2))
+    lens = np.full(n_sequences, length)
+    options = TINY | {"windows": 2, "schedule": "replay", "credit": "stream", "comm": "stay", "lookahead": True}
+
+    def environment(experts: np.ndarray) -> MoEPlacementEnv:
+        env = MoEPlacementEnv(**(options | {"trace": TokenTrace(experts, EXPERTS, seq_lens=lens)}))
+        env.reset(seed=seed)
+        return env
+
+    start = int(environment(first).batch.sim["tok"][0, 0, 0])
+    second[start : start + length] = first[start : start + length]
+    pair = [environment(first), environment(second)]
+    seen = [env.reset(seed=seed)[0] for env in pair]
+    actions = np.random.default_rng(1)
+    paid = []
+    for _ in range(LAYERS * OPS):
+        assert same(*seen)
+        results = [env.step(action) for action in [legal_action(seen[0], actions)] for env in pair]
+        seen = [result[0] for result in results]
+        paid.append([result[1] * env.batch.rules_host.static_us for result, env in zip(results, pair, strict=True)])
+    # The window to come paid, and now it has been served it is seen.
+    assert np.ptp(paid, axis=1).max() > 0
+    assert not same(*seen)
+
+
+@pytest.mark.parametrize("kind", ["single", "vector", "parallel"])
+def test_returned_arrays_are_never_written_again(kind: str) -> None:
+    options = TINY | {"windows": 2, "lookahead": True}
+    rng = np.random.default_rng(0)
+    env: Any
+    if kind == "single":
+        env, sample = MoEPlacementEnv(**options), lambda: rng.integers(0, [EXPERTS, 3 * GPUS])
+    elif kind == "vector":
+        env, sample = MoEPlacementVectorEnv(2, **options), lambda: rng.integers(0, [EXPERTS, 3 * GPUS], (2, 2))
+    else:
+        env = moe_placement_v0.parallel_env(**options)
+        sample = lambda: {"expert": rng.integers(EXPERTS), "gpu": rng.integers(3 * GPUS)}  # noqa: E731
+    kept = [env.reset(seed=0)]
+    copies = [deepcopy(kept[0])]
+    for _ in range(2 * LAYERS * OPS):
+        kept.append(env.step(sample()) + ((env.state(),) if kind == "parallel" else ()))
+        copies.append(deepcopy(kept[-1]))
+    env.reset(seed=1)
+    for old, copy in zip(kept, copies, strict=True):
+        for a, b in zip(old, copy, strict=True):
+            assert same(a, b)
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_rgb_array_shows_the_last_operation() -> None:
+    env = gymnasium.make("MoEPlacement-v0", render_mode="rgb_array", **TINY)
+    obs, _ = env.reset(seed=0)
+    before = env.render()
+    env.step(legal_action(obs, np.random.default_rng(0)))
+    after = env.render()
+    for picture in (before, after):
+        assert isinstance(picture, np.ndarray)
+        assert (picture.ndim, picture.shape[2], picture.dtype) == (3, 3, np.uint8)
+        assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
+    assert (before != after).any()
+    # An action that names no expert or GPU at all is drawn too.
+    for action in ([-5, -7], [99, 99]):
+        env.step(action)
+        assert np.shape(env.render()) == np.shape(before)
+
+
+@pytest.mark.parametrize("make", [MoEPlacementEnv, moe_placement_v0.parallel_env])
+def test_human_window_opens_and_closes_smoke(make: Any) -> None:
+    env = make(render_mode="human", **TINY)
+    env.reset(seed=0)
+    action = [0, 1] if make is MoEPlacementEnv else {"expert": 0, "gpu": 1}
+    env.step(action)
+    assert env.render() is None
+    assert env._screen is not None
+    env.close()
+    assert env._screen is None
+
+
+def test_vector_env_renders_each_environment() -> None:
+    env = MoEPlacementVectorEnv(2, render_mode="rgb_array", **TINY)
+    env.reset(seed=0)
+    pictures = env.render()
+    assert pictures is not None
+    assert len(pictures) == 2
+    assert (pictures[0] != pictures[1]).any()
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "random"}, "unknown schedule 'random'; expected one of: stationary, drift, switch, replay"),
+        ({"comm": "fast"}, "unknown comm 'fast'; expected one of: dedup, per-expert, stay"),
+        ({"start": "best"}, "unknown start 'best'; expected one of: static, eplb"),
+        ({"credit": "all"}, "unknown credit 'all'; expected one of: operation, stream"),
+        ({"reward_window": "last"}, "unknown reward_window 'last'; expected one of: next, observed"),
+        ({"window_token": 5}, "unknown argument 'window_token'; the environment takes: cluster, comm,"),
+        ({"windows": 0}, "windows is 0: expected at least 1"),
+        ({"window_tokens": 0}, "window_tokens is 0: expected at least 1"),
+        ({"ops_per_layer": -1}, "ops_per_layer is -1: expected at least 1"),
+        ({"passes_per_window": 0}, "passes_per_window is 0: expected at least 1"),
+        ({"drift_rate": 1.5}, "drift_rate is 1.5: expected 0 … 1"),
+        ({"lookahead_norm": 3}, "a norm is 0 (the max over GPUs) or a power of two from 2 to 64, found 3"),
+        ({"reward_norm": 128}, "power of two from 2 to 64, found 128"),
+        ({"render_mode": "ansi"}, "unknown render_mode 'ansi'"),
+        ({"trace": "nowhere"}, "unknown trace 'nowhere': give a .npz or .npy file, or one of the bundled names: synthetic"),
+        ({"cluster": "b200"}, "unknown cluster 'b200'; the presets are: h800-1x8,"),
+        ({"model": "gpt-9"}, "unknown model 'gpt-9'; the presets are: mixtral-8x7b,"),
+        ({"model": "mixtral-8x7b", "trace": "synthetic"},
+         "the trace is top-6 of 64 experts, but model 'mixtral-8x7b' is top-2 of 8"),
+        ({"model": ModelSpec("short", 2, 8, 2, 8, 8)}, "the trace has 3 layers, but model 'short' has 2"),
+        ({"cluster": ClusterSpec("small", 1, 3, 2)}, "too few slots: 3 GPUs × 2 slots = 6 for 8 experts"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    for make in (MoEPlacementEnv, moe_placement_v0.parallel_env, lambda **o: MoEPlacementVectorEnv(2, **o)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            make(**(TINY | options))
+
+
+def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
+    trace = TokenTrace(np.argsort(np.random.default_rng(0).random((50, 2, 8)), axis=2)[:, :, :2], name="mine")
+    with pytest.raises(
+        ValueError, match=r"mine: the trace does not say which model.*mixtral-8x7b has the trace's 8 experts"
+    ):
+        MoEPlacementEnv(trace=trace)
+    assert MoEPlacementEnv(trace=trace, model="mixtral-8x7b", window_tokens=16).batch.model.name == "mixtral-8x7b"
+
+
+def test_vector_env_refuses_wrong_shapes_and_lengths() -> None:
+    with pytest.raises(ValueError, match="num_envs is 0: expected at least 1"):
+        MoEPlacementVectorEnv(0, **TINY)
+    with pytest.raises(ValueError, match="episodes have a fixed length: set windows"):
+        MoEPlacementVectorEnv(2, max_episode_steps=5, **TINY)
+    env = MoEPlacementVectorEnv(2, **TINY)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=re.escape("actions have shape (3, 2): expected (2, 2): expert, node")):
+        env.step(np.zeros((3, 2), int))
+    with pytest.raises(ValueError, match=r"device meta is not supported: expected 'cpu' or 'cuda'"):
+        MoEPlacementVectorEnv(2, device="meta", **TINY)
