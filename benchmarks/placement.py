@@ -73,6 +73,7 @@ def tuned_threshold(trace: TokenTrace, simulator: Simulator, protocol: Protocol)
 def main(args: Args) -> None:
     torch.set_num_threads(1)
     console = Console(width=140)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     document: list[dict[str, object]] = []
     summary = []
     for model, whole in traces(args).items():
@@ -127,7 +128,6 @@ def main(args: Args) -> None:
                 summary.append(verdict(results, title, schedule))
     for line in summary:
         console.print(line)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
     console.print(f"figures: {args.output.with_suffix('.json')}")
 

@@ -10,7 +10,6 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instances import Instance, random_instance, random_placement
 
 from clustergym.evaluation import Protocol, compare
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window, dynamics
@@ -30,6 +29,7 @@ from clustergym.planners import (
     make_planner,
 )
 from clustergym.traces import SyntheticConfig, synthetic_trace
+from instances import Instance, random_instance, random_placement
 
 COMM = ("dedup", "per-expert", "stay")
 QUICK: dict[str, dict[str, object]] = {
@@ -161,7 +161,7 @@ def test_exact_plans_are_legal_and_reproducible(comm: str, instance: Instance) -
 
 def test_unknown_planner_lists_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match="unknown planner 'eplbb'; the planners are: static, .*eplb-hierarchical.*exact"
+        ValueError, match=r"unknown planner 'eplbb'; the planners are: static, .*eplb-hierarchical.*exact"
     ):
         make_planner("eplbb", even_simulator(1, 2, 4, 1, 2))
 

@@ -75,7 +75,7 @@ class Eval:
 class TraceInfo:
     """What a trace holds: size, domains, load skew, co-activation, predictability, drift."""
 
-    trace: tyro.conf.Positional[str]
+    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
     """A .npz or .npy file or the name of a bundled trace."""
     gpus: int = 16
     """GPUs for the statistics that need some."""
@@ -85,11 +85,22 @@ class TraceInfo:
 class TraceSynth:
     """Generate a synthetic trace whose statistics resemble a real model's."""
 
-    output: tyro.conf.Positional[Path]
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """The .npz file to write."""
     config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = field(default_factory=SyntheticConfig)
     seed: int = 0
     """Of all draws: the same seed and parameters give the same trace."""
+
+
+@dataclass
+class Trace:
+    """Look at traces and make synthetic ones."""
+
+    command: Annotated[
+        Annotated[TraceInfo, tyro.conf.subcommand("info", prefix_name=False)]
+        | Annotated[TraceSynth, tyro.conf.subcommand("synth", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
 
 
 def load_traces(sources: list[str]) -> TokenTrace:
@@ -257,7 +268,7 @@ def run_eval(args: Eval, console: Console, command: str) -> None:
         console.print(escape(f"figures: {args.json}"))
 
 
-def run_info(args: TraceInfo, console: Console, _: str) -> None:
+def run_info(args: TraceInfo, console: Console) -> None:
     trace = TokenTrace.load(args.trace)
     console.print(trace)
     table = Table("statistic", "value", title=escape(f"{trace.name}, for {args.gpus} GPUs"))
@@ -266,7 +277,7 @@ def run_info(args: TraceInfo, console: Console, _: str) -> None:
     console.print(table)
 
 
-def run_synth(args: TraceSynth, console: Console, _: str) -> None:
+def run_synth(args: TraceSynth, console: Console) -> None:
     path = synthetic_trace(args.config, seed=args.seed).save(args.output)
     console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))
 
@@ -275,16 +286,20 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of ``clustergym``. Wrong input ends with a sentence and status 2, not with a traceback."""
     # Piped output has no width of its own: leave room for the whole table.
     console = Console() if sys.stdout.isatty() else Console(width=130)
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"eval": Eval, "trace info": TraceInfo, "trace synth": TraceSynth},
-        description=f"Placement of MoE experts on GPUs, planned and compared. Bundled traces: {', '.join(bundled_traces())}.",
-        args=argv,
-        prog="clustergym",
-    )
-    handlers = {Eval: run_eval, TraceInfo: run_info, TraceSynth: run_synth}
     line = shlex.join(["clustergym", *(sys.argv[1:] if argv is None else argv)])
     try:
-        handlers[type(command)](command, console, line)  # type: ignore[operator]
+        command: Eval | Trace = tyro.extras.subcommand_cli_from_dict(
+            {"eval": Eval, "trace": Trace},
+            description=f"Placement of MoE experts on GPUs, planned and compared. Bundled traces: {', '.join(bundled_traces())}.",
+            args=argv,
+            prog="clustergym",
+        )
+        if isinstance(command, Eval):
+            run_eval(command, console, line)
+        elif isinstance(command.command, TraceInfo):
+            run_info(command.command, console)
+        else:
+            run_synth(command.command, console)
     except (ValueError, OSError) as error:
         Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2

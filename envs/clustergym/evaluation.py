@@ -46,6 +46,8 @@ class Protocol:
         for key in ("windows", "window_tokens", "streams"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")
+        if not 0 < self.holdout < 1:
+            raise ValueError(f"holdout is {self.holdout}: expected more than 0 and less than 1")
 
 
 @dataclass

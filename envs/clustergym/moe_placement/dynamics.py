@@ -14,19 +14,32 @@ keeps its width, so ``int()`` stands where a shift or product needs more bits th
 
 from __future__ import annotations
 
+import hashlib
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import config, njit, types
 
 
+def _fingerprint() -> str:
+    """Hash of all sources that hold compiled functions."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    return hashlib.sha256(b"".join(source for source in sources if b"\n@device\n" in source)).hexdigest()
+
+
+_FINGERPRINT = _fingerprint()
+
+
 def device(function: Any) -> Any:
     """Compile a function of one environment. Called from a CUDA kernel, it becomes a device function."""
-    if config.ENABLE_CUDASIM:
+    if config.ENABLE_CUDASIM or config.DISABLE_JIT:
         return function
     # No reference counts: nothing is allocated here, and counting would cost more than the work.
     compiled = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
+    # numba asks only whether a function's own file is newer than its cache, but what it calls is compiled into it.
+    compiled._cache._cache_file._source_stamp = _FINGERPRINT
     template = compiled.get_call_template
 
     def without_literals(args: Any, kws: Any) -> Any:

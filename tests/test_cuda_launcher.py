@@ -1,0 +1,146 @@
+"""The CUDA launcher plays what the CPU launcher plays, and its kernels compile for a real device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+TOOLKITS = [Path(root) for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", "/usr/local/cuda-13.0") if root]
+
+
+def played(launcher: str, comm: str, look: bool) -> dict[str, np.ndarray]:
+    """Every array of three environments after a reset, steps that cross a window and an episode's end, and a look-ahead."""
+    import torch
+
+    from clustergym import synthetic_trace
+    from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
+    from clustergym.moe_placement.launchers import cpu, cuda
+
+    trace = synthetic_trace(n_tokens=120, n_layers=2, n_experts=6, top_k=2, n_domains=2, mean_seq_len=12.0, seed=3)
+    model = ModelSpec("tiny", 2, 6, 2, 64, 64, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
+    # More than 16 GPUs would not fit into the bits of an int16, which plain Python must not be caught by.
+    cluster = ClusterSpec("tiny", 3, 6, 2, intra_gb_s=0.4, inter_gb_s=0.1)
+    config = PlacementConfig(
+        trace, cluster, model, windows=2, window_tokens=16, ops_per_layer=2, schedule="drift", start="eplb",
+        comm=comm, credit="stream", lookahead=look, lookahead_norm=16,
+    )  # fmt: skip
+    batch = PlacementBatch(config, 3)
+    batch.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
+    batch.seed(np.array([5, 6, 7]))
+    batch.reset()
+    rng = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray] = {}
+
+    def note(when: str) -> None:
+        parts = {"sim": batch.sim, "env": batch.env, "stream": batch.stream, "obs": batch.buffers}
+        for part, tensors in parts.items():
+            arrays.update({f"{when}/{part}/{name}": tensor.numpy().copy() for name, tensor in tensors.items()})
+        arrays[f"{when}/reward"] = batch.reward.numpy().copy()
+
+    note("reset")
+    for step in range(10):
+        mask = batch.obs["joint_mask"].numpy()
+        choice = np.array([rng.choice(np.argwhere(m)) if rng.random() < 0.9 else [-1, 99] for m in mask])
+        batch.step(*(torch.from_numpy(np.ascontiguousarray(column)) for column in choice.T))
+        note(f"step{step}")
+        if batch.done.any():
+            # Only some begin anew: the others must stay as they are.
+            batch.reset(torch.tensor([True, False, True]))
+            note(f"reset{step}")
+    arrays["lookahead"] = batch.lookahead(torch.tensor([0, 3, 5])).numpy().copy()
+    note("end")
+    return arrays
+
+
+def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environment,
+    )  # fmt: skip
+
+
+SIMULATE = """
+import sys, warnings
+warnings.simplefilter("error")
+import numpy as np
+from numba import config
+from test_cuda_launcher import played
+assert config.ENABLE_CUDASIM
+np.savez(sys.argv[1], **played("cuda", sys.argv[2], sys.argv[3] == "True"))
+"""
+
+
+@pytest.mark.parametrize(("comm", "look"), [("dedup", True), ("per-expert", False), ("stay", False)])
+def test_cuda_simulator_plays_the_same(comm: str, look: bool, tmp_path: Path) -> None:
+    file = tmp_path / "played.npz"
+    found = run(SIMULATE, str(file), comm, str(look), NUMBA_ENABLE_CUDASIM="1")
+    assert found.returncode == 0, found.stderr
+    mine: dict[str, Any] = played("cpu", comm, look)
+    with np.load(file) as theirs:
+        assert set(theirs) == set(mine)
+        for name, array in mine.items():
+            if array.dtype.kind in "iu":
+                np.testing.assert_array_equal(theirs[name], array, err_msg=name)
+            else:
+                # float32 observations may differ in the last bit: numpy rounds between operations where compiled code does not.
+                tolerance = 1e-12 if array.dtype == np.float64 else 3e-7
+                np.testing.assert_allclose(theirs[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+    # The episode did something: operations of several kinds, rewards, a second episode.
+    kinds = {int(k) for name, array in mine.items() if name.endswith("env/op") for k in array[:, 0]}
+    assert len(kinds & {2, 3, 4, 5}) >= 2
+    assert any((array != 0).any() for name, array in mine.items() if name.endswith("reward"))
+
+
+COMPILE = """
+from types import SimpleNamespace
+import numba.cuda.cuda_paths as cuda_paths
+import numba.cuda.dispatcher as dispatcher
+import numpy as np
+from numba import cuda, typeof
+from numba.cuda.cudadrv import nvrtc
+
+# Compiling needs no driver, but numba-cuda asks one which device it compiles for, and NVRTC which devices exist.
+dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(9, 0))
+nvrtc.get_supported_ccs = lambda: ((9, 0),)
+cuda_paths._get_nvrtc_path = lambda: cuda_paths._env_path_tuple("none", None)
+
+from clustergym import synthetic_trace
+from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
+from clustergym.moe_placement.launchers import cuda as launcher
+
+trace = synthetic_trace(n_tokens=64, n_layers=2, n_experts=8, top_k=2, n_domains=2)
+config = PlacementConfig(trace, ClusterSpec("c", 2, 2, 3), ModelSpec("m", 2, 8, 2, 64, 64), window_tokens=16)
+batch = PlacementBatch(config, 2)
+index, flag, ahead = np.zeros(2, np.int64), np.zeros(2, bool), np.zeros((2, 12), np.float32)
+state = (batch._env, batch._sim)
+rest = (batch._corpus, batch._rules)
+kernels = {
+    "_advance": (index, index, batch.reward.numpy(), *state, batch._stream, batch._obs, *rest),
+    "_reset": (flag, *state, batch._stream, batch._obs, *rest),
+    "_look_ahead": (index, ahead, *state, *rest),
+}
+for name, arguments in kernels.items():
+    signature = tuple(typeof(argument) for argument in arguments)
+    ptx, _ = cuda.compile(getattr(launcher, name).py_func, signature, device=False, cc=(9, 0), abi="numba")
+    assert ".target sm_90" in ptx and ".entry" in ptx and name in ptx, name
+    print(name, len(ptx), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_device() -> None:
+    """PTX for compute capability 9.0: all that can be checked of the real compiler without a GPU."""
+    homes = [
+        root for root in TOOLKITS if list(root.glob("lib*/libnvvm.so*")) + list(root.glob("nvvm/lib*/libnvvm.so*"))
+    ]
+    if not homes:
+        pytest.skip(f"no libnvvm under {', '.join(map(str, TOOLKITS))}: install the CUDA toolkit or set CUDA_HOME")
+    found = run(COMPILE, CUDA_HOME=str(homes[0]))
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert [line.split()[0] for line in found.stdout.splitlines()] == ["_advance", "_reset", "_look_ahead"]
