@@ -39,8 +39,8 @@ class Args:
     window_tokens: int = 2048
     largest_wrapper: int = 1024
     """The wrappers are left out above this batch: one Python object an environment."""
-    async_workers: int = 2
-    """Processes of the Async wrapper at each batch (one environment each, so it is compared at this batch alone)."""
+    largest_async: int = 64
+    """The Async wrapper is left out above this batch: one process an environment."""
     output: Path = Path("runs/env_throughput")
     """Prefix of the .json and .png files."""
 
@@ -71,7 +71,7 @@ def compare(batch: int, options: dict[str, Any], args: Args) -> dict[str, Any]:
     modes = {"batched": "vector_entry_point"}
     if batch <= args.largest_wrapper:
         modes["sync"] = "sync"
-    if batch == args.async_workers:
+    if 1 < batch <= args.largest_async:
         modes["async"] = "async"
     envs = {
         name: gymnasium.make_vec("MoEPlacement-v0", num_envs=batch, vectorization_mode=mode, **options)
@@ -161,7 +161,7 @@ def main(args: Args) -> None:
     torch.set_num_threads(1)
     console = Console(width=130)
     options = {"window_tokens": args.window_tokens}
-    batches = sorted({*args.batches, args.async_workers})
+    batches = sorted(args.batches)
     results = []
     table = Table(
         title=f"environment steps a second: 64 experts, 16 GPUs, {args.window_tokens} tokens, full observations"

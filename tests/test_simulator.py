@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -485,3 +487,25 @@ def test_random_placements_are_legal() -> None:
     assert len(np.unique(placements, axis=0)) == 50
     assert (placements == -1).any()
     assert ((placements >= 0).sum((1, 2)) > 6).any()
+
+
+# -- compiled code -----------------------------------------------------------------------------------------------------
+
+
+def test_a_change_in_one_kernel_source_renews_the_cache_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba itself would go on using a caller compiled with an older version of what it calls from another file."""
+    assert dynamics.count_window._cache._cache_file._source_stamp == dynamics._FINGERPRINT == dynamics._fingerprint()
+    assert eplb_slots._cache._cache_file._source_stamp == dynamics._FINGERPRINT
+    package = tmp_path / "clustergym"
+    shutil.copytree(Path(dynamics.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(dynamics, "__file__", str(package / "moe_placement" / "dynamics.py"))
+    assert dynamics._fingerprint() == dynamics._FINGERPRINT
+    for name, matters in (
+        ("moe_placement/specs.py", False),
+        ("moe_placement/episode.py", True),
+        ("planners/kernels.py", True),
+    ):
+        before = dynamics._fingerprint()
+        with open(package / name, "a") as file:
+            file.write("# changed\n")
+        assert (dynamics._fingerprint() != before) == matters

@@ -15,6 +15,7 @@ import torch
 from clustergym.moe_placement import dynamics, episode
 from clustergym.moe_placement.dynamics import Sim
 from clustergym.moe_placement.episode import Env, Obs, Rules
+from clustergym.moe_placement.launchers.patience import patience
 from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, one_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
 from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, stream_keys
@@ -145,7 +146,8 @@ class PlacementBatch:
         if not 0 <= config.drift_rate <= 1:
             raise ValueError(f"drift_rate is {config.drift_rate}: expected 0 … 1")
         self.launcher = self._pick_launcher()
-        self._static_times = _static_times(self.trace, self.simulator, config.window_tokens)
+        with patience():
+            self._static_times = _static_times(self.trace, self.simulator, config.window_tokens)
         self.rules_host = Rules(
             cost=self.simulator.cost,
             static_us=float(self._static_times.sum()),
@@ -160,7 +162,6 @@ class PlacementBatch:
             stream_credit=one_of(config.credit, ("operation", "stream"), "credit"),
             reward_observed=one_of(config.reward_window, ("next", "observed"), "reward_window"),
             reward_doublings=doublings(config.reward_norm),
-            with_lookahead=int(config.lookahead),
         )
         self._allocate()
 
@@ -266,9 +267,11 @@ class PlacementBatch:
         """Begin new episodes, in all environments or where ``where`` (B,) is true."""
         if where is None:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        self.launcher.reset(
-            self._array(where), self._env, self._sim, self._stream, self._obs, self._corpus, self._rules
-        )
+        with patience():
+            self.launcher.reset(
+                self._array(where), self._env, self._sim, self._stream, self._obs, self._corpus, self._rules
+            )
+            self._look_at_all()
         return self.obs
 
     def step(
@@ -279,7 +282,13 @@ class PlacementBatch:
             self._array(expert), self._array(node), self._array(self.reward),
             self._env, self._sim, self._stream, self._obs, self._corpus, self._rules,
         )  # fmt: skip
+        self._look_at_all()
         return self.obs, self.reward, self.done
+
+    def _look_at_all(self) -> None:
+        """Fill the observation's look-ahead. Apart from the step, because few tasks ask for it and it takes long to compile."""
+        if self.config.lookahead:
+            self.launcher.look_ahead_all(self._obs.lookahead, self._env, self._sim, self._corpus, self._rules)
 
     def link_copies(self, index: int) -> npt.NDArray[np.int64]:
         """(G, G) copies that environment ``index`` dispatched from row to column in the observed window and layer."""

@@ -115,7 +115,6 @@ class Rules(NamedTuple):
     reward_observed: int
     """1 rewards the decrease on the observed window in place of the next one."""
     reward_doublings: int
-    with_lookahead: int
 
 
 @device
@@ -338,7 +337,7 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
 
 @device
 def _observe_step(env, sim, obs, b, corpus, rules):
-    """What an operation changes: placement, load and traffic of the GPUs, masks, progress, look-ahead."""
+    """What an operation changes: placement, load and traffic of the GPUs, masks, progress."""
     n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
     net, per_node, cost = rules.net, rules.net[n_gpus + 1], rules.cost
     total = max(1, sim.off[b, 0, n_experts])
@@ -473,8 +472,6 @@ def _observe_step(env, sim, obs, b, corpus, rules):
     obs.progress[b, 3] = time / env.time[b, TIME_SEEN_START]
     obs.progress[b, 4] = slowest / time
     obs.progress[b, 5] = migration_time(sim, b, rules.cost) / time
-    if rules.with_lookahead:
-        look_ahead_all(env, sim, b, corpus, rules, obs.lookahead[b])
 
 
 @device

@@ -14,7 +14,7 @@ from clustergym.moe_placement.dynamics import (
 )
 from clustergym.moe_placement.launchers.threads import spread
 
-_begin, _step, _look = episode.begin_episode, episode.step, episode.look_ahead_one
+_begin, _step, _look, _look_all = episode.begin_episode, episode.step, episode.look_ahead_one, episode.look_ahead_all
 
 
 @device
@@ -34,6 +34,12 @@ def _step_range(first, last, expert, node, reward, env, sim, stream, obs, corpus
 def _look_range(first, last, expert, result, env, sim, corpus, rules):
     for b in range(first, last):
         _look(env, sim, b, corpus, rules, expert[b], result[b])
+
+
+@device
+def _look_all_range(first, last, result, env, sim, corpus, rules):
+    for b in range(first, last):
+        _look_all(env, sim, b, corpus, rules, result[b])
 
 
 @device
@@ -60,6 +66,11 @@ def step(expert, node, reward, env, sim, stream, obs, corpus, rules):
 def look_ahead(expert, result, env, sim, corpus, rules):
     """What each operation on ``expert`` (B,) would save; writes ``result`` (B, 3·G)."""
     spread(_look_range, len(expert), expert, result, env, sim, corpus, rules)
+
+
+def look_ahead_all(result, env, sim, corpus, rules):
+    """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
+    spread(_look_all_range, len(result), result, env, sim, corpus, rules)
 
 
 def count(sim, placement, trace, net, mode):

@@ -9,7 +9,7 @@ from clustergym.moe_placement import episode
 
 THREADS = 64
 
-_begin, _step, _look = episode.begin_episode, episode.step, episode.look_ahead_one
+_begin, _step, _look, _look_all = episode.begin_episode, episode.step, episode.look_ahead_one, episode.look_ahead_all
 
 
 @cuda.jit
@@ -33,6 +33,13 @@ def _look_ahead(expert, result, env, sim, corpus, rules):
         _look(env, sim, b, corpus, rules, expert[b], result[b])
 
 
+@cuda.jit
+def _look_ahead_all(result, env, sim, corpus, rules):
+    b = cuda.grid(1)
+    if b < result.shape[0]:
+        _look_all(env, sim, b, corpus, rules, result[b])
+
+
 def _launch(kernel, n, *arguments):
     if config.ENABLE_CUDASIM:
         kernel[(n + THREADS - 1) // THREADS, THREADS](*arguments)
@@ -54,3 +61,8 @@ def step(expert, node, reward, env, sim, stream, obs, corpus, rules):
 def look_ahead(expert, result, env, sim, corpus, rules):
     """What each operation on ``expert`` (B,) would save; writes ``result`` (B, 3·G)."""
     _launch(_look_ahead, expert.shape[0], expert, result, env, sim, corpus, rules)
+
+
+def look_ahead_all(result, env, sim, corpus, rules):
+    """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
+    _launch(_look_ahead_all, result.shape[0], result, env, sim, corpus, rules)

@@ -1,0 +1,87 @@
+"""The wheel, from an empty folder, in an environment that has never seen the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from clustergym import TokenTrace
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PROGRAM = """
+import sys, warnings
+warnings.simplefilter("error")
+import gymnasium
+env = gymnasium.make("clustergym:MoEPlacement-v0", window_tokens=16, ops_per_layer=1)
+obs, _ = env.reset(seed=1)
+total = 0.0
+for _ in range(3):
+    obs, reward, *_ , info = env.step([0, 15])
+    total += reward
+import clustergym
+from clustergym import TokenTrace
+print(clustergym.__file__)
+print(TokenTrace.load("synthetic"))
+print(obs["placement"].shape, total != 0, bool(info["legal"]))
+"""
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    found = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean | environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, f"{command}\n{found.stdout}\n{found.stderr}"
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: what the checkout has beside the tracked folders must not matter, and nothing is written to it."""
+    tree, out = tmp_path_factory.mktemp("tree") / "clustergym", tmp_path_factory.mktemp("dist")
+    skip = shutil.ignore_patterns(
+        ".git", ".venv", "__pycache__", "runs", "dist", "*.egg-info", ".*_cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, tree, ignore=skip)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree, cwd=out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+def test_wheel_holds_the_package_and_its_traces_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {"clustergym/__init__.py", "clustergym/py.typed", "clustergym/traces/bundled/synthetic.npz"} <= set(names)
+    modules = {f"clustergym/{path.relative_to(ROOT / 'envs/clustergym')}" for path in (ROOT / "envs").rglob("*.py")}
+    assert modules <= set(names)
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"clustergym"}
+    assert not [
+        name for name in names if "test" in name or "benchmark" in name or name.endswith((".nbi", ".nbc", ".pyc"))
+    ]
+
+
+def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    venv, empty = tmp_path / "venv", tmp_path / "empty"
+    empty.mkdir()
+    run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
+    python = venv / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=empty).strip())
+    run(
+        sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=empty
+    )  # fmt: skip
+    # The dependencies of this environment, without its editable install: .pth files found through a .pth are not read.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Compiling would take a minute and is tested elsewhere.
+    lines = run(python, "-c", PROGRAM, cwd=empty, NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="1").splitlines()
+    assert Path(lines[0]) == site / "clustergym" / "__init__.py"
+    assert lines[1] == repr(TokenTrace.load("synthetic"))
+    assert lines[2] == "(64, 16) True True"
+    assert not list(empty.iterdir())
