@@ -83,7 +83,7 @@ class Sim(NamedTuple):
     off: np.ndarray
     """(B, W, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e"""
     lst: np.ndarray
-    """(B, W, T·K) uint16, or int32 for large windows: token · K + position of the expert in it"""
+    """(B, W, T·K) int32: token · K + position of the expert in it"""
     dst: np.ndarray
     """(B, W, T, K) uint8: GPU that runs each expert of the token, G for a pad"""
     vis: np.ndarray

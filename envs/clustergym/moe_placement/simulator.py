@@ -148,7 +148,7 @@ def allocate_sim(
         "src": ((batch, windows, tokens), torch.uint8),
         "loc": ((batch, windows, tokens if stay else 1), torch.uint8),
         "off": ((batch, windows, experts + 1), torch.int32),
-        "lst": ((batch, windows, tokens * top_k), torch.uint16 if tokens * top_k < 2**16 else torch.int32),
+        "lst": ((batch, windows, tokens * top_k), torch.int32),
         "dst": ((batch, windows, tokens, top_k), torch.uint8),
         "vis": ((batch, windows, gpus, gpus), torch.int32),
         "nvis": ((batch, windows, gpus, nodes), torch.int32),

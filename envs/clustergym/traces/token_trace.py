@@ -274,6 +274,9 @@ class TokenTrace:
                     f"{other.name} has layer_ids {other.layer_ids.tolist()} and {first.name} has "
                     f"{first.layer_ids.tolist()}: only traces of the same model and layers can be joined"
                 )
+        models = sorted({t.model for t in traces if t.model is not None})
+        if len(models) > 1:
+            raise ValueError(f"the traces are from different models ({', '.join(models)}): only one model's can be joined")
         if domains is None:
             labels = [t.domains for t in traces]
         elif len(domains) == len(traces):
@@ -286,7 +289,7 @@ class TokenTrace:
             layer_ids=first.layer_ids,
             seq_lens=np.concatenate([t.seq_lens for t in traces]),
             domains=np.concatenate(labels),
-            model=first.model,
+            model=models[0] if models else None,
             name="+".join(t.name for t in traces),
         )
 
