@@ -200,8 +200,8 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
             assert terminated[i] == done == ((step + 1) % length == 0)
             mine[i] = last
             for name in ("operation", "legal", "layer_time_us"):
-                assert infos[name][i] == info[name]
-                assert infos[f"_{name}"][i]
+                assert infos[f"_{name}"][i] == (not done)
+                assert infos[name][i] == (0 if done else info[name])
             if done:
                 assert infos["_final_obs"][i]
                 assert infos["_final_info"][i]

@@ -90,7 +90,7 @@ def check_against_reference(case: Instance, comm: str) -> None:
             assert found[layer] == pytest.approx(known, rel=1e-9, abs=0)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=3000, deadline=None)
 @given(instances, st.sampled_from(MODES))
 def test_evaluate_equals_the_reference(case: Instance, comm: str) -> None:
     check_against_reference(case, comm)

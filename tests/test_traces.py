@@ -446,6 +446,9 @@ class TestConcat:
             TokenTrace.concat([small_trace(), small_trace(layer_ids=[3, 6])])
         with pytest.raises(ValueError, match="1 domains given for 2 traces"):
             TokenTrace.concat([small_trace(), small_trace()], ["one"])
+        with pytest.raises(ValueError, match="different models"):
+            TokenTrace.concat([small_trace(model="mixtral-8x7b"), small_trace(model="deepseek-v3")])
+        assert TokenTrace.concat([small_trace(model=None), small_trace(model="deepseek-v3")]).model == "deepseek-v3"
 
 
 class TestStatistics:

@@ -135,30 +135,36 @@ def _timed_plan(
 def evaluate_planner(planner: Planner, name: str, train: TokenTrace, test: TokenTrace, protocol: Protocol) -> Result:
     """One planner on all streams of the protocol."""
     sim, tally = planner.simulator, _Tally()
-    for i in range(protocol.streams):
+    stationary = protocol.schedule == "stationary"
+    plan = None
+    if stationary and not planner.sees_future:
+        # One plan, whatever the stream: it is made before any of them begins.
         planner.reset()
+        observed = Window.whole(train, sim.n_gpus)
+        plan = _timed_plan(planner, [observed], sim.static(train.n_layers), protocol.window_tokens, tally)
+    for i in range(protocol.streams):
         stream = Stream(
             test, sim.n_gpus, protocol.window_tokens, protocol.schedule, protocol.rate, seed=protocol.seed + i
         )
-        tally.served.append(
-            _serve_stationary(planner, train, stream, protocol, tally)
-            if protocol.schedule == "stationary"
-            else _serve_stream(planner, name, stream, protocol, tally)
-        )
+        if stationary:
+            tally.served.append(_serve_stationary(planner, plan, stream, protocol, tally))
+        else:
+            planner.reset()
+            tally.served.append(_serve_stream(planner, name, stream, protocol, tally))
     return tally.result(name, train.n_layers)
 
 
 def _serve_stationary(
-    planner: Planner, train: TokenTrace, stream: Stream, protocol: Protocol, tally: _Tally
+    planner: Planner, plan: Placement | None, stream: Stream, protocol: Protocol, tally: _Tally
 ) -> list[Served]:
-    sim = planner.simulator
-    static, windows = sim.static(train.n_layers), stream.take(protocol.windows)
-    if planner.sees_future:
-        plans = [_timed_plan(planner, [w], static, protocol.window_tokens, tally) for w in windows]
-    else:
-        observed = Window.whole(train, sim.n_gpus)
-        plans = [_timed_plan(planner, [observed], static, protocol.window_tokens, tally)] * len(windows)
-    return [sim.evaluate(window, plan) for window, plan in zip(windows, plans, strict=True)]
+    """Windows of the stream on the plan, or, without one, each on what the planner makes of it beforehand."""
+    sim, served = planner.simulator, []
+    for window in stream.take(protocol.windows):
+        chosen = plan
+        if chosen is None:
+            chosen = _timed_plan(planner, [window], sim.static(window.n_layers), protocol.window_tokens, tally)
+        served.append(sim.evaluate(window, chosen))
+    return served
 
 
 def _serve_stream(planner: Planner, name: str, stream: Stream, protocol: Protocol, tally: _Tally) -> list[Served]:

@@ -352,6 +352,10 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
         infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in list(infos)}
         if terminated.any():
             infos |= self._finish(terminated, infos)
+            # What an ended episode's last step came to is in final_info; a fresh episode has no operation yet.
+            for name in ("operation", "legal", "layer_time_us"):
+                infos[name][terminated] = 0
+                infos[f"_{name}"][terminated] = False
             self.batch.reset(done.clone())
         changed = bool(
             terminated.any() or (layers != self.batch.env["clock"][:, episode.LAYER]).any() or self.batch.n_layers == 1

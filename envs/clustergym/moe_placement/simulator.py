@@ -289,8 +289,17 @@ class Simulator:
         cpu.count(sim, np.ascontiguousarray(placement, dtype=np.int16), window.experts, self.net, self.mode)
         return sim
 
-    def evaluate(self, window: Window, placement: Placement, before: Placement | None = None) -> Served:
-        """Serve ``window`` on ``placement`` after moving there from ``before`` (by default nothing moves)."""
+    def evaluate(
+        self, window: Window, placement: Placement, before: Placement | None = None, *, check: bool = True
+    ) -> Served:
+        """Serve ``window`` on ``placement`` after moving there from ``before`` (by default nothing moves).
+
+        ``check=False`` trusts both placements to be legal: compiled code would read past the end of an illegal one.
+        """
+        if check:
+            for slots in (placement,) if before is None else (placement, before):
+                if len(self.check(slots)) != window.n_layers:
+                    raise ValueError(f"placement has {len(slots)} layers, but the window has {window.n_layers}")
         sim = self.count(window, placement, before)
         times = np.zeros((window.n_layers, 4))
         copies = np.zeros((window.n_layers, self.n_gpus, self.n_gpus), np.int64)

@@ -276,7 +276,9 @@ class TokenTrace:
                 )
         models = sorted({t.model for t in traces if t.model is not None})
         if len(models) > 1:
-            raise ValueError(f"the traces are from different models ({', '.join(models)}): only one model's can be joined")
+            raise ValueError(
+                f"the traces are from different models ({', '.join(models)}): only one model's can be joined"
+            )
         if domains is None:
             labels = [t.domains for t in traces]
         elif len(domains) == len(traces):
