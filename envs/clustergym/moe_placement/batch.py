@@ -205,6 +205,7 @@ class PlacementBatch:
             "time": zeros((episode.N_TIMES,), torch.float64),
             "ints": zeros((3, experts), torch.int32),
             "shared": zeros((gpus, gpus), torch.int32),
+            "heat": zeros((experts,), torch.float32),
             "floats": zeros((experts + gpus,), torch.float64),
         }
         domains = len(self.trace.domain_names)

@@ -83,7 +83,7 @@ class Sim(NamedTuple):
     off: np.ndarray
     """(B, W, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e"""
     lst: np.ndarray
-    """(B, W, T·K) int32: token · K + position of the expert in it"""
+    """(B, W, T·K) int32: token << 8 | position of the expert in it"""
     dst: np.ndarray
     """(B, W, T, K) uint8: GPU that runs each expert of the token, G for a pad"""
     vis: np.ndarray
@@ -242,7 +242,7 @@ def _count_narrow(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis,
                 continue
             at = off[u(e)]
             off[u(e)] = at + 1
-            lst[u(at)] = t * top_k + k
+            lst[u(at)] = t << 8 | k
             gpu = int(choose(rep[u(e)], pick[home, u(e)], token_hash))
             dst[t, k] = gpu
             pairs[u(e), u(gpu)] += 1
@@ -250,7 +250,8 @@ def _count_narrow(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis,
         for g in range(n_gpus):
             vis[home, g] += met >> g & 1
         for n in range(n_nodes):
-            nvis[home, n] += (met >> n * per_node & node_bits) != 0
+            nvis[home, n] += met & node_bits != 0
+            met >>= per_node
 
 
 @device
@@ -267,7 +268,7 @@ def _count_wide(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, n
                 continue
             at = off[u(e)]
             off[u(e)] = at + 1
-            lst[u(at)] = t * top_k + k
+            lst[u(at)] = t << 8 | k
             gpu = int(choose(rep[u(e)], pick[home, u(e)], token_hash))
             new_gpu, new_node = True, True
             if dedup:
@@ -335,11 +336,10 @@ def retarget(sim, b, w, e, net, mode):
     per_node = int(net[n_gpus + 1])
     node_bits = (1 << per_node) - 1
     for i in range(sim.off[b, w, e], sim.off[b, w, e + 1]):
-        use = int(lst[u(i)])
-        t = use // top_k
-        k = use - t * top_k
-        home = u(src[u(t)])
-        left, right = int(dst[u(t), u(k)]), int(choose(rep, pick[home, u(e)], hash31(int(tok[u(t)]))))
+        use = u(lst[u(i)])
+        t, k = use >> u(8), use & u(255)
+        home = u(src[t])
+        left, right = int(dst[t, k]), int(choose(rep, pick[home, u(e)], hash31(int(tok[t]))))
         if left == right:
             continue
         if mode == MODE_STAY:
@@ -347,20 +347,19 @@ def retarget(sim, b, w, e, net, mode):
         pairs[u(e), u(left)] -= 1
         pairs[u(e), u(right)] += 1
         node_left, node_right = int(net[u(left)]), int(net[u(right)])
-        dst[u(t), u(k)] = n_gpus
         only_left, only_right, alone_left, alone_right = True, True, True, True
         if mode == MODE_PER_EXPERT:
             pass
         elif n_gpus <= WIDEST:
             met = 0
             for j in range(top_k):
-                met |= 1 << int(dst[u(t), j])
+                met |= int(u(j) != k) << int(dst[t, u(j)])
             only_left, only_right = met >> left & 1 == 0, met >> right & 1 == 0
             alone_left = met >> node_left * per_node & node_bits == 0
             alone_right = met >> node_right * per_node & node_bits == 0
         else:
             for j in range(top_k):
-                gpu = dst[u(t), j]
+                gpu = n_gpus if u(j) == k else int(dst[t, u(j)])
                 node = net[u(gpu)]
                 only_left &= gpu != left
                 only_right &= gpu != right
@@ -370,7 +369,7 @@ def retarget(sim, b, w, e, net, mode):
         vis[home, u(right)] += only_right
         nvis[home, u(node_left)] -= alone_left
         nvis[home, u(node_right)] += alone_right
-        dst[u(t), u(k)] = right
+        dst[t, k] = right
         if mode == MODE_STAY:
             loc[t] = stays_on(dst, t, src[t], n_gpus)
             visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)

@@ -182,7 +182,7 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[Any, npt.NDArray[np.int64]]):
     | --- | --- | --- |
     | `experts` | (E, 9) | load share × E, its moving average, change against that average, replicas / G, share of tokens on its busiest replica, load of its busiest GPU / mean, replicas to fetch, co-active experts on the same GPU, is on the slowest GPU |
     | `coactivation` | (E, E) | P(column also used \\| row used), one token; from at most 1024 tokens |
-    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer; from at most 512 tokens unless `comm="stay"` |
+    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer; from at most 256 tokens unless `comm="stay"` |
     | `gpus` | (3·G, 16) | the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node and between nodes (4), active experts, affinity to the hottest experts, is the slowest, load of its node / mean, replicas to fetch, inter/intra bandwidth |
     | `traffic` | (G, G) | time of the link from row to column, relative to the layer's |
     | `placement` | (E, G) | 1 where the GPU holds the expert |

@@ -23,7 +23,6 @@ from clustergym.moe_placement.dynamics import (
     count_copies,
     count_window,
     device,
-    holds,
     layer_time,
     link_copies,
     look_ahead,
@@ -41,7 +40,7 @@ N_GPU_FEATURES = 16
 N_PROGRESS = 6
 HOT_EXPERTS = 8
 PAIR_TOKENS = 1024
-AFFINITY_TOKENS = 512
+AFFINITY_TOKENS = 256
 
 # Columns of Env.clock, Env.op and Env.time.
 LAYER, OP, WINDOW, DONE = 0, 1, 2, 3
@@ -73,6 +72,8 @@ class Env(NamedTuple):
     """(B, 3, E) int32 scratch"""
     shared: np.ndarray
     """(B, G, G) int32 scratch: experts that two GPUs both hold"""
+    heat: np.ndarray
+    """(B, E) float32: how much each expert fires together with the hottest ones"""
     floats: np.ndarray
     """(B, E + G) float64 scratch"""
 
@@ -333,6 +334,18 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
         obs.experts[b, i, 0] = share * n_experts
         obs.experts[b, i, 1] = env.ema[b, layer, i] * n_experts
         obs.experts[b, i, 2] = drift
+    # How much each expert fires together with the hottest ones.
+    for i in range(n_experts):
+        env.heat[b, i] = 0.0
+        used[i] = 0
+    for _ in range(min(HOT_EXPERTS, n_experts)):
+        hot = -1
+        for i in range(n_experts):
+            if used[i] == 0 and (hot < 0 or obs.experts[b, i, 0] > obs.experts[b, hot, 0]):
+                hot = i
+        used[hot] = 1
+        for i in range(n_experts):
+            env.heat[b, i] += together[hot, i] / HOT_EXPERTS
 
 
 @device
@@ -340,91 +353,78 @@ def _observe_step(env, sim, obs, b, corpus, rules):
     """What an operation changes: placement, load and traffic of the GPUs, masks, progress."""
     n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
     net, per_node, cost = rules.net, rules.net[n_gpus + 1], rules.cost
-    total = max(1, sim.off[b, 0, n_experts])
-    mean = total / n_gpus
+    mean = max(1, sim.off[b, 0, n_experts]) / n_gpus
     time = env.time[b, TIME_SEEN]
     gpus, experts, together, load = obs.gpus[b], obs.experts[b], obs.coactivation[b], env.floats[b]
+    slots, rep, nrep, pairs, placement = sim.slots[b], sim.rep[b], sim.nrep[b], sim.pairs[b, 0], obs.placement[b]
     intra_us, inter_us = cost[COST_DISPATCH_INTRA_US], cost[COST_DISPATCH_INTER_US]
+    intra, inter = intra_us / time, inter_us / time
 
     count_copies(sim, b, sim.vis[b, 0], sim.nvis[b, 0], net, rules.mode)
     link_copies(sim, b, 0, net, rules.mode, obs.traffic[b])
-    tot, traffic = sim.tot[b], obs.traffic[b]
+    tot, traffic, shared = sim.tot[b], obs.traffic[b], env.shared[b]
     busiest, slowest = 0, -1.0
     for g in range(n_gpus):
-        pairs, active = 0, 0
+        for h in range(n_gpus):
+            shared[g, h] = 0
+            traffic[g, h] *= intra if net[h] == net[g] else inter
+    for g in range(n_gpus):
+        done, active, empty, heat = 0, 0, 0, 0.0
         for s in range(n_slots):
-            e = sim.slots[b, g, s]
-            if e >= 0 and sim.pairs[b, 0, e, g] > 0:
-                pairs += sim.pairs[b, 0, e, g]
-                active += 1
-        compute = cost[COST_EXPERT_US] * active + cost[COST_PAIR_US] * pairs
+            e = slots[g, s]
+            if e < 0:
+                empty += 1
+                continue
+            count = pairs[u(e), g]
+            done += count
+            active += count > 0
+            heat += env.heat[b, u(e)]
+            for i in range(nrep[u(e)]):
+                shared[u(rep[u(e), i]), g] += 1
+        compute = cost[COST_EXPERT_US] * active + cost[COST_PAIR_US] * done
         if compute > slowest:
             busiest, slowest = g, compute
-        for h in range(n_gpus):
-            traffic[g, h] *= (intra_us if net[h] == net[g] else inter_us) / time
-        load[g] = pairs
-        gpus[g, 3] = pairs / mean
+        load[g] = done / mean
+        gpus[g, 3] = load[g]
         gpus[g, 4] = compute / time
-        gpus[g, 6] = tot[0, g] * intra_us / time
-        gpus[g, 7] = tot[1, g] * intra_us / time
-        gpus[g, 8] = tot[2, g] * inter_us / time
-        gpus[g, 9] = tot[3, g] * inter_us / time
+        gpus[g, 5] = empty / n_slots
+        gpus[g, 6] = tot[0, g] * intra
+        gpus[g, 7] = tot[1, g] * intra
+        gpus[g, 8] = tot[2, g] * inter
+        gpus[g, 9] = tot[3, g] * inter
         gpus[g, 10] = active / n_slots
+        gpus[g, 11] = heat
         gpus[g, 14] = (sim.mig[b, g, 0] + sim.mig[b, g, 1]) / n_slots
+        gpus[g, 15] = intra_us / inter_us
 
     for e in range(n_experts):
         for g in range(n_gpus):
-            obs.placement[b, e, g] = 0.0
+            placement[e, g] = 0.0
         most, top, moved, company = 0, 0.0, 0, 0.0
-        for i in range(sim.nrep[b, e]):
-            g = sim.rep[b, e, i]
-            obs.placement[b, e, g] = 1.0
-            top = max(top, load[g] / mean)
-            most = max(most, sim.pairs[b, 0, e, g])
-            if sim.old[b, e, g] == 0:
-                moved += 1
+        for i in range(nrep[e]):
+            g = u(rep[e, i])
+            placement[e, g] = 1.0
+            top = max(top, load[g])
+            most = max(most, pairs[e, g])
+            moved += sim.old[b, e, g] == 0
             for s in range(n_slots):
-                x = sim.slots[b, g, s]
+                x = slots[g, s]
                 if x >= 0:
-                    company += together[e, x] / sim.nrep[b, e]
-        count = max(1, sim.off[b, 0, e + 1] - sim.off[b, 0, e])
-        experts[e, 3] = sim.nrep[b, e] / n_gpus
-        experts[e, 4] = most / count
+                    company += together[e, u(x)]
+        experts[e, 3] = nrep[e] / n_gpus
+        experts[e, 4] = most / max(1, sim.off[b, 0, e + 1] - sim.off[b, 0, e])
         experts[e, 5] = top
         experts[e, 6] = moved
-        experts[e, 7] = company
-        experts[e, 8] = 1.0 if holds(sim, b, e, busiest) else 0.0
-
-    # How much the experts with the highest load would meet the company on each GPU.
-    for g in range(n_gpus):
-        gpus[g, 11] = 0.0
-    for rank in range(min(HOT_EXPERTS, n_experts)):
-        hot = -1
-        for e in range(n_experts):
-            if rank == 0:
-                env.ints[b, 0, e] = 0
-            if env.ints[b, 0, e] == 0 and (hot < 0 or experts[e, 0] > experts[hot, 0]):
-                hot = e
-        env.ints[b, 0, hot] = 1
-        for g in range(n_gpus):
-            for s in range(n_slots):
-                x = sim.slots[b, g, s]
-                if x >= 0 and x != hot:
-                    gpus[g, 11] += together[hot, x] / HOT_EXPERTS
+        experts[e, 7] = company / nrep[e]
+        experts[e, 8] = placement[e, busiest]
 
     for g in range(n_gpus):
         first = net[g] * per_node
         node_load = 0.0
         for h in range(first, first + per_node):
             node_load += load[h]
-        empty = 0
-        for s in range(n_slots):
-            if sim.slots[b, g, s] < 0:
-                empty += 1
-        gpus[g, 5] = empty / n_slots
         gpus[g, 12] = 1.0 if g == busiest else 0.0
-        gpus[g, 13] = node_load / per_node / mean
-        gpus[g, 15] = intra_us / inter_us
+        gpus[g, 13] = node_load / per_node
         for kind in range(3):
             row = kind * n_gpus + g
             for f in range(3):
@@ -434,23 +434,14 @@ def _observe_step(env, sim, obs, b, corpus, rules):
                     gpus[row, f] = gpus[g, f]
 
     # A full GPU g can swap with the source where it holds an expert that the source does not.
-    shared = env.shared[b]
-    for g in range(n_gpus):
-        for h in range(n_gpus):
-            shared[g, h] = 0
-        for s in range(n_slots):
-            x = sim.slots[b, g, s]
-            if x >= 0:
-                for i in range(sim.nrep[b, x]):
-                    shared[sim.rep[b, x, i], g] += 1
     joint, any_gpu = obs.joint_mask[b], obs.gpu_mask[b]
     for node in range(3 * n_gpus):
         any_gpu[node] = 0
     for e in range(n_experts):
-        source, spare = source_of(sim, b, e), sim.nrep[b, e] > 1
+        source, spare = source_of(sim, b, e), nrep[e] > 1
         useful = False
         for g in range(n_gpus):
-            here, free = obs.placement[b, e, g] > 0.0, gpus[g, 5] > 0.0
+            here, free = placement[e, g] > 0.0, gpus[g, 5] > 0.0
             place = here | free | (shared[source, g] < shared[g, g])
             add, delete = free & (not here), here & spare
             joint[e, g] = place
