@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: train test lint install clean
 
 train: install  ## the main job: every planner on the bundled trace, a table and a plot
-	$(BIN)/clustergym eval --trace synthetic --cluster h800-4x4 --schedule drift --planner all --plot runs/planners.png --json runs/planners.json
+	$(BIN)/clustergym eval --trace synthetic --cluster h800-4x4 --schedule drift --planner all --windows 5 --plot runs/planners.png --json runs/planners.json
 
 test: install  ## the whole suite, linters included
 	$(BIN)/ruff check .
