@@ -75,15 +75,16 @@ def doublings(norm: int) -> int:
 
 def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
     """The model of a trace: the one given, or the one that the trace names; checked against the trace."""
-    if model is None and trace.model is None:
+    name = trace.model if model is None else model
+    if name is None:
         shape = (trace.n_experts, trace.top_k)
-        alike = [name for name, spec in MODELS.items() if (spec.n_experts, spec.top_k) == shape]
+        alike = [known for known, spec in MODELS.items() if (spec.n_experts, spec.top_k) == shape]
         hint = f"; {', '.join(alike)} has the trace's {shape[0]} experts and top-{shape[1]}" if alike else ""
         raise ValueError(
             f"{trace.name}: the trace does not say which model it is from: give a model (--model on the command line), "
             f"one of {', '.join(MODELS)}{hint}"
         )
-    spec = get_model(model if model is not None else trace.model)  # type: ignore[arg-type]
+    spec = get_model(name)
     if trace.n_experts > spec.n_experts or trace.top_k != spec.top_k:
         raise ValueError(
             f"{trace.name}: the trace is top-{trace.top_k} of {trace.n_experts} experts, but model {spec.name!r} is "

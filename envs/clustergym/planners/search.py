@@ -233,10 +233,9 @@ class Oracle(Planner):
 
     def __init__(self, simulator: Simulator, seed: int = 0, iterations: int = 12000) -> None:
         super().__init__(simulator, seed)
-        options = {"migration_weight": 0.0, "iterations": iterations}
         self.stages = [
-            Anneal(simulator, seed, norm=16, heat=(2e-3, 3e-5), **options),  # type: ignore[arg-type]
-            Anneal(simulator, seed + 1, norm=0, heat=(3e-4, 1e-5), **options),  # type: ignore[arg-type]
+            Anneal(simulator, seed, norm=16, heat=(2e-3, 3e-5), iterations=iterations, migration_weight=0.0),
+            Anneal(simulator, seed + 1, norm=0, heat=(3e-4, 1e-5), iterations=iterations, migration_weight=0.0),
         ]
         self.eplb = EPLB(simulator)
 
