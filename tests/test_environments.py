@@ -15,6 +15,7 @@ import gymnasium
 import numpy as np
 import pettingzoo
 import pytest
+import torch
 from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 
@@ -216,6 +217,69 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
     assert ended == 6
 
 
+def test_vector_env_never_writes_into_what_somebody_holds() -> None:
+    vector = MoEPlacementVectorEnv(4, **(TINY | {"windows": 2}))
+    rng = np.random.default_rng(0)
+    held: list[tuple[Any, Any]] = []
+
+    def hold(obs: dict[str, np.ndarray]) -> None:
+        for array in obs.values():
+            # The array itself, a view of a view, or a tensor's view (torch warns of arrays that cannot be written); or nothing.
+            way = int(rng.integers(4))
+            if way == 0:
+                held.append((array, array.copy()))
+            elif way == 1:
+                held.append((array[1:][0], array[1].copy()))
+            elif way == 2 and array.flags.writeable:
+                held.append((torch.from_numpy(array)[2], torch.from_numpy(array[2].copy())))
+
+    hold(vector.reset(seed=1)[0])
+    for _ in range(3 * 2 * LAYERS * OPS):
+        hold(vector.step(rng.integers(0, [EXPERTS, 3 * GPUS], (4, 2)))[0])
+        assert all((kept == copy).all() for kept, copy in held)
+        if rng.random() < 0.3:
+            held.clear()
+
+
+def test_vector_env_gives_out_memory_again() -> None:
+    vector = MoEPlacementVectorEnv(2, **TINY)
+    vector.reset(seed=1)
+    rng = np.random.default_rng(0)
+    seen: set[int] = set()
+    for _ in range(2 * LAYERS * OPS):
+        obs = vector.step(rng.integers(0, [EXPERTS, 3 * GPUS], (2, 2)))[0]
+        seen.add(obs["gpus"].ctypes.data)
+    # One that the caller holds, one that is being written.
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
+def test_counts_of_a_walk_equal_the_simulator_s(length: int, comm: str) -> None:
+    """With sequences of one token each window has an index of its own, with long ones all share the trace's."""
+    rng = np.random.default_rng(length)
+    experts = np.argsort(rng.random((400, LAYERS, EXPERTS)), axis=2)[:, :, :2].astype(np.int16)
+    trace = TokenTrace(experts, n_experts=EXPERTS, seq_lens=np.full(400 // length, length))
+    env = MoEPlacementEnv(**(TINY | {"trace": trace, "windows": 3, "comm": comm}))
+    batch, simulator = env.batch, env.batch.simulator
+    assert bool(batch.sim["own"][0]) == (length == 1)
+    obs, done = env.reset(seed=1)[0], False
+    while not done:
+        obs, _, done, _, _ = env.step(legal_action(obs, rng))
+        layer = int(batch.env["clock"][0, episode.LAYER])
+        if comm == "stay" and layer > 0:
+            continue
+        for w in range(2):
+            window = Window(
+                batch._corpus.experts[layer : layer + 1],
+                batch.sim["tok"][0, w].numpy(),
+                batch.sim["src"][0, w].numpy().astype(np.int16),
+            )
+            fresh = simulator.count(window, batch.sim["slots"].numpy())
+            for name in ("vis", "nvis", "bvis", "bnvis", "pairs", "load", "met"):
+                np.testing.assert_array_equal(batch.sim[name][0, w].numpy(), getattr(fresh, name)[0, 0], err_msg=name)
+
+
 def test_vector_env_takes_a_list_of_seeds() -> None:
     vector = MoEPlacementVectorEnv(3, **TINY)
     obs, _ = vector.reset(seed=[7, 3, 7])
@@ -350,7 +414,7 @@ def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
 
 def window_of(batch: PlacementBatch, w: int) -> Window:
     """A copy of the observed (0) or the next (1) window of environment 0."""
-    rows, home = batch.sim["tok"][0, w].numpy().copy(), batch.env["home"][0, w].numpy().copy()
+    rows, home = batch.sim["tok"][0, w].numpy().copy(), batch.homes[0, w].numpy().astype(np.int16)
     return Window(np.ascontiguousarray(TRACE.experts.transpose(1, 0, 2)), rows, home)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator, Window, dynamics
 from clustergym.moe_placement.dynamics import Sim
 from clustergym.moe_placement.eplb import eplb_slots
+from clustergym.moe_placement.launchers.threads import spread
+from clustergym.moe_placement.simulator import allocate_sim, uses_of
+from clustergym.moe_placement.stream import index_of
 from instances import Instance, random_instance, random_placement
 from reference import LayerResult, busiest, serve, token_hash
 
 MODES = ("dedup", "per-expert", "stay")
-COUNTS = ("vis", "nvis", "bvis", "bnvis", "pairs", "dst", "loc", "mig", "nrep", "pick", "old", "off")
+COUNTS = ("vis", "nvis", "bvis", "bnvis", "pairs", "met", "loc", "mig", "nrep", "pick", "old", "load")
 
 instances = st.builds(
     random_instance,
@@ -69,7 +74,8 @@ def check_against_reference(case: Instance, comm: str) -> None:
         assert served.pairs[layer].tolist() == [
             sum(n for (_, h), n in truth.pairs.items() if h == g) for g in range(gpus)
         ]
-        assert [[int(g) for g in token if g != gpus] for token in sim.dst[layer, 0]] == truth.ran
+        counts = np.stack([uses_of(sim, simulator.net, g)[layer, 0] for g in range(gpus)], 1)
+        assert counts.tolist() == [[ran.count(g) for g in range(gpus)] for ran in truth.ran]
         if comm == "stay":
             assert sim.loc[layer, 0].tolist() == truth.stays
         received = {(g, bool(far)): int(n) for (g, far), n in np.ndenumerate(sim.mig[layer]) if n}
@@ -121,6 +127,77 @@ def test_windows_with_more_pairs_than_16_bits_count(tokens: int) -> None:
 def test_hash_is_the_reference_s() -> None:
     rows = [*range(2000), 2**31 - 1, 2**31 - 2, 2**30, *np.random.default_rng(0).integers(0, 2**31, 2000).tolist()]
     assert [dynamics.hash31(r) for r in rows] == [token_hash(r) for r in rows]
+
+
+# -- the index of a trace ------------------------------------------------------------------------------------------
+
+
+def trace_of(
+    seed: int, lengths: list[int], n_experts: int, top_k: int, layers: int = 2, pads: float = 0.2
+) -> TokenTrace:
+    rng = np.random.default_rng(seed)
+    experts = np.argsort(rng.random((sum(lengths), layers, n_experts)), axis=2)[:, :, :top_k].astype(np.int16)
+    experts[rng.random(experts.shape) < pads] = -1
+    return TokenTrace(experts, n_experts=n_experts, seq_lens=np.array(lengths))
+
+
+def test_index_lists_the_uses_of_each_expert_in_each_piece() -> None:
+    trace = trace_of(0, [1500, 40, 513], 6, 3)
+    index = index_of(trace, 7)
+    assert index is not None
+    # Equal pieces of at most 512 tokens, none across two sequences.
+    assert index.pieces.tolist() == [0, 500, 1000, 1500, 1540, 1796, 2053]
+    for layer in range(2):
+        for piece, (start, end) in enumerate(pairwise(index.pieces)):
+            off = index.off[layer, piece]
+            assert len(off) == 8
+            for e in range(7):
+                rows = [r for r in range(start, end) if e in trace.experts[r, layer]]
+                first = [trace.experts[r, layer][trace.experts[r, layer] >= 0][0] == e for r in rows]
+                entries = [(r - start) << 1 | int(f) for r, f in zip(rows, first, strict=True)]
+                assert index.lst[layer, off[e] : off[e + 1]].tolist() == entries
+
+
+def test_no_index_larger_than_the_trace() -> None:
+    """A piece lists all experts: where sequences are short, each window indexes its own rows."""
+    assert index_of(trace_of(0, [2] * 30, 6, 3), 6) is None
+    assert index_of(trace_of(0, [3] * 30, 6, 3), 6) is not None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(MODES), st.booleans())
+def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int, comm: str, scattered: bool) -> None:
+    rng = np.random.default_rng(seed)
+    trace = trace_of(seed, rng.integers(8, 40, 6).tolist(), 8, 4, layers=1)
+    model = ModelSpec("m", 1, 8, 4, 64, 64)
+    simulator = Simulator(model, ClusterSpec("c", 2, int(rng.integers(1, 4)), 6), comm)
+    tokens, whole = 50, Window.whole(trace, simulator.n_gpus)
+    if scattered:
+        rows = rng.integers(0, trace.n_tokens, tokens)
+    else:
+        # Whole sequences in any order, cut at both ends.
+        order = np.concatenate([np.arange(a, a + n) for a, n in zip(trace.seq_starts, trace.seq_lens, strict=True)])
+        rows = np.roll(np.resize(order, 400), int(rng.integers(400)))[:tokens]
+    window = Window(whole.experts, rows.astype(np.int32), rng.integers(0, simulator.n_gpus, tokens).astype(np.int16))
+    placement = random_placement(rng, 1, simulator.n_gpus, simulator.n_slots, 8, 0.5)
+    own = simulator.count(window, placement)
+    tensors = allocate_sim(
+        1, 1, tokens, experts=8, top_k=4, cluster=simulator.cluster, slots=simulator.n_slots, words=simulator.n_words,
+        stay=comm == "stay", index=index_of(trace, 8),
+    )  # fmt: skip
+    shared = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
+    shared.tok[0, 0], shared.src[0, 0], shared.slots[0] = window.rows, window.home, placement[0]
+    dynamics.begin_window(shared, 0, simulator.net)
+    dynamics.count_window(shared, 0, 0, window.experts, 0, simulator.net, simulator.mode)
+    assert not shared.own[0]
+    assert own.own[0]
+    assert_same_counts(shared, own)
+    for e, node in rng.integers(0, [8, 3 * simulator.n_gpus], (6, 2)):
+        kind, source, target, victim = dynamics.resolve(own, 0, e, node)
+        if kind not in (dynamics.OP_NOTHING, dynamics.OP_ILLEGAL):
+            for sim in (own, shared):
+                dynamics.change(sim, 0, e, source, target, victim, target, source, simulator.net, simulator.mode, 1)
+        assert_same_counts(shared, own)
 
 
 # -- incremental = from scratch ------------------------------------------------------------------------------------
@@ -504,8 +581,33 @@ def test_a_change_in_one_kernel_source_renews_the_cache_of_all(tmp_path: Path, m
         ("moe_placement/specs.py", False),
         ("moe_placement/episode.py", True),
         ("planners/kernels.py", True),
+        ("moe_placement/launchers/prefetch.py", True),
+        # Kernels of other tasks are none of these, and compile by themselves.
+        ("other/kernels.py", False),
     ):
+        (package / "other").mkdir(exist_ok=True)
         before = dynamics._fingerprint()
         with open(package / name, "a") as file:
-            file.write("# changed\n")
+            file.write("# changed\n@device\n" if "other" in name else "# changed\n")
         assert (dynamics._fingerprint() != before) == matters
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 100, 1000])
+@pytest.mark.parametrize("chunks", [None, 1, 3, 50])
+def test_spread_does_every_part_once(n: int, chunks: int | None) -> None:
+    done = np.zeros(n, int)
+
+    def work(first: int, last: int, step: int) -> None:
+        done[first:last] += step
+
+    spread(work, n, 2, chunks=chunks)
+    assert (done == 2).all()
+
+
+def test_spread_raises_what_a_part_raises() -> None:
+    def work(first: int, last: int) -> None:
+        if first <= 37 < last:
+            raise KeyError(37)
+
+    with pytest.raises(KeyError):
+        spread(work, 64, chunks=64)

@@ -178,8 +178,56 @@ def test_passes_must_be_positive(passes: int) -> None:
         cost_vector(MODEL, CLUSTER, passes)
 
 
-def test_network_lists_nodes_then_pad_then_size() -> None:
-    assert network(ClusterSpec("c", 2, 3)).tolist() == [0, 0, 0, 1, 1, 1, -1, 3]
+def test_network_packs_whole_nodes_into_words() -> None:
+    # Counts up to 6 take 3 bits, 21 GPUs a word: two nodes of ten.
+    net = network(ClusterSpec("c", 3, 10), 6)
+    node, (width, per_node), (word, shift, bits) = net[:30], net[30:32], net[32:].reshape(3, 30)
+    assert node.tolist() == [g // 10 for g in range(30)]
+    assert (width, per_node) == (3, 10)
+    assert word.tolist() == [0] * 20 + [1] * 10
+    assert shift.tolist() == [3 * (g % 20) for g in range(30)]
+    assert [hex(b) for b in bits[[0, 10, 29]]] == ["0x3fffffff", "0xfffffffc0000000", "0x3fffffff"]
+
+
+def test_network_gives_large_nodes_words_of_their_own() -> None:
+    # 4 bits, 15 GPUs a word.
+    net = network(ClusterSpec("c", 2, 16), 8)
+    word, shift = net[34:66], net[66:98]
+    assert word.tolist() == [0] * 15 + [1] + [2] * 15 + [3]
+    assert shift.tolist() == ([4 * g for g in range(15)] + [0]) * 2
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 7, 8, 15, 16, 255])
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (4, 4), (4, 8), (3, 21), (31, 2), (2, 127)])
+def test_network_fields_never_overlap(nodes: int, per_node: int, top_k: int) -> None:
+    n_gpus = nodes * per_node
+    net = network(ClusterSpec("c", nodes, per_node), top_k)
+    words: dict[int, int] = {}
+    for g in range(n_gpus):
+        word, shift = int(net[n_gpus + 2 + g]), int(net[2 * n_gpus + 2 + g])
+        field = top_k << shift
+        assert words.get(word, 0) & (((1 << int(net[n_gpus])) - 1) << shift) == 0
+        words[word] = words.get(word, 0) | field
+    assert sorted(words) == list(range(len(words)))
+    # Never negative, as an int64.
+    assert all(w < 2**63 for w in words.values())
+
+
+def test_clusters_of_any_shape_have_a_name() -> None:
+    assert get_cluster("h800-3x8") == ClusterSpec("h800-3x8", 3, 8, None, 160, 40)
+    assert get_cluster("h100-8x8", slots_per_gpu=5) == ClusterSpec("h100-8x8", 8, 8, 5, 450, 50)
+    for name, spec in CLUSTERS.items():
+        assert get_cluster(name) == spec
+    with pytest.raises(ValueError, match="cluster 'h800-40x8' has 320 GPUs: the simulator takes at most 254"):
+        get_cluster("h800-40x8")
+
+
+@pytest.mark.parametrize(
+    "name", ["h800-0x8", "h800-3", "h800-3x", "h800-3x8x2", "h800-03x8", " h800-3x8", "h800-3x8\n"]
+)
+def test_a_name_that_is_no_shape_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"GPU-NODESxGPUS with GPU one of h800, h100, as in h800-3x8"):
+        get_cluster(name)
 
 
 @pytest.mark.parametrize("other", [{"comm": "stay"}, {"passes_per_window": 7}, {"cluster": "h800-2x8"}])

@@ -69,7 +69,7 @@ def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(schedul
         for b in range(3):
             for w in (0, 1):
                 np.testing.assert_array_equal(batch.sim["tok"][b, w], streams[b][served + w].rows)
-                np.testing.assert_array_equal(batch.env["home"][b, w], streams[b][served + w].home)
+                np.testing.assert_array_equal(batch.homes[b, w], streams[b][served + w].home)
         batch.step(nothing, nothing * 0)
     assert batch.done.all()
 

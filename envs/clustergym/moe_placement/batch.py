@@ -16,9 +16,9 @@ from clustergym.moe_placement import dynamics, episode
 from clustergym.moe_placement.dynamics import Sim
 from clustergym.moe_placement.episode import Env, Obs, Rules
 from clustergym.moe_placement.launchers.patience import patience
-from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, one_of
+from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, one_of, zeros_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
-from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, stream_keys
+from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, index_of, stream_keys
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 DEFAULT_TRACE = "synthetic"
@@ -189,23 +189,26 @@ class PlacementBatch:
         stay = self.rules_host.mode == dynamics.MODE_STAY
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((batch, *shape), dtype=dtype, device=self.device)
+            return zeros_of((batch, *shape), dtype, self.device)
 
         self.sim = allocate_sim(
             batch, 2, config.window_tokens, experts=experts, top_k=self.trace.top_k, cluster=self.cluster, slots=slots,
-            stay=stay, device=self.device,
+            words=self.simulator.n_words, stay=stay, index=index_of(self.trace, self.n_experts), device=self.device,
         )  # fmt: skip
         self.env = {
             "slots": zeros((layers, gpus, slots), torch.int16),
             "first": zeros((layers, gpus, slots), torch.int16),
-            "home": zeros((2, config.window_tokens), torch.int16),
+            "home": zeros((2, config.window_tokens if stay else 1), torch.uint8),
             "ema": zeros((layers, experts), torch.float32),
             "base": zeros((layers,), torch.float64),
             "clock": zeros((4,), torch.int32),
             "op": zeros((6,), torch.int32),
             "time": zeros((episode.N_TIMES,), torch.float64),
             "ints": zeros((3, experts), torch.int32),
-            "shared": zeros((gpus, gpus), torch.int32),
+            "shared": zeros((gpus + 1, gpus), torch.int32),
+            "takes": zeros((gpus + 1, gpus), torch.int8),
+            "share": zeros((experts, 3), torch.float32),
+            "company": zeros((experts,), torch.float64),
             "heat": zeros((experts,), torch.float32),
             "floats": zeros((experts + gpus,), torch.float64),
         }
@@ -238,9 +241,19 @@ class PlacementBatch:
         self._sim = Sim(**{name: self._array(tensor) for name, tensor in self.sim.items()})
         self._env = Env(**{name: self._array(tensor) for name, tensor in self.env.items()})
         self._stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
-        self._obs = Obs(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        self.observe_into({})
         tables = {name: torch.from_numpy(getattr(self.rules_host, name)).to(self.device) for name in ("cost", "net")}
         self._rules = self.rules_host._replace(**{name: self._array(table) for name, table in tables.items()})
+
+    def observe_into(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Write observations from now on into these tensors, in place of those of the same names.
+
+        All but ``coactivation`` and ``affinity`` are written whole by each step; those two only when an environment reaches
+        another layer, and the first is also read.
+        """
+        self.buffers |= buffers
+        self.obs |= {name: tensor for name, tensor in buffers.items() if name in self.obs}
+        self._obs = Obs(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
 
     def _array(self, tensor: torch.Tensor) -> Any:
         """The tensor's memory as the launcher wants it, shared and not copied."""
@@ -254,6 +267,11 @@ class PlacementBatch:
     def done(self) -> torch.Tensor:
         """(B,) bool: the episode is over."""
         return self.env["clock"][:, episode.DONE] != 0
+
+    @property
+    def homes(self) -> torch.Tensor:
+        """(B, 2, T) uint8: GPU on which each token of the observed and of the next window lives."""
+        return self.env["home"] if self.rules_host.mode == dynamics.MODE_STAY else self.sim["src"]
 
     @property
     def bytes_allocated(self) -> int:

@@ -3,10 +3,15 @@
 A ``Sim`` holds a batch of independent simulations ``b``, each of one MoE layer under one placement, seen by W windows of
 T tokens. Everything in it is a count of whole things (tokens, copies, pairs, received experts); only :func:`layer_time`
 and :func:`migration_time` turn counts into µs. Counts change one expert at a time: :func:`retarget` visits just the
-tokens that use the expert, so that an operation costs what it touches.
+tokens that use the expert, so that an operation costs what it touches. It finds them in an index: pieces of tokens that follow each
+other, and for each piece the uses of each expert. Environments share the index of their trace (a window is a few ranges of
+it, ``seg``); a window of any other rows brings its own, with :func:`list_uses`.
 
-Names: E experts, G GPUs on N nodes, S slots a GPU, K experts a token. ``net`` (G + 2,) holds each GPU's node, −1 for the pad
-GPU G, and the GPUs that a node has: a table, because integer division would cost more than all the rest.
+Names: E experts, G GPUs on N nodes, S slots a GPU, K experts a token. How many of a token's experts run on each GPU is packed
+into the bits of a few integers (``met``), so that taking one expert away or adding it, and asking who else is on its GPU or node, is
+a handful of instructions however large K is. ``net`` (4·G + 2,) says where: the node of each GPU, bits of a field, GPUs that a
+node has, the word of each GPU, the shift of its field in the word, the bits of its node in the word (see :func:`.specs.network`). A
+table, because integer division would cost more than all the rest.
 The launchers (:mod:`.launchers`) run these functions on all cores or on a CUDA grid. Under numba's CUDA simulator they stay
 plain Python, because simulated device arrays cannot enter compiled code; there, and with NUMBA_DISABLE_JIT, a numpy integer
 keeps its width, so ``int()`` stands where a shift or product needs more bits than the array has.
@@ -24,8 +29,9 @@ from numba import config, njit, types
 
 
 def _fingerprint() -> str:
-    """Hash of all sources that hold compiled functions."""
-    sources = [path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    """Hash of all sources that hold functions compiled with :func:`device`: here and in the planners."""
+    folders = [Path(__file__).parents[1] / name for name in ("moe_placement", "planners")]
+    sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(b"".join(source for source in sources if b"\n@device\n" in source)).hexdigest()
 
 
@@ -64,8 +70,10 @@ MODE_DEDUP, MODE_PER_EXPERT, MODE_STAY = 0, 1, 2
 OP_NOTHING, OP_ILLEGAL, OP_PLACE, OP_SWAP, OP_ADD, OP_DELETE = 0, 1, 2, 3, 4, 5
 
 _MASK31 = 0x7FFFFFFF
-# GPUs, and the pad GPU beside them, that fit into the bits of one integer.
-WIDEST = 61
+# Longest piece: a token's place in it fits, beside one flag, into the 16 bits of an entry of ``lst``.
+LONGEST_PIECE = 1 << 15
+# Columns of Sim.seg.
+SEG_PIECE, SEG_PLACE, SEG_TOKEN = 0, 1, 2
 
 # An index that cannot be negative: numba then leaves out the check for one, which halves the time of the hot loops.
 u = np.uint64
@@ -80,12 +88,23 @@ class Sim(NamedTuple):
     """(B, W, T) uint8: GPU that holds the token before this layer (its home, or where it stayed)"""
     loc: np.ndarray
     """(B, W, T) uint8: GPU that holds the token after this layer"""
+    load: np.ndarray
+    """(B, W, E) int32: tokens that use each expert"""
+    seg: np.ndarray
+    """(B, W, segments + 1, 3) int32: ranges of the index that make up the window: piece, first place in it, first token; one with
+    token T ends them"""
+    own: np.ndarray
+    """(1,) int8: 1 where every window has an index of its own, 0 where all share the trace's"""
+    plane: np.ndarray
+    """(B, W) int32: plane of the index that holds the window's layer"""
+    pieces: np.ndarray
+    """(pieces + 1,) int32: rows at which the index's pieces begin"""
     off: np.ndarray
-    """(B, W, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e"""
+    """(planes, pieces, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e in the piece"""
     lst: np.ndarray
-    """(B, W, T·K) int32: token << 8 | position of the expert in it"""
-    dst: np.ndarray
-    """(B, W, T, K) uint8: GPU that runs each expert of the token, G for a pad"""
+    """(planes, rows·K) uint16: place of the token in its piece << 1 | whether the expert is the token's first"""
+    met: np.ndarray
+    """(B, W, T, words) int64: experts of the token that run on each GPU, a field of bits a GPU"""
     vis: np.ndarray
     """(B, W, G, G) int32: tokens held by the row's GPU that visit the column's (token-expert pairs in MODE_PER_EXPERT)"""
     nvis: np.ndarray
@@ -105,7 +124,13 @@ class Sim(NamedTuple):
     nrep: np.ndarray
     """(B, E) int16"""
     pick: np.ndarray
-    """(B, G, E) int32: a token on GPU g chooses among ``n = pick >> 16`` replicas of e from ``rep[e, pick & 0xFFFF]`` on"""
+    """(B, E, G) int32: a token on GPU g chooses among ``n = pick >> 16`` replicas of e from ``rep[e, pick & 0xFFFF]`` on"""
+    was: np.ndarray
+    """(B, 2, 3, G) int32 scratch: ``pick``, ``rep`` and ``nrep`` of two experts before their replicas changed"""
+    uses: np.ndarray
+    """(B, T + 1) int32 scratch: tokens of a window that use an expert"""
+    solo: np.ndarray
+    """(B, 1 + E) int64 scratch: 1 in the field of the expert's only GPU, 0 where it has replicas; first of all 0 for a pad"""
     old: np.ndarray
     """(B, E, G) int8: 1 where the expert lay when the window began"""
     mig: np.ndarray
@@ -127,18 +152,22 @@ def write_picks(sim, b, e, net):
     Replicas on one node are neighbours in the ascending list.
     """
     n_gpus, n = sim.slots.shape[1], int(sim.nrep[b, e])
-    pick, rep = sim.pick[b], sim.rep[b, e]
+    pick, rep = sim.pick[b, e], sim.rep[b, e]
+    if n == 1:
+        for g in range(n_gpus):
+            pick[g] = 1 << 16
+        return
     for g in range(n_gpus):
-        pick[g, e] = n << 16
+        pick[g] = n << 16
     first = 0
     for i in range(n):
         node = net[rep[i]]
         if net[rep[first]] != node:
             first = i
         for g in range(node * net[n_gpus + 1], (node + 1) * net[n_gpus + 1]):
-            pick[g, e] = first | (i - first + 1) << 16
+            pick[g] = first | (i - first + 1) << 16
     for i in range(n):
-        pick[rep[i], e] = i | 1 << 16
+        pick[rep[i]] = i | 1 << 16
 
 
 @device
@@ -148,30 +177,17 @@ def choose(rep, pick, token_hash):
 
 
 @device
-def visit(dst, t, origin, sign, vis, nvis, net):
-    """Add (sign 1) or take away (−1) all that token ``t`` visits, seen from ``origin``."""
+def visit(met, origin, sign, vis, nvis, net):
+    """Add (sign 1) or take away (−1) all that a token visits, seen from ``origin``; ``met`` are the token's words."""
     n_gpus = vis.shape[0]
-    for k in range(dst.shape[1]):
-        gpu = dst[t, k]
-        if gpu == n_gpus:
-            continue
-        new_gpu, new_node = True, True
-        for j in range(k):
-            new_gpu = new_gpu and dst[t, j] != gpu
-            new_node = new_node and net[dst[t, j]] != net[gpu]
-        if new_gpu:
-            vis[origin, gpu] += sign
-        if new_node:
-            nvis[origin, net[gpu]] += sign
-
-
-@device
-def stays_on(dst, t, source, n_gpus):
-    """GPU that holds the token after the layer in MODE_STAY: its first expert's; one that uses no expert does not move."""
-    for k in range(dst.shape[1]):
-        if dst[t, k] != n_gpus:
-            return dst[t, k]
-    return source
+    field = (1 << int(net[n_gpus])) - 1
+    last = -1
+    for g in range(n_gpus):
+        if met[net[n_gpus + 2 + g]] >> int(net[2 * n_gpus + 2 + g]) & field:
+            vis[origin, g] += sign
+            if net[g] != last:
+                last = net[g]
+                nvis[origin, last] += sign
 
 
 @device
@@ -223,62 +239,216 @@ def _clear(matrix):
 
 
 @device
-def _count_narrow(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net):
-    """Send every token to its experts and count what it visits; the GPUs that it meets are bits of one integer.
-
-    No branches on what a token visits: that cannot be predicted, and a wrong guess costs more than adding 0.
-    """
-    n_gpus, n_nodes, top_k = vis.shape[0], nvis.shape[1], experts.shape[1]
-    per_node = int(net[n_gpus + 1])
-    node_bits = (1 << per_node) - 1
-    for t in range(tok.shape[0]):
-        row, home = u(tok[t]), u(src[t])
-        token_hash = hash31(int(tok[t]))
-        met = 0
+def list_uses(experts, tok, off, lst, first, last):
+    """Index the piece of tokens ``first`` … ``last``−1, which are rows ``tok`` of ``experts``."""
+    n_experts, top_k = off.shape[0] - 1, experts.shape[1]
+    for e in range(n_experts + 1):
+        off[e] = 0
+    for t in range(first, last):
+        row = u(tok[t])
         for k in range(top_k):
             e = experts[row, k]
-            if e < 0:
-                dst[t, k] = n_gpus
-                continue
-            at = off[u(e)]
-            off[u(e)] = at + 1
-            lst[u(at)] = t << 8 | k
-            gpu = int(choose(rep[u(e)], pick[home, u(e)], token_hash))
-            dst[t, k] = gpu
-            pairs[u(e), u(gpu)] += 1
-            met |= 1 << gpu
-        for g in range(n_gpus):
-            vis[home, g] += met >> g & 1
-        for n in range(n_nodes):
-            nvis[home, n] += met & node_bits != 0
-            met >>= per_node
+            if e >= 0:
+                off[u(e + 1)] += 1
+    off[0] = first * top_k
+    for e in range(n_experts):
+        off[e + 1] += off[e]
+    for t in range(first, last):
+        row = u(tok[t])
+        entry = (t - first) << 1 | 1
+        for k in range(top_k):
+            e = experts[row, k]
+            if e >= 0:
+                at = off[u(e)]
+                off[u(e)] = at + 1
+                lst[u(at)] = entry
+                entry &= -2
+    for e in range(n_experts, 0, -1):
+        off[e] = off[e - 1]
+    off[0] = first * top_k
 
 
 @device
-def _count_wide(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net, dedup):
-    """As :func:`_count_narrow` for any number of GPUs, and without deduplication."""
-    n_gpus, top_k = vis.shape[0], experts.shape[1]
+def _own_index(sim, b, w, experts):
+    """Index the rows of the window itself in the plane that it has for its own."""
+    plane, n_pieces = sim.plane[b, w], sim.off.shape[1]
+    for piece in range(n_pieces):
+        first, last = sim.pieces[piece], sim.pieces[piece + 1]
+        list_uses(experts, sim.tok[b, w], sim.off[plane, piece], sim.lst[plane], first, last)
+        sim.seg[b, w, piece, SEG_PIECE] = piece
+        sim.seg[b, w, piece, SEG_PLACE] = 0
+        sim.seg[b, w, piece, SEG_TOKEN] = first
+    sim.seg[b, w, n_pieces, SEG_TOKEN] = sim.met.shape[2]
+
+
+@device
+def find_segments(tok, pieces, seg):
+    """Write the ranges of the trace's index (see ``Sim.seg``) that the rows ``tok`` (T,) of a window are."""
+    n, row, end = 0, -2, -1
     for t in range(tok.shape[0]):
-        row, home = u(tok[t]), u(src[t])
-        token_hash = hash31(int(tok[t]))
-        for k in range(top_k):
+        last, row = row, int(tok[u(t)])
+        if row == last + 1 and row < end:
+            continue
+        low, high = 0, pieces.shape[0] - 1
+        while low + 1 < high:
+            middle = (low + high) // 2
+            if pieces[middle] <= row:
+                low = middle
+            else:
+                high = middle
+        end = int(pieces[low + 1])
+        seg[n, SEG_PIECE] = low
+        seg[n, SEG_PLACE] = row - pieces[low]
+        seg[n, SEG_TOKEN] = t
+        n += 1
+    seg[n, SEG_TOKEN] = tok.shape[0]
+
+
+@device
+def _count_uses(sim, b, w, experts):
+    """Write ``load``: from the index where a piece is whole, else token by token."""
+    load, tok, seg, off = sim.load[b, w], sim.tok[b, w], sim.seg[b, w], sim.off[sim.plane[b, w]]
+    n_tokens = sim.met.shape[2]
+    for e in range(load.shape[0]):
+        load[e] = 0
+    s = 0
+    while seg[s, SEG_TOKEN] < n_tokens:
+        piece, first, last = seg[s, SEG_PIECE], seg[s, SEG_TOKEN], seg[s + 1, SEG_TOKEN]
+        s += 1
+        if last - first == sim.pieces[piece + 1] - sim.pieces[piece]:
+            uses = off[piece]
+            for e in range(load.shape[0]):
+                load[e] += uses[e + 1] - uses[e]
+            continue
+        for t in range(first, last):
+            row = u(tok[t])
+            for k in range(experts.shape[1]):
+                e = experts[row, k]
+                if e >= 0:
+                    load[u(e)] += 1
+
+
+@device
+def _run_single(experts, tok, met, solo, rep, net):
+    """Write ``met`` of the experts that lie on one GPU."""
+    n_gpus = rep.shape[1]
+    if met.shape[1] == 1:
+        for t in range(met.shape[0]):
+            row, total = u(tok[t]), 0
+            for k in range(experts.shape[1]):
+                total += solo[u(experts[row, k] + 1)]
+            met[t, 0] = total
+        return
+    for t in range(met.shape[0]):
+        row = u(tok[t])
+        for m in range(met.shape[1]):
+            met[t, m] = 0
+        for k in range(experts.shape[1]):
             e = experts[row, k]
-            if e < 0:
-                dst[t, k] = n_gpus
-                continue
-            at = off[u(e)]
-            off[u(e)] = at + 1
-            lst[u(at)] = t << 8 | k
-            gpu = int(choose(rep[u(e)], pick[home, u(e)], token_hash))
-            new_gpu, new_node = True, True
-            if dedup:
-                for j in range(k):
-                    new_gpu &= dst[t, j] != gpu
-                    new_node &= net[u(dst[t, j])] != net[u(gpu)]
-            dst[t, k] = gpu
-            pairs[u(e), u(gpu)] += 1
-            vis[home, u(gpu)] += new_gpu
-            nvis[home, u(net[u(gpu)])] += new_node
+            if e >= 0:
+                met[t, u(net[u(n_gpus + 2 + rep[u(e), 0])])] += solo[u(e + 1)]
+
+
+@device
+def _gather_uses(sim, b, w, e):
+    """Write to ``uses`` the tokens of the window that use ``e``, << 1 | whether it is their first expert; returns how many."""
+    uses, seg, n_tokens = sim.uses[b], sim.seg[b, w], sim.met.shape[2]
+    off, lst = sim.off[sim.plane[b, w]], sim.lst[sim.plane[b, w]]
+    n, s = 0, 0
+    while seg[s, SEG_TOKEN] < n_tokens:
+        piece, first, last = seg[s, SEG_PIECE], int(seg[s, SEG_TOKEN]), int(seg[s + 1, SEG_TOKEN])
+        start = (first - int(seg[s, SEG_PLACE])) << 1
+        s += 1
+        begin, end = off[piece, e], off[piece, e + 1]
+        if last - first == sim.pieces[piece + 1] - sim.pieces[piece]:
+            for i in range(begin, end):
+                uses[u(n)] = start + int(lst[u(i)])
+                n += 1
+            continue
+        for i in range(begin, end):
+            use = start + int(lst[u(i)])
+            uses[u(n)] = use
+            n += int(use >> 1 >= first) & int(use >> 1 < last)
+    return n
+
+
+@device
+def _run_replicas(sim, b, w, e, net):
+    """Send the tokens that use ``e``, which has several replicas, to the one that each of them chooses."""
+    n_gpus, uses = sim.slots.shape[1], sim.uses[b]
+    tok, src, met = sim.tok[b, w], sim.src[b, w], sim.met[b, w]
+    pairs, rep, pick = sim.pairs[b, w, e], sim.rep[b, e], sim.pick[b, e]
+    for i in range(_gather_uses(sim, b, w, e)):
+        t = u(int(uses[u(i)]) >> 1)
+        choice = int(pick[u(src[t])])
+        token_hash = hash31(int(tok[t])) if choice >> 16 > 1 else 0
+        gpu = u(choose(rep, choice, token_hash))
+        pairs[gpu] += 1
+        met[t, u(net[u(n_gpus + 2) + gpu])] += 1 << int(net[u(2 * n_gpus + 2) + gpu])
+
+
+@device
+def _add_fields(total, shift, step, counts, first, last, field):
+    """Add the fields of an integer to a row of counts."""
+    for i in range(first, last):
+        counts[i] += total >> shift & field
+        shift += step
+
+
+@device
+def _count_visits(met, src, vis, nvis, net):
+    """Count what the tokens visit, each GPU and node once.
+
+    Neighbours are mostly on one GPU: their fields, each made 0 or 1, are summed up inside the word until one might overflow.
+    No branches on what a token visits: that cannot be predicted, and a wrong guess costs more than adding 0.
+    """
+    n_gpus = vis.shape[0]
+    width, per_node = int(net[n_gpus]), int(net[n_gpus + 1])
+    field = (1 << width) - 1
+    g_end, n_end = 0, 0
+    for m in range(met.shape[1]):
+        # GPUs and nodes of this word follow each other.
+        g_start, n_start = g_end, n_end
+        while g_end < n_gpus and net[n_gpus + 2 + g_end] == m:
+            g_end += 1
+        n_end = n_start + (g_end - g_start) // per_node
+        # ``low`` are all bits of a field but the top one: adding it to them carries into the top bit unless they are 0.
+        gpu_top, node_top = 0, 0
+        for i in range(g_end - g_start):
+            gpu_top |= 1 << i * width + width - 1
+        for i in range(n_end - n_start):
+            node_top |= 1 << (i + 1) * per_node * width - 1
+        gpu_one, node_one = gpu_top >> width - 1, node_top >> per_node * width - 1
+        gpu_low, node_low = gpu_top - gpu_one, node_top - node_one
+        gpus, nodes, summed, home = 0, 0, 0, u(0)
+        for t in range(met.shape[0]):
+            if summed == field or u(src[t]) != home:
+                _add_fields(gpus, 0, width, vis[home], g_start, g_end, field)
+                _add_fields(nodes, 0, per_node * width, nvis[home], n_start, n_end, field)
+                gpus, nodes, summed, home = 0, 0, 0, u(src[t])
+            here = int(met[t, m])
+            gpus += ((here & gpu_low) + gpu_low | here) >> width - 1 & gpu_one
+            nodes += ((here & node_low) + node_low | here) >> per_node * width - 1 & node_one
+            summed += 1
+        _add_fields(gpus, 0, width, vis[home], g_start, g_end, field)
+        _add_fields(nodes, 0, per_node * width, nvis[home], n_start, n_end, field)
+
+
+@device
+def _count_all_visits(met, src, vis, nvis, net, dedup):
+    """As :func:`_count_visits` for nodes of several words, and without deduplication."""
+    n_gpus, n_nodes = vis.shape[0], nvis.shape[1]
+    field, per_node = (1 << int(net[n_gpus])) - 1, int(net[n_gpus + 1])
+    for t in range(met.shape[0]):
+        home, g = u(src[t]), 0
+        for n in range(n_nodes):
+            on_node = 0
+            for _ in range(per_node):
+                count = met[t, u(net[u(n_gpus + 2 + g)])] >> int(net[u(2 * n_gpus + 2 + g)]) & field
+                vis[home, g] += min(count, 1) if dedup else count
+                on_node += count
+                g += 1
+            nvis[home, n] += min(on_node, 1) if dedup else on_node
 
 
 @device
@@ -287,92 +457,122 @@ def count_window(sim, b, w, trace, layer, net, mode):
 
     ``trace`` is (L, rows, K): the walk reads one layer at a time.
     """
-    n_tokens, top_k, n_gpus, n_experts = sim.dst.shape[2], sim.dst.shape[3], sim.vis.shape[2], sim.pairs.shape[2]
-    experts = trace[layer]
-    tok, src, loc, off, lst, dst = (
-        sim.tok[b, w],
-        sim.src[b, w],
-        sim.loc[b, w],
-        sim.off[b, w],
-        sim.lst[b, w],
-        sim.dst[b, w],
-    )
-    vis, nvis, pairs, rep, pick = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w], sim.rep[b], sim.pick[b]
-    for e in range(n_experts + 1):
-        off[e] = 0
+    n_gpus, n_experts = sim.vis.shape[2], sim.pairs.shape[2]
+    experts, solo, rep, nrep = trace[layer], sim.solo[b], sim.rep[b], sim.nrep[b]
+    met, pairs, vis, nvis = sim.met[b, w], sim.pairs[b, w], sim.vis[b, w], sim.nvis[b, w]
+    if sim.own[0]:
+        _own_index(sim, b, w, experts)
+    else:
+        sim.plane[b, w] = layer
+        find_segments(sim.tok[b, w], sim.pieces, sim.seg[b, w])
+    _count_uses(sim, b, w, experts)
+    for e in range(n_experts):
+        solo[e + 1] = 1 << int(net[2 * n_gpus + 2 + rep[e, 0]]) if nrep[e] == 1 else 0
+    solo[0] = 0
+    _run_single(experts, sim.tok[b, w], met, solo, rep, net)
     _clear(pairs)
+    for e in range(n_experts):
+        if nrep[e] == 1:
+            pairs[e, rep[e, 0]] = sim.load[b, w, e]
+        else:
+            _run_replicas(sim, b, w, e, net)
     _clear(vis)
     _clear(nvis)
-    for t in range(n_tokens):
-        row = u(tok[t])
-        for k in range(top_k):
-            e = experts[row, k]
-            if e >= 0:
-                off[u(e + 1)] += 1
-    for e in range(n_experts):
-        off[e + 1] += off[e]
-    if mode == MODE_PER_EXPERT or n_gpus > WIDEST:
-        dedup = mode != MODE_PER_EXPERT
-        _count_wide(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net, dedup)
+    if mode == MODE_PER_EXPERT or net[n_gpus + 1 + net[n_gpus + 1]] != 0:
+        _count_all_visits(met, sim.src[b, w], vis, nvis, net, mode != MODE_PER_EXPERT)
     else:
-        _count_narrow(experts, tok, src, rep, pick, off, lst, dst, pairs, vis, nvis, net)
-    for e in range(n_experts, 0, -1):
-        off[e] = off[e - 1]
-    off[0] = 0
+        _count_visits(met, sim.src[b, w], vis, nvis, net)
     if mode == MODE_STAY:
-        _clear(sim.bvis[b, w])
-        _clear(sim.bnvis[b, w])
-        for t in range(n_tokens):
-            loc[t] = stays_on(dst, t, src[t], n_gpus)
-            visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
+        _stay(sim, b, w, experts, net)
 
 
 @device
-def retarget(sim, b, w, e, net, mode):
-    """Bring window ``w`` up to date after the replicas of ``e`` changed: visits just the tokens that use ``e``."""
-    top_k, n_gpus = sim.dst.shape[3], sim.vis.shape[2]
-    tok, src, loc, lst, dst = sim.tok[b, w], sim.src[b, w], sim.loc[b, w], sim.lst[b, w], sim.dst[b, w]
-    vis, nvis, pairs, rep, pick = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w], sim.rep[b, e], sim.pick[b]
-    per_node = int(net[n_gpus + 1])
-    node_bits = (1 << per_node) - 1
-    for i in range(sim.off[b, w, e], sim.off[b, w, e + 1]):
-        use = u(lst[u(i)])
-        t, k = use >> u(8), use & u(255)
+def _stay(sim, b, w, experts, net):
+    """Where the tokens are after the layer in MODE_STAY: with their first expert; one that uses none does not move."""
+    tok, src, loc, met = sim.tok[b, w], sim.src[b, w], sim.loc[b, w], sim.met[b, w]
+    _clear(sim.bvis[b, w])
+    _clear(sim.bnvis[b, w])
+    for t in range(met.shape[0]):
+        loc[t] = src[t]
+        for k in range(experts.shape[1]):
+            e = experts[tok[t], k]
+            if e >= 0:
+                loc[t] = choose(sim.rep[b, e], int(sim.pick[b, e, src[t]]), hash31(int(tok[t])))
+                break
+        visit(met[t], loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
+
+
+@device
+def _on_node(met, word, span):
+    """Other than 0 where the token (its words) uses the node that fills ``span`` words from ``word`` on."""
+    found = met[word]
+    for m in range(1, span):
+        found |= met[word + u(m)]
+    return found
+
+
+@device
+def retarget(sim, b, w, e, which, net, mode):
+    """Bring window ``w`` up to date after the replicas of ``e`` changed: visits just the tokens that use ``e``.
+
+    ``was[b, which]`` must hold what its picks and replicas were.
+    """
+    n_gpus, uses = sim.vis.shape[2], sim.uses[b]
+    tok, src, loc, met = sim.tok[b, w], sim.src[b, w], sim.loc[b, w], sim.met[b, w]
+    vis, nvis, pairs = sim.vis[b, w], sim.nvis[b, w], sim.pairs[b, w, e]
+    rep, pick, old_pick, old_rep = sim.rep[b, e], sim.pick[b, e], sim.was[b, which, 0], sim.was[b, which, 1]
+    width, per_node = int(net[n_gpus]), int(net[n_gpus + 1])
+    word_of, shift_of, mask_of = u(n_gpus + 2), u(2 * n_gpus + 2), u(3 * n_gpus + 2)
+    # A node's fields lie in one word, or fill words of their own.
+    span = int(net[word_of + u(per_node - 1)] - net[word_of]) + 1
+    counted_each = int(mode == MODE_PER_EXPERT)
+    # Without replicas all tokens go from one GPU to another; with them it hangs on the token.
+    alike = sim.was[b, which, 2, 0] == 1 and sim.nrep[b, e] == 1
+    left, right = u(old_rep[0]), u(rep[0])
+    if alike and left == right:
+        return
+    one_left, one_right = 1 << int(net[shift_of + left]), 1 << int(net[shift_of + right])
+    field_left, field_right = (one_left << width) - one_left, (one_right << width) - one_right
+    mask_left, mask_right = net[mask_of + left], net[mask_of + right]
+    node_left, node_right = u(net[left]), u(net[right])
+    word_left, word_right = u(net[word_of + left]), u(net[word_of + right])
+    # Gathered first: the loop over them, which waits for memory, then runs on without surprises.
+    for i in range(_gather_uses(sim, b, w, e)):
+        use = int(uses[u(i)])
+        t = u(use >> 1)
         home = u(src[t])
-        left, right = int(dst[t, k]), int(choose(rep, pick[home, u(e)], hash31(int(tok[t]))))
-        if left == right:
-            continue
+        if not alike:
+            before, after = int(old_pick[home]), int(pick[home])
+            token_hash = hash31(int(tok[t]))
+            left, right = u(choose(old_rep, before, token_hash)), u(choose(rep, after, token_hash))
+            if left == right:
+                continue
+            one_left, one_right = 1 << int(net[shift_of + left]), 1 << int(net[shift_of + right])
+            field_left, field_right = (one_left << width) - one_left, (one_right << width) - one_right
+            mask_left, mask_right = net[mask_of + left], net[mask_of + right]
+            node_left, node_right = u(net[left]), u(net[right])
+            word_left, word_right = u(net[word_of + left]), u(net[word_of + right])
         if mode == MODE_STAY:
-            visit(dst, t, loc[t], -1, sim.bvis[b, w], sim.bnvis[b, w], net)
-        pairs[u(e), u(left)] -= 1
-        pairs[u(e), u(right)] += 1
-        node_left, node_right = int(net[u(left)]), int(net[u(right)])
-        only_left, only_right, alone_left, alone_right = True, True, True, True
-        if mode == MODE_PER_EXPERT:
-            pass
-        elif n_gpus <= WIDEST:
-            met = 0
-            for j in range(top_k):
-                met |= int(u(j) != k) << int(dst[t, u(j)])
-            only_left, only_right = met >> left & 1 == 0, met >> right & 1 == 0
-            alone_left = met >> node_left * per_node & node_bits == 0
-            alone_right = met >> node_right * per_node & node_bits == 0
+            visit(met[t], loc[t], -1, sim.bvis[b, w], sim.bnvis[b, w], net)
+        met_left = met[t, word_left] - one_left
+        met[t, word_left] = met_left
+        met_right = met[t, word_right]
+        if span == 1:
+            on_left, on_right = met_left & mask_left, met_right & mask_right
         else:
-            for j in range(top_k):
-                gpu = n_gpus if u(j) == k else int(dst[t, u(j)])
-                node = net[u(gpu)]
-                only_left &= gpu != left
-                only_right &= gpu != right
-                alone_left &= node != node_left
-                alone_right &= node != node_right
-        vis[home, u(left)] -= only_left
-        vis[home, u(right)] += only_right
-        nvis[home, u(node_left)] -= alone_left
-        nvis[home, u(node_right)] += alone_right
-        dst[t, k] = right
+            on_left = _on_node(met[t], u(net[word_of + node_left * u(per_node)]), span)
+            on_right = _on_node(met[t], u(net[word_of + node_right * u(per_node)]), span)
+        met[t, word_right] = met_right + one_right
+        pairs[left] -= 1
+        pairs[right] += 1
+        vis[home, left] -= counted_each | (met_left & field_left == 0)
+        vis[home, right] += counted_each | (met_right & field_right == 0)
+        nvis[home, node_left] -= counted_each | (on_left == 0)
+        nvis[home, node_right] += counted_each | (on_right == 0)
         if mode == MODE_STAY:
-            loc[t] = stays_on(dst, t, src[t], n_gpus)
-            visit(dst, t, loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
+            if use & 1:
+                loc[t] = right
+            visit(met[t], loc[t], 1, sim.bvis[b, w], sim.bnvis[b, w], net)
 
 
 @device
@@ -432,15 +632,27 @@ def remove(sim, b, e, g):
 
 
 @device
+def _remember(sim, b, e, which):
+    """Keep where the tokens of ``e`` go, for :func:`retarget`."""
+    for g in range(sim.slots.shape[1]):
+        sim.was[b, which, 0, g] = sim.pick[b, e, g]
+    for i in range(sim.nrep[b, e]):
+        sim.was[b, which, 1, i] = sim.rep[b, e, i]
+    sim.was[b, which, 2, 0] = sim.nrep[b, e]
+
+
+@device
 def change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, n_windows):
     """Move a replica of ``e`` and, where v ≥ 0, one of ``v``; a GPU of −1 means nowhere (a new or a dropped replica).
 
     Its own inverse with from and to exchanged. Windows 0 … n_windows−1 are brought up to date.
     """
+    _remember(sim, b, e, 0)
     count_received(sim, b, e, -1, net)
     if e_from >= 0:
         remove(sim, b, e, e_from)
     if v >= 0:
+        _remember(sim, b, v, 1)
         count_received(sim, b, v, -1, net)
         if v_from >= 0:
             remove(sim, b, v, v_from)
@@ -453,9 +665,9 @@ def change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, n_windows):
     write_picks(sim, b, e, net)
     count_received(sim, b, e, 1, net)
     for w in range(n_windows):
-        retarget(sim, b, w, e, net, mode)
+        retarget(sim, b, w, e, 0, net, mode)
         if v >= 0:
-            retarget(sim, b, w, v, net, mode)
+            retarget(sim, b, w, v, 1, net, mode)
 
 
 @device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Collection
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -43,7 +45,7 @@ def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Space[Any]]:
 
 def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame:
     """What a picture of environment ``index`` shows."""
-    sim = {name: t[index].cpu().numpy() for name, t in batch.sim.items()}
+    sim = {name: batch.sim[name][index].cpu().numpy() for name in ("slots", "pairs", "old", "load")}
     layer, op, window, _ = (int(x) for x in batch.env["clock"][index])
     kind, expert, node, source, _, victim = (int(x) for x in batch.env["op"][index])
     times = batch.env["time"][index].cpu().numpy()
@@ -57,7 +59,7 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
     model = batch.model
     return Frame(
         slots=slots,
-        expert_load=np.diff(sim["off"][0]).astype(float),
+        expert_load=sim["load"][0].astype(float),
         gpu_pairs=held.sum(1).astype(float),
         gpu_compute_us=model.kernel_start_us
         + model.kernel_expert_us * (held > 0).sum(1)
@@ -271,12 +273,33 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[Any, npt.NDArray[np.int64]]):
         self._close()
 
 
+class _Recycled:
+    """Arrays of one shape for observations. One that nobody else holds any more is given out again: new memory costs more than
+    filling it."""
+
+    def __init__(self, like: torch.Tensor, read_only: bool) -> None:
+        self.shape, self.dtype, self.read_only = tuple(like.shape), like.numpy().dtype, read_only
+        self.all: list[tuple[npt.NDArray[Any], torch.Tensor]] = []
+
+    def take(self) -> tuple[npt.NDArray[Any], torch.Tensor]:
+        """An array, and the tensor that shares its memory."""
+        for pair in self.all:
+            # Its place in the pair, the tensor's hold on it, and the argument: any view or tensor made of it would add one.
+            if sys.getrefcount(pair[0]) == 3:
+                return pair
+        array = np.empty(self.shape, self.dtype)
+        pair = (array, torch.from_numpy(array))
+        array.setflags(write=not self.read_only)
+        self.all.append(pair)
+        return pair
+
+
 class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.int64], npt.NDArray[Any]]):
     """`num_envs` copies of :class:`MoEPlacementEnv` in one batched simulator: ``gymnasium.make_vec("MoEPlacement-v0", num_envs=N)``.
 
     Environment i, seeded with s + i, plays exactly what a single environment seeded with s + i plays. Autoreset is
     SAME_STEP: where an episode ends, the observation returned is the next episode's first, and ``info["final_obs"]`` and
-    ``info["final_info"]`` hold the last of the old one. Returned arrays are never written again.
+    ``info["final_info"]`` hold the last of the old one. Returned arrays are never written again while anybody holds them.
 
     Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
     """
@@ -308,20 +331,30 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
         self.single_action_space = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._layer_copy: ObsDict = {}
+        # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
+        on_host = self.batch.obs if self.batch.device.type == "cpu" else {}
+        self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
+        self._pairs: dict[str, tuple[npt.NDArray[Any], torch.Tensor]] = {}
+        self._copies: ObsDict = {}
         self._seeded = False
 
+    def _renew(self, names: Collection[str], keep: bool) -> None:
+        """Let the next observation go to arrays that nobody holds; ``keep`` what the kernels may leave as it is."""
+        fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
+        if keep:
+            for name, (_, tensor) in fresh.items():
+                tensor.copy_(self.batch.obs[name])
+        self._pairs |= fresh
+        self.batch.observe_into({name: tensor for name, (_, tensor) in fresh.items()})
+
     def _observe(self, layer_changed: bool) -> ObsDict:
-        obs = {}
-        for name, tensor in self.batch.obs.items():
-            if name in LAYER_KEYS and not layer_changed:
-                obs[name] = self._layer_copy[name]
-                continue
-            obs[name] = tensor.cpu().numpy().copy() if tensor.device.type == "cpu" else tensor.cpu().numpy()
-            if name in LAYER_KEYS:
-                obs[name].setflags(write=False)
-                self._layer_copy[name] = obs[name]
-        return obs
+        if self._recycled:
+            return {name: self._pairs[name][0] for name in self.batch.obs}
+        names = [name for name in self.batch.obs if layer_changed or name not in LAYER_KEYS]
+        self._copies |= {name: self.batch.obs[name].cpu().numpy() for name in names}
+        for name in LAYER_KEYS:
+            self._copies[name].setflags(write=False)
+        return dict(self._copies)
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
@@ -334,6 +367,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
             first = int(self.np_random.integers(2**62)) if seed is None else seed
             self.batch.seed(first + np.arange(self.num_envs))
         self._seeded = True
+        self._renew(self.batch.obs, keep=False)
         self.batch.reset()
         return self._observe(True), {}
 
@@ -345,7 +379,16 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
             raise ValueError(
                 f"actions have shape {tuple(chosen.shape[::-1])}: expected ({self.num_envs}, 2): expert, node"
             )
-        layers = self.batch.env["clock"][:, episode.LAYER].clone()
+        clock = self.batch.env["clock"]
+        leaves = clock[:, episode.OP] == self.batch.config.ops_per_layer - 1
+        ends = (clock[:, episode.LAYER] == self.batch.n_layers - 1) & (
+            clock[:, episode.WINDOW] == self.batch.config.windows - 1
+        )
+        changed = bool(leaves.any())
+        self._renew([name for name in self.batch.obs if name not in LAYER_KEYS], keep=False)
+        if changed:
+            # The last observation of an episode is about the layer that it ended on.
+            self._renew(LAYER_KEYS, keep=not bool((leaves & ~ends).all()))
         _, reward, done = self.batch.step(chosen[0], chosen[1])
         rewards, terminated = reward.cpu().numpy().copy(), done.cpu().numpy().copy()
         infos: dict[str, Any] = dict(_infos(self.batch))
@@ -357,9 +400,6 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
                 infos[name][terminated] = 0
                 infos[f"_{name}"][terminated] = False
             self.batch.reset(done.clone())
-        changed = bool(
-            terminated.any() or (layers != self.batch.env["clock"][:, episode.LAYER]).any() or self.batch.n_layers == 1
-        )
         return self._observe(changed), rewards, terminated, np.zeros(self.num_envs, bool), infos
 
     def _finish(self, ended: npt.NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:

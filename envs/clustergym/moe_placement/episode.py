@@ -28,7 +28,6 @@ from clustergym.moe_placement.dynamics import (
     look_ahead,
     migration_time,
     resolve,
-    source_of,
     static_slots,
     u,
 )
@@ -57,7 +56,7 @@ class Env(NamedTuple):
     first: np.ndarray
     """(B, L, G, S) int16: placement that the episode began with"""
     home: np.ndarray
-    """(B, 2, T) int16: home GPU of each token"""
+    """(B, 2, T) uint8: home GPU of each token in MODE_STAY; elsewhere ``Sim.src`` is that"""
     ema: np.ndarray
     """(B, L, E) float32: moving average of the load shares, −1 before the first window"""
     base: np.ndarray
@@ -71,7 +70,13 @@ class Env(NamedTuple):
     ints: np.ndarray
     """(B, 3, E) int32 scratch"""
     shared: np.ndarray
-    """(B, G, G) int32 scratch: experts that two GPUs both hold"""
+    """(B, G + 1, G) int32 scratch: experts that two GPUs both hold; the last row: pairs that each GPU computes"""
+    takes: np.ndarray
+    """(B, G + 1, G) int8 scratch: 1 where the column's GPU takes a replica from the row's; the last row: from nowhere"""
+    share: np.ndarray
+    """(B, E, 3) float32: the first three features of each expert, which stay while the agents work on a layer"""
+    company: np.ndarray
+    """(B, E) float64: co-activation with the experts on the same GPUs"""
     heat: np.ndarray
     """(B, E) float32: how much each expert fires together with the hottest ones"""
     floats: np.ndarray
@@ -101,7 +106,7 @@ class Rules(NamedTuple):
     static_us: float
     """Time of a window over all layers under the static placement: the unit of rewards."""
     net: np.ndarray
-    """(G + 2,) int16: see :mod:`.dynamics`"""
+    """(4·G + 2,) int64: see :mod:`.dynamics`"""
     mode: int
     doublings: int
     """Smooth norm of the look-ahead; −1 is the true time."""
@@ -130,8 +135,16 @@ def _load_slots(env, sim, b, layer, which, net):
 @device
 def _locate(env, sim, b, w, layer, mode):
     """Set where the window's tokens are before the layer; in MODE_STAY the layer before must have been counted."""
-    for t in range(sim.tok.shape[2]):
-        sim.src[b, w, t] = sim.loc[b, w, t] if mode == MODE_STAY and layer > 0 else env.home[b, w, t]
+    if mode == MODE_STAY:
+        for t in range(sim.tok.shape[2]):
+            sim.src[b, w, t] = sim.loc[b, w, t] if layer > 0 else env.home[b, w, t]
+
+
+@device
+def _draw(env, sim, stream, b, w, corpus, rules):
+    """Draw window ``w``. Tokens are at home until the walk begins, and in all modes but MODE_STAY they remain there."""
+    home = env.home[b, w] if rules.mode == MODE_STAY else sim.src[b, w]
+    draw_window(stream, b, corpus, rules.schedule, rules.rate, sim.slots.shape[1], sim.tok[b, w], home)
 
 
 @device
@@ -179,7 +192,7 @@ def _begin_layer(env, sim, obs, b, corpus, rules, layer):
 @device
 def _begin_window(env, sim, stream, obs, b, corpus, rules):
     """Draw the window to come; window 0 is in place. Returns what the episode's operations so far save on it, µs."""
-    draw_window(stream, b, corpus, rules.schedule, rules.rate, sim.slots.shape[1], sim.tok[b, 1], env.home[b, 1])
+    _draw(env, sim, stream, b, 1, corpus, rules)
     kept = 0.0
     if rules.mode == MODE_STAY or rules.stream_credit:
         now = _whole_time(env, sim, b, 1, corpus, rules, 0, True)
@@ -194,7 +207,7 @@ def begin_episode(env, sim, stream, obs, b, corpus, rules):
     """A new stream, its first window as the observed one, and the placement that the episode starts from."""
     n_layers, n_experts = env.slots.shape[1], sim.pairs.shape[2]
     begin_stream(stream, b, corpus, rules.schedule)
-    draw_window(stream, b, corpus, rules.schedule, rules.rate, sim.slots.shape[1], sim.tok[b, 0], env.home[b, 0])
+    _draw(env, sim, stream, b, 0, corpus, rules)
     for layer in range(n_layers):
         for e in range(n_experts):
             env.ema[b, layer, e] = -1.0
@@ -249,6 +262,13 @@ def step(env, sim, stream, obs, b, corpus, rules, expert, node):
         saved = env.time[b, TIME_NEXT] - after
         env.time[b, TIME_NEXT] = after
         env.time[b, TIME_SEEN] = layer_time(sim, b, 0, rules.cost, rules.net, rules.mode, -1, 1.0)
+        # Nobody else has new company.
+        _keep_company(env, sim, obs, b, expert)
+        for s in range(sim.slots.shape[2]):
+            if source >= 0 and sim.slots[b, source, s] >= 0:
+                _keep_company(env, sim, obs, b, sim.slots[b, source, s])
+            if target >= 0 and sim.slots[b, target, s] >= 0:
+                _keep_company(env, sim, obs, b, sim.slots[b, target, s])
     env.op[b, OP_KIND] = kind
     env.op[b, OP_EXPERT] = expert
     env.op[b, OP_NODE] = node
@@ -271,7 +291,10 @@ def step(env, sim, stream, obs, b, corpus, rules, expert, node):
             else:
                 for t in range(sim.tok.shape[2]):
                     sim.tok[b, 0, t] = sim.tok[b, 1, t]
-                    env.home[b, 0, t] = env.home[b, 1, t]
+                    if rules.mode == MODE_STAY:
+                        env.home[b, 0, t] = env.home[b, 1, t]
+                    else:
+                        sim.src[b, 0, t] = sim.src[b, 1, t]
                 saved += _begin_window(env, sim, stream, obs, b, corpus, rules)
     _observe_step(env, sim, obs, b, corpus, rules)
     env.time[b, SAVED] += saved
@@ -321,19 +344,25 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
             both = together[i, j] + together[j, i]
             together[i, j] = both
             together[j, i] = both
-    total = max(1, sim.off[b, 0, n_experts])
+    total = 0
     for i in range(n_experts):
-        load = sim.off[b, 0, i + 1] - sim.off[b, 0, i]
+        total += sim.load[b, 0, i]
+    total = max(1, total)
+    for i in range(n_experts):
+        load = sim.load[b, 0, i]
+        # In float32 a quotient of counts comes out as it would from float64, rounded.
+        uses, uses_before = np.float32(max(1, used[i])), np.float32(max(1, came[i]))
         for j in range(n_experts):
-            together[i, j] /= max(1, used[i])
-            before[i, j] /= max(1, came[i])
+            together[i, j] /= uses
+        for j in range(n_experts):
+            before[i, j] /= uses_before
         share = load / total
         known = env.ema[b, layer, i]
         drift = 0.0 if known < 0 else (share - known) * n_experts
         env.ema[b, layer, i] = share if known < 0 else 0.5 * known + 0.5 * share
-        obs.experts[b, i, 0] = share * n_experts
-        obs.experts[b, i, 1] = env.ema[b, layer, i] * n_experts
-        obs.experts[b, i, 2] = drift
+        env.share[b, i, 0] = share * n_experts
+        env.share[b, i, 1] = env.ema[b, layer, i] * n_experts
+        env.share[b, i, 2] = drift
     # How much each expert fires together with the hottest ones.
     for i in range(n_experts):
         env.heat[b, i] = 0.0
@@ -341,11 +370,25 @@ def _observe_layer(env, sim, obs, b, corpus, rules, layer):
     for _ in range(min(HOT_EXPERTS, n_experts)):
         hot = -1
         for i in range(n_experts):
-            if used[i] == 0 and (hot < 0 or obs.experts[b, i, 0] > obs.experts[b, hot, 0]):
+            if used[i] == 0 and (hot < 0 or env.share[b, i, 0] > env.share[b, hot, 0]):
                 hot = i
         used[hot] = 1
         for i in range(n_experts):
             env.heat[b, i] += together[hot, i] / HOT_EXPERTS
+    for i in range(n_experts):
+        _keep_company(env, sim, obs, b, i)
+
+
+@device
+def _keep_company(env, sim, obs, b, e):
+    """Sum up the expert's co-activation with all that lie on its GPUs."""
+    company, together = 0.0, obs.coactivation[b, e]
+    for i in range(sim.nrep[b, e]):
+        slots = sim.slots[b, sim.rep[b, e, i]]
+        for s in range(slots.shape[0]):
+            if slots[s] >= 0:
+                company += together[u(slots[s])]
+    env.company[b, e] = company
 
 
 @device
@@ -353,31 +396,36 @@ def _observe_step(env, sim, obs, b, corpus, rules):
     """What an operation changes: placement, load and traffic of the GPUs, masks, progress."""
     n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
     net, per_node, cost = rules.net, rules.net[n_gpus + 1], rules.cost
-    mean = max(1, sim.off[b, 0, n_experts]) / n_gpus
+    total = 0
+    for e in range(n_experts):
+        total += sim.load[b, 0, e]
+    mean = max(1, total) / n_gpus
     time = env.time[b, TIME_SEEN]
-    gpus, experts, together, load = obs.gpus[b], obs.experts[b], obs.coactivation[b], env.floats[b]
+    gpus, experts, load, share = obs.gpus[b], obs.experts[b], env.floats[b], env.share[b]
     slots, rep, nrep, pairs, placement = sim.slots[b], sim.rep[b], sim.nrep[b], sim.pairs[b, 0], obs.placement[b]
     intra_us, inter_us = cost[COST_DISPATCH_INTRA_US], cost[COST_DISPATCH_INTER_US]
     intra, inter = intra_us / time, inter_us / time
 
     count_copies(sim, b, sim.vis[b, 0], sim.nvis[b, 0], net, rules.mode)
     link_copies(sim, b, 0, net, rules.mode, obs.traffic[b])
-    tot, traffic, shared = sim.tot[b], obs.traffic[b], env.shared[b]
+    tot, traffic, shared, takes = sim.tot[b], obs.traffic[b], env.shared[b], env.takes[b]
+    any_gpu = obs.gpu_mask[b]
     busiest, slowest = 0, -1.0
     for g in range(n_gpus):
         for h in range(n_gpus):
             shared[g, h] = 0
             traffic[g, h] *= intra if net[h] == net[g] else inter
     for g in range(n_gpus):
-        done, active, empty, heat = 0, 0, 0, 0.0
+        done, active, held, spares, heat = 0, 0, 0, 0, 0.0
         for s in range(n_slots):
             e = slots[g, s]
             if e < 0:
-                empty += 1
                 continue
             count = pairs[u(e), g]
             done += count
             active += count > 0
+            held += 1
+            spares += nrep[u(e)] > 1
             heat += env.heat[b, u(e)]
             for i in range(nrep[u(e)]):
                 shared[u(rep[u(e), i]), g] += 1
@@ -385,9 +433,15 @@ def _observe_step(env, sim, obs, b, corpus, rules):
         if compute > slowest:
             busiest, slowest = g, compute
         load[g] = done / mean
+        shared[n_gpus, g] = done
+        takes[n_gpus, g] = held < n_slots
+        # Leaving an expert where it is, or filling an empty GPU, is a choice everywhere.
+        any_gpu[g] = 1
+        any_gpu[n_gpus + g] = held < n_slots and held < n_experts
+        any_gpu[2 * n_gpus + g] = spares > 0
         gpus[g, 3] = load[g]
         gpus[g, 4] = compute / time
-        gpus[g, 5] = empty / n_slots
+        gpus[g, 5] = (n_slots - held) / n_slots
         gpus[g, 6] = tot[0, g] * intra
         gpus[g, 7] = tot[1, g] * intra
         gpus[g, 8] = tot[2, g] * inter
@@ -396,27 +450,46 @@ def _observe_step(env, sim, obs, b, corpus, rules):
         gpus[g, 11] = heat
         gpus[g, 14] = (sim.mig[b, g, 0] + sim.mig[b, g, 1]) / n_slots
         gpus[g, 15] = intra_us / inter_us
+    # A full GPU can swap with the source where it holds an expert that the source does not.
+    for g in range(n_gpus):
+        for h in range(n_gpus):
+            takes[g, h] = takes[n_gpus, h] | (shared[g, h] < shared[h, h])
 
+    joint, room = obs.joint_mask[b], takes[n_gpus]
     for e in range(n_experts):
         for g in range(n_gpus):
             placement[e, g] = 0.0
-        most, top, moved, company = 0, 0.0, 0, 0.0
+        source, most_done, most, top, moved = rep[e, 0], -1, 0, 0.0, 0
         for i in range(nrep[e]):
             g = u(rep[e, i])
             placement[e, g] = 1.0
             top = max(top, load[g])
             most = max(most, pairs[e, g])
             moved += sim.old[b, e, g] == 0
-            for s in range(n_slots):
-                x = slots[g, s]
-                if x >= 0:
-                    company += together[e, u(x)]
+            if shared[n_gpus, g] > most_done:
+                source, most_done = rep[e, i], shared[n_gpus, g]
+        for f in range(3):
+            experts[e, f] = share[e, f]
         experts[e, 3] = nrep[e] / n_gpus
-        experts[e, 4] = most / max(1, sim.off[b, 0, e + 1] - sim.off[b, 0, e])
+        experts[e, 4] = most / max(1, sim.load[b, 0, e])
         experts[e, 5] = top
         experts[e, 6] = moved
-        experts[e, 7] = company / nrep[e]
+        experts[e, 7] = env.company[b, e] / nrep[e]
         experts[e, 8] = placement[e, busiest]
+        choices, taken = joint[e], takes[source]
+        useful = 0
+        for g in range(n_gpus):
+            choices[g] = taken[g]
+            choices[n_gpus + g] = room[g]
+            choices[2 * n_gpus + g] = 0
+            useful += taken[g]
+        for i in range(nrep[e]):
+            g = u(rep[e, i])
+            useful -= taken[g]
+            choices[g] = 1
+            choices[u(n_gpus) + g] = 0
+            choices[u(2 * n_gpus) + g] = nrep[e] > 1
+        obs.expert_mask[b, e] = useful > 0 or nrep[e] > 1
 
     for g in range(n_gpus):
         first = net[g] * per_node
@@ -432,26 +505,6 @@ def _observe_step(env, sim, obs, b, corpus, rules):
             if kind > 0:
                 for f in range(3, N_GPU_FEATURES):
                     gpus[row, f] = gpus[g, f]
-
-    # A full GPU g can swap with the source where it holds an expert that the source does not.
-    joint, any_gpu = obs.joint_mask[b], obs.gpu_mask[b]
-    for node in range(3 * n_gpus):
-        any_gpu[node] = 0
-    for e in range(n_experts):
-        source, spare = source_of(sim, b, e), nrep[e] > 1
-        useful = False
-        for g in range(n_gpus):
-            here, free = placement[e, g] > 0.0, gpus[g, 5] > 0.0
-            place = here | free | (shared[source, g] < shared[g, g])
-            add, delete = free & (not here), here & spare
-            joint[e, g] = place
-            joint[e, n_gpus + g] = add
-            joint[e, 2 * n_gpus + g] = delete
-            any_gpu[g] |= place
-            any_gpu[n_gpus + g] |= add
-            any_gpu[2 * n_gpus + g] |= delete
-            useful |= add | delete | (place & (not here))
-        obs.expert_mask[b, e] = useful
     # On one GPU with every slot taken nothing can be done: leave a choice, all of them no-ops.
     if n_gpus == 1:
         for e in range(n_experts):

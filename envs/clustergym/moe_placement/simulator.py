@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, cost_vector, 
 from clustergym.moe_placement.stream import (
     SCHEDULES,
     Corpus,
+    Index,
     StreamState,
     begin_stream,
     corpus_of,
@@ -128,6 +130,15 @@ class Stream:
         return [next(self) for _ in range(n)]
 
 
+def zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A tensor of zeros. On the CPU numpy allocates it, which asks for huge pages: thousands of environments lie far apart."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    array = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+    array.fill(0)
+    return torch.from_numpy(array)
+
+
 def allocate_sim(
     batch: int,
     windows: int,
@@ -137,19 +148,23 @@ def allocate_sim(
     top_k: int,
     cluster: ClusterSpec,
     slots: int,
+    words: int,
     stay: bool,
+    index: Index | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Zeroed tensors for a :class:`Sim` of ``batch`` simulations with ``windows`` windows of ``tokens`` each."""
+    """Zeroed tensors for a :class:`Sim` of ``batch`` simulations with ``windows`` windows of ``tokens`` each.
+
+    Where ``index`` is given they share it; else each window has room for an index of its own rows.
+    """
     gpus, nodes = cluster.n_gpus, cluster.n_nodes
     # Thousands of environments do not fit into the caches: what an operation touches is as narrow as it can be.
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tok": ((batch, windows, tokens), torch.int32),
         "src": ((batch, windows, tokens), torch.uint8),
         "loc": ((batch, windows, tokens if stay else 1), torch.uint8),
-        "off": ((batch, windows, experts + 1), torch.int32),
-        "lst": ((batch, windows, tokens * top_k), torch.int32),
-        "dst": ((batch, windows, tokens, top_k), torch.uint8),
+        "load": ((batch, windows, experts), torch.int32),
+        "met": ((batch, windows, tokens, words), torch.int64),
         "vis": ((batch, windows, gpus, gpus), torch.int32),
         "nvis": ((batch, windows, gpus, nodes), torch.int32),
         "bvis": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
@@ -159,11 +174,31 @@ def allocate_sim(
         "slots": ((batch, gpus, slots), torch.int16),
         "rep": ((batch, experts, gpus), torch.int16),
         "nrep": ((batch, experts), torch.int16),
-        "pick": ((batch, gpus, experts), torch.int32),
+        "pick": ((batch, experts, gpus), torch.int32),
+        "was": ((batch, 2, 3, gpus), torch.int32),
+        "uses": ((batch, tokens + 1), torch.int32),
+        "solo": ((batch, experts + 1), torch.int64),
         "old": ((batch, experts, gpus), torch.int8),
         "mig": ((batch, gpus, 2), torch.int32),
     }
-    return {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+    pieces = ceil(tokens / dynamics.LONGEST_PIECE)
+    if index is None:
+        shapes |= {
+            "off": ((batch * windows, pieces, experts + 1), torch.int32),
+            "lst": ((batch * windows, tokens * top_k), torch.uint16),
+        }
+    segments = pieces if index is None else tokens
+    shapes |= {"seg": ((batch, windows, segments + 1, 3), torch.int32), "plane": ((batch, windows), torch.int32)}
+    tensors = {name: zeros_of(shape, dtype, device) for name, (shape, dtype) in shapes.items()}
+    tensors["own"] = torch.tensor([index is None], dtype=torch.int8, device=device)
+    if index is None:
+        starts = np.minimum(np.arange(pieces + 1) * dynamics.LONGEST_PIECE, tokens).astype(np.int32)
+        tensors["pieces"] = torch.from_numpy(starts).to(device)
+        tensors["plane"] += torch.arange(batch * windows, dtype=torch.int32, device=device).view(batch, windows)
+    else:
+        shared = {"pieces": index.pieces, "off": index.off, "lst": index.lst}
+        tensors |= {name: torch.from_numpy(array).to(device) for name, array in shared.items()}
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -194,11 +229,12 @@ class Served:
         return self.pairs.mean(1) / np.maximum(self.pairs.max(1), 1)
 
 
-def _distinct(dst: npt.NDArray[np.int16], pad: int) -> npt.NDArray[np.int64]:
-    """(L, T) distinct GPUs among (L, T, K), pads left out."""
-    ordered = np.sort(dst, axis=2)
-    fresh = np.concatenate([np.ones_like(ordered[:, :, :1], bool), np.diff(ordered, axis=2) != 0], axis=2)
-    return (fresh & (ordered != pad)).sum(2)
+def uses_of(sim: Sim, net: npt.NDArray[np.int64], gpu: int) -> npt.NDArray[np.int64]:
+    """(B, W, T) experts of each token that run on the GPU."""
+    n_gpus = sim.slots.shape[1]
+    word, shift = int(net[n_gpus + 2 + gpu]), int(net[2 * n_gpus + 2 + gpu])
+    uses: npt.NDArray[np.int64] = sim.met[..., word] >> shift & (1 << int(net[n_gpus])) - 1
+    return uses
 
 
 class Simulator:
@@ -224,8 +260,13 @@ class Simulator:
         self.n_slots = self.cluster.slots_for(self.n_experts)
         self.passes_per_window = passes_per_window
         self.cost = cost_vector(self.model, self.cluster, passes_per_window)
-        self.net = network(self.cluster)
+        self.net = network(self.cluster, self.model.top_k)
         self._identity = (self.model, self.cluster, comm, passes_per_window)
+
+    @property
+    def n_words(self) -> int:
+        """Integers that hold where a token's experts run."""
+        return int(self.net[2 * self.n_gpus + 1]) + 1
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Simulator) and self._identity == other._identity
@@ -271,15 +312,18 @@ class Simulator:
 
     def count(self, window: Window, placement: Placement, before: Placement | None = None) -> Sim:
         """The ``Sim`` of all layers (b = layer) under ``placement``, with ``before`` as the window's beginning."""
-        layers = window.n_layers
+        layers, top_k = window.n_layers, window.experts.shape[2]
+        if top_k > self.model.top_k:
+            raise ValueError(f"the window is top-{top_k}, but model {self.model.name!r} is top-{self.model.top_k}")
         tensors = allocate_sim(
             layers,
             1,
             window.n_tokens,
             experts=self.n_experts,
-            top_k=window.experts.shape[2],
+            top_k=top_k,
             cluster=self.cluster,
             slots=self.n_slots,
+            words=self.n_words,
             stay=self.mode == dynamics.MODE_STAY,
         )
         sim = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
@@ -314,7 +358,7 @@ class Simulator:
             combine_us=times[:, 2],
             pairs=sim.pairs[:, 0].sum(1, dtype=np.int64),
             copies=copies,
-            gpus_per_token=_distinct(sim.dst[:, 0], self.n_gpus).mean(1),
+            gpus_per_token=sum((uses_of(sim, self.net, g)[:, 0] > 0).mean(1) for g in range(self.n_gpus)),
             inter_node_bytes=between * self.model.hidden * self.model.dispatch_bytes,
             moves=sim.mig.sum((1, 2)).astype(np.int64),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
@@ -157,11 +158,14 @@ MODELS: dict[str, ModelSpec] = {
     )
 }  # fmt: skip
 
+# GB/s of a GPU to its own node and to other nodes.
+LINKS = {"h800": (160.0, 40.0), "h100": (450.0, 50.0)}
+
 CLUSTERS: dict[str, ClusterSpec] = {
     spec.name: spec
-    for gpu, intra_gb_s, inter_gb_s in (("h800", 160.0, 40.0), ("h100", 450.0, 50.0))
+    for gpu, links in LINKS.items()
     for nodes, gpus in ((1, 8), (2, 4), (2, 8), (4, 4), (4, 8))
-    for spec in (ClusterSpec(f"{gpu}-{nodes}x{gpus}", nodes, gpus, None, intra_gb_s, inter_gb_s),)
+    for spec in (ClusterSpec(f"{gpu}-{nodes}x{gpus}", nodes, gpus, None, *links),)
 }
 
 
@@ -175,11 +179,18 @@ def get_model(name: str | ModelSpec) -> ModelSpec:
 
 
 def get_cluster(name: str | ClusterSpec, **overrides: float | int | None) -> ClusterSpec:
-    """A cluster preset by name, with fields replaced where given (``slots_per_gpu=6``)."""
+    """A cluster by name, with fields replaced where given (``slots_per_gpu=6``).
+
+    Beside the presets any ``gpu-NODESxGPUS`` is a name: ``h800-3x8`` are three nodes of eight.
+    """
     if not isinstance(name, ClusterSpec):
-        if name not in CLUSTERS:
-            raise ValueError(f"unknown cluster {name!r}; the presets are: {', '.join(CLUSTERS)}")
-        name = CLUSTERS[name]
+        shape = re.fullmatch(rf"({'|'.join(LINKS)})-([1-9][0-9]{{0,2}})x([1-9][0-9]{{0,2}})", name, re.ASCII)
+        if shape is None:
+            raise ValueError(
+                f"unknown cluster {name!r}; the presets are: {', '.join(CLUSTERS)}; other shapes are named "
+                f"GPU-NODESxGPUS with GPU one of {', '.join(LINKS)}, as in h800-3x8"
+            )
+        name = ClusterSpec(name, int(shape[2]), int(shape[3]), None, *LINKS[shape[1]])
     unknown = set(overrides) - {f.name for f in fields(ClusterSpec)}
     if unknown:
         raise ValueError(
@@ -211,7 +222,20 @@ def cost_vector(model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) 
     )
 
 
-def network(cluster: ClusterSpec) -> npt.NDArray[np.int16]:
-    """(G + 2,) the node of each GPU, −1, and the GPUs a node has: the topology as the kernels read it."""
-    nodes = np.repeat(np.arange(cluster.n_nodes), cluster.gpus_per_node)
-    return np.append(nodes, [-1, cluster.gpus_per_node]).astype(np.int16)
+def network(cluster: ClusterSpec, top_k: int) -> npt.NDArray[np.int64]:
+    """(4·G + 2,) the topology as the kernels read it, and where a GPU's count of a token's experts lies in the token's words.
+
+    The node of each GPU; bits of a field, enough to count ``top_k``; GPUs a node; the word of each GPU; its field's shift; the
+    bits of its node where they lie in one word. Words have 63 bits, so that they are never negative. A node's fields lie in one word, or fill words of their own.
+    """
+    width, per_node = top_k.bit_length(), cluster.gpus_per_node
+    fields = 63 // width
+    gpu = np.arange(cluster.n_gpus)
+    node, rank = gpu // per_node, gpu % per_node
+    if per_node <= fields:
+        word, place = node // (fields // per_node), node % (fields // per_node) * per_node + rank
+        bits = ((1 << per_node * width) - 1) << (place - rank) * width
+    else:
+        word, place = node * ceil(per_node / fields) + rank // fields, rank % fields
+        bits = np.full(len(gpu), -1)
+    return np.concatenate([node, [width, per_node], word, place * width, bits]).astype(np.int64)

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.dynamics import _MASK31, device, hash31
+from clustergym.moe_placement.dynamics import _MASK31, device, hash31, list_uses
 from clustergym.traces.token_trace import TokenTrace
 
 SCHEDULES = ("stationary", "drift", "switch", "replay")
+PIECE = 512
 STATIONARY, DRIFT, SWITCH, REPLAY = 0, 1, 2, 3
 
 
@@ -33,6 +34,17 @@ class Corpus(NamedTuple):
     """(D + 1,) int32: ``dom_seq[dom_off[d] : dom_off[d + 1]]`` are the sequences of domain d"""
     dom_seq: np.ndarray
     """(sequences,) int32"""
+
+
+class Index(NamedTuple):
+    """Where each expert is used in a trace, for :class:`~.dynamics.Sim`: pieces of at most ``PIECE`` tokens of one sequence."""
+
+    pieces: npt.NDArray[np.int32]
+    """(pieces + 1,) first row of each, and the number of rows"""
+    off: npt.NDArray[np.int32]
+    """(L, pieces, E + 1)"""
+    lst: npt.NDArray[np.uint16]
+    """(L, rows·K)"""
 
 
 class StreamState(NamedTuple):
@@ -60,6 +72,31 @@ def corpus_of(trace: TokenTrace) -> Corpus:
         dom_off=np.concatenate([[0], np.cumsum(np.bincount(of, minlength=len(names)))]).astype(np.int32),
         dom_seq=order.astype(np.int32),
     )
+
+
+@lru_cache(maxsize=8)
+def index_of(trace: TokenTrace, n_experts: int) -> Index | None:
+    """The trace's index, or None where its sequences are so short that the index would be larger than the trace."""
+    n = -(-trace.seq_lens // PIECE)
+    if n.sum() * (n_experts + 1) > trace.n_tokens * trace.top_k:
+        return None
+    # A long sequence is cut into equal pieces.
+    which = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+    starts = np.repeat(trace.seq_starts, n) + which * np.repeat(trace.seq_lens, n) // np.repeat(n, n)
+    index = Index(
+        pieces=np.append(starts, trace.n_tokens).astype(np.int32),
+        off=np.zeros((trace.n_layers, len(starts), n_experts + 1), np.int32),
+        lst=np.zeros((trace.n_layers, trace.n_tokens * trace.top_k), np.uint16),
+    )
+    _index_layers(corpus_of(trace).experts, np.arange(trace.n_tokens, dtype=np.int32), *index)
+    return index
+
+
+@device
+def _index_layers(experts, rows, pieces, off, lst):
+    for layer in range(off.shape[0]):
+        for piece in range(off.shape[1]):
+            list_uses(experts[layer], rows, off[layer, piece], lst[layer], pieces[piece], pieces[piece + 1])
 
 
 def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -12,6 +12,7 @@ from clustergym.moe_placement.dynamics import (
     link_copies,
     take_slots,
 )
+from clustergym.moe_placement.launchers.prefetch import memory_of, prefetch
 from clustergym.moe_placement.launchers.threads import spread
 
 _begin, _step, _look, _look_all = episode.begin_episode, episode.step, episode.look_ahead_one, episode.look_ahead_all
@@ -25,8 +26,11 @@ def _reset_range(first, last, where, env, sim, stream, obs, corpus, rules):
 
 
 @device
-def _step_range(first, last, expert, node, reward, env, sim, stream, obs, corpus, rules):
+def _step_range(first, last, expert, node, reward, env, sim, stream, obs, corpus, rules, blocks):
     for b in range(first, last):
+        if b + 1 < last:
+            # Neighbours mostly leave a layer together.
+            prefetch(blocks, b + 1, int(env.clock[b, episode.OP] + 1 == rules.ops_per_layer))
         reward[b] = _step(env, sim, stream, obs, b, corpus, rules, expert[b], node[b])
 
 
@@ -60,7 +64,27 @@ def reset(where, env, sim, stream, obs, corpus, rules):
 
 def step(expert, node, reward, env, sim, stream, obs, corpus, rules):
     """One operation in every environment; writes ``reward`` (B,)."""
-    spread(_step_range, len(expert), expert, node, reward, env, sim, stream, obs, corpus, rules)
+    # A batch does not fit into the caches: while one environment is stepped, what its neighbour needs is on its way from memory.
+    blocks = memory_of(
+        [
+            *(
+                sim.met,
+                sim.src,
+                sim.pairs,
+                sim.vis,
+                sim.nvis,
+                sim.pick,
+                sim.rep,
+                sim.slots,
+                sim.old,
+                sim.load,
+                env.share,
+            ),
+            *(obs.gpus, obs.experts, obs.placement, obs.joint_mask, obs.traffic),
+        ],
+        [sim.tok, obs.coactivation, obs.affinity],
+    )
+    spread(_step_range, len(expert), expert, node, reward, env, sim, stream, obs, corpus, rules, blocks)
 
 
 def look_ahead(expert, result, env, sim, corpus, rules):

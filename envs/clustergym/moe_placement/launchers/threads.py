@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 from numba import config
 
+CHUNKS = 4
+SMALLEST = 8
 _pool: ThreadPoolExecutor | None = None
 
 
@@ -30,7 +31,8 @@ if hasattr(os, "register_at_fork"):
 def spread(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | None = None) -> None:
     """Call ``function(first, last, *arguments)`` over parts of 0 … n−1, on as many threads as numba may use.
 
-    ``chunks`` parts (by default one a thread) are dealt out as threads become free.
+    All threads, the caller's among them, take the next of ``chunks`` parts (by default ``CHUNKS`` a thread, none smaller than
+    ``SMALLEST``) until none is left: one that is held up, or gets heavier parts, leaves more to the others.
     """
     global _pool
     n_threads = min(config.NUMBA_NUM_THREADS, n)
@@ -39,9 +41,19 @@ def spread(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | 
         return
     if _pool is None:
         _pool = ThreadPoolExecutor(config.NUMBA_NUM_THREADS, thread_name_prefix="clustergym")
-    chunks = min(n, chunks or n_threads)
-    bounds = [n * i // chunks for i in range(chunks + 1)]
-    futures = [_pool.submit(function, a, b, *arguments) for a, b in pairwise(bounds[1:])]
-    function(bounds[0], bounds[1], *arguments)
-    for future in futures:
-        future.result()
+    chunks = min(n, chunks or max(n_threads, min(CHUNKS * n_threads, n // SMALLEST)))
+    parts = [(n * i // chunks, n * (i + 1) // chunks) for i in reversed(range(chunks))]
+
+    def work() -> None:
+        # A list's pop is atomic under the interpreter lock, which the kernels do not hold.
+        while True:
+            try:
+                first, last = parts.pop()
+            except IndexError:
+                return
+            function(first, last, *arguments)
+
+    helpers = [_pool.submit(work) for _ in range(n_threads - 1)]
+    work()
+    for helper in helpers:
+        helper.result()
