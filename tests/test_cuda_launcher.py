@@ -64,7 +64,7 @@ def played(launcher: str, comm: str, norm: int) -> dict[str, np.ndarray]:
 def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])} | environment,
     )  # fmt: skip
 
 

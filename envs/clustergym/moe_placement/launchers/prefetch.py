@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from clustergym.moe_placement.dynamics import device
 
+ir = cgutils.ir
 LINE = 64
 _NOTHING = np.zeros((0, 4), np.int64)
 
