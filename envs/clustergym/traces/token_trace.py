@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from clustergym.files import atomic_file
 
 FORMAT_VERSION = 1
 MAX_EXPERTS = np.iinfo(np.int16).max
@@ -160,24 +161,17 @@ class TokenTrace:
         if path.suffix != ".npz":
             raise ValueError(f"traces are saved as .npz, found {path.name!r}")
         small: type[np.signedinteger[Any]] = np.int8 if self.n_experts <= np.iinfo(np.int8).max + 1 else np.int16
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".npz")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(
-                    file,
-                    experts=self.experts.astype(small),
-                    n_experts=np.int64(self.n_experts),
-                    layer_ids=self.layer_ids,
-                    seq_lens=self.seq_lens.astype(np.int32),
-                    domains=self.domains,
-                    model=np.str_(self.model or ""),
-                    format_version=np.int64(FORMAT_VERSION),
-                )
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with atomic_file(path) as file:
+            np.savez_compressed(
+                file,
+                experts=self.experts.astype(small),
+                n_experts=np.int64(self.n_experts),
+                layer_ids=self.layer_ids,
+                seq_lens=self.seq_lens.astype(np.int32),
+                domains=self.domains,
+                model=np.str_(self.model or ""),
+                format_version=np.int64(FORMAT_VERSION),
+            )
         return path
 
     # -- slices --------------------------------------------------------------------------------------------------
