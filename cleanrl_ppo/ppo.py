@@ -578,7 +578,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
             }
             logger.scalars(charts, step)
             progress.update(step, mean_return=mean_return)
-            if world.is_main and args.checkpoint_interval and iteration % args.checkpoint_interval == 0:
+            due = iteration % interval == 0 or iteration == num_iterations
+            if world.is_main and args.checkpoint_interval and due:
                 logger.flush()
                 state = {
                     "args": config,
