@@ -93,7 +93,8 @@ class RunLogger:
 
     ``WANDB_MODE=offline`` is honoured, and where no account is at hand the run is recorded offline (``wandb sync`` uploads it
     later). On resume, give the step the checkpoint was taken at: what an interrupted run logged beyond it is hidden.
-    Ranks other than 0 pass ``enabled=False`` and log nothing.
+    Ranks other than 0 pass ``enabled=False`` and log nothing. ``name`` names the run there, for trainers that keep several
+    in one process; otherwise it is the folder's.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RunLogger:
         project: str = "clustergym",
         start_step: int = 0,
         enabled: bool = True,
+        name: str | None = None,
     ) -> None:
         self._writer: Any = None
         self._wandb: Any = None
@@ -116,7 +118,7 @@ class RunLogger:
             rows = "\n".join(f"|{key}|{value}|" for key, value in config.items())
             self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
         if track:
-            self._wandb = _init_wandb(folder, config, project)
+            self._wandb = _init_wandb(folder, config, project, name)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         self.scalars({tag: value}, step)
@@ -151,19 +153,21 @@ class RunLogger:
         self.close()
 
 
-def _init_wandb(folder: Path, config: Mapping[str, Any], project: str) -> Any:
+def _init_wandb(folder: Path, config: Mapping[str, Any], project: str, name: str | None = None) -> Any:
     import wandb
 
     # The same folder is the same run: a resumed trainer appends to it.
-    identity = re.sub(r"[^\w-]", "-", folder.resolve().name)
+    identity = re.sub(r"[^\w-]", "-", name or folder.resolve().name)
     settings: dict[str, Any] = {
         "project": project,
-        "name": folder.name,
+        "name": name or folder.name,
         "id": identity,
         "dir": str(folder),
         "config": dict(config),
         "resume": "allow",
     }
+    if name is not None:
+        settings["reinit"] = "create_new"
     try:
         return wandb.init(**settings)
     except wandb.errors.UsageError as reason:
