@@ -81,9 +81,9 @@ class Args:
     """Adam's step size (at the start, if annealed)."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0."""
-    num_envs: int = 16
+    num_envs: int = 32
     """Environments that step side by side, in each process."""
-    num_steps: int = 128
+    num_steps: int = 64
     """Steps of each environment between updates."""
     num_minibatches: int = 4
     """Parts that a rollout is cut into, shuffled anew in each epoch."""
