@@ -1,4 +1,4 @@
-"""``clustergym trace``: look at token traces and make synthetic ones."""
+"""``clustergym trace``: look at token traces, make synthetic ones, import what engines recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
+from clustergym.cli import trace_import, trace_record
+from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, load_any_trace, synthetic_trace
 
 
 @dataclass
@@ -37,8 +38,14 @@ class Synth:
 
 
 def run_info(args: Info, console: Console, line: str) -> None:
-    trace = TokenTrace.load(args.trace)
+    trace = load_any_trace(args.trace)
     console.print(trace)
+    if isinstance(trace, LoadTrace):
+        loads = trace.loads()
+        console.print(
+            f"busiest expert over the mean, layer by layer: {(loads.max(1) / loads.mean(1)).round(2).tolist()}"
+        )
+        return
     table = Table("statistic", "value", title=escape(f"{trace.name}, for {args.gpus} GPUs"))
     for name, value in trace.statistics(args.gpus).items():
         table.add_row(name, f"{value:.3f}")
@@ -51,16 +58,23 @@ def run_synth(args: Synth, console: Console, line: str) -> None:
 
 
 # A subcommand and what runs it. One that needs an extra imports it when it runs.
-RUN: dict[type, Callable[..., None]] = {Info: run_info, Synth: run_synth}
+RUN: dict[type, Callable[..., None]] = {
+    Info: run_info,
+    Synth: run_synth,
+    trace_import.Import: trace_import.run,
+    trace_record.Record: trace_record.run,
+}
 
 
 @dataclass
 class Command:
-    """Look at traces and make synthetic ones."""
+    """Look at traces, make synthetic ones, import what an engine recorded, record a model."""
 
     command: Annotated[
         Annotated[Info, tyro.conf.subcommand("info", prefix_name=False)]
-        | Annotated[Synth, tyro.conf.subcommand("synth", prefix_name=False)],
+        | Annotated[Synth, tyro.conf.subcommand("synth", prefix_name=False)]
+        | Annotated[trace_import.Import, tyro.conf.subcommand("import", prefix_name=False)]
+        | Annotated[trace_record.Record, tyro.conf.subcommand("record", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
 
