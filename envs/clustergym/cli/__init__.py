@@ -16,6 +16,7 @@ from rich.table import Table
 COMMANDS = {
     "eval": ("evaluate", "compare planners, or allocation policies (--task gpu-allocation), on held-out traffic"),
     "trace": ("trace", "look at token traces, make synthetic ones"),
+    "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
 }
 """Command → (module, what it does)."""
 
