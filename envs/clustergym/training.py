@@ -135,6 +135,14 @@ class RunLogger:
         if self._writer is not None:
             self._writer.add_text(tag, text, step)
 
+    def image(self, tag: str, pixels: np.ndarray, step: int) -> None:
+        """A picture (height, width, 3) of uint8."""
+        if self._writer is not None:
+            self._writer.add_image(tag, pixels, step, dataformats="HWC")
+        if self._wandb is not None:
+            wandb = importlib.import_module("wandb")
+            self._wandb.log({tag: wandb.Image(pixels)}, step=step)
+
     def flush(self) -> None:
         """Everything so far onto the disk; call it before a checkpoint, so that curves are never behind it."""
         if self._writer is not None:
