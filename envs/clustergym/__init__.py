@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 
 if TYPE_CHECKING:
-    from clustergym import moe_placement, moe_placement_v0, traces
+    from clustergym import gpu_allocation, gpu_allocation_v0, moe_placement, moe_placement_v0, traces
     from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 
 __version__ = "0.1.0"
 __all__ = [
     "SyntheticConfig",
     "TokenTrace",
+    "gpu_allocation",
+    "gpu_allocation_v0",
     "moe_placement",
     "moe_placement_v0",
     "synthetic_trace",
@@ -39,6 +41,7 @@ def __dir__() -> list[str]:
 
 
 _PLACEMENT = "clustergym.moe_placement.environment"
+_ALLOCATION = "clustergym.gpu_allocation.environment"
 
 for _id, _module, _single, _vector, _kwargs in (
     ("MoEPlacement-v0", _PLACEMENT, "MoEPlacementEnv", "MoEPlacementVectorEnv", {}),
@@ -46,6 +49,8 @@ for _id, _module, _single, _vector, _kwargs in (
         "MoEPlacementDrift-v0", _PLACEMENT, "MoEPlacementEnv", "MoEPlacementVectorEnv",
         {"windows": 8, "schedule": "drift", "start": "eplb"},
     ),
+    ("GPUAllocation-v0", _ALLOCATION, "GPUAllocationEnv", "GPUAllocationVectorEnv", {}),
+    ("GPUAllocationHistory-v0", _ALLOCATION, "GPUAllocationEnv", "GPUAllocationVectorEnv", {"history": True}),
 ):  # fmt: skip
     if _id not in gymnasium.registry:
         gymnasium.register(
@@ -61,5 +66,5 @@ def _register_with_pettingzoo(name: str) -> None:
         pettingzoo.register("aec", name, f"clustergym.{name}:env")
 
 
-for _name in ("moe_placement_v0",):
+for _name in ("moe_placement_v0", "gpu_allocation_v0"):
     _register_with_pettingzoo(_name)
