@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import inspect
-import sys
 from collections import defaultdict
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import tyro
 
-FOLDER = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
+from trainers import FOLDER, load_trainer
+
 TRAINERS = sorted(FOLDER.glob("ppo*.py"))
 
 # Each trainer's own: what these names stand for is what the trainer is about. Methods are never compared.
@@ -43,18 +41,6 @@ def definitions(path: Path) -> dict[str, str]:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     }
-
-
-def load(path: Path) -> ModuleType:
-    """Import a trainer from its path, once."""
-    name = f"cleanrl_ppo_{path.stem}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 def test_there_are_trainers() -> None:
@@ -108,7 +94,7 @@ def test_every_argument_is_documented(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
 def test_help_shows_every_flag_and_the_common_ones_exist(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = load(path)
+    module = load_trainer(path.stem)
     with pytest.raises(SystemExit) as stop:
         tyro.cli(module.Args, args=["--help"])
     assert stop.value.code == 0

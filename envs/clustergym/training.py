@@ -113,7 +113,7 @@ class RunLogger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start_step if start_step else None)
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
         if not start_step:
             rows = "\n".join(f"|{key}|{value}|" for key, value in config.items())
             self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
@@ -236,8 +236,9 @@ def load_checkpoint(path: Path, kind: str, device: torch.device | str = "cpu") -
     try:
         content = torch.load(path, map_location=device, weights_only=True)
     except Exception as reason:  # torch raises whatever its zip reader and unpickler happen to meet
+        summary = str(reason).partition("\n")[0] or type(reason).__name__
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or no clustergym checkpoint: {str(reason).splitlines()[0]}"
+            f"{path} ({path.stat().st_size} bytes) is truncated or no clustergym checkpoint: {summary}"
         ) from reason
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         found = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
