@@ -590,7 +590,7 @@ def print_samples(title: str, tokens: Tensor, n_prompt: int) -> None:
         print(f"{decode(row[:n_prompt])!r} | {decode(row[n_prompt:])!r}")
 
 
-def check(args: Args) -> None:
+def check_sizes(args: Args) -> None:
     longest = max(args.pretrain_length, args.prompt_tokens + args.response_tokens)
     if longest > args.model.context and args.reference is None:
         raise ValueError(f"sequences of {longest} tokens, but --model.context is {args.model.context}")
@@ -615,7 +615,7 @@ def check(args: Args) -> None:
 
 def train(args: Args, device: torch.device) -> dict[str, Any]:
     """The whole run; returns what the result line shows."""
-    check(args)
+    check_sizes(args)
     folder = run_folder(f"ppo_llm__{args.reward}__{args.seed}", args.run_dir, args.resume)
     config = plain_args(args) | {"model": asdict(args.model), "text": [str(file) for file in args.text]}
     text = load_text(args, device)
