@@ -96,6 +96,8 @@ class Args:
     env_id: str = "CartPole-v1"
     """Gymnasium id with Discrete or Box actions ("module:Id-v0" imports the module first), or gpu_allocation_v0: agent i is edge
     node i of the allocation task."""
+    env_options: str = "{}"
+    """JSON object of further arguments for the environment, such as {"history": true} for gpu_allocation_v0."""
     total_timesteps: int = 500_000
     """Environment steps of each agent, over all its environments."""
     learning_rate: float = 2.5e-4
@@ -180,10 +182,10 @@ def parse_args(argv: Sequence[str]) -> Args:
     expanded: list[str] = []
     for i, word in enumerate(argv):
         following = argv[i + 1] if i + 1 < len(argv) else "--"
-        positive = "--" + word.removeprefix("--no-").replace("_", "-")
-        if word.replace("_", "-") in flags and following.startswith("-"):
-            expanded += [word, "True"]
-        elif word.startswith("--no-") and positive in flags:
+        name = word.replace("_", "-")
+        if name in flags and following.startswith("-"):
+            expanded += [name, "True"]
+        elif name.startswith("--no-") and (positive := "--" + name.removeprefix("--no-")) in flags:
             expanded += [positive, "False"]
         else:
             expanded.append(word)
@@ -217,6 +219,12 @@ def check_args(args: Args) -> None:
         raise ValueError(
             "--norm-adv needs two transitions or more in a minibatch: fewer --num-minibatches, or --norm-adv False"
         )
+    try:
+        options = json.loads(args.env_options)
+    except json.JSONDecodeError as reason:
+        raise ValueError(f"--env-options {args.env_options!r} is not JSON: {reason}") from reason
+    if not isinstance(options, dict):
+        raise ValueError(f'--env-options is {options!r}: expected a JSON object such as {{"history": true}}')
     if args.num_iterations < 1:
         raise ValueError(
             f"--total-timesteps is {args.total_timesteps}: expected at least one rollout of {args.batch_size} steps"
@@ -566,13 +574,15 @@ class ReplayableEnv(gym.Wrapper):
 
 def make_env(args: Args, index: int, videos: Path | None = None) -> gym.Env:
     """One environment of agent ``index``; with ``videos``, episodes are recorded to that folder."""
-    render = {} if videos is None else {"render_mode": "rgb_array"}
+    options = json.loads(args.env_options) | ({} if videos is None else {"render_mode": "rgb_array"})
     if args.env_id == EDGE_NODES:
-        from clustergym import gpu_allocation_v0
+        # Here and not above: other environments do not need the simulator.
+        from clustergym.gpu_allocation.environment import GPUAllocationEnv
+        from clustergym.gpu_allocation.workload import edge_mixes
 
-        env = gpu_allocation_v0.node_env(index, **render)
+        env: gym.Env = GPUAllocationEnv(mix=edge_mixes(index + 1)[index], **options)
     else:
-        env = gym.make(args.env_id, disable_env_checker=True, **render)
+        env = gym.make(args.env_id, disable_env_checker=True, **options)
     if not isinstance(env.action_space, gym.spaces.Discrete | gym.spaces.Box):
         raise TypeError(f"{args.env_id} has action space {env.action_space}: expected Discrete or Box")
     if videos is not None:
@@ -595,6 +605,10 @@ class Environments:
         if isinstance(action_space, gym.spaces.Box):
             self.action_shape, self.low, self.high = action_space.shape, action_space.low, action_space.high
             self.action_size = math.prod(action_space.shape)
+            # A bounded box is what −1 … 1 is stretched to: a fresh policy, of mean 0 and deviation 1, then covers it.
+            bounded = np.isfinite(self.low) & np.isfinite(self.high)
+            self.middle = np.where(bounded, (self.low + self.high) / 2, 0.0).astype(np.float32)
+            self.half = np.where(bounded, (self.high - self.low) / 2, 1.0).astype(np.float32)
         else:
             self.first_action, self.action_size = int(action_space.start), int(action_space.n)
 
@@ -609,11 +623,12 @@ class Environments:
         observations, last = [], {}
         rewards = np.zeros(len(self), np.float32)
         terminated, truncated = np.zeros(len(self), bool), np.zeros(len(self), bool)
-        for i, env in enumerate(self.envs):
-            if self.continuous:
-                action = np.clip(actions[i].reshape(self.action_shape), self.low, self.high)
-            else:
-                action = actions[i] + self.first_action
+        if self.continuous:
+            stretched = self.middle + self.half * actions.reshape(-1, *self.action_shape)
+            played = list(np.clip(stretched, self.low, self.high))
+        else:
+            played = (actions + self.first_action).tolist()
+        for i, (env, action) in enumerate(zip(self.envs, played, strict=True)):
             obs, reward, terminated[i], truncated[i], _ = env.step(action)
             rewards[i] = reward
             if terminated[i] or truncated[i]:
@@ -840,9 +855,10 @@ class Learner:
         seen: list[Tensor] = []
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, generator=self.generator, device=self.device)
+            shuffled, shuffled_coupled = batch.take(order), [(weight, q[order]) for weight, q in coupled]
             for start in range(0, args.batch_size, size):
-                rows = order[start : start + size]
-                mb = batch.take(rows)
+                rows = slice(start, start + size)
+                mb = shuffled.take(rows)
                 parameters, new_values = agent.policy(mb.obs), agent.get_value(mb.obs)
                 logratio = log_prob(parameters, mb.actions, self.continuous) - mb.logprobs
                 ratio = logratio.exp()
@@ -856,7 +872,9 @@ class Learner:
                     own_kl = self.kl(mb.parameters, parameters).mean()
                     loss = loss + self.beta * own_kl
                 if coupled:
-                    comm_kl = torch.stack([weight * self.kl(parameters, q[rows]).mean() for weight, q in coupled]).sum()
+                    comm_kl = torch.stack(
+                        [weight * self.kl(parameters, q[rows]).mean() for weight, q in shuffled_coupled]
+                    ).sum()
                     loss = loss + args.penalty_coeff * comm_kl
 
                 self.optimizer.zero_grad()
