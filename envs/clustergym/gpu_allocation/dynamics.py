@@ -40,9 +40,9 @@ N_HABIT = HABIT_ROW + N_TEMPLATES
 # Columns of an owner's history: what was measured of its earlier pods.
 (
     H_COUNT, H_MEAN, H_SPREAD, H_MAX, H_LAST, H_LAST_SHARE, H_MISSED, H_LAST_MISSED, H_WORST_SHARE, H_BEST_SHARE,
-    H_MEMORY, H_MEMORY_MAX, H_OOM,
-) = range(13)  # fmt: skip
-N_HISTORY = 13
+    H_MEMORY_MAX, H_OOM,
+) = range(12)  # fmt: skip
+N_HISTORY = 12
 # Columns of what the last step came to.
 (
     O_REWARD, O_EFFICIENCY, O_QOS, O_MONOPOLY, O_UNDER, O_CORES, O_MEMORY, O_USAGE, O_MET, O_OOM, O_PODS, O_LATENCY,
@@ -308,10 +308,22 @@ def observe(s: State, b: int, utilisation: float, obs: npt.NDArray[np.float32]) 
     obs[b, 4] = n / MAX_PODS
     if obs.shape[1] > N_STATE:
         h = s.history[b, int(s.ask[b, ASK_OWNER])]
+        cores, memory = obs[b, 0], obs[b, 1]
         obs[b, 5] = h[H_COUNT] / (h[H_COUNT] + 4.0)
-        for k in range(H_MEAN, N_HISTORY):
-            obs[b, 5 + k] = min(h[k], 1.0)
-        obs[b, 5 + N_HISTORY] = s.ask[b, ASK_SENSITIVE]
+        obs[b, 6] = h[H_MEAN]
+        obs[b, 7] = h[H_SPREAD]
+        obs[b, 8] = h[H_MISSED]
+        obs[b, 9] = h[H_LAST_MISSED]
+        obs[b, 10] = h[H_OOM]
+        obs[b, 11] = s.ask[b, ASK_SENSITIVE]
+        # In units of the GPU, for a pod of the size that waits: an allocation is near a linear function of these.
+        obs[b, 12] = h[H_MEAN] * cores
+        obs[b, 13] = h[H_MAX] * cores
+        obs[b, 14] = h[H_LAST] * cores
+        obs[b, 15] = h[H_LAST_SHARE] * cores
+        obs[b, 16] = h[H_WORST_SHARE] * cores
+        obs[b, 17] = h[H_BEST_SHARE] * cores
+        obs[b, 18] = h[H_MEMORY_MAX] * memory
 
 
 @_compiled
@@ -321,7 +333,6 @@ def remember(h: Floats, usage: float, share: float, met: bool, oom: bool, memory
     rate = max(1.0 / h[H_COUNT], MEMORY_RATE)
     missed = 0.0 if met else 1.0
     h[H_OOM] += rate * ((1.0 if oom else 0.0) - h[H_OOM])
-    h[H_MEMORY] += rate * (memory - h[H_MEMORY])
     h[H_MEMORY_MAX] = max(memory, h[H_MEMORY_MAX])
     h[H_MISSED] += rate * (missed - h[H_MISSED])
     h[H_LAST_MISSED] = missed

@@ -105,13 +105,13 @@ class GPUAllocationEnv(gymnasium.Env[Obs, npt.NDArray[np.float32]]):
     | 2, 3 | GPU utilisation, memory used / total |
     | 4 | running pods / 10 |
     | 5 | the owner's earlier pods: n / (n + 4) |
-    | 6 – 9 | part of the requested cores that they used: mean, mean deviation, largest (slowly forgotten), last |
-    | 10 | part of the requested cores that the last one got |
-    | 11, 12 | how often they missed their objective (running mean); whether the last one did |
-    | 13, 14 | largest part of a request that missed, smallest that met the objective (both slowly forgotten) |
-    | 15, 16 | part of the requested memory that they used: mean, largest |
-    | 17 | how often they were killed for memory (running mean) |
-    | 18 | whether the pod that waits is latency-sensitive |
+    | 6, 7 | part of the requested cores that they used: running mean, mean deviation |
+    | 8, 9, 10 | how often they missed their objective (running mean), whether the last one did, how often memory killed them |
+    | 11 | whether the pod that waits is latency-sensitive |
+    | 12 – 14 | cores / 100 that this pod would use if it were like them: mean, most (slowly forgotten), last |
+    | 15 | cores / 100 that this pod would get if it got the part of its request that the last one got |
+    | 16, 17 | likewise, the largest part that missed and the smallest part that met the objective (both slowly forgotten) |
+    | 18 | memory / 32768 MB that this pod would use if it used the largest part of its request that they did |
 
     ## Rewards
     `0.5 · usage / allocation`, +1 where the pod meets its objective and −0.5 where not, −0.3 where it holds more than 1.5 times the
