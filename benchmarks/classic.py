@@ -44,7 +44,10 @@ TASKS = {
     "Acrobot-v1": Task(-100.0, ()),
     "LunarLander-v3": Task(
         200.0,
-        ("--total-timesteps", "1500000", "--gamma", "0.999", "--gae-lambda", "0.98", "--num-steps", "256"),
+        (
+            *("--total-timesteps", "1000000", "--gamma", "0.999", "--gae-lambda", "0.98"),
+            *("--num-steps", "128", "--num-minibatches", "8", "--learning-rate", "0.001"),
+        ),
     ),
 }
 

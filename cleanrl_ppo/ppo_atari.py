@@ -227,8 +227,8 @@ def make_env(env_id: str, training: bool) -> gym.Env:
     if getattr(env.unwrapped, "_frameskip", None) != 1:
         raise ValueError(f"{env_id} skips frames by itself, and MaxAndSkip would skip again: use <Game>NoFrameskip-v4")
     env = RecordEpisodeStatistics(env)
-    env = NoopReset(env, noop_max=30)
-    env = MaxAndSkip(env, skip=4)
+    env = NoopReset(env)
+    env = MaxAndSkip(env)
     if training:
         env = EpisodicLife(env)
     if "FIRE" in env.unwrapped.get_action_meanings():
