@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,8 @@ def render(plan: Plan, engine: str, load: str, command: str) -> str:
         # "</script>" inside a string would end the script.
         "DATA": json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
     }
-    for key, value in fields.items():
-        template = template.replace(f"@@{key}@@", value, 1)
-    return template
+    # In one go: what is filled in may itself look like a mark.
+    return re.sub(r"@@([A-Z]+)@@", lambda mark: fields[mark[1]], template)
 
 
 def _headline(plan: Plan) -> str:
