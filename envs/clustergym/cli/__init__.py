@@ -15,7 +15,9 @@ from rich.table import Table
 
 COMMANDS = {
     "eval": ("evaluate", "compare planners, or allocation policies (--task gpu-allocation), on held-out traffic"),
-    "trace": ("trace", "look at token traces, make synthetic ones"),
+    "trace": ("trace", "look at token traces, make synthetic ones, import what engines recorded"),
+    "plan": ("plan", "choose a placement that an engine loads, with a report on held-out traffic"),
+    "sweep": ("sweep", "run a wandb sweep file locally, resume it, show its leaderboard"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
 }
 """Command → (module, what it does)."""
