@@ -22,6 +22,7 @@ from clustergym.moe_placement.specs import get_cluster
 from clustergym.planners import PLANNERS
 
 DEFAULT_PLANNERS = [name for name in PLANNERS if name != "exact"]
+POLICIES = ("policy", "policy-guided")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -42,6 +43,8 @@ class Command:
     """Model preset; by default the one that the trace names."""
     planner: list[str] = field(default_factory=lambda: ["all"])
     """'all', or one or more planners by name."""
+    checkpoint: str = "pretrained"
+    """Of the planners 'policy' and 'policy-guided': a policy.pt, the folder of a training run, or 'pretrained'."""
     schedule: str = "drift"
     """stationary: plan once on one part of the trace, serve the rest. drift, switch, replay: re-plan after each window."""
     window_tokens: int = 2048
@@ -158,6 +161,8 @@ def run(args: Command, console: Console, line: str) -> None:
     if args.layers is not None:
         trace = trace.select(layers=args.layers)
     names = DEFAULT_PLANNERS if args.planner == ["all"] else args.planner
+    if args.planner == ["all"] and args.comm == "stay":
+        names = [name for name in names if name not in POLICIES]
     for name in names:
         if name not in PLANNERS:
             raise ValueError(f"unknown planner {name!r}; expected 'all' or some of: {', '.join(PLANNERS)}")
@@ -186,7 +191,8 @@ def run(args: Command, console: Console, line: str) -> None:
         def announce(name: str) -> None:
             bar.update(task, description=name, completed=names.index(name))
 
-        results = compare(trace, simulator, names, protocol, announce)
+        options: dict[str, dict[str, object]] = {name: {"checkpoint": args.checkpoint} for name in POLICIES}
+        results = compare(trace, simulator, names, protocol, announce, options)
     title = f"{trace.name} on {cluster.name}, {args.schedule}"
     console.print(results_table(results, title))
     if args.plot is not None:
