@@ -61,7 +61,7 @@ class Args:
     flags: str = ""
     """More flags for the trainer, as one string: --flags="--num-envs 8"."""
     output: Path = Path("runs/classic")
-    """Prefix of the .json and .png files."""
+    """Prefix of the .json and .png files; runs that the .json holds already are not repeated."""
 
 
 def train(env_id: str, seed: int, flags: list[str]) -> dict[str, object]:
@@ -93,7 +93,6 @@ def plot(results: dict[str, list[dict[str, object]]], path: Path) -> None:
         panel.set(title=env_id, xlabel="thousand environment steps", ylabel="return, last 100 episodes")
         panel.legend(fontsize=8, loc="lower right")
         panel.grid(alpha=0.3)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -104,12 +103,16 @@ def main() -> None:
     table = Table(
         "environment", "steps", "seeds ≥ solved", "return, last 100", "held-out, greedy", "first solved at, steps"
     )
-    results: dict[str, list[dict[str, object]]] = {}
+    store = args.output.with_suffix(".json")
+    results: dict[str, list[dict[str, object]]] = json.loads(store.read_text()) if store.exists() else {}
+    store.parent.mkdir(parents=True, exist_ok=True)
     for env_id in args.envs:
-        runs = results[env_id] = []
+        runs = results.setdefault(env_id, [])
         for seed in args.seeds:
-            console.print(f"{env_id} seed {seed} …", style="dim")
-            runs.append(train(env_id, seed, shlex.split(args.flags)))
+            if seed not in [run["seed"] for run in runs]:
+                console.print(f"{env_id} seed {seed} …", style="dim")
+                runs.append(train(env_id, seed, shlex.split(args.flags)))
+                store.write_text(json.dumps(results))
         last = [float(str(run["train_return_100"])) for run in runs]
         held_out = [float(str(run["mean_return"])) for run in runs]
         solved = TASKS[env_id].solved
@@ -125,10 +128,9 @@ def main() -> None:
             f"{np.mean(held_out):.1f} ± {ci95(held_out):.1f}",
             ", ".join("never" if step is None else f"{step:,}" for step in first),
         )
-        plot(results, args.output.with_suffix(".png"))
-        args.output.with_suffix(".json").write_text(json.dumps(results, indent=1))
+    plot(results, args.output.with_suffix(".png"))
     console.print(table)
-    console.print(f"wrote {args.output.with_suffix('.json')} and {args.output.with_suffix('.png')}")
+    console.print(f"wrote {store} and {args.output.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+import yaml
 
 from trainers import FOLDER, load_trainer
 
@@ -105,3 +106,16 @@ def test_help_shows_every_flag_and_the_common_ones_exist(path: Path, capsys: pyt
     assert {"seed", "run_dir", "cuda", "track", "save_model", "resume"} <= names
     assert inspect.getdoc(module), f"{path.name} has no module docstring"
     assert dataclasses.asdict(tyro.cli(module.Args, args=[])) == dataclasses.asdict(module.Args())
+
+
+@pytest.mark.parametrize("sweep", sorted((FOLDER.parent / "sweeps").glob("*.yaml")), ids=lambda path: path.name)
+def test_sweeps_name_flags_and_metrics_of_their_program(sweep: Path) -> None:
+    content = yaml.safe_load(sweep.read_text())
+    program = FOLDER.parent / content["program"]
+    fields = {field.name for field in dataclasses.fields(load_trainer(program.stem).Args)}
+    unknown = {name for name in content["parameters"] if name.replace("-", "_") not in fields}
+    assert not unknown, f"{sweep.name}: {program.name} has no such arguments: {unknown}"
+    assert content["metric"]["goal"] in ("maximize", "minimize")
+    group, _, name = content["metric"]["name"].partition("/")
+    source = program.read_text()
+    assert f'"{group}/{name}"' in source or (f'"{group}/{{' in source and f'"{name}"' in source)
