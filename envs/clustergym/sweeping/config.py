@@ -124,10 +124,7 @@ def load_sweep(path: Path) -> Sweep:
         raise ValueError(f"{path}: {'; '.join(wrong)}")
     if known.get("method") not in METHODS:
         raise ValueError(f"{path}: method {known.get('method')!r} cannot run locally; expected {', '.join(METHODS)}")
-    command = known.get("command", DEFAULT_COMMAND)
-    if not isinstance(command, list):
-        raise ValueError(f"{path}: command is a {type(command).__name__}: expected a list of words and macros")
-    if "${program}" in command and not known.get("program"):
+    if "${program}" in known.get("command", DEFAULT_COMMAND) and not known.get("program"):
         raise ValueError(f"{path}: no program: which script is to run?")
     if (known["method"] == "bayes" or "early_terminate" in known) and "metric" not in known:
         raise ValueError(f"{path}: {'bayes' if known['method'] == 'bayes' else 'early_terminate'} needs a metric")

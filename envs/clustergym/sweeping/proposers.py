@@ -117,13 +117,11 @@ class OptunaProposer:
             return d.FloatDistribution(low, high)
         if kind == "log_uniform_values":
             return d.FloatDistribution(low, high, log=True)
-        if kind == "log_uniform":  # bounds are exponents of e
-            return d.FloatDistribution(float(np.exp(low)), float(np.exp(high)), log=True)
         if kind == "q_uniform":
             return d.FloatDistribution(low, high, step=spec.get("q", 1.0))
         raise ValueError(
             f"{self.sweep.path}: parameter {name!r} is {kind}, which Optuna does not know: use uniform, int_uniform, "
-            "log_uniform, log_uniform_values, q_uniform or values, or the proposer 'sweeps'"
+            "log_uniform_values, q_uniform or values, or the proposer 'sweeps'"
         )
 
     def propose(self, runs: Sequence[Run]) -> dict[str, Any] | None:

@@ -90,8 +90,12 @@ class Runner:
         except BlockingIOError as error:
             os.close(self._lock)
             raise ValueError(f"{folder}: another process runs this sweep") from error
-        self.store = Store(folder / "sweep.db")
-        self.store.begin(sweep.path, sweep.config, proposer, seed)
+        try:
+            self.store = Store(folder / "sweep.db")
+            self.store.begin(sweep.path, sweep.config, proposer, seed)
+        except BaseException:
+            os.close(self._lock)
+            raise
         self._processes: list[_Process] = []
         self._failures: list[Run] = []
 
