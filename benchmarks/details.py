@@ -332,6 +332,216 @@ DETAILS: list[Detail] = [
         (("obs / 255.0", "obs.float()"),),
     ),
     Detail(
+        "23",
+        "a normal distribution for continuous actions",
+        "ppo_gpu_alloc",
+        "actions[step] = mean + std * noise[step]",
+        (
+            "test_ppo_details.py::test_samples_come_from_the_policy",
+            "test_ppo_details.py::test_the_policy_is_a_normal_distribution_with_independent_components",
+        ),
+        (
+            ("actions[step] = mean + std * noise[step]", "actions[step] = mean"),
+            ("noise = torch.randn(*shape, 2)", "noise = 2 * torch.rand(*shape, 2) - 1"),
+            ("- std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).sum(-1)"),
+        ),
+    ),
+    Detail(
+        "24",
+        "log standard deviation independent of the state, 0 at first",
+        "ppo_gpu_alloc",
+        "self.log_std = nn.Parameter(torch.zeros(num_actions))",
+        ("test_ppo_details.py::test_the_standard_deviation_is_a_parameter_that_no_state_changes",),
+        (
+            ("nn.Parameter(torch.zeros(num_actions))", "nn.Parameter(torch.full((num_actions,), -0.5))"),
+            ("nn.Parameter(torch.zeros(num_actions))", "torch.zeros(num_actions)"),
+        ),
+    ),
+    Detail(
+        "25",
+        "independent components: log-densities summed",
+        "ppo_gpu_alloc",
+        "- std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)",
+        ("test_ppo_details.py::test_the_policy_is_a_normal_distribution_with_independent_components",),
+        (
+            ("- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).mean(-1)"),
+            ("0.5 * np.log(2 * np.pi) + std.log()).sum(-1)", "0.5 * np.log(2 * np.pi) + std.log()).mean(-1)"),
+        ),
+    ),
+    Detail(
+        "26",
+        "separate networks for policy and value",
+        "ppo_gpu_alloc",
+        "self.critic = network(1, 1.0)",
+        ("test_ppo_details.py::test_policy_and_value_have_networks_of_their_own",),
+        (
+            (
+                "self.critic = network(1, 1.0)",
+                "self.critic = nn.Sequential(*list(self.actor)[:4], layer_init(nn.Linear(hidden, 1), 1.0))",
+            ),
+        ),
+    ),
+    Detail(
+        "27",
+        "actions clipped for the environment, stored raw",
+        "ppo_gpu_alloc",
+        "next_obs, reward, ended = envs.step(clip_action(actions[step]))",
+        ("test_ppo_details.py::test_actions_are_clipped_for_the_environment_and_stored_raw",),
+        (
+            ("envs.step(clip_action(actions[step]))", "envs.step(actions[step])"),
+            ("actions[step] = mean + std * noise[step]", "actions[step] = clip_action(mean + std * noise[step])"),
+            ("return raw.clamp(0.0, 1.0)", "return raw.sigmoid()"),
+        ),
+    ),
+    Detail(
+        "28",
+        "observations normalised by running statistics, saved, frozen in evaluation",
+        "ppo_gpu_alloc",
+        "scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)",
+        (
+            "test_ppo_details.py::test_observations_are_normalised_and_clipped_at_ten",
+            "test_ppo_details.py::test_running_statistics_are_those_of_everything_seen",
+            "test_ppo_details.py::test_statistics_grow_in_training_are_saved_and_stand_still_in_evaluation",
+        ),
+        (
+            ("scaled = (obs - statistics.mean) /", "scaled = obs /"),
+            ("(obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)", "(obs - statistics.mean)"),
+            ("gap**2 * self.count * n / total", "0.0 * gap"),
+            ("                    self.statistics.update(next_obs)\n", "                    pass\n"),
+            ('            "statistics": self.statistics.state_dict(),\n            "scaler"', '            "scaler"'),
+            (
+                "        return clip_action(agent.actor(rollouts._prepared(envs.obs)",
+                "        rollouts.statistics.update(envs.obs)\n"
+                "        return clip_action(agent.actor(rollouts._prepared(envs.obs)",
+            ),
+        ),
+    ),
+    Detail(
+        "29",
+        "normalised observations clipped at ±10",
+        "ppo_gpu_alloc",
+        "NORM_CLIP = 10.0",
+        ("test_ppo_details.py::test_observations_are_normalised_and_clipped_at_ten",),
+        (
+            ("NORM_CLIP = 10.0", "NORM_CLIP = 5.0"),
+            (
+                "torch.sqrt(statistics.var + 1e-8)\n    return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
+                "torch.sqrt(statistics.var + 1e-8)\n    return scaled.float()",
+            ),
+        ),
+    ),
+    Detail(
+        "30",
+        "rewards scaled by the deviation of the discounted return, no mean",
+        "ppo_gpu_alloc",
+        "scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)",
+        (
+            "test_ppo_details.py::test_rewards_are_divided_by_the_deviation_of_the_discounted_return",
+            "test_ppo_details.py::test_scaling_reaches_the_advantages",
+        ),
+        (
+            ("scaled = rewards / torch", "scaled = (rewards - self.statistics.mean) / torch"),
+            ("self.returns = self.returns * self.gamma + rewards", "self.returns = rewards + 0.0"),
+            ("self.returns = torch.where(dones, 0.0, self.returns)", "pass"),
+            ("rewards[step] = self.scaler(reward, ended) if args.norm_reward else reward", "rewards[step] = reward"),
+        ),
+    ),
+    Detail(
+        "31",
+        "scaled rewards clipped at ±10",
+        "ppo_gpu_alloc",
+        "        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
+        ("test_ppo_details.py::test_scaled_rewards_are_clipped_at_ten",),
+        (
+            (
+                "torch.sqrt(self.statistics.var + 1e-8)\n        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
+                "torch.sqrt(self.statistics.var + 1e-8)\n        return scaled.float()",
+            ),
+        ),
+    ),
+    Detail(
+        "32",
+        "LSTM weights orthogonal with standard deviation 1, biases 0",
+        "ppo_lstm",
+        "nn.init.orthogonal_(parameter, 1.0)",
+        ("test_ppo_details.py::test_lstm_weights_are_orthogonal_and_its_biases_zero",),
+        (
+            ("nn.init.orthogonal_(parameter, 1.0)", "nn.init.orthogonal_(parameter, 2**0.5)"),
+            ("nn.init.constant_(parameter, 0.0)", "pass"),
+            ("init_lstm(nn.LSTM(hidden, hidden))", "nn.LSTM(hidden, hidden)"),
+        ),
+    ),
+    Detail(
+        "33",
+        "LSTM state zero at first",
+        "ppo_lstm",
+        "zeros = torch.zeros(1, num_envs, self.lstm.hidden_size, device=self.log_std.device)",
+        ("test_ppo_details.py::test_the_first_state_is_zero",),
+        (
+            ("zeros = torch.zeros(1, num_envs", "zeros = torch.ones(1, num_envs"),
+            ("self.state = agent.initial_state(args.num_envs)", "self.state = [torch.rand(1, args.num_envs, 16)] * 2"),
+        ),
+    ),
+    Detail(
+        "34",
+        "LSTM state forgotten where an episode ended, in playing and in training",
+        "ppo_lstm",
+        "keep = (~starts[begin]).to(encoded.dtype)[None, :, None]",
+        (
+            "test_ppo_details.py::test_the_state_is_forgotten_where_an_episode_starts",
+            "test_ppo_details.py::test_rollouts_forget_at_the_end_of_an_episode_and_training_does_so_too",
+        ),
+        (
+            ("keep = (~starts[begin]).to(encoded.dtype)[None, :, None]", "keep = 1.0"),
+            ("self.start = ended.clone()", "pass"),
+            ("agent.remember(mb.obs, mb.starts, mb.state)", "agent.remember(mb.obs, mb.starts & False, mb.state)"),
+            (
+                "agent.remember(obs[step : step + 1].to(device), self.start[None], self.state)",
+                "agent.remember(obs[step : step + 1].to(device), self.start[None] & False, self.state)",
+            ),
+        ),
+    ),
+    Detail(
+        "35",
+        "minibatches of whole sequences, by environment",
+        "ppo_lstm",
+        "for envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):",
+        ("test_ppo_details.py::test_minibatches_are_whole_sequences_of_some_environments",),
+        (
+            ("torch.randperm(args.num_envs).chunk", "torch.randint(args.num_envs, (args.num_envs,)).chunk"),
+            ("torch.randperm(args.num_envs).chunk(args.num_minibatches)", "[torch.randperm(args.num_envs)]"),
+            ("if args.num_envs % args.num_minibatches:", "if False:"),
+        ),
+    ),
+    Detail(
+        "36",
+        "LSTM states rebuilt in training from the rollout's first",
+        "ppo_lstm",
+        "initial = (self.state[0].clone(), self.state[1].clone())",
+        ("test_ppo_details.py::test_training_rebuilds_states_from_the_one_the_rollout_began_with",),
+        (
+            (
+                "initial = (self.state[0].clone(), self.state[1].clone())",
+                "initial = agent.initial_state(args.num_envs)",
+            ),
+            ("batch = Batch(*parts, state=initial)", "batch = Batch(*parts, state=self.state)"),
+        ),
+    ),
+    Detail(
+        "37",
+        "an action of several components: their log-probabilities added",
+        "ppo_moe_marl",
+        "expert_logprobs.gather(-1, batch.expert[rows, None]) + node_logprobs.gather(-1, batch.node[rows, None])",
+        (
+            "test_ppo_details.py::test_components_of_an_action_add_their_log_probabilities_in_training_as_in_playing",
+            "test_ppo_moe_marl.py::test_log_probabilities_of_both_choices_add_up_and_the_first_ratio_is_one",
+        ),
+        (
+            ("expert_logprobs.gather(-1, batch.expert[rows, None]) + node_logprobs", "node_logprobs"),
+            ("legal, expert_logprob + node_logprob, values", "legal, expert_logprob, values"),
+        ),
+    ),
+    Detail(
         "clip annealing",
         "clip range annealed, behind a flag",
         "ppo",
@@ -395,7 +605,7 @@ DETAILS: list[Detail] = [
 def page() -> str:
     """The whole of docs/37-details.md."""
     rows = [
-        f"| {detail.key} | {detail.name} | `cleanrl_ppo/{detail.trainer}.py:{detail.line()}` | `{detail.code}` | "
+        f"| {detail.key} | {detail.name} | `cleanrl_ppo/{detail.trainer}.py:{detail.line()}` | `{detail.code.strip()}` | "
         + ", ".join(f"`{test}`" for test in detail.tests)
         + " |"
         for detail in DETAILS
