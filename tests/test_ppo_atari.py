@@ -89,7 +89,7 @@ def test_actions_last_four_frames_and_the_last_two_are_merged() -> None:
     game = Game()
     env = atari.MaxAndSkip(game)
     env.reset()
-    flicker = iter([(1, 0), (2, 0), (0, 7), (9, 0)])
+    flicker = iter([(100, 0), (2, 100), (0, 7), (9, 0)])
 
     def frame() -> np.ndarray:
         left, right = next(flicker)
@@ -253,6 +253,7 @@ def test_the_network_is_the_nature_cnn_shared_by_both_heads() -> None:
     agent = atari.Agent(6)
     convs = [m for m in agent.network if isinstance(m, nn.Conv2d)]
     shapes = [(c.in_channels, c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
+    assert all(c.padding == (0, 0) for c in convs)
     assert shapes == [(4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
     assert [m.out_features for m in agent.network if isinstance(m, nn.Linear)] == [512]
     assert sum(isinstance(m, nn.ReLU) for m in agent.network) == 4
