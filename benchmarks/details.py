@@ -588,6 +588,7 @@ DETAILS: list[Detail] = [
         (
             "test_ppo.py::test_a_masked_distribution_is_the_distribution_over_valid_actions",
             "test_ppo.py::test_invalid_actions_are_never_played",
+            "test_ppo.py::test_ratio_is_one_in_the_first_minibatch",
             UPDATE,
         ),
         (
