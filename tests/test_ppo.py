@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clustergym.training import World, load_checkpoint, read_scalars
+from clustergym.training import World, load_checkpoint, read_scalars, run_folder
 from trainers import FOLDER, load_trainer
 
 ppo = load_trainer("ppo")
@@ -676,6 +676,13 @@ def test_gradients_are_averaged_over_processes(tmp_path: Path) -> None:
         assert weight.tolist() == [[1.5, 1.5]]
         assert bias.tolist() == [5.0]
         assert float(mean) == 1.5
+
+
+def test_processes_agree_on_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder("a")
+    folders = in_two_processes(lambda world, _: str(run_folder("a")), tmp_path)
+    assert folders == ["runs/a-2", "runs/a-2"]
 
 
 def test_two_processes_learn_one_network_from_their_own_experience(tmp_path: Path) -> None:

@@ -55,8 +55,16 @@ def run_folder(name: str, run_dir: str | Path | None = None, resume: bool = Fals
     Without ``run_dir`` a fresh run takes ``runs/<name>``, or ``runs/<name>-2`` and so on where that is taken, and a resumed one
     the newest of these that holds a checkpoint. A given ``run_dir`` that already holds a checkpoint is only entered to
     resume: a fresh run would mix its curves with the old ones. Without any checkpoint to resume from, the run starts
-    afresh, so the command that ``--resume`` stands in may be repeated until it is done.
+    afresh, so the command that ``--resume`` stands in may be repeated until it is done. Under ``torchrun`` rank 0 chooses for all.
     """
+    if not torch.distributed.is_initialized():
+        return _choose_folder(name, run_dir, resume)
+    chosen = [str(_choose_folder(name, run_dir, resume)) if torch.distributed.get_rank() == 0 else ""]
+    torch.distributed.broadcast_object_list(chosen)
+    return Path(chosen[0])
+
+
+def _choose_folder(name: str, run_dir: str | Path | None, resume: bool) -> Path:
     if run_dir is not None:
         folder = Path(run_dir)
         if (folder / CHECKPOINT_NAME).exists() and not resume:
