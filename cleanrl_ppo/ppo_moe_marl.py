@@ -525,7 +525,7 @@ def supervised_step(
     encoded = agent.encode(inputs, view.same_node)
     logprobs = agent.expert_logits(inputs, encoded).gather(-1, looked).log_softmax(-1)
     expert_loss = -(logprobs * (best / args.pretrain_temperature).softmax(-1)).sum(-1).mean()
-    node_loss = torch.zeros(())
+    node_loss = torch.zeros((), device=rows.device)
     # The best expert, and one at random.
     for pick in (best.argmax(-1), torch.zeros_like(rows)):
         expert = looked[rows, pick]
@@ -537,7 +537,7 @@ def supervised_step(
     world.average_gradients(agent.parameters())
     nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
     optimizer.step()
-    return {"pretrain/expert_loss": float(expert_loss), "pretrain/node_loss": float(node_loss)}
+    return {"pretrain/expert_loss": expert_loss.item(), "pretrain/node_loss": node_loss.item()}
 
 
 class ReturnStatistics:
@@ -610,9 +610,43 @@ def update(
     return metrics
 
 
+def iterate(
+    agent: PlacementPolicy,
+    optimizer: torch.optim.Adam,
+    rollouts: Rollouts,
+    statistics: ReturnStatistics,
+    args: Args,
+    world: World,
+) -> dict[str, float]:
+    """One rollout and what is learnt from it; returns the metrics."""
+    rollouts.seconds = dict.fromkeys(rollouts.seconds, 0.0)
+    began = time.perf_counter()
+    batch = rollouts.collect()
+    collected = time.perf_counter()
+    mean, std = statistics.update(batch.returns, world)
+    if args.norm_value:
+        device = batch.returns.device
+        agent.standardise(torch.tensor(mean, device=device), torch.tensor(std, device=device))
+    metrics = update(agent, optimizer, batch, rollouts.view.same_node, args, world)
+    updated = time.perf_counter()
+    elapsed = max(updated - began, 1e-9)
+    return metrics | {
+        "charts/episodic_saved": rollouts.saved,
+        "charts/return_mean": mean,
+        "charts/return_std": std,
+        "charts/learning_rate": optimizer.param_groups[0]["lr"],
+        "charts/SPS": len(batch) * world.size / elapsed,
+        "time/simulator": rollouts.seconds["simulator"] / elapsed,
+        "time/policy": rollouts.seconds["policy"] / elapsed,
+        "time/update": (updated - collected) / elapsed,
+    }
+
+
 def all_finite(agent: nn.Module, metrics: dict[str, float]) -> bool:
     """Whether a run can go on: no NaN or infinity in the losses (an undefined explained variance is no fault) or weights."""
-    losses = [value for name, value in metrics.items() if name != "losses/explained_variance"]
+    losses = [
+        value for name, value in metrics.items() if name.startswith("losses/") and name != "losses/explained_variance"
+    ]
     return bool(np.isfinite(losses).all()) and all(bool(torch.isfinite(p).all()) for p in agent.parameters())
 
 
@@ -640,7 +674,9 @@ class Referee:
         return evaluate_planner(planner, name, self.task.train, trace, protocol)
 
     def policy(self, agent: PlacementPolicy, name: str, protocol: Protocol, trace: TokenTrace) -> Result:
-        planner = Policy(self.task.simulator, policy=(agent, self.task.view))
+        # A copy on the CPU, where planners work.
+        copy = PlacementPolicy.from_state(agent.as_state()).eval()
+        planner = Policy(self.task.simulator, policy=(copy, self.task.view))
         return evaluate_planner(planner, name, self.task.train, trace, protocol)
 
     def look(self, agent: PlacementPolicy) -> dict[str, float]:
@@ -761,41 +797,18 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 rollouts.restart(derive_seed(args.seed, iteration, world.rank))
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
-            rollouts.seconds = dict.fromkeys(rollouts.seconds, 0.0)
-            began = time.perf_counter()
-            batch = rollouts.collect()
-            collected = time.perf_counter()
-            mean, std = statistics.update(batch.returns, world)
-            if args.norm_value:
-                agent.standardise(torch.tensor(mean, device=device), torch.tensor(std, device=device))
-            metrics = update(agent, optimizer, batch, rollouts.view.same_node, args, world)
-            updated = time.perf_counter()
+            metrics = iterate(agent, optimizer, rollouts, statistics, args, world)
             if not all_finite(agent, metrics):
                 good = folder / CHECKPOINT_NAME
                 kept = f"the last good checkpoint is {good}" if good.exists() else "there is no checkpoint yet"
                 raise FloatingPointError(
                     f"iteration {iteration}: a loss or weight is not finite ({metrics}); {kept}; "
-                    "try a lower --learning-rate, then --resume is not needed: start anew"
+                    "a lower --learning-rate may help"
                 )
             step = iteration * batch_size
             if args.eval_interval and (iteration % args.eval_interval == 0 or iteration == num_iterations):
                 shown = look(step)
-            elapsed = max(updated - began, 1e-9)
-            logger.scalars(
-                metrics
-                | shown
-                | {
-                    "charts/episodic_saved": rollouts.saved,
-                    "charts/return_mean": mean,
-                    "charts/return_std": std,
-                    "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                    "charts/SPS": args.num_envs * args.num_steps / elapsed,
-                    "time/simulator": rollouts.seconds["simulator"] / elapsed,
-                    "time/policy": rollouts.seconds["policy"] / elapsed,
-                    "time/update": (updated - collected) / elapsed,
-                },
-                step,
-            )
+            logger.scalars(metrics | shown, step)
             progress.update(step, **{name.removeprefix("validation/"): value for name, value in shown.items()})
             if iteration % interval == 0 or iteration == num_iterations:
                 save(iteration)
