@@ -140,6 +140,8 @@ class Args:
     """Stop an update after the epoch whose KL to the policy before the update exceeds this; None never stops."""
     bootstrap_truncated: bool = True
     """At a time limit, value the state that would have come next; False counts it as the end."""
+    init_logstd: float = 0.0
+    """With Box actions: logarithm of the policy's standard deviation at the start, in units of half the box where it is bounded."""
     hidden: int = 64
     """Width of the two hidden layers of policy and value network."""
 
@@ -353,7 +355,7 @@ def plot_graph(matrix: np.ndarray, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-# ALGO LOGIC: parts copied letter for letter from ppo.py
+# ALGO LOGIC: parts copied letter for letter from ppo.py and ppo_gpu_alloc.py
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:
@@ -431,6 +433,16 @@ def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
     return -(terms if mask is None else torch.where(mask, terms, 0.0)).sum(-1)
 
 
+def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Log-density of independent normal components: theirs summed (…, components) → (…)."""
+    return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Entropy of independent normal components, summed."""
+    return (0.5 + 0.5 * np.log(2 * np.pi) + std.log()).sum(-1)
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 − Var[returns − values] / Var[returns]: 1 for a perfect value function, 0 for a constant, NaN for constant returns."""
     variance = returns.var()
@@ -468,20 +480,22 @@ def flatten(space: gym.Space, obs: Any) -> np.ndarray:
 # ALGO LOGIC: policies, exact divergences, agents
 
 
-class Policy(nn.Module):
+class FederatedPolicy(nn.Module):
     """From observations (B, obs) to the parameters of a distribution over actions.
 
     Discrete actions: logits (B, actions). Continuous ones: mean and log standard deviation, (B, 2 · dimensions); the latter does
-    not depend on the observation and starts at 0. This is the part of an agent that its neighbours see.
+    not depend on the observation. This is the part of an agent that its neighbours see.
     """
 
-    def __init__(self, obs_size: int, action_size: int, continuous: bool, hidden: int) -> None:
+    def __init__(
+        self, obs_size: int, action_size: int, continuous: bool, hidden: int, init_logstd: float = 0.0
+    ) -> None:
         super().__init__()
         self.net = nn.Sequential(
             layer_init(nn.Linear(obs_size, hidden)), nn.Tanh(), layer_init(nn.Linear(hidden, hidden)), nn.Tanh(),
             layer_init(nn.Linear(hidden, action_size), std=0.01),
         )  # fmt: skip
-        self.logstd = nn.Parameter(torch.zeros(action_size)) if continuous else None
+        self.logstd = nn.Parameter(torch.full((action_size,), init_logstd)) if continuous else None
 
     def forward(self, obs: Tensor) -> Tensor:
         out = self.net(obs)
@@ -509,13 +523,13 @@ def log_prob(parameters: Tensor, actions: Tensor, continuous: bool) -> Tensor:
     if not continuous:
         return parameters.log_softmax(-1).gather(-1, actions[:, None]).squeeze(-1)
     mean, logstd = parameters.chunk(2, -1)
-    return (-0.5 * ((actions - mean) * (-logstd).exp()) ** 2 - logstd - 0.5 * math.log(2 * math.pi)).sum(-1)
+    return gaussian_logprob(actions, mean, logstd.exp())
 
 
 def policy_entropy(parameters: Tensor, continuous: bool) -> Tensor:
     if not continuous:
         return categorical_entropy(parameters.log_softmax(-1), None)
-    return (parameters.chunk(2, -1)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+    return gaussian_entropy(parameters.chunk(2, -1)[1].exp())
 
 
 def adapted_beta(beta: float, kl: float, target: float) -> float:
@@ -528,9 +542,11 @@ def adapted_beta(beta: float, kl: float, target: float) -> float:
 class FederatedAgent(nn.Module):
     """A policy and a value function, two multilayer perceptrons."""
 
-    def __init__(self, obs_size: int, action_size: int, continuous: bool, hidden: int) -> None:
+    def __init__(
+        self, obs_size: int, action_size: int, continuous: bool, hidden: int, init_logstd: float = 0.0
+    ) -> None:
         super().__init__()
-        self.policy = Policy(obs_size, action_size, continuous, hidden)
+        self.policy = FederatedPolicy(obs_size, action_size, continuous, hidden, init_logstd)
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, hidden)), nn.Tanh(), layer_init(nn.Linear(hidden, hidden)), nn.Tanh(),
             layer_init(nn.Linear(hidden, 1), std=1.0),
@@ -692,11 +708,11 @@ class Learner:
         self.own_weight = float(matrix[index, index]) or 1.0
         self.peers = [j for j in range(args.n_agents) if j != index and (args.log_all_kl or j in self.weights)]
         """Agents whose policies this one receives."""
-        sizes = (self.envs.obs_size, self.envs.action_size, self.continuous, args.hidden)
+        sizes = (self.envs.obs_size, self.envs.action_size, self.continuous, args.hidden, args.init_logstd)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(args.seed, 0 if args.common_init else index, WEIGHTS))
             self.agent = FederatedAgent(*sizes).to(device)
-            self._frozen = Policy(*sizes).to(device)
+            self._frozen = FederatedPolicy(*sizes).to(device)
         self.optimizer = make_optimizer(self.agent, args.learning_rate)
         self.generator = torch.Generator(device).manual_seed(derive_seed(args.seed, index, TRAINING))
         self.iteration = 0
@@ -741,7 +757,14 @@ class Learner:
     def receive(self, round_: int, published: Tensor, received: dict[int, Tensor]) -> dict[str, float]:
         """Take part in an exchange; returns the distances to the policies that came in, in the states visited last."""
         self.round, self.published = round_, published
-        self.neighbours |= received
+        for j, vector in received.items():
+            if bool(vector.isfinite().all()):
+                self.neighbours[j] = vector
+            else:
+                # One agent that diverges must not take its neighbours along.
+                log.warning(
+                    "agent %d: agent %d published NaN or infinity; keeping the last policy of it", self.index, j
+                )
         charts = {}
         if self.batch is not None:
             with torch.no_grad():
@@ -1058,6 +1081,8 @@ class StoreExchange:
         self.readers = sorted(readers)
         self.behind: dict[int, int] = {}
         """Agents that are late, and the newest round known of each (−1: none)."""
+        self._returning: set[int] = set()
+        """Those of them that publish again; their return was told."""
         self.sent_bytes = self.received_bytes = 0
         self.wait_s = self.transfer_s = 0.0
         self._newest: tuple[int, Tensor] | None = None
@@ -1115,6 +1140,7 @@ class StoreExchange:
         blob = pack(round_, vector)
         self._store.set(f"policy/{self.agent}/{round_ % 2}", blob)
         self._store.set(f"rounds/{self.agent}", str(round_ + 1))
+        self._rounds(self._store, self.agent)  # Setting does not wait for the store, reading back does.
         self.sent_bytes += len(blob)
 
     def _rounds(self, store: torch.distributed.Store, agent: int) -> int:
@@ -1154,7 +1180,10 @@ class StoreExchange:
                 blob = store.get(f"policy/{j}/{slot % 2}")
                 self.received_bytes += len(blob)
                 assert self._newest is not None, "an agent publishes before it gathers"
-                received[j] = unpack(blob, self._newest[1].numel(), j)[1]
+                try:
+                    received[j] = unpack(blob, self._newest[1].numel(), j)[1]
+                except ValueError as reason:
+                    log.warning("agent %d: %s; keeping the last policy of it", self.agent, reason)
             self.transfer_s += time.perf_counter() - began
         return received
 
@@ -1174,13 +1203,16 @@ class StoreExchange:
             newest = self._rounds(store, j) - 1
             if newest >= round_:
                 del self.behind[j]
+                self._returning.discard(j)
                 log.warning("agent %d: agent %d is in step again at round %d", self.agent, j, newest)
             elif newest != self.behind[j]:
                 self.behind[j] = newest
-                log.warning(
-                    "agent %d: agent %d is back with its policy of round %d, %d behind; taking it as it comes",
-                    self.agent, j, newest, round_ - newest,
-                )  # fmt: skip
+                if j not in self._returning:
+                    self._returning.add(j)
+                    log.warning(
+                        "agent %d: agent %d is back with its policy of round %d, %d behind; taking it as it comes",
+                        self.agent, j, newest, round_ - newest,
+                    )  # fmt: skip
         for j in sorted(waiting):
             self.behind[j] = self._rounds(store, j) - 1
             last = f"its policy of round {self.behind[j]}" if self.behind[j] >= 0 else "no policy of it"
@@ -1423,6 +1455,10 @@ def train(args: Args) -> dict[str, Any] | None:
         if saved.exists():
             learner.restore(load_checkpoint(saved, "ppo_federated", device))
             log.info("agent %d goes on at round %d, step %d", i, learner.round, learner.step)
+        if learner.step == 0:
+            # What an attempt that got nowhere has logged would stand twice.
+            for curves in own.glob("events.out.tfevents.*"):
+                curves.unlink()
         logger = RunLogger(own, plain_args(args), args.track, start_step=learner.step, name=f"{folder.name}-agent_{i}")
         members.append(Member(learner, own, logger))
     if rank == 0:
@@ -1485,6 +1521,8 @@ def main() -> None:
         result = train(args)
     except (ValueError, TypeError, FileNotFoundError, FileExistsError, gym.error.Error) as reason:
         raise SystemExit(f"ppo_federated.py: {reason}") from reason
+    except torch.distributed.DistNetworkError as reason:
+        raise SystemExit(f"ppo_federated.py: no store for the exchange: {str(reason).splitlines()[0]}") from reason
     if result is not None:
         print_result(result)
 

@@ -264,6 +264,15 @@ def test_neighbours_are_frozen_between_exchanges() -> None:
     assert torch.equal(learners[0].neighbours[1], learners[1].outgoing())
 
 
+def test_a_neighbour_that_diverges_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
+    learner, other = pair_of_learners()
+    exchange_once([learner, other])
+    good = learner.neighbours[1]
+    learner.receive(1, learner.outgoing(), {1: torch.full_like(good, float("nan"))})
+    assert torch.equal(learner.neighbours[1], good)
+    assert "agent 1 published NaN or infinity; keeping the last policy of it" in caplog.text
+
+
 def test_what_is_published_is_the_policy_alone_unless_agents_are_averaged() -> None:
     learner = pair_of_learners()[0]
     assert len(learner.outgoing()) == sum(p.numel() for p in learner.agent.policy.parameters())
@@ -523,6 +532,7 @@ def test_a_run_that_is_killed_resumes_bit_for_bit(tmp_path: Path, processes: lis
     wait_for(lambda: saved.exists() and load_checkpoint(saved, "ppo_federated")["round"] >= 3, "round 3")
     process.kill()
     process.join()
+    time.sleep(1.1)  # TensorBoard orders files by the second they were started in
     assert load_checkpoint(saved, "ppo_federated")["round"] < 10
     fed.train(fed.Args(**settings, resume=True))
     assert_same_runs(tmp_path / "whole", tmp_path / "cut")
@@ -557,6 +567,7 @@ def test_an_agent_killed_and_back_in_time_changes_nothing(tmp_path: Path, proces
     wait_for(lambda: saved.exists() and load_checkpoint(saved, "ppo_federated")["round"] >= 3, "round 3")
     second.kill()
     second.join()
+    time.sleep(1.1)
     assert load_checkpoint(saved, "ppo_federated")["round"] < 10
     back = start(run_agent, 1, settings | {"resume": True}, {}, str(tmp_path / "log1"))
     processes.append(back)
@@ -673,10 +684,14 @@ def test_a_late_agent_is_left_behind_and_taken_back(store: tuple[str, int], capl
     a.publish(0, 3, vector(0))
     assert a.gather(0, 3, [1])[1].tolist() == [5.0] * 3
     assert "agent 1 is back with its policy of round 1, 2 behind" in caplog.text
-    b.publish(1, 4, vector(6))
+    b.publish(1, 2, vector(5.5))
     a.publish(0, 4, vector(0))
-    assert a.gather(0, 4, [1])[1].tolist() == [6.0] * 3
-    assert "agent 1 is in step again at round 4" in caplog.text
+    assert a.gather(0, 4, [1])[1].tolist() == [5.5] * 3
+    assert caplog.text.count("is back") == 1
+    b.publish(1, 5, vector(6))
+    a.publish(0, 5, vector(0))
+    assert a.gather(0, 5, [1])[1].tolist() == [6.0] * 3
+    assert "agent 1 is in step again at round 5" in caplog.text
     # Whoever comes back from far behind takes the newest of the others.
     b.publish(1, 2, vector(7))
     assert b.gather(1, 2, [0])[0].tolist() == [0.0] * 3
@@ -716,6 +731,16 @@ def test_another_run_cannot_mix_in(store: tuple[str, int]) -> None:
 def test_a_malformed_policy_is_refused(blob: bytes) -> None:
     with pytest.raises(ValueError, match=r"agent 7 published .* bytes: expected 28 for 3 parameters"):
         fed.unpack(blob, 3, 7)
+
+
+def test_a_malformed_policy_in_the_store_is_passed_over(
+    store: tuple[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = member(store, 0), member(store, 1)
+    b.publish(1, 0, torch.zeros(4))
+    a.publish(0, 0, vector(0))
+    assert a.gather(0, 0, [1]) == {}
+    assert "agent 1 published 32 bytes: expected 28" in caplog.text
 
 
 def test_policies_survive_the_wire() -> None:
