@@ -60,7 +60,7 @@ PROMPT, RESPONSE = 32, 64  # of the sequences that a model writes itself
 @dataclass
 class Args:
     work: Path = Path("runs/tiny_moe_trace")
-    """Folder for the text, the training run and its checkpoints; must not hold an earlier run."""
+    """Folder for the text, the training run and its checkpoints; the same command again goes on where it was interrupted."""
     output: Path = HERE
     """Folder that the two traces are written to."""
     pretrain_steps: int = 900
@@ -188,7 +188,8 @@ def batches(rows: list[list[int]], domain: str) -> Iterator[dict[str, Any]]:
 
 def generated(model: TinyMoE, rows: dict[str, list[list[int]]], n_tokens: int, seed: int) -> list[list[int]]:
     """What the model writes after prompts from all domains, prompt included, each up to its first end token."""
-    prompts = [row[:PROMPT] for part in rows.values() for row in part if END not in row[:PROMPT]]
+    long = [row for part in rows.values() for row in part if len(row) >= PROMPT]
+    prompts = [row[:PROMPT] for row in long if END not in row[:PROMPT]]
     random.Random(seed).shuffle(prompts)
     generator = torch.Generator().manual_seed(seed)
     found: list[list[int]] = []
@@ -215,6 +216,15 @@ def routing(model: TinyMoE, rows: dict[str, list[list[int]]], args: Args, name: 
     return record(model, every, preset=PRESET, name=name)
 
 
+def train(args: Args, files: list[Path], run: Path) -> None:
+    """Pre-training and PPO in a process of their own; what was interrupted goes on."""
+    trainer = HERE.parent / "cleanrl_ppo" / "ppo_llm.py"
+    flags = {"seed": args.seed, "pretrain-steps": args.pretrain_steps, "iterations": args.iterations, "run-dir": run}
+    options = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    command = [sys.executable, str(trainer), *options, "--resume", "--save-model", "--text", *map(str, files)]
+    subprocess.run(command, check=True)
+
+
 def main(args: Args) -> None:
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
@@ -231,10 +241,8 @@ def main(args: Args) -> None:
             flush=True,
         )
     run = args.work / "run"
-    trainer = HERE.parent / "cleanrl_ppo" / "ppo_llm.py"
-    flags = {"seed": args.seed, "pretrain-steps": args.pretrain_steps, "iterations": args.iterations, "run-dir": run}
-    options = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
-    subprocess.run([sys.executable, str(trainer), *options, "--save-model", "--text", *map(str, files)], check=True)
+    if not (run / "model.pt").exists():
+        train(args, files, run)
     for name, file in (("tiny_moe", "reference.pt"), ("tiny_moe_ppo", "model.pt")):
         path = routing(load_model(run / file), rows, args, name).save(args.output / f"{name}.npz")
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB, {TokenTrace.load(path)}")
