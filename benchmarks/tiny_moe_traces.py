@@ -18,6 +18,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from clustergym.moe_placement import Simulator, Window
+from clustergym.planners import make_planner
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information
 
@@ -71,6 +73,22 @@ def compare(before: TokenTrace, after: TokenTrace) -> dict[str, dict[str, float]
     return table
 
 
+def served_after_ppo(before: TokenTrace, after: TokenTrace) -> dict[str, float]:
+    """µs a layer on held-out text after PPO (h800-4x4) of EPLB that planned on the routing of before, and of after, PPO."""
+    simulator = Simulator("tiny-moe", "h800-4x4")
+    text = [domain for domain in before.domain_names if domain != "generated"]
+    # The same sequences in both, so that the same split holds the same text out.
+    (plan_before, _), (plan_after, serve) = (t.select(domains=text).split(0.5) for t in (before, after))
+    unseen = Window.whole(serve, simulator.n_gpus)
+    static = simulator.static(before.n_layers)
+    found = {"static": float(simulator.evaluate(unseen, static).time_us.mean())}
+    for name, trace in (("planned before PPO", plan_before), ("planned after PPO", plan_after)):
+        window = Window.whole(trace, simulator.n_gpus)
+        placement = make_planner("eplb", simulator).plan([window], static)
+        found[name] = float(simulator.evaluate(unseen, placement).time_us.mean())
+    return found
+
+
 def plot(before: TokenTrace, after: TokenTrace, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -119,9 +137,13 @@ def main(args: Args) -> None:
             f"{row['moved_by_ppo_bits']:.4f}", f"{row['from_other_domains_bits']:.4f}", share,
         )  # fmt: skip
     console.print(table)
+    served = served_after_ppo(*traces.values())
+    console.print("served after PPO, µs a layer: " + ", ".join(f"{name} {time:.1f}" for name, time in served.items()))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     plot(*traces.values(), args.output.with_suffix(".png"))
-    text = json.dumps({"n_gpus": args.n_gpus, "statistics": stats, "domains": rows}, indent=2)
+    text = json.dumps(
+        {"n_gpus": args.n_gpus, "statistics": stats, "domains": rows, "served_after_ppo_us": served}, indent=2
+    )
     args.output.with_suffix(".json").write_text(text + "\n")
 
 
