@@ -26,14 +26,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
 
 import torch
 import tyro
 
 from clustergym.tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 from clustergym.traces import TokenTrace
-from clustergym.traces.record import record
+from clustergym.traces.record import record, row_batches
 from clustergym.training import load_checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -175,17 +174,6 @@ def sequences(pieces: list[str], n_tokens: int, rng: random.Random) -> list[list
     return rows
 
 
-def batches(rows: list[list[int]], domain: str) -> Iterator[dict[str, Any]]:
-    for i in range(0, len(rows), 32):
-        part = rows[i : i + 32]
-        width = max(map(len, part))
-        yield {
-            "input_ids": torch.tensor([row + [END] * (width - len(row)) for row in part]),
-            "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part]),
-            "domains": [domain] * len(part),
-        }
-
-
 def generated(model: TinyMoE, rows: dict[str, list[list[int]]], n_tokens: int, seed: int) -> list[list[int]]:
     """What the model writes after prompts from all domains, prompt included, each up to its first end token."""
     long = [row for part in rows.values() for row in part if len(row) >= PROMPT]
@@ -212,7 +200,7 @@ def load_model(path: Path) -> TinyMoE:
 
 def routing(model: TinyMoE, rows: dict[str, list[list[int]]], args: Args, name: str) -> TokenTrace:
     parts = rows | {"generated": generated(model, rows, args.tokens, args.seed)}
-    every = (batch for domain, part in parts.items() for batch in batches(part, domain))
+    every = (batch for domain, part in parts.items() for batch in row_batches(part, domain, 32))
     return record(model, every, preset=PRESET, name=name)
 
 

@@ -183,14 +183,19 @@ def text_batches(
     for domain, tokens in token_ids.items():
         kept = list(tokens[:share])
         rows = [kept[i : i + sequence_length] for i in range(0, len(kept), sequence_length)]
-        for i in range(0, len(rows), batch_size):
-            part = rows[i : i + batch_size]
-            width = max(map(len, part))
-            yield {
-                "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in part]),
-                "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part]),
-                "domains": [domain] * len(part),
-            }
+        yield from row_batches(rows, domain, batch_size)
+
+
+def row_batches(rows: Sequence[Sequence[int]], domain: str, batch_size: int) -> Iterator[dict[str, Any]]:
+    """Batches for :func:`record` of tokenised sequences of one domain, padded on the right."""
+    for i in range(0, len(rows), batch_size):
+        part = rows[i : i + batch_size]
+        width = max(map(len, part))
+        yield {
+            "input_ids": torch.tensor([[*row, *[0] * (width - len(row))] for row in part]),
+            "attention_mask": torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in part]),
+            "domains": [domain] * len(part),
+        }
 
 
 def _checked_batch(batch: Mapping[str, Any], number: int) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
