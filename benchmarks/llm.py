@@ -33,7 +33,9 @@ LEAST_GAIN, KL_TOLERANCE = 0.08, 0.2
 @dataclass
 class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of PPO; the first also pre-trains the reference."""
+    """Seeds of PPO with the penalty; the first also pre-trains the reference."""
+    seeds_without: tuple[int, ...] = (1, 2, 3)
+    """Seeds of PPO without it."""
     reward: str = "vowels"
     """Reward to optimise."""
     iterations: int = 40
@@ -128,7 +130,7 @@ def main(args: Args) -> None:
     reference: Path | None = None
     results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
     for variant in VARIANTS:
-        for seed in args.seeds:
+        for seed in args.seeds if variant == "penalty" else args.seeds_without:
             results[variant].append(run(args, variant, seed, reference))
             reference = args.output / f"penalty-{args.seeds[0]}" / "reference.pt"
     first = results["penalty"][0]
