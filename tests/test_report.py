@@ -121,7 +121,7 @@ def test_the_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) ->
         pairs = np.round(plan.outcomes["anneal"].pairs[4]).astype(int)
         assert [t for t in titles if ", anneal:" in t] == [f"GPU {g}, anneal: {n:,} pairs" for g, n in enumerate(pairs)]
         held = sorted(
-            int(e) for e in page.locator("#placement svg").nth(1).locator("text").all_inner_texts() if e.isdigit()
+            int(e) for e in page.locator("#placement svg").nth(1).locator("text").all_text_contents() if e.isdigit()
         )
         assert held == sorted(plan.best.placement[4].reshape(-1).tolist())
         page.locator("#all").click()

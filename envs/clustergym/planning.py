@@ -297,19 +297,19 @@ def fill_empty(simulator: Simulator, observed: _Observed, placement: Placement) 
             share[placement[l, g][placement[l, g] >= 0]] = -1.0
             spots.append((int(l), g, int(np.flatnonzero(placement[l, g] < 0)[0])))
             candidates.append(np.argsort(-share, kind="stable")[:_CANDIDATES])
-        chosen = [c[0] for c in candidates]
+        chosen = [int(those[0]) for those in candidates]
         if window is not None:
             least = np.full(len(spots), np.inf)
-            for i in range(min(len(c) for c in candidates)):
+            for i in range(min(len(those) for those in candidates)):
                 trial = placement.copy()
-                for (l, g, s), those in zip(spots, candidates, strict=True):
-                    trial[l, g, s] = those[i]
+                for spot, those in zip(spots, candidates, strict=True):
+                    trial[spot] = those[i]
                 times = simulator.evaluate(window, trial, check=False).time_us
-                for j, (l, _, _) in enumerate(spots):
-                    if times[l] < least[j]:
-                        least[j], chosen[j] = times[l], candidates[j][i]
-        for (l, g, s), e in zip(spots, chosen, strict=True):
-            placement[l, g, s] = e
+                for j, spot in enumerate(spots):
+                    if times[spot[0]] < least[j]:
+                        least[j], chosen[j] = times[spot[0]], int(candidates[j][i])
+        for spot, expert in zip(spots, chosen, strict=True):
+            placement[spot] = expert
     return simulator.check(placement)
 
 

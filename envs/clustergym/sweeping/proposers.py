@@ -51,12 +51,11 @@ def as_sweep_runs(runs: Sequence[Run], metric: str | None) -> list[Any]:
 
 def _named(parameters: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Each value under its name and, inside nested parameters, under the joined name by which the package looks for it."""
-    from sweeps.params import HyperParameterSet
-
+    delimiter = sweeps_package().params.HyperParameterSet.NESTING_DELIMITER
     for key, value in parameters.items():
         yield prefix + key, {"value": value}
         if isinstance(value, dict):
-            yield from _named(value, prefix + key + HyperParameterSet.NESTING_DELIMITER)
+            yield from _named(value, prefix + key + delimiter)
 
 
 class SweepsProposer:

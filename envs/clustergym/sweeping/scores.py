@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ class Scores:
         """Values of the metric so far, in order of their steps; a resumed run's later values replace what it logged before."""
         if self.metric is None or not self.folder.is_dir():
             return []
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+        events = import_module("tensorboard.backend.event_processing.event_accumulator")
         values: dict[int, float] = {}
         # Trainers may log into folders below (one an agent); a tag is looked for in all of them.
         for path in sorted({file.parent for file in self.folder.rglob("events.out.tfevents.*")}):
             if path not in self._readers:
-                self._readers[path] = EventAccumulator(str(path), size_guidance={"scalars": 0})
+                self._readers[path] = events.EventAccumulator(str(path), size_guidance={"scalars": 0})
             reader = self._readers[path]
             reader.Reload()
             if self.metric in reader.Tags()["scalars"]:

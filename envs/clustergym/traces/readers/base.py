@@ -177,10 +177,11 @@ def to_logical(
 
 
 def slot_counts_to_logical(counts: npt.NDArray[Any], slots: npt.NDArray[Any], n_experts: int) -> npt.NDArray[np.int64]:
-    """(…, E) counts of logical experts from (…, P) counts of slots that hold the experts ``slots`` (P,)."""
-    logical = np.zeros((*counts.shape[:-1], n_experts), np.int64)
-    np.add.at(logical, (..., slots), counts)
-    return logical
+    """(E,) counts of logical experts from (P,) counts of slots that hold the experts ``slots`` (P,)."""
+    if len(slots) and slots.max() >= n_experts:
+        raise ValueError(f"a slot holds expert {slots.max()}, but there are {n_experts} experts")
+    # Exact: sums of integers far below 2⁵³.
+    return np.bincount(slots, weights=counts, minlength=n_experts).astype(np.int64)
 
 
 def check_slot_map(slots: npt.NDArray[Any], where: str) -> npt.NDArray[np.int64]:
