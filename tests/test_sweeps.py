@@ -21,6 +21,7 @@ from clustergym.sweeping.config import Sweep
 from clustergym.sweeping.proposers import make_proposer
 from clustergym.sweeping.scores import Scores, last_result, score
 from clustergym.sweeping.store import ranked
+from sweep_program import write_events
 
 PROGRAM = str(Path(__file__).parent / "sweep_program.py")
 METRIC = {"name": "score", "goal": "maximize"}
@@ -412,6 +413,18 @@ def test_the_score_of_a_run(tmp_path: Path) -> None:
     assert score("a", {"a": float("nan")}, []) is None
     assert score(None, {"a": 1}, [1.0]) is None
     assert Scores(tmp_path / "absent", "a").history() == []
+
+
+def test_curves_of_a_run(tmp_path: Path) -> None:
+    """Agents that log below the run's folder are averaged where all have come; the run's own curve goes before theirs."""
+    write_events(tmp_path / "agent_0", [1.0, 2.0, float("nan"), 4.0], "a")
+    write_events(tmp_path / "agent_1", [3.0, 6.0, 7.0], "a")
+    write_events(tmp_path / "agent_2", [9.0], "other")
+    scores = Scores(tmp_path, "a")
+    assert scores.history() == [2.0, 4.0]
+    write_events(tmp_path, [0.5], "a")
+    assert scores.history() == [0.5]
+    assert Scores(tmp_path, "absent").history() == []
 
 
 def test_the_command_shows_a_leaderboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

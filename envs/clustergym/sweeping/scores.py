@@ -17,20 +17,32 @@ class Scores:
         self._readers: dict[Path, Any] = {}
 
     def history(self) -> list[float]:
-        """Values of the metric so far, in order of their steps; a resumed run's later values replace what it logged before."""
+        """Values of the metric so far, in order of their steps.
+
+        Read from the run's own folder. Where a trainer logs only into folders below (one an agent), it is the mean over those that
+        log the metric, at steps that all of them have reached.
+        """
         if self.metric is None or not self.folder.is_dir():
             return []
-        events = import_module("tensorboard.backend.event_processing.event_accumulator")
-        values: dict[int, float] = {}
-        # Trainers may log into folders below (one an agent); a tag is looked for in all of them.
-        for path in sorted({file.parent for file in self.folder.rglob("events.out.tfevents.*")}):
-            if path not in self._readers:
-                self._readers[path] = events.EventAccumulator(str(path), size_guidance={"scalars": 0})
-            reader = self._readers[path]
-            reader.Reload()
-            if self.metric in reader.Tags()["scalars"]:
-                values |= {event.step: event.value for event in reader.Scalars(self.metric)}
-        return [values[step] for step in sorted(values) if math.isfinite(values[step])]
+        found = {}
+        for folder in sorted({file.parent for file in self.folder.rglob("events.out.tfevents.*")}):
+            values = self._scalars(folder)
+            if values:
+                found[folder] = values
+        curves = [found[self.folder]] if self.folder in found else list(found.values())
+        steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+        return [sum(curve[step] for curve in curves) / len(curves) for step in steps]
+
+    def _scalars(self, folder: Path) -> dict[int, float]:
+        """{step: value}; what a resumed run logs again takes the place of what it had logged before."""
+        if folder not in self._readers:
+            events = import_module("tensorboard.backend.event_processing.event_accumulator")
+            self._readers[folder] = events.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+        reader = self._readers[folder]
+        reader.Reload()
+        if self.metric not in reader.Tags()["scalars"]:
+            return {}
+        return {event.step: event.value for event in reader.Scalars(self.metric) if math.isfinite(event.value)}
 
 
 def last_result(output: Path) -> dict[str, Any] | None:
