@@ -619,7 +619,7 @@ def page() -> str:
 (Huang et al., ICLR blog track 2022) lists what separates a PPO that works from one that almost does. Each row says which trainer carries a
 detail, on which line, and which tests in `tests/` break when it is lost. 1–13 are core, 14–22 Atari, 23–31 continuous actions, 32–36 LSTM, 37
 MultiDiscrete; the last four are the auxiliary ones. What trainers share (`layer_init`, `compute_gae` …) is the same to the letter in all of them
-(`tests/test_trainers_agree.py`), so a row points to one trainer and holds for the others.
+(`tests/test_trainers_agree.py`), so a row about one of these holds for all.
 
 This page is written by `python benchmarks/details.py`; `tests/test_ledger.py` fails when a line has moved or a test is gone.
 `python benchmarks/mutate_details.py` breaks the details in copies of the trainers, in {mutations} ways, and reports which test noticed:
