@@ -7,6 +7,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo_gpu_alloc_online.py"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "cleanrl_ppo" / "ppo_gpu_alloc_online.py"
 TOKEN = "benchmark-token"
 
 
@@ -98,6 +100,28 @@ def agent_server(store: Path, *flags: object, ready_s: float = 60.0, **environme
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+class StubGpu:
+    """A GPU for machines without one: libnvidia-ml.so.1, compiled from tests/nvml_stub.c, whose load is set here."""
+
+    def __init__(self, folder: Path) -> None:
+        compiler = shutil.which("gcc") or shutil.which("cc")
+        if compiler is None:
+            raise RuntimeError("no C compiler to build the stub of libnvidia-ml with")
+        library, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "nvml_stub.c"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        self._state = folder / "gpu"
+        self.set()
+        self.environment = {"LD_LIBRARY_PATH": str(folder), "NVML_STUB": str(self._state)}
+
+    def set(
+        self, util: int = 0, used_mb: int = 0, total_mb: int = 32768, processes: int = 0, mps: int = 0, error: int = 0
+    ) -> None:
+        """Utilisation in %, memory in MB, processes as the driver lists them, and an error that every query returns."""
+        temporary = self._state.with_suffix(".new")
+        temporary.write_text(f"{util} {used_mb} {total_mb} {processes} {mps} {error}\n")
+        os.replace(temporary, self._state)
 
 
 class Connection:

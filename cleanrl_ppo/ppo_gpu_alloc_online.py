@@ -139,7 +139,7 @@ class Args:
     """Experiences that an update waits for."""
     max_batch: int = 1024
     """At most so many in one update, where more are waiting."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Adam's step size."""
     gamma: float = 0.0
     """Discount. 0 by default: feedback tells what one allocation came to, pods' feedback comes in no order, and what an allocation
