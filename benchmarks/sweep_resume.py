@@ -35,7 +35,7 @@ class Args:
     """The trainer."""
     metric: str = "mean_return"
     """In its result line, or a scalar that it logs."""
-    timesteps: int = 60_000
+    timesteps: int = 65_536
     """Of each run."""
     runs: int = 8
     """In the sweep."""
