@@ -22,7 +22,7 @@ from clustergym.files import write_atomically
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.planners import PLANNERS
-from clustergym.planners.engines import ENGINES, EnginePlan, check_path, check_plan, get_engine, how_to_load, write_plan
+from clustergym.planners.engines import EnginePlan, check_path, check_plan, get_engine, how_to_load, write_plan
 from clustergym.planning import Plan, make_plan, model_of
 from clustergym.report import write_report
 from clustergym.traces import load_any_trace
@@ -226,6 +226,3 @@ def run(args: Command, console: Console, line: str) -> None:
     if args.json is not None:
         write_atomically(args.json, json.dumps(figures(plan, args, line), indent=2) + "\n")
         console.print(escape(f"figures: {args.json}"))
-
-
-__all__ = ["ENGINES", "Command", "run"]

@@ -291,7 +291,7 @@ def check_path(path: Path, engine: str) -> None:
 
 
 def write_plan(path: Path, plan: EnginePlan, engine: str) -> None:
-    """Check every rule, write the file whole, read it back: what stands there is the plan, or nothing does."""
+    """Check every rule, then write the file whole: a plan that the engine would refuse leaves nothing behind."""
     check_path(path, engine)
     check_plan(plan, engine)
     get_engine(engine).write(path, plan)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from clustergym.traces.readers.base import (
     ReadOptions,
     expand,
     lines_of,
-    moe_layers,
     parse_json,
     parse_naturals,
 )
@@ -67,7 +65,6 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
                 raise ValueError(f"step {key[0]}, rank {key[1]} has no line for layer {layer}: is a file cut short?")
     model = options.model
     if model is not None and len(ordered) != model.n_layers:
-        moe_layers(len(ordered), options, str(files[0]))
         raise ValueError(f"{len(ordered)} layers recorded, but {model.name} has {model.n_layers} MoE layers")
     order = sorted(passes)
     starts = dict(zip(order, np.cumsum([0] + [passes[k] for k in order[:-1]]).tolist(), strict=True))
@@ -89,7 +86,8 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
     )
 
 
-def _lines(files: Sequence[Path]) -> Any:
+def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, _Line, int]]:
+    """(file, line number, line, how often its step, rank and layer came before)."""
     seen: dict[tuple[int, int, int], int] = {}
     for path in files:
         for number, text in lines_of(path):
