@@ -79,7 +79,7 @@ class Args:
     """Trainings, figures and plots; what is there is not done again."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Training seeds."""
-    timesteps: int = 131_072
+    timesteps: int = 49_152
     """Operations of each training."""
     streams: int = 20
     """Held-out streams."""
@@ -93,7 +93,7 @@ class Args:
     """Models to evaluate on; training is on the first."""
     trainer_flags: tuple[str, ...] = ()
     """Further arguments of the trainer."""
-    ablation_timesteps: int = 65_536
+    ablation_timesteps: int = 16_384
     """Operations of each ablation."""
     ablation_seeds: tuple[int, ...] = (1, 2)
     """Seeds of each ablation."""

@@ -75,13 +75,13 @@ class Args:
     """Evenly spaced layers of the trace to train and evaluate on; 0 takes all."""
     seed: int = 1
     """Everything random follows from it: weights, streams, choices, minibatches."""
-    total_timesteps: int = 200_000
+    total_timesteps: int = 131_072
     """Operations in all, over all environments and processes; 0 stops after the supervised phase."""
     run_dir: Path | None = None
     """Folder for curves, checkpoints and the policy; runs/ppo_moe_marl__<trace>__<seed> unless given."""
     resume: bool = False
     """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
-    checkpoint_interval: int = 10
+    checkpoint_interval: int = 2
     """Iterations between checkpoints, 0 for none. Environments start anew there, which makes a resume exact."""
     init: str | None = None
     """Start from this policy (policy.pt, a run folder, or pretrained) in place of fresh weights."""
@@ -141,7 +141,7 @@ class Args:
     """Environments that step side by side, in each process."""
     num_steps: int = 64
     """Steps of each environment between updates; a multiple of ops_per_layer."""
-    num_minibatches: int = 4
+    num_minibatches: int = 16
     """Parts that a rollout is cut into, shuffled anew in each epoch."""
     update_epochs: int = 2
     """Passes over a rollout."""
@@ -163,7 +163,7 @@ class Args:
     """The critic predicts returns standardised by their running mean and deviation."""
     max_grad_norm: float = 0.5
     """Global norm that gradients are clipped to."""
-    target_kl: float | None = None
+    target_kl: float | None = 0.03
     """Stop an update after the epoch whose approximate KL exceeds this."""
 
     hidden: int = 32
@@ -181,7 +181,7 @@ class Args:
     separate_critic: bool = False
     """The critic has encoders of its own."""
 
-    eval_interval: int = 10
+    eval_interval: int = 4
     """Iterations between looks at the validation stream, 0 for none."""
     eval_streams: int = 4
     """Held-out streams at the end, 0 for no evaluation."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -99,6 +102,48 @@ def test_an_expert_left_alone_is_not_offered_again_until_something_moves(trace: 
     legal[:, :4] &= view.batch.obs["placement"][view.rows, other] == 0
     view.step(other, legal.int().argmax(-1))
     assert bool(view.inputs()["expert_mask"][view.rows, expert].all())
+
+
+def seen(launcher: str) -> dict[str, np.ndarray]:
+    """What a view shows in a few steps that cross a layer's end, on the given launcher."""
+    from clustergym.moe_placement.launchers import cpu, cuda
+
+    made = synthetic_trace(n_tokens=120, n_layers=2, n_experts=6, top_k=2, n_domains=2, mean_seq_len=12.0, seed=3)
+    model = ModelSpec("tiny", 2, 6, 2, 64, 64, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
+    config = PlacementConfig(
+        made, ClusterSpec("tiny", 2, 2, 2), model, windows=1, window_tokens=16, ops_per_layer=2, start="eplb"
+    )
+    batch = PlacementBatch(config, 2)
+    batch.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
+    view = PolicyView(batch)
+    batch.seed(np.array([5, 6]))
+    view.reset()
+    arrays = {}
+    for step in range(3):
+        expert = view.inputs()["expert_mask"].int().argmax(-1)
+        arrays[f"look{step}"] = view.look(expert).numpy().copy()
+        reward, _ = view.step(expert, view.legal(expert).int().argmax(-1))
+        arrays[f"reward{step}"] = reward.numpy().copy()
+        arrays |= {f"{key}{step}": each.numpy().copy() for key, each in view.inputs().items()}
+    window = Stream(made, 4, 16, seed=1).take(1)[0]
+    view.seat(batch.simulator.static(2), window)
+    return arrays | {f"seated {key}": each.numpy().copy() for key, each in view.inputs().items()}
+
+
+SIMULATE = """
+import sys
+import numpy as np
+from test_policy_planner import seen
+np.savez(sys.argv[1], **seen("cuda"))
+"""
+
+
+def test_the_cuda_launcher_shows_what_the_cpu_shows(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "NUMBA_ENABLE_CUDASIM": "1"}
+    subprocess.run([sys.executable, "-c", SIMULATE, str(tmp_path / "cuda.npz")], check=True, env=environment)
+    with np.load(tmp_path / "cuda.npz") as simulated:
+        for name, array in seen("cpu").items():
+            np.testing.assert_allclose(simulated[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 # Networks

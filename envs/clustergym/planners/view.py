@@ -16,6 +16,7 @@ from torch import Tensor
 from clustergym.moe_placement import episode
 from clustergym.moe_placement.batch import PlacementBatch, doublings
 from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING
+from clustergym.moe_placement.launchers import cpu
 from clustergym.moe_placement.launchers.patience import patience
 from clustergym.moe_placement.launchers.threads import spread
 from clustergym.moe_placement.simulator import Placement, Window, one_of
@@ -149,7 +150,7 @@ class PolicyView:
 
     def _run(self, kernel: Any, size: int, *arguments: Any) -> None:
         """``kernel(first, last, …)`` over all environments, on the cores or on the CUDA grid."""
-        if self.batch.device.type == "cpu":
+        if self.batch.launcher is cpu:
             with patience():
                 spread(kernel, size, *arguments)
             return
