@@ -56,7 +56,7 @@ def test_shape_and_domains(name: str, maker: ModuleType) -> None:
 def test_both_traces_read_the_same_text() -> None:
     before, after = (TokenTrace.load(name) for name in NAMES)
     text = before.domains != "generated"
-    assert np.array_equal(before.seq_lens[text], after.seq_lens[text])
+    assert np.array_equal(before.seq_lens[text], after.seq_lens[after.domains != "generated"])
     n = int(before.seq_lens[text].sum())
     same = (before.experts[:n, :, :, None] == after.experts[:n, :, None, :]).any(3).mean()
     assert 0.5 < same < 1.0
