@@ -789,10 +789,11 @@ class Learner:
         args, device = self.args, self.device
         shape = (args.num_steps, args.num_envs)
         size = self.envs.action_size
-        obs = torch.zeros(*shape, self.envs.obs_size)
-        actions = torch.zeros(*shape, size) if self.continuous else torch.zeros(shape, dtype=torch.int64)
-        rewards = torch.zeros(shape)
-        terminations, dones = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        # Kept in numpy until the rollout is whole: environments speak it, and writing a row is cheaper there.
+        obs = np.zeros((*shape, self.envs.obs_size), np.float32)
+        actions = np.zeros((*shape, size), np.float32) if self.continuous else np.zeros(shape, np.int64)
+        rewards = np.zeros(shape, np.float32)
+        terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
         last_obs: list[tuple[int, int, np.ndarray]] = []
         finished: list[tuple[float, int]] = []
 
@@ -803,29 +804,26 @@ class Learner:
             # Adding Gumbel noise to logits and taking the largest samples the categorical distribution.
             noise = -noise.exponential_(generator=self.generator).log()
         with torch.inference_mode():
-            for step in range(args.num_steps):
-                obs[step] = torch.from_numpy(self.next_obs)
-                parameters = self.agent.policy(obs[step].to(device))
+            for step, drawn in enumerate(noise.unbind()):
+                obs[step] = self.next_obs
+                parameters = self.agent.policy(torch.from_numpy(self.next_obs).to(device))
                 if self.continuous:
                     mean, logstd = parameters.chunk(2, -1)
-                    actions[step] = mean + logstd.exp() * noise[step]
+                    actions[step] = (mean + logstd.exp() * drawn).cpu().numpy()
                 else:
-                    actions[step] = (parameters + noise[step]).argmax(-1)
-                self.next_obs, reward, terminated, truncated, last = self.envs.step(actions[step].numpy())
-                rewards[step] = torch.from_numpy(reward)
-                terminations[step] = torch.from_numpy(terminated)
-                done = terminated | truncated
-                dones[step] = torch.from_numpy(done)
+                    actions[step] = (parameters + drawn).argmax(-1).cpu().numpy()
+                self.next_obs, rewards[step], terminations[step], truncated, last = self.envs.step(actions[step])
+                done = dones[step] = terminations[step] | truncated
                 last_obs += [(step, env, each) for env, each in last.items()]
-                self.episode_return += reward
+                self.episode_return += rewards[step]
                 self.episode_length += 1
                 for env in np.flatnonzero(done):
                     finished.append((float(self.episode_return[env]), int(self.episode_length[env])))
                     self.episode_return[env] = self.episode_length[env] = 0
 
         with torch.no_grad():
-            flat_obs = obs.flatten(0, 1).to(device)
-            flat_actions = actions.flatten(0, 1).to(device)
+            flat_obs = torch.from_numpy(obs).flatten(0, 1).to(device)
+            flat_actions = torch.from_numpy(actions).flatten(0, 1).to(device)
             parameters = self.agent.policy(flat_obs)
             values = self.agent.get_value(flat_obs).view(shape)
             next_value = self.agent.get_value(torch.from_numpy(self.next_obs).to(device))
@@ -835,12 +833,12 @@ class Learner:
                 final_values[list(steps), list(envs)] = self.agent.get_value(
                     torch.from_numpy(np.stack(rows)).to(device)
                 )
-            rewards, terminations, dones = rewards.to(device), terminations.to(device), dones.to(device)
+            ends = terminations if args.bootstrap_truncated else dones
             advantages, returns = compute_gae(
-                rewards,
+                torch.from_numpy(rewards).to(device),
                 values,
-                terminations if args.bootstrap_truncated else dones,
-                dones,
+                torch.from_numpy(ends).to(device),
+                torch.from_numpy(dones).to(device),
                 next_value,
                 final_values,
                 args.gamma,
