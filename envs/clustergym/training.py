@@ -23,7 +23,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +35,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from clustergym.files import atomic_file
 
 CHECKPOINT_NAME = "checkpoint.pt"
 _FORMAT = "clustergym-checkpoint"
@@ -214,16 +215,8 @@ def save_checkpoint(path: Path, kind: str, state: Mapping[str, Any]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save({"format": _FORMAT, "schema": _SCHEMA, "kind": kind, "state": dict(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with atomic_file(path) as file:
+        torch.save({"format": _FORMAT, "schema": _SCHEMA, "kind": kind, "state": dict(state)}, file)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
