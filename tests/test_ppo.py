@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, pairwise
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clustergym.training import World, load_checkpoint, read_scalars, run_folder
-from trainers import FOLDER, load_trainer
+from trainers import load_trainer
 
 ppo = load_trainer("ppo")
 CPU = torch.device("cpu")
@@ -752,39 +751,53 @@ def test_an_interrupted_run_resumes_to_the_very_same_weights(
     assert resumed["train_return_100"] == whole["train_return_100"]
 
 
-def test_a_killed_process_resumes_to_the_very_same_weights(tmp_path: Path) -> None:
-    """SIGKILL, at a moment of the machine's choosing."""
-    settings_ = {
-        "num_envs": 4,
-        "num_steps": 16,
-        "total_timesteps": 64 * 120,
-        "checkpoint_interval": 10,
-        "update_epochs": 1,
-        "eval_episodes": 0,
-    }
-    flags = [part for key, value in settings_.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    process = subprocess.Popen(
-        [sys.executable, str(FOLDER / "ppo.py"), "--run-dir", str(tmp_path / "killed"), *flags],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "killed" / "checkpoint.pt").exists():
-            assert process.poll() is None, "the trainer ended before its first checkpoint"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    finally:
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert 10 <= final(tmp_path / "killed")["iteration"] < 120
-    ppo.train(ppo.Args(run_dir=tmp_path / "killed", resume=True, **settings_), World())
-    ppo.train(ppo.Args(run_dir=tmp_path / "whole", **settings_), World())
-    assert same_state(final(tmp_path / "killed"), final(tmp_path / "whole"))
+KILLED: dict[str, Any] = {
+    "num_envs": 4,
+    "num_steps": 16,
+    "total_timesteps": 64 * 30,
+    "checkpoint_interval": 7,
+    "update_epochs": 1,
+    "eval_episodes": 0,
+}
+
+# The trainer as a process of its own that meets SIGKILL: between two checkpoints, or with half of one on the disk.
+VICTIM = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from trainers import load_trainer
+ppo = load_trainer("ppo")
+saves = 0
+def replace(source, target, plain=os.replace):
+    global saves
+    saves += 1
+    if sys.argv[3] == "saving" and saves == 3:
+        os.truncate(source, 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(source, target)
+def scalars(self, values, step, plain=ppo.RunLogger.scalars):
+    plain(self, values, step)
+    if sys.argv[3] == "between" and step == 64 * 18:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace, ppo.RunLogger.scalars = replace, scalars
+ppo.train(ppo.Args(run_dir=Path(sys.argv[2]), **eval(sys.argv[4])), ppo.init_distributed())
+"""
+
+
+@pytest.mark.parametrize("moment", ["between", "saving"])
+def test_a_killed_process_resumes_to_the_very_same_weights(moment: str, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(folder), moment, repr(KILLED)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert final(folder)["iteration"] == 14
+    assert len(list(folder.glob(".checkpoint.pt?*"))) == (moment == "saving")
+    ppo.train(ppo.Args(run_dir=folder, resume=True, **KILLED), World())
+    ppo.train(ppo.Args(run_dir=tmp_path / "whole", **KILLED), World())
+    assert same_state(final(folder), final(tmp_path / "whole"))
     # What the killed process logged beyond its checkpoint is hidden: one value a step.
-    steps, _ = read_scalars(tmp_path / "killed", "losses/entropy")
-    assert steps == [64 * i for i in range(1, 121)]
+    steps, _ = read_scalars(folder, "losses/entropy")
+    assert steps == [64 * i for i in range(1, 31)]
 
 
 # Whatever environment
