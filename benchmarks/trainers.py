@@ -139,7 +139,45 @@ def classic(repeats: int) -> Rates:
     )
 
 
-COMPARISONS: dict[str, Callable[[int], Rates]] = {"classic": classic}
+def allocation(repeats: int) -> Rates:
+    """``ppo_gpu_alloc.py`` beside Stable-Baselines3's PPO: the same environment and networks, batch and epochs alike.
+
+    Stable-Baselines3 gets the single environment, as its users make it, and then as many in its own DummyVecEnv as ours has.
+    """
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    gpu = trainer("ppo_gpu_alloc")
+    env_id, steps = "GPUAllocationHistory-v0", 4096
+
+    def ours() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            args = gpu.Args(env_id=env_id, run_dir=Path(folder) / "run", eval_streams=0, total_timesteps=50 * steps)
+            return float(gpu.train(args, World())["steps_per_s"])
+
+    def theirs(num_envs: int) -> float:
+        envs = make_vec_env(env_id, n_envs=num_envs, seed=1)
+        network = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": nn.ReLU}
+        model = PPO(
+            "MlpPolicy", envs, n_steps=steps // num_envs, batch_size=1024, n_epochs=4, policy_kwargs=network, device="cpu", seed=1
+        )  # fmt: skip
+        began = time.perf_counter()
+        model.learn(3 * steps)
+        rate = 3 * steps / (time.perf_counter() - began)
+        envs.close()
+        return rate
+
+    return take_turns(
+        {
+            "Stable-Baselines3 PPO, 128 environments": lambda: theirs(128),
+            "Stable-Baselines3 PPO, 1 environment": lambda: theirs(1),
+            "ppo_gpu_alloc.py, defaults (128 environments × 32 steps)": ours,
+        },
+        repeats,
+    )
+
+
+COMPARISONS: dict[str, Callable[[int], Rates]] = {"classic": classic, "allocation": allocation}
 
 
 @dataclass

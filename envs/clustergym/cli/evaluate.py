@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from clustergym.cli.common import load_traces
+from clustergym.cli.common import load_traces, prepare_outputs
 from clustergym.evaluation import Protocol, Result, compare
 from clustergym.files import write_atomically
 from clustergym.moe_placement.batch import model_for
@@ -23,7 +22,6 @@ from clustergym.planners import PLANNERS
 
 DEFAULT_PLANNERS = [name for name in PLANNERS if name != "exact"]
 POLICIES = ("policy", "policy-guided")
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass
@@ -145,17 +143,6 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def prepare_outputs(args: Command) -> None:
-    """Refuse what cannot be written before the planners run, not after."""
-    if args.plot is not None and args.plot.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot {args.plot}: expected a file that ends in {', '.join(PLOT_SUFFIXES)}")
-    for path in (args.json, args.plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or not os.access(path.parent, os.W_OK):
-                raise ValueError(f"cannot write {path}: it is a folder, or its folder is not writable")
-
-
 def run(args: Command, console: Console, line: str) -> None:
     trace = load_traces(args.trace)
     if args.layers is not None:
@@ -172,7 +159,7 @@ def run(args: Command, console: Console, line: str) -> None:
     protocol = Protocol(
         args.schedule, args.windows, args.window_tokens, args.drift_rate, args.streams, args.seed, args.holdout
     )
-    prepare_outputs(args)
+    prepare_outputs(args.json, args.plot)
     console.print(
         f"[bold]{escape(trace.name)}[/]: {trace.n_tokens} tokens, {trace.n_layers} layers, top-{trace.top_k} of {trace.n_experts}; "
         f"{cluster.n_nodes} × {cluster.gpus_per_node} GPUs with {simulator.n_slots} slots a layer; "

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from clustergym.gpu_allocation import dynamics
-from clustergym.gpu_allocation.space import MAX_PODS
+from clustergym.gpu_allocation.space import MAX_PODS, UNIT_PERCENT
 from clustergym.gpu_allocation.specs import APPS, apps_table
 from clustergym.gpu_allocation.workload import NodeMix, Workload, edge_mixes, read_openb, synthetic_workload
 
@@ -36,13 +36,14 @@ class AllocationConfig:
     """Owners whose pods come to a node during an episode; the first come most often."""
     workload: str | Path | Workload | None = None
     """What pods ask for and how long they live: None (synthetic), a CSV file in openb's format, or a ``Workload``."""
-    unit_percent: float = 2.5
-    """Cores are handed out in multiples of this; 0: any number."""
+    unit_percent: float = UNIT_PERCENT
+    """Cores are handed out in multiples of this: whole percents, as MPS takes them. 2.5 is what two of a V100's 80 SMs are;
+    0: any number."""
     node_spread: float = 0.75
     """How nodes differ in what their owners over-ask (standard deviation of the logit of the needed part)."""
     owner_spread: float = 0.7
     """How the owners on a node differ, likewise."""
-    pod_spread: float = 0.07
+    pod_spread: float = 0.02
     """How an owner's pods differ (standard deviation relative to what the owner's pods need)."""
     mix: NodeMix | None = None
     """A node that stays the same from episode to episode; by default each episode is on another node."""

@@ -198,6 +198,16 @@ def measure(pods: Floats, n: int) -> float:
 
 
 @_compiled
+def pressure(pod: Floats) -> float:
+    """How much of its share a pod would have to use to meet its objective: its load, or its latency against the objective.
+
+    Both are what monitoring shows: below 1 for a pod that met its objective, and then its usage unless latency binds first;
+    above 1 by as much as the share was too small.
+    """
+    return max(pod[INTENSITY] * pod[LATENCY], pod[LATENCY] / pod[SLO])
+
+
+@_compiled
 def remove(pods: Floats, i: int, n: int) -> int:
     """Take pod i off the node; the last takes its row."""
     if i != n - 1:
@@ -328,7 +338,7 @@ def observe(s: State, b: int, utilisation: float, obs: npt.NDArray[np.float32]) 
 
 @_compiled
 def remember(h: Floats, usage: float, share: float, met: bool, oom: bool, memory: float) -> None:
-    """Add a pod to its owner's history. All shares are parts of what the pod asked for."""
+    """Add a pod to its owner's history: the parts of its request that it used, got, and used of the memory."""
     h[H_COUNT] += 1.0
     rate = max(1.0 / h[H_COUNT], MEMORY_RATE)
     missed = 0.0 if met else 1.0
@@ -378,7 +388,7 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> None:
     out[O_USED_MB], out[O_TIME], out[O_WAIT] = min(ask[ASK_NEED_MB], memory), s.time_s[b], ask[ASK_WAIT]
     remember(
         s.history[b, int(ask[ASK_OWNER])],
-        usage / ask[ASK_CORES],
+        min(pressure(pod) * cores / ask[ASK_CORES], 1.0),
         cores / ask[ASK_CORES],
         met,
         oom,

@@ -75,7 +75,64 @@ def episode_info(sums: npt.NDArray[np.float64]) -> dict[str, Any]:
     return {name: sums[..., column] / steps for name, column in EPISODE.items()}
 
 
-class GPUAllocationEnv(gymnasium.Env[Obs, npt.NDArray[np.float32]]):
+class _Picture:
+    """Rendering that the Gymnasium and PettingZoo environments share: the GPU of node 0."""
+
+    batch: AllocationBatch
+    render_mode: str | None = None
+    _recorder: Any = None
+    _screen: Any = None
+
+    def _choose_render_mode(self, render_mode: str | None) -> None:
+        if render_mode not in (None, "human", "rgb_array"):
+            raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
+        self.render_mode = render_mode
+
+    def _start_recording(self) -> None:
+        """Only who is asked for pictures loads the painter and remembers what it needs."""
+        if self.render_mode is None:
+            return
+        from clustergym.gpu_allocation.viewer import Recorder
+
+        self._recorder = Recorder(self.batch)
+        self._show()
+
+    def _step(self, action: npt.NDArray[np.float32]) -> tuple[float, bool]:
+        """A step of the batch without autoreset, noted for the picture; reward of node 0 and whether the episode ended."""
+        before = None if self._recorder is None else self._recorder.before()
+        _, reward, ended = self.batch.step(action, autoreset=False)
+        if self._recorder is not None:
+            self._recorder.note(before)
+            self._show()
+        return float(reward[0]), bool(ended[0])
+
+    def _show(self) -> None:
+        if self.render_mode == "human":
+            self._render()
+
+    def _render(self) -> npt.NDArray[np.uint8] | None:
+        if self.render_mode is None:
+            gymnasium.logger.warn(
+                "render() does nothing without a render_mode: make the environment with render_mode='rgb_array'"
+            )
+            return None
+        from clustergym.gpu_allocation.viewer import draw, open_window
+
+        snapshots = [] if self._recorder is None else self._recorder.snapshots
+        if self.render_mode == "rgb_array":
+            return draw(snapshots)
+        if self._screen is None:
+            self._screen = open_window()
+        self._screen.show(snapshots)
+        return None
+
+    def _close(self) -> None:
+        if self._screen is not None:
+            self._screen.close()
+            self._screen = None
+
+
+class GPUAllocationEnv(_Picture, gymnasium.Env[Obs, npt.NDArray[np.float32]]):
     """
     ## Description
     Pods that serve a neural network come to an edge node with one GPU (a V100 with 32 GB, shared through MPS). Each asks
@@ -90,7 +147,7 @@ class GPUAllocationEnv(gymnasium.Env[Obs, npt.NDArray[np.float32]]):
     What repeats, and can be learned: a node's owners over-ask by similar factors (a node is another one in each episode); an
     owner's pods come in three sizes, and need about the same part of what they ask for.
 
-    `GPUAllocation-v0` shows five numbers. `GPUAllocationHistory-v0` adds what the owner's earlier pods really used.
+    `GPUAllocation-v0` shows five numbers. `GPUAllocationHistory-v0` adds what the owner's earlier pods really used and needed.
 
     ## Action Space
     `Box(0, 1, (2,))`: cores = a₀ · 90 + 10 (%), memory = a₁ · 32256 + 512 (MB). Cores are rounded to `unit_percent`, memory to a MB;
@@ -105,10 +162,10 @@ class GPUAllocationEnv(gymnasium.Env[Obs, npt.NDArray[np.float32]]):
     | 2, 3 | GPU utilisation, memory used / total |
     | 4 | running pods / 10 |
     | 5 | the owner's earlier pods: n / (n + 4) |
-    | 6, 7 | part of the requested cores that they used: running mean, mean deviation |
+    | 6, 7 | part of the requested cores that they needed (used, or would have had to use to meet the objective): running mean, mean deviation |
     | 8, 9, 10 | how often they missed their objective (running mean), whether the last one did, how often memory killed them |
     | 11 | whether the pod that waits is latency-sensitive |
-    | 12 – 14 | cores / 100 that this pod would use if it were like them: mean, most (slowly forgotten), last |
+    | 12 – 14 | cores / 100 that this pod would need if it were like them: mean, most (slowly forgotten), last |
     | 15 | cores / 100 that this pod would get if it got the part of its request that the last one got |
     | 16, 17 | likewise, the largest part that missed and the smallest part that met the objective (both slowly forgotten) |
     | 18 | memory / 32768 MB that this pod would use if it used the largest part of its request that they did |
@@ -148,9 +205,7 @@ class GPUAllocationEnv(gymnasium.Env[Obs, npt.NDArray[np.float32]]):
     metadata = {"render_modes": ["human", "rgb_array"], "render_fps": 4}
 
     def __init__(self, render_mode: str | None = None, **options: Any) -> None:
-        if render_mode not in (None, "human", "rgb_array"):
-            raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
-        self.render_mode = render_mode
+        self._choose_render_mode(render_mode)
         self.batch = AllocationBatch(config_from(options), 1)
         self.observation_space, self.action_space = single_spaces(self.batch.n_features)
         self._obs, self._outcome = self.batch.obs.numpy()[0], self.batch.outcome.numpy()[0]
@@ -162,16 +217,22 @@ class GPUAllocationEnv(gymnasium.Env[Obs, npt.NDArray[np.float32]]):
             self.batch.seed([self.np_random.integers(2**62) if seed is None else seed])
             self._seeded = True
         self.batch.reset()
+        self._start_recording()
         return self._obs.copy(), {}
 
     def step(self, action: npt.NDArray[np.float32]) -> tuple[Obs, float, bool, bool, dict[str, Any]]:
-        _, reward, ended = self.batch.step(np.asarray(action, np.float32)[None], autoreset=False)
+        reward, done = self._step(np.asarray(action, np.float32)[None])
         info = outcome_info(self._outcome)
-        done = bool(ended[0])
         if done:
             sums = self.batch.final_sums.numpy()[0]
             info |= {name: float(value) for name, value in episode_info(sums).items()}
-        return self._obs.copy(), float(reward[0]), False, done, info
+        return self._obs.copy(), reward, False, done, info
+
+    def render(self) -> npt.NDArray[np.uint8] | None:
+        return self._render()
+
+    def close(self) -> None:
+        self._close()
 
 
 class GPUAllocationVectorEnv(gymnasium.vector.VectorEnv[Obs, npt.NDArray[np.float32], npt.NDArray[Any]]):
@@ -271,13 +332,13 @@ def _vector_infos(outcome: npt.NDArray[np.float32], always: npt.NDArray[np.bool_
     return infos
 
 
-class GPUAllocationParallelEnv(ParallelEnv[str, Obs, npt.NDArray[np.float32]]):
+class GPUAllocationParallelEnv(_Picture, ParallelEnv[str, Obs, npt.NDArray[np.float32]]):
     """Edge nodes with one GPU each and an agent on each: ``gpu_allocation_v0.parallel_env(n_nodes=N)``.
 
     Agent `node_i` decides for the pods that come to node i. Nodes share nothing but the clockwork of the game: each has its
     own mix of applications and its own habit of over-asking (:func:`edge_mixes`), which stay the same from episode to
     episode, while owners and pods are drawn anew. With `n_nodes=1` it is the single-GPU task on one fixed node. Observations,
-    actions and rewards are those of :class:`GPUAllocationEnv`. `state()` is all observations in a row.
+    actions and rewards are those of :class:`GPUAllocationEnv`. `state()` is all observations in a row. Pictures show node 0.
 
     Trainers that step many copies of each node at once use ``AllocationBatch.for_nodes(n_nodes, envs_per_node, config)``.
 
@@ -299,12 +360,10 @@ class GPUAllocationParallelEnv(ParallelEnv[str, Obs, npt.NDArray[np.float32]]):
     }
 
     def __init__(self, n_nodes: int = 2, render_mode: str | None = None, **options: Any) -> None:
-        if render_mode not in (None, "human", "rgb_array"):
-            raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
+        self._choose_render_mode(render_mode)
         config = config_from(options)
         if config.mix is not None:
             raise ValueError("mix belongs to a single node: the nodes here have mixes of their own (edge_mixes)")
-        self.render_mode = render_mode
         self.n_nodes = n_nodes
         self.batch = AllocationBatch.for_nodes(n_nodes, 1, config)
         self.possible_agents = [f"node_{i}" for i in range(n_nodes)]
@@ -337,6 +396,7 @@ class GPUAllocationParallelEnv(ParallelEnv[str, Obs, npt.NDArray[np.float32]]):
             self._seeded = True
         self.agents = self.possible_agents[:]
         self.batch.reset()
+        self._start_recording()
         return self._observe(), {agent: {} for agent in self.agents}
 
     def step(
@@ -346,8 +406,8 @@ class GPUAllocationParallelEnv(ParallelEnv[str, Obs, npt.NDArray[np.float32]]):
         if missing:
             raise ValueError(f"no action for {missing[0]!r}: every node decides at every step")
         chosen = np.stack([np.asarray(actions[agent], np.float32) for agent in self.possible_agents])
-        _, reward, ended = self.batch.step(chosen, autoreset=False)
-        agents, done = self.agents, bool(ended[0])
+        _, done = self._step(chosen)
+        reward, agents = self.batch.reward, self.agents
         infos = {agent: outcome_info(self._outcome[i]) for i, agent in enumerate(agents)}
         if done:
             for i, agent in enumerate(agents):
@@ -365,3 +425,9 @@ class GPUAllocationParallelEnv(ParallelEnv[str, Obs, npt.NDArray[np.float32]]):
     def state(self) -> npt.NDArray[np.float32]:
         """All observations in a row, for a centralised critic."""
         return self._obs.ravel().copy()
+
+    def render(self) -> npt.NDArray[np.uint8] | None:
+        return self._render()
+
+    def close(self) -> None:
+        self._close()

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 MIN_CORES, MAX_CORES = 10.0, 100.0
 MIN_MEMORY_MB, MAX_MEMORY_MB = 512.0, 32768.0
 MAX_PODS = 10
-UNIT_PERCENT = 2.5
-"""SMs are handed out in pairs: 2 of 80 on a V100."""
+UNIT_PERCENT = 1.0
+"""MPS takes whole percents (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE)."""
 
 STATE_NAMES = ("requested_cores", "requested_memory", "node_gpu_util", "node_mem_util", "running_pods")
 ACTION_NAMES = ("cores_percent", "memory_mb")
