@@ -157,6 +157,8 @@ def scores(network: PlacementPolicy, inputs: dict[str, torch.Tensor], same: torc
 def inputs_of(view: PolicyView) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     random_steps(view, 1)
     inputs = {key: each.clone() for key, each in view.inputs().items()}
+    # The first layer has none before it: what a later one would show stands in.
+    inputs["similar"] = torch.rand((3, 12, 12), generator=torch.Generator().manual_seed(1)).softmax(-1)
     expert = torch.tensor([3, 7, 1])
     return inputs, {"expert": expert, "parts": view.look(expert), "legal": view.legal(expert)}
 
