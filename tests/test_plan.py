@@ -311,6 +311,17 @@ def test_filling_ends_lawfully(seed: int, empty: int, counts: bool) -> None:
     SIMULATOR.check(filled)
 
 
+def test_a_few_operations_improve_on_eplb_and_the_policy_takes_its_checkpoint(tmp_path: Path) -> None:
+    trace = small_trace(n_layers=4, n_tokens=1200)
+    plan = make_plan(trace, SIMULATOR, "bottleneck", window_tokens=256, windows=2)
+    moved = (plan.best.placement != plan.outcomes["eplb"].placement).any(2).sum(1)
+    assert (moved < SIMULATOR.n_gpus).all()  # most GPUs hold what EPLB gave them
+    policy = make_plan(trace, SIMULATOR, "policy", window_tokens=256, windows=2)
+    assert (policy.best.placement >= 0).all()
+    with pytest.raises(OSError, match="absent"):
+        make_plan(trace, SIMULATOR, "policy", options={"checkpoint": tmp_path / "absent.pt"})
+
+
 # -- counts only ----------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from clustergym.evaluation import ci95
 from clustergym.moe_placement.batch import model_for
 from clustergym.moe_placement.simulator import Placement, Simulator, Stream, Window
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
-from clustergym.planners import EPLB, PLANNERS, Planner, Static, make_planner
+from clustergym.planners import EPLB, PLANNERS, Anneal, Planner, Static, make_planner
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
@@ -184,7 +184,7 @@ def make_plan(
 
     Args:
         plan_tokens: planners that look at tokens plan on a window of at most this many; those on loads use them all.
-        seconds: time that annealing takes.
+        seconds: time that annealing takes, on its own or guided by a policy.
         options: more arguments of the planner (``checkpoint`` …).
         announce: hears what begins, and how many seconds it will take where that is known.
     """
@@ -196,7 +196,7 @@ def make_plan(
     outcomes = {}
     for name in names:
         given: dict[str, Any] = {"seed": seed} | ((options or {}) if name == planner else {})
-        budget = seconds if name.startswith("anneal") else None
+        budget = seconds if name.startswith("anneal") or name == "policy-guided" else None
         limits = ({}, {}) if budget is None else ({"seconds": budget}, {"iterations": 1})
         made, twin = (make_planner(name, simulator, **(given | limit)) for limit in limits)
         if isinstance(trace, LoadTrace) and not needs_only_loads(made):
@@ -209,7 +209,7 @@ def make_plan(
         observed.warm_up(twin)
         announce(name, budget)
         began = time.perf_counter()
-        placement = made.plan([observed.window(made)], observed.static, window_tokens)
+        placement = made.plan([observed.window(made)], start_of(made, observed.static, outcomes), window_tokens)
         taken = time.perf_counter() - began
         simulator.check(placement)
         empty = int((placement < 0).sum())
@@ -231,6 +231,12 @@ def make_plan(
         window_tokens=window_tokens,
         expert_pairs=_expert_pairs(observed, simulator, window_tokens),
     )
+
+
+def start_of(planner: Planner, static: Placement, outcomes: dict[str, Outcome]) -> Placement:
+    """Where a planner starts. One that makes a few operations improves on EPLB; annealing goes far from wherever it starts."""
+    few = not needs_only_loads(planner) and not isinstance(planner, Anneal)
+    return outcomes["eplb"].placement if few else static
 
 
 def _expert_pairs(observed: _Observed, simulator: Simulator, window_tokens: int) -> npt.NDArray[np.float64]:
