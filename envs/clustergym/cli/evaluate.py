@@ -15,7 +15,7 @@ from rich.table import Table
 from clustergym.cli.common import load_traces, prepare_outputs
 from clustergym.evaluation import Protocol, Result, compare
 from clustergym.files import write_atomically
-from clustergym.moe_placement.batch import model_for
+from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.planners import PLANNERS
@@ -28,12 +28,12 @@ POLICIES = ("policy", "policy-guided")
 class Command:
     """Compare planners on traffic that they have not seen: served, migration and total time, balance, traffic, moves.
 
-    Example: clustergym eval --trace synthetic --cluster h800-4x4 --schedule drift --planner eplb anneal oracle
+    Example: clustergym eval --trace tiny_moe --cluster h800-4x4 --schedule drift --planner eplb anneal oracle
     """
 
     task: Literal["moe-placement", "gpu-allocation"] = "moe-placement"
     """What is compared: planners of MoE placement, or (with flags of its own) policies that share out one GPU."""
-    trace: list[str] = field(default_factory=lambda: ["synthetic"])
+    trace: list[str] = field(default_factory=lambda: [DEFAULT_TRACE])
     """A .npz or .npy file or the name of a bundled trace. Several are joined, each as a domain of its own."""
     cluster: str = "h800-4x4"
     """Cluster preset: gpu-NODESxGPUS, such as h800-4x4, h800-2x8, h100-4x8."""
