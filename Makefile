@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint install clean
+.PHONY: train test lint docs install clean
 
 train: install  ## the main job: every planner on the bundled trace, a table and a plot
 	$(BIN)/clustergym eval --trace synthetic --cluster h800-4x4 --schedule drift --planner all --windows 5 --plot runs/planners.png --json runs/planners.json
@@ -21,6 +21,9 @@ lint: install
 	$(BIN)/ruff format .
 	$(BIN)/mypy
 
+docs: install  ## the documentation site, into site/
+	$(BIN)/mkdocs build --strict
+
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -29,4 +32,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache

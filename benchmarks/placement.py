@@ -18,7 +18,7 @@ import tyro
 from rich.console import Console
 
 from clustergym import TokenTrace
-from clustergym.cli import plot_results, results_table
+from clustergym.cli.evaluate import plot_results, results_table
 from clustergym.evaluation import Protocol, Result, compare, evaluate_planner, split_for
 from clustergym.moe_placement import Simulator
 from clustergym.planners import EPLB

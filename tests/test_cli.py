@@ -15,7 +15,10 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from clustergym import TokenTrace, cli
+from clustergym import TokenTrace, cli, files
+from clustergym.cli import evaluate as eval_command
+from clustergym.cli import trace as trace_command
+from clustergym.cli.common import load_traces
 from clustergym.moe_placement.specs import CLUSTERS, MODELS
 from clustergym.planners import PLANNERS
 from clustergym.traces import SyntheticConfig, synthetic_trace
@@ -140,7 +143,7 @@ def test_options_reach_the_simulator(trace_file: Path, tmp_path: Path) -> None:
 
 def test_several_traces_become_domains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [make_trace(tmp_path / f"part{i}.npz", seed=i) for i in range(2)]
-    joined = cli.load_traces([str(path) for path in paths])
+    joined = load_traces([str(path) for path in paths])
     assert joined.domain_names == ["part0", "part1"]
     assert joined.n_tokens == 1200
     np.testing.assert_array_equal(joined.experts[600:], TokenTrace.load(paths[1]).experts)
@@ -151,7 +154,7 @@ def test_several_traces_become_domains(tmp_path: Path, capsys: pytest.CaptureFix
     # Two files of the same name are two domains all the same; the same file twice would leak what is held out.
     (tmp_path / "other").mkdir()
     twin = make_trace(tmp_path / "other" / "part0.npz", seed=5)
-    assert len(cli.load_traces([str(paths[0]), str(twin)]).domain_names) == 2
+    assert len(load_traces([str(paths[0]), str(twin)]).domain_names) == 2
     assert "is given twice" in refused(capsys_cleared(capsys), "eval", "--trace", str(twin), str(twin))
     smaller = make_trace(tmp_path / "other" / "one.npz", n_layers=1)
     assert "only traces of the same model and layers" in refused(capsys, "eval", "--trace", str(twin), str(smaller))
@@ -238,7 +241,7 @@ def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
 def test_unwritable_places_are_refused_before_the_work(
     flag: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "compare", lambda *_: pytest.fail("the planners ran for nothing"))
+    monkeypatch.setattr(eval_command, "compare", lambda *_: pytest.fail("the planners ran for nothing"))
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder.png").mkdir()
     for path in (tmp_path / "file" / "o.png", tmp_path / "folder.png"):
@@ -249,18 +252,18 @@ def test_unwritable_places_are_refused_before_the_work(
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "o.json"
-    cli.write_atomically(path, "old")
+    files.write_atomically(path, "old")
 
     def full_disk(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(cli.os, "replace", full_disk)
+    monkeypatch.setattr(files.os, "replace", full_disk)
     with pytest.raises(OSError, match="no space left"):
-        cli.write_atomically(path, "new")
+        files.write_atomically(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["o.json"]
     monkeypatch.undo()
-    cli.write_atomically(path, "new")
+    files.write_atomically(path, "new")
     assert path.read_text() == "new"
 
 
@@ -314,9 +317,9 @@ def documented_fields(cls: type) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("command", "classes"),
     [
-        (["eval"], [cli.Eval]),
-        (["trace", "info"], [cli.TraceInfo]),
-        (["trace", "synth"], [cli.TraceSynth, SyntheticConfig]),
+        (["eval"], [eval_command.Command]),
+        (["trace", "info"], [trace_command.Info]),
+        (["trace", "synth"], [trace_command.Synth, SyntheticConfig]),
     ],
 )
 def test_help_explains_every_flag(
@@ -333,7 +336,7 @@ def test_help_explains_every_flag(
                 continue
             flag = (
                 name.upper()
-                if (cls, name) in [(cli.TraceInfo, "trace"), (cli.TraceSynth, "output")]
+                if (cls, name) in [(trace_command.Info, "trace"), (trace_command.Synth, "output")]
                 else f"--{name.replace('_', '-')}"
             )
             assert flag in text

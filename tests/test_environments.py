@@ -85,7 +85,7 @@ def test_defaults_pass_check_env_too() -> None:
         warnings.simplefilter("error")
         check_env(env, skip_render_check=True)
     assert isinstance(env, MoEPlacementEnv)
-    assert (env.batch.cluster.name, env.batch.n_slots, env.batch.model.name) == ("h800-4x4", 5, "deepseek-v2-lite")
+    assert (env.batch.cluster.name, env.batch.n_slots, env.batch.model.name) == ("h800-4x4", 5, "tiny-moe")
 
 
 def test_drift_id_serves_eight_drifting_windows_from_eplb() -> None:

@@ -60,6 +60,7 @@ def test_wheel_holds_the_package_and_its_traces_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {"clustergym/__init__.py", "clustergym/py.typed", "clustergym/traces/bundled/synthetic.npz"} <= set(names)
+    assert {f"clustergym/traces/bundled/tiny_moe{which}.npz" for which in ("", "_ppo")} <= set(names)
     modules = {f"clustergym/{path.relative_to(ROOT / 'envs/clustergym')}" for path in (ROOT / "envs").rglob("*.py")}
     assert modules <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"clustergym"}

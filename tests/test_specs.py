@@ -54,6 +54,7 @@ def test_more_slots_than_experts_would_stay_empty() -> None:
         ("gpt-oss-20b", (24, 32, 4)),
         ("gpt-oss-120b", (36, 128, 4)),
         ("olmoe-1b-7b", (16, 64, 8)),
+        ("tiny-moe", (4, 64, 4)),
     ],
 )
 def test_model_presets(name: str, shape: tuple[int, int, int]) -> None:

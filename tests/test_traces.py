@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.traces import TokenTrace, bundled_traces
+from clustergym.traces import TokenTrace, arrays, bundled_traces, token_trace
 from clustergym.traces.statistics import (
     coactivation_groups,
     domain_divergence,
@@ -216,11 +216,11 @@ class TestFiles:
         path = small_trace().save(tmp_path / "t.npz")
         before = path.read_bytes()
 
-        def full_disk(file: Any, **arrays: Any) -> None:
+        def full_disk(file: Any, fields: Any) -> None:
             file.write(b"half of it")
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(np, "savez_compressed", full_disk)
+        monkeypatch.setattr(token_trace, "write_npz", full_disk)
         with pytest.raises(OSError, match="no space"):
             small_trace(model="other").save(path)
         assert [p.name for p in tmp_path.iterdir()] == ["t.npz"]
@@ -289,10 +289,66 @@ class TestFiles:
         with pytest.raises(ValueError, match="the header announces 156000000000000 bytes, found 12"):
             TokenTrace.load(tmp_path / "t.npz")
 
+    def test_a_zip_bomb_is_refused_by_its_directory(self, tmp_path: Path) -> None:
+        """Zeros pack a thousand times: 300 MB of them in 300 kB are refused before anything is unpacked."""
+        path, tokens = tmp_path / "t.npz", 300_000_000
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "|i1", "fortran_order": False, "shape": (tokens, 1)})
+        with (
+            zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive,
+            archive.open("experts.npy", "w", force_zip64=True) as member,
+        ):
+            member.write(header.getvalue())
+            for _ in range(tokens // 1_000_000):
+                member.write(bytes(1_000_000))
+        assert path.stat().st_size < 400_000
+        with pytest.raises(ValueError, match=r"t\.npz: \d+ bytes that would unpack to 3000001\d\d: .* zip bomb"):
+            TokenTrace.load(path)
+
+    def test_the_cap_leaves_small_and_honest_files_alone(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "t.npz"
+        np.savez_compressed(path, experts=np.zeros((100_000, 1), np.int8))
+        assert TokenTrace.load(path).n_tokens == 100_000  # packs beyond the ratio, but is small
+        monkeypatch.setattr(arrays, "SMALL_BYTES", 50_000)
+        with pytest.raises(ValueError, match="zip bomb"):
+            TokenTrace.load(path)
+        ids = np.random.default_rng(0).integers(0, 64, (100_000, 1)).astype(np.int8)
+        np.savez_compressed(path, experts=ids)
+        assert np.array_equal(TokenTrace.load(path).experts[:, :, 0], ids)
+
+    def test_a_member_longer_than_its_directory_says_is_refused(self, tmp_path: Path) -> None:
+        """The directory lies about the unpacked size: what follows the announced bytes is never unpacked."""
+        path = tmp_path / "t.npz"
+        np.savez_compressed(path, experts=np.zeros((1000, 1), np.int8))
+        with zipfile.ZipFile(path) as archive:
+            size = archive.infolist()[0].file_size
+        honest = path.read_bytes()
+        lie = honest.replace(size.to_bytes(4, "little"), (size - 500).to_bytes(4, "little"))
+        assert lie != honest
+        path.write_bytes(lie)
+        with pytest.raises(ValueError, match="not a readable .npy array"):
+            TokenTrace.load(path)
+
+    def test_a_read_only_array_is_shared_and_a_writable_one_is_not(self) -> None:
+        ids = np.arange(8, dtype=np.int16).reshape(4, 2, 1)
+        assert not np.shares_memory(TokenTrace(ids).experts, ids)
+        ids.setflags(write=False)
+        assert np.shares_memory(TokenTrace(ids).experts, ids)
+
+    @pytest.mark.parametrize(
+        ("n_experts", "pad", "stored"), [(128, True, "i1"), (256, False, "u1"), (256, True, "i2"), (257, False, "i2")]
+    )
+    def test_ids_are_stored_as_small_as_they_fit(self, tmp_path: Path, n_experts: int, pad: bool, stored: str) -> None:
+        trace = TokenTrace(np.array([[n_experts - 1], [-1 if pad else 0]]))
+        path = trace.save(tmp_path / "t.npz")
+        with np.load(path) as fields:
+            assert fields["experts"].dtype.str[1:] == stored
+        assert same(TokenTrace.load(path), trace)
+
     @pytest.mark.parametrize(
         ("arrays", "message"),
         [
-            ({"routes": BLOCKS}, r"no array 'experts' in the file, found \[\]"),
+            ({"routes": BLOCKS}, r"no array 'experts' in the file, found \['routes'\]"),
             ({"experts": BLOCKS, "n_experts": 0}, "n_experts must be one positive integer"),
             ({"experts": BLOCKS, "n_experts": 4.0}, "n_experts must be one positive integer"),
             ({"experts": BLOCKS, "n_experts": [4, 4]}, "n_experts must be one positive integer"),

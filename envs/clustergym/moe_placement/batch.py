@@ -21,7 +21,7 @@ from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_m
 from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, index_of, stream_keys
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
-DEFAULT_TRACE = "synthetic"
+DEFAULT_TRACE = "tiny_moe"
 
 
 @dataclass(frozen=True)

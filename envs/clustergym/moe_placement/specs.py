@@ -47,11 +47,15 @@ class ModelSpec:
     """c: each token-expert pair adds this."""
     n_groups: int = 1
     """Expert groups of the router, which hierarchical EPLB keeps on one node."""
+    n_dense: int = 0
+    """Dense layers before the first MoE layer: engines count them too, so that MoE layer i is their layer n_dense + i."""
 
     def __post_init__(self) -> None:
         for key in ("n_layers", "n_experts", "top_k", "hidden", "intermediate", "n_groups"):
             if getattr(self, key) < 1:
                 raise ValueError(f"model {self.name!r}: {key} is {getattr(self, key)}: expected at least 1")
+        if self.n_dense < 0:
+            raise ValueError(f"model {self.name!r}: n_dense is {self.n_dense}: expected 0 or more")
         for key in ("weight_bytes", "dispatch_bytes", "combine_bytes"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"model {self.name!r}: {key} is {getattr(self, key)}: expected more than 0")
@@ -142,9 +146,9 @@ MODELS: dict[str, ModelSpec] = {
         ModelSpec("mixtral-8x7b", 32, 8, 2, 4096, 14336, kernel_start_us=93, kernel_expert_us=97.7, kernel_pair_us=0.67),
         ModelSpec("qwen3-30b-a3b", 48, 128, 8, 2048, 768, kernel_start_us=37.5, kernel_expert_us=3.23, kernel_pair_us=0.0235),
         ModelSpec("qwen3-235b-a22b", 94, 128, 8, 4096, 1536, kernel_start_us=44.7, kernel_expert_us=12.8, kernel_pair_us=0.0676),
-        ModelSpec("deepseek-v2-lite", 26, 64, 6, 2048, 1408),
-        ModelSpec("deepseek-v3", 58, 256, 8, 7168, 2048, weight_bytes=1, dispatch_bytes=1, n_groups=8),
-        ModelSpec("kimi-k2", 60, 384, 8, 7168, 2048, weight_bytes=1, dispatch_bytes=1),
+        ModelSpec("deepseek-v2-lite", 26, 64, 6, 2048, 1408, n_dense=1),
+        ModelSpec("deepseek-v3", 58, 256, 8, 7168, 2048, weight_bytes=1, dispatch_bytes=1, n_groups=8, n_dense=3),
+        ModelSpec("kimi-k2", 60, 384, 8, 7168, 2048, weight_bytes=1, dispatch_bytes=1, n_dense=1),
         ModelSpec(
             "gpt-oss-20b", 24, 32, 4, 2880, 2880, weight_bytes=0.53125,
             kernel_start_us=78, kernel_expert_us=3.38, kernel_pair_us=0.084,
@@ -155,6 +159,9 @@ MODELS: dict[str, ModelSpec] = {
             kernel_start_us=78, kernel_expert_us=3.38, kernel_pair_us=0.084,
         ),
         ModelSpec("olmoe-1b-7b", 16, 64, 8, 2048, 1024),
+        # The model of the bundled traces (clustergym.tiny_moe) as if it had DeepSeek-V2-Lite's widths: at its own (96 and 16)
+        # every placement would cost the same, because latency and kernel start are all that there is.
+        ModelSpec("tiny-moe", 4, 64, 4, 2048, 1408),
     )
 }  # fmt: skip
 

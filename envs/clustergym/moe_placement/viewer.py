@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -739,13 +740,21 @@ def draw(frame: Frame, width: int = 1280, height: int = 760) -> npt.NDArray[np.u
 class Window:
     """The picture on a screen, for render_mode="human": opens at the first `show`, and once closed stays closed."""
 
-    def __init__(self, width: int = 1280, height: int = 760, fps: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int = 1280,
+        height: int = 760,
+        fps: float = 0.0,
+        paint: Callable[[Any, int, int], pygame.Surface] | None = None,
+    ) -> None:
         self.width, self.height, self.fps = width, height, fps
+        # Another task paints its own frames; the window is the same.
+        self._paint = paint or (lambda frame, width, height: _Painter(frame, width, height).paint())
         self.closed = False
         self._screen: pygame.Surface | None = None
         self._clock = pygame.time.Clock()
 
-    def show(self, frame: Frame) -> None:
+    def show(self, frame: Any) -> None:
         """Show one frame, waiting where needed to keep to `fps` (0: never wait)."""
         if self.closed:
             return
@@ -757,7 +766,7 @@ class Window:
         if any(event.type == pygame.QUIT for event in pygame.event.get()):
             self.close()
             return
-        self._screen.blit(_Painter(frame, self.width, self.height).paint(), (0, 0))
+        self._screen.blit(self._paint(frame, self.width, self.height), (0, 0))
         pygame.display.flip()
         if self.fps > 0:
             self._clock.tick(self.fps)

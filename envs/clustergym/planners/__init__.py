@@ -9,6 +9,7 @@ from clustergym.moe_placement.simulator import Simulator
 from clustergym.planners.base import Planner
 from clustergym.planners.exact import Exact
 from clustergym.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
+from clustergym.planners.policy import Policy, PolicyGuided
 from clustergym.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
 
 PLANNERS: dict[str, Callable[..., Planner]] = {
@@ -27,6 +28,9 @@ PLANNERS: dict[str, Callable[..., Planner]] = {
     "anneal-max": partial(Anneal, norm=0),
     "anneal": Anneal,
     "anneal-4": partial(Anneal, windows=4),
+    "anneal-even": partial(Anneal, norm=4, homes="even", migration_weight=0.5),
+    "policy": Policy,
+    "policy-guided": PolicyGuided,
     "oracle": Oracle,
     "exact": Exact,
 }
@@ -51,6 +55,8 @@ __all__ = [
     "Incremental",
     "Oracle",
     "Planner",
+    "Policy",
+    "PolicyGuided",
     "Static",
     "SwapGreedy",
     "make_planner",

@@ -38,12 +38,28 @@ def _cost(sim, b, cost, net, mode, doublings, scale, migration_weight):
 
 
 @device
-def anneal_layer(sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost):
+def _draw_expert(key, b, prior):
+    """An expert drawn from cumulative weights (E,) that end at 1."""
+    x, low, high = _draw(key, b), 0, prior.shape[0] - 1
+    while low < high:
+        middle = (low + high) // 2
+        if prior[middle] > x:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@device
+def anneal_layer(
+    sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost, prior, guide
+):
     """Simulated annealing from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best one seen.
 
     A step swaps two replicas, moves one to an empty slot, replaces a spare replica by one of another expert, or drops it
     (each active expert costs kernel time, so that fewer replicas can be faster).
     ``heat`` holds the temperature at the beginning and at the end of these iterations, as a share of the cost.
+    A share ``guide`` of the steps concerns an expert drawn from ``prior`` (E,), cumulative; the others a slot at random.
     """
     n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.pairs.shape[2]
     now = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
@@ -55,6 +71,12 @@ def anneal_layer(sim, b, cost, net, mode, doublings, scale, migration_weight, ke
                 best[g, s] = sim.slots[b, g, s]
     for i in range(iterations):
         g, s = int(_draw(key, b) * n_gpus), int(_draw(key, b) * n_slots)
+        if guide > 0.0 and _draw(key, b) < guide:
+            wanted = _draw_expert(key, b, prior)
+            g = int(sim.rep[b, wanted, int(_draw(key, b) * sim.nrep[b, wanted])])
+            s = 0
+            while sim.slots[b, g, s] != wanted:
+                s += 1
         e, e_from, e_to, v, v_from, v_to = -1, -1, -1, -1, -1, -1
         here = sim.slots[b, g, s]
         if _draw(key, b) < 0.3:
@@ -229,12 +251,28 @@ def balance_layer(slots, load, moves, copies, weight):
 
 @device
 def _anneal(
-    first, last, sim, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost
+    first,
+    last,
+    sim,
+    cost,
+    net,
+    mode,
+    doublings,
+    scale,
+    migration_weight,
+    key,
+    heat,
+    iterations,
+    best,
+    best_cost,
+    prior,
+    guide,
 ):
     for b in range(first, last):
         anneal_layer(
-            sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best[b], best_cost
-        )
+            sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best[b], best_cost,
+            prior[b], guide,
+        )  # fmt: skip
 
 
 @device

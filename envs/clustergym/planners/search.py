@@ -20,7 +20,7 @@ from clustergym.moe_placement.dynamics import (
     count_window,
     write_replicas,
 )
-from clustergym.moe_placement.simulator import Placement, Simulator, Window
+from clustergym.moe_placement.simulator import Placement, Simulator, Window, one_of
 from clustergym.planners import kernels
 from clustergym.planners.base import Planner
 from clustergym.planners.heuristics import EPLB
@@ -34,19 +34,32 @@ _COSTS_OF_A_TOKEN = [
 ]
 
 
+HOMES = ("served", "even")
+
+
+def evenly_dealt(window: Window, n_gpus: int) -> Window:
+    """The same tokens, dealt to the GPUs one by one."""
+    return Window(window.experts, window.rows, (np.arange(window.n_tokens) % n_gpus).astype(np.int16))
+
+
 class _Search(Planner):
     """Shared by the searches: count the observed traffic once, then work on all layers.
 
     Args:
         norm: 0 plans on the true time, set by the busiest GPU; p = 2 … 64 on the smooth p-norm over GPUs.
         windows: how many of the last windows to plan on, joined.
+        homes: ``served`` plans on the tokens where they lived; ``even`` deals them to the GPUs one by one, because where a
+            sequence lives is chance that the next window does not repeat.
     """
 
-    def __init__(self, simulator: Simulator, seed: int = 0, norm: int = 0, windows: int = 1) -> None:
+    def __init__(
+        self, simulator: Simulator, seed: int = 0, norm: int = 0, windows: int = 1, homes: str = "served"
+    ) -> None:
         super().__init__(simulator, seed)
         if windows < 1:
             raise ValueError(f"windows is {windows}: expected at least 1")
-        self.doublings, self.windows = doublings(norm), windows
+        one_of(homes, HOMES, "homes")
+        self.doublings, self.windows, self.homes = doublings(norm), windows, homes
         self.calls = 0
 
     def reset(self) -> None:
@@ -55,6 +68,8 @@ class _Search(Planner):
     def observe(self, history: Sequence[Window], placement: Placement, tokens: int | None) -> tuple[Window, Sim, float]:
         """The joined window, its counts, and the weight of a token in it."""
         window = Window.join(history[-self.windows :]) if self.windows > 1 else history[-1]
+        if self.homes == "even":
+            window = evenly_dealt(window, self.simulator.n_gpus)
         scale = (tokens or history[-1].n_tokens) / window.n_tokens
         return window, self.simulator.count(window, placement), scale
 
@@ -93,7 +108,9 @@ class Anneal(_Search):
     """Simulated annealing of every layer from the current placement, migration counted.
 
     Args:
-        norm, windows: see above; the 16-norm generalises better to the next window than the true time.
+        norm, windows, homes: see above; the 16-norm generalises better to the next window than the true time.
+        migration_weight: weight of the migration against the served time; below 1 because what a move saves outlives the
+            window that pays for it.
         iterations: a layer.
         seconds: time budget in place of ``iterations`` for all layers together (not reproducible to the last bit).
         heat: temperature at the beginning and the end, as shares of the layer's time.
@@ -111,8 +128,9 @@ class Anneal(_Search):
         seconds: float | None = None,
         heat: tuple[float, float] = (3e-4, 1e-5),
         migration_weight: float = 1.0,
+        homes: str = "served",
     ) -> None:
-        super().__init__(simulator, seed, norm, windows)
+        super().__init__(simulator, seed, norm, windows, homes)
         if iterations < 1 or (seconds is not None and seconds <= 0):
             raise ValueError(
                 f"annealing needs at least 1 iteration and more than 0 seconds, found {iterations} and {seconds}"
@@ -123,20 +141,34 @@ class Anneal(_Search):
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         window, sim, scale = self.observe(history, placement, tokens)
-        best, best_cost = placement.copy(), np.full(window.n_layers, np.inf)
+        return self.refine(window, sim, scale, self.seconds)
+
+    def refine(
+        self,
+        window: Window,
+        sim: Sim,
+        scale: float,
+        seconds: float | None = None,
+        prior: npt.NDArray[np.float64] | None = None,
+        guide: float = 0.0,
+    ) -> Placement:
+        """Anneal from where ``sim`` stands; a share ``guide`` of the steps concerns experts drawn from ``prior`` (L, E)."""
+        best, best_cost = sim.slots.copy(), np.full(window.n_layers, np.inf)
         key = self.keys(window.n_layers)
+        weights = np.ones((window.n_layers, 1)) if prior is None else prior
+        cumulative = np.cumsum(weights, axis=1) / weights.sum(1, keepdims=True)
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
             kernels.anneal(
                 first, last, sim, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
-                self.migration_weight, key, np.array(heat), iterations, best, best_cost,
+                self.migration_weight, key, np.array(heat), iterations, best, best_cost, cumulative, guide,
             )  # fmt: skip
 
         def search(first: int, last: int) -> None:
-            if self.seconds is None:
+            if seconds is None:
                 run(first, last, self.heat, self.iterations)
                 return
-            budget = self.seconds * (last - first) / window.n_layers
+            budget = seconds * (last - first) / window.n_layers
             began, done, chunk = time.perf_counter(), 0.0, 50
             low, high = np.log(self.heat[1]), np.log(self.heat[0])
             while done < 1:

@@ -155,6 +155,33 @@ def next_layer_predictability(trace: TokenTrace) -> tuple[float, float]:
     return (float(np.mean(hits)), float(np.mean(chance))) if hits else (0.0, 0.0)
 
 
+def layer_information(trace: TokenTrace) -> tuple[float, float]:
+    """(bits that one of a token's experts tells about one in the next layer, the same when tokens are shuffled).
+
+    The mutual information of the expert of a random pick in layer l and of one in layer l + 1 of the same token, a mean
+    over adjacent layers. Shuffling the tokens of the next layer keeps both loads and cuts the link: what is left is the
+    bias of a finite sample. (0, 0) for a single layer.
+    """
+    rng = np.random.default_rng(0)
+    found, shuffled = [], []
+    for here, after in pairwise(_one_hot(trace, l) for l in range(trace.n_layers)):
+        found.append(_mutual_bits(here, after))
+        shuffled.append(_mutual_bits(here, after[rng.permutation(len(after))]))
+    return (float(np.mean(found)), float(np.mean(shuffled))) if found else (0.0, 0.0)
+
+
+def _mutual_bits(here: npt.NDArray[np.float32], after: npt.NDArray[np.float32]) -> float:
+    """Mutual information of a random expert of each row of two multi-hot tables (T, E); rows of pads alone count for nothing."""
+    counts = [np.maximum(table.sum(1, keepdims=True), 1) for table in (here, after)]
+    joint = np.asarray((here / counts[0]).T @ (after / counts[1]), dtype=np.float64)
+    if not joint.any():
+        return 0.0
+    joint /= joint.sum()
+    apart = joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)
+    seen = joint > 0
+    return float((joint[seen] * np.log2(joint[seen] / apart[seen])).sum())
+
+
 def next_token_overlap(trace: TokenTrace) -> float:
     """Share of the experts that the sequence's token before used too, a mean over layers; 0 if there is none before."""
     after = np.delete(np.arange(trace.n_tokens), trace.seq_starts)

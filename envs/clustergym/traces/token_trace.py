@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
-import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.files import atomic_file
+from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npy, read_npz, write_npz
+
 FORMAT_VERSION = 1
 MAX_EXPERTS = np.iinfo(np.int16).max
-# Rows checked at once when a trace is validated: bounds the temporary copies to a few MB.
-_CHECK_ROWS = 65_536
+# Ids checked at once when a trace is validated: temporary copies stay within the caches.
+_CHECK_IDS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,21 +137,20 @@ class TokenTrace:
             raise ValueError(f"no trace file at {path}; the bundled names are: {', '.join(sorted(bundled_traces()))}")
         if path.suffix == ".npy":
             with open(path, "rb") as file:
-                return cls(_read_npy(file, path.stat().st_size, f"{path}"), name=path.stem)
-        fields = _read_npz(path)
+                return cls(read_npy(file, path.stat().st_size, f"{path}"), name=path.stem)
+        fields = read_npz(path, ("experts", "n_experts", "layer_ids", "seq_lens", "domains", "category", "model"))
         if "experts" not in fields:
-            raise ValueError(f"{path}: no array 'experts' in the file, found {sorted(fields)}")
+            found = names_of_npz(path)
+            hint = ": it is a LoadTrace, counts without tokens" if "counts" in found else ""
+            raise ValueError(f"{path}: no array 'experts' in the file, found {sorted(found)}{hint}")
         domains = fields.get("domains", fields.get("category"))
-        model = fields.get("model", np.array(""))
-        if model.size != 1 or model.dtype.kind != "U":
-            raise ValueError(f"{path}: model must be one string, found {model.dtype} of shape {model.shape}")
         return cls(
             fields["experts"],
-            n_experts=_scalar(fields, "n_experts", path),
+            n_experts=one_integer(fields, "n_experts", path),
             layer_ids=fields.get("layer_ids"),  # type: ignore[arg-type]
             seq_lens=fields.get("seq_lens"),  # type: ignore[arg-type]
             domains=domains,  # type: ignore[arg-type]
-            model=str(model.item()) or None,
+            model=one_string(fields, "model", path),
             name=path.stem,
         )
 
@@ -159,26 +159,26 @@ class TokenTrace:
         path = Path(path)
         if path.suffix != ".npz":
             raise ValueError(f"traces are saved as .npz, found {path.name!r}")
-        small: type[np.signedinteger[Any]] = np.int8 if self.n_experts <= np.iinfo(np.int8).max + 1 else np.int16
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".npz")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(
-                    file,
-                    experts=self.experts.astype(small),
-                    n_experts=np.int64(self.n_experts),
-                    layer_ids=self.layer_ids,
-                    seq_lens=self.seq_lens.astype(np.int32),
-                    domains=self.domains,
-                    model=np.str_(self.model or ""),
-                    format_version=np.int64(FORMAT_VERSION),
-                )
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with atomic_file(path) as file:
+            write_npz(
+                file,
+                {
+                    "experts": self.experts.astype(self._small_dtype(), copy=False),
+                    "n_experts": np.int64(self.n_experts),
+                    "layer_ids": self.layer_ids,
+                    "seq_lens": self.seq_lens.astype(np.int32),
+                    "domains": self.domains,
+                    "model": np.str_(self.model or ""),
+                    "format_version": np.int64(FORMAT_VERSION),
+                },
+            )
         return path
+
+    def _small_dtype(self) -> type[np.integer[Any]]:
+        if self.n_experts <= np.iinfo(np.int8).max + 1:
+            return np.int8
+        # A byte holds 256 ids, and then no pad.
+        return np.uint8 if self.n_experts <= np.iinfo(np.uint8).max + 1 and self.experts.min() >= 0 else np.int16
 
     # -- slices --------------------------------------------------------------------------------------------------
 
@@ -354,17 +354,31 @@ def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray
             f"{name}: trace has expert id {experts[tuple(where)]} at token {where[0]}, layer {where[1]}, "
             f"but n_experts is {n_experts}"
         )
-    experts = experts.astype(np.int16)
-    for start in range(0, len(experts) if experts.shape[2] > 1 else 0, _CHECK_ROWS):
-        rows = np.sort(experts[start : start + _CHECK_ROWS], axis=2)
-        twins = np.argwhere((rows[:, :, 1:] == rows[:, :, :-1]) & (rows[:, :, 1:] >= 0))
-        if len(twins):
-            token, layer, k = twins[0]
-            raise ValueError(
-                f"{name}: expert {rows[token, layer, k]} appears twice at token {start + token}, layer {layer}: "
-                "a token uses each expert once"
-            )
+    # An array that nobody may write to is shared: readers hand over millions of ids this way without a second copy.
+    experts = experts.astype(np.int16, copy=experts.flags.writeable)
+    rows = max(1, _CHECK_IDS // (experts.shape[1] * experts.shape[2]))
+    for start in range(0, len(experts) if experts.shape[2] > 1 else 0, rows):
+        block = experts[start : start + rows]
+        if not _has_twins(block):
+            continue
+        ordered = np.sort(block, axis=2)
+        token, layer, k = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0))[0]
+        raise ValueError(
+            f"{name}: expert {ordered[token, layer, k]} appears twice at token {start + token}, layer {layer}: "
+            "a token uses each expert once"
+        )
     return experts, n_experts
+
+
+def _has_twins(block: npt.NDArray[np.int16]) -> bool:
+    """Whether some token has an expert twice. Pairs of columns are compared: K²/2 passes beat sorting short rows."""
+    columns = np.ascontiguousarray(block.reshape(-1, block.shape[2]).T)
+    for i, column in enumerate(columns):
+        for other in columns[i + 1 :]:
+            same = column == other
+            if same.any() and (same & (column >= 0)).any():
+                return True
+    return False
 
 
 def _integers(array: Any, what: str, name: str) -> npt.NDArray[np.int64]:
@@ -372,51 +386,3 @@ def _integers(array: Any, what: str, name: str) -> npt.NDArray[np.int64]:
     if values.dtype.kind not in "iu":
         raise ValueError(f"{name}: {what} has dtype {values.dtype}: expected integers")
     return values.astype(np.int64)
-
-
-def _scalar(fields: dict[str, npt.NDArray[Any]], key: str, path: Path) -> int:
-    if key not in fields:
-        return 0
-    value = fields[key]
-    if value.size != 1 or value.dtype.kind not in "iu" or int(value.item()) < 1:
-        raise ValueError(f"{path}: {key} must be one positive integer, found {value.dtype} of shape {value.shape}")
-    return int(value.item())
-
-
-def _read_npz(path: Path) -> dict[str, npt.NDArray[Any]]:
-    wanted = {"experts", "n_experts", "layer_ids", "seq_lens", "domains", "category", "model"}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {Path(info.filename).stem: info for info in archive.infolist()}
-            fields = {}
-            for key in wanted & set(members):
-                with archive.open(members[key]) as file:
-                    fields[key] = _read_npy(file, members[key].file_size, f"{path}, array {key!r}")
-            return fields
-    # An encrypted member is a RuntimeError, an unknown compression a NotImplementedError (which is one too).
-    except (zipfile.BadZipFile, RuntimeError) as error:
-        raise ValueError(
-            f"{path}: not a whole .npz file ({error}); was it truncated, or saved in another format?"
-        ) from error
-
-
-def _read_npy(file: IO[bytes], n_bytes: int, where: str) -> npt.NDArray[Any]:
-    """Read one array, after checking that its header and its size agree (a lying header could ask for any memory)."""
-    try:
-        version = np.lib.format.read_magic(file)
-        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-        if header is None:
-            raise ValueError(f"format version {version} is not known")
-        shape, fortran, dtype = header(file)
-        if dtype.hasobject:
-            raise ValueError("it holds pickled Python objects, which are never loaded: save a plain integer array")
-        expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        found = n_bytes - file.tell()
-        if found != expected:
-            raise ValueError(f"truncated or malformed: the header announces {expected} bytes, found {found}")
-        data = file.read(expected)
-        if len(data) != expected:
-            raise ValueError(f"truncated: expected {expected} bytes, found {len(data)}")
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
-        raise ValueError(f"{where}: not a readable .npy array: {error}") from error
-    return np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if fortran else "C")

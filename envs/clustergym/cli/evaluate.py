@@ -1,41 +1,39 @@
-"""The command line: ``clustergym trace synth|info`` and ``clustergym eval``."""
+"""``clustergym eval``: planners side by side on traffic that they have not seen."""
 
 from __future__ import annotations
 
 import json
-import os
-import shlex
-import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from clustergym.cli.common import load_traces, prepare_outputs
 from clustergym.evaluation import Protocol, Result, compare
-from clustergym.moe_placement.batch import model_for
+from clustergym.files import write_atomically
+from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.planners import PLANNERS
-from clustergym.traces import SyntheticConfig, TokenTrace, bundled_traces, synthetic_trace
 
 DEFAULT_PLANNERS = [name for name in PLANNERS if name != "exact"]
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+POLICIES = ("policy", "policy-guided")
 
 
 @dataclass
-class Eval:
+class Command:
     """Compare planners on traffic that they have not seen: served, migration and total time, balance, traffic, moves.
 
-    Example: clustergym eval --trace synthetic --cluster h800-4x4 --schedule drift --planner eplb anneal oracle
+    Example: clustergym eval --trace tiny_moe --cluster h800-4x4 --schedule drift --planner eplb anneal oracle
     """
 
-    trace: list[str] = field(default_factory=lambda: ["synthetic"])
+    task: Literal["moe-placement", "gpu-allocation"] = "moe-placement"
+    """What is compared: planners of MoE placement, or (with flags of its own) policies that share out one GPU."""
+    trace: list[str] = field(default_factory=lambda: [DEFAULT_TRACE])
     """A .npz or .npy file or the name of a bundled trace. Several are joined, each as a domain of its own."""
     cluster: str = "h800-4x4"
     """Cluster preset: gpu-NODESxGPUS, such as h800-4x4, h800-2x8, h100-4x8."""
@@ -43,6 +41,8 @@ class Eval:
     """Model preset; by default the one that the trace names."""
     planner: list[str] = field(default_factory=lambda: ["all"])
     """'all', or one or more planners by name."""
+    checkpoint: str = "pretrained"
+    """Of the planners 'policy' and 'policy-guided': a policy.pt, the folder of a training run, or 'pretrained'."""
     schedule: str = "drift"
     """stationary: plan once on one part of the trace, serve the rest. drift, switch, replay: re-plan after each window."""
     window_tokens: int = 2048
@@ -69,64 +69,6 @@ class Eval:
     """Write the figures to this file."""
     plot: Path | None = None
     """Write a picture (.png, .svg, .pdf) to this file."""
-
-
-@dataclass
-class TraceInfo:
-    """What a trace holds: size, domains, load skew, co-activation, predictability, drift."""
-
-    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
-    """A .npz or .npy file or the name of a bundled trace."""
-    gpus: int = 16
-    """GPUs for the statistics that need some."""
-
-
-@dataclass
-class TraceSynth:
-    """Generate a synthetic trace whose statistics resemble a real model's."""
-
-    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
-    """The .npz file to write."""
-    config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = field(default_factory=SyntheticConfig)
-    seed: int = 0
-    """Of all draws: the same seed and parameters give the same trace."""
-
-
-@dataclass
-class Trace:
-    """Look at traces and make synthetic ones."""
-
-    command: Annotated[
-        Annotated[TraceInfo, tyro.conf.subcommand("info", prefix_name=False)]
-        | Annotated[TraceSynth, tyro.conf.subcommand("synth", prefix_name=False)],
-        tyro.conf.arg(name=""),
-    ]
-
-
-def load_traces(sources: list[str]) -> TokenTrace:
-    """One trace, or several joined with one domain each."""
-    twice = sorted({source for source in sources if sources.count(source) > 1})
-    if twice:
-        raise ValueError(f"trace {twice[0]!r} is given twice: what is held out of one would be planned on in the other")
-    traces = [TokenTrace.load(source) for source in sources]
-    if len(traces) == 1:
-        return traces[0]
-    names = [t.name for t in traces]
-    # Files of the same name in different folders are still domains of their own.
-    return TokenTrace.concat(traces, domains=names if len(set(names)) == len(names) else sources)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old file or the whole new one."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def results_table(results: list[Result], title: str) -> Table:
@@ -201,22 +143,13 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     plt.close(figure)
 
 
-def prepare_outputs(args: Eval) -> None:
-    """Refuse what cannot be written before the planners run, not after."""
-    if args.plot is not None and args.plot.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot {args.plot}: expected a file that ends in {', '.join(PLOT_SUFFIXES)}")
-    for path in (args.json, args.plot):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or not os.access(path.parent, os.W_OK):
-                raise ValueError(f"cannot write {path}: it is a folder, or its folder is not writable")
-
-
-def run_eval(args: Eval, console: Console, command: str) -> None:
+def run(args: Command, console: Console, line: str) -> None:
     trace = load_traces(args.trace)
     if args.layers is not None:
         trace = trace.select(layers=args.layers)
     names = DEFAULT_PLANNERS if args.planner == ["all"] else args.planner
+    if args.planner == ["all"] and args.comm == "stay":
+        names = [name for name in names if name not in POLICIES]
     for name in names:
         if name not in PLANNERS:
             raise ValueError(f"unknown planner {name!r}; expected 'all' or some of: {', '.join(PLANNERS)}")
@@ -226,7 +159,7 @@ def run_eval(args: Eval, console: Console, command: str) -> None:
     protocol = Protocol(
         args.schedule, args.windows, args.window_tokens, args.drift_rate, args.streams, args.seed, args.holdout
     )
-    prepare_outputs(args)
+    prepare_outputs(args.json, args.plot)
     console.print(
         f"[bold]{escape(trace.name)}[/]: {trace.n_tokens} tokens, {trace.n_layers} layers, top-{trace.top_k} of {trace.n_experts}; "
         f"{cluster.n_nodes} × {cluster.gpus_per_node} GPUs with {simulator.n_slots} slots a layer; "
@@ -245,7 +178,8 @@ def run_eval(args: Eval, console: Console, command: str) -> None:
         def announce(name: str) -> None:
             bar.update(task, description=name, completed=names.index(name))
 
-        results = compare(trace, simulator, names, protocol, announce)
+        options: dict[str, dict[str, object]] = {name: {"checkpoint": args.checkpoint} for name in POLICIES}
+        results = compare(trace, simulator, names, protocol, announce, options)
     title = f"{trace.name} on {cluster.name}, {args.schedule}"
     console.print(results_table(results, title))
     if args.plot is not None:
@@ -262,45 +196,7 @@ def run_eval(args: Eval, console: Console, command: str) -> None:
             "windows": args.windows,
             "streams": args.streams,
             "seed": args.seed,
-            "command": command,
+            "command": line,
         }
         write_atomically(args.json, json.dumps(document, indent=2) + "\n")
         console.print(escape(f"figures: {args.json}"))
-
-
-def run_info(args: TraceInfo, console: Console) -> None:
-    trace = TokenTrace.load(args.trace)
-    console.print(trace)
-    table = Table("statistic", "value", title=escape(f"{trace.name}, for {args.gpus} GPUs"))
-    for name, value in trace.statistics(args.gpus).items():
-        table.add_row(name, f"{value:.3f}")
-    console.print(table)
-
-
-def run_synth(args: TraceSynth, console: Console) -> None:
-    path = synthetic_trace(args.config, seed=args.seed).save(args.output)
-    console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``clustergym``. Wrong input ends with a sentence and status 2, not with a traceback."""
-    # Piped output has no width of its own: leave room for the whole table.
-    console = Console() if sys.stdout.isatty() else Console(width=130)
-    line = shlex.join(["clustergym", *(sys.argv[1:] if argv is None else argv)])
-    try:
-        command: Eval | Trace = tyro.extras.subcommand_cli_from_dict(
-            {"eval": Eval, "trace": Trace},
-            description=f"Placement of MoE experts on GPUs, planned and compared. Bundled traces: {', '.join(bundled_traces())}.",
-            args=argv,
-            prog="clustergym",
-        )
-        if isinstance(command, Eval):
-            run_eval(command, console, line)
-        elif isinstance(command.command, TraceInfo):
-            run_info(command.command, console)
-        else:
-            run_synth(command.command, console)
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 2
-    return 0

@@ -1,0 +1,209 @@
+"""A running allocation agent and quick clients for it, for the benchmarks (and tests) that put it under load."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "cleanrl_ppo" / "ppo_gpu_alloc_online.py"
+TOKEN = "benchmark-token"
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@dataclass
+class Server:
+    """An agent on loopback."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+            text: str = response.read().decode()
+            return text
+
+    def post(self, path: str, body: Any, token: str = TOKEN) -> tuple[int, Any]:
+        """(status, JSON) of one request; for many use :class:`Connection`."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=10) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name and labels, as written."""
+        lines = [line for line in self.get("/metrics").splitlines() if line and not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    def kill(self) -> None:
+        """SIGKILL to the server alone: its learning process must notice by itself."""
+        self.process.kill()
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def agent_server(store: Path, *flags: object, ready_s: float = 60.0, **environment: str) -> Iterator[Server]:
+    """The agent as a process of its own, gone at the end of the block and with this process."""
+    store.mkdir(parents=True, exist_ok=True)
+    token, log = store / "token", store / "agent.log"
+    token.write_text(TOKEN + "\n")
+    port = free_port()
+    command = [sys.executable, SCRIPT, "--port", port, "--store", store, "--token-file", token, *flags]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [str(part) for part in command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+    server = Server(port, process, log)
+    try:
+        give_up = time.monotonic() + ready_s
+        while True:
+            with suppress(OSError):
+                server.get("/healthz")
+                break
+            if process.poll() is not None or time.monotonic() > give_up:
+                raise RuntimeError(f"the agent did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        yield server
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class StubGpu:
+    """A GPU for machines without one: libnvidia-ml.so.1, compiled from tests/nvml_stub.c, whose load is set here."""
+
+    def __init__(self, folder: Path) -> None:
+        compiler = shutil.which("gcc") or shutil.which("cc")
+        if compiler is None:
+            raise RuntimeError("no C compiler to build the stub of libnvidia-ml with")
+        library, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "nvml_stub.c"
+        subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        self._state = folder / "gpu"
+        self.set()
+        self.environment = {"LD_LIBRARY_PATH": str(folder), "NVML_STUB": str(self._state)}
+
+    def set(
+        self, util: int = 0, used_mb: int = 0, total_mb: int = 32768, processes: int = 0, mps: int = 0, error: int = 0
+    ) -> None:
+        """Utilisation in %, memory in MB, processes as the driver lists them, and an error that every query returns."""
+        temporary = self._state.with_suffix(".new")
+        temporary.write_text(f"{util} {used_mb} {total_mb} {processes} {mps} {error}\n")
+        os.replace(temporary, self._state)
+
+
+class Connection:
+    """One keep-alive connection with as little work on the client's side as will do."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    async def __aenter__(self) -> Connection:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.writer.close()
+
+    async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        data = json.dumps(body).encode()
+        self.writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: agent\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+            + data
+        )
+        head = await self.reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        answer = await self.reader.readexactly(length)
+        return int(head[9:12]), json.loads(answer)
+
+
+@dataclass
+class Load:
+    """What a load came to."""
+
+    latencies_s: dict[str, list[float]] = field(default_factory=lambda: {"/allocate": [], "/feedback": []})
+    errors: list[str] = field(default_factory=list)
+    accepted: list[str] = field(default_factory=list)
+    """Allocations whose feedback was acknowledged."""
+    doubtful: list[str] = field(default_factory=list)
+    """Allocations whose feedback was sent and not answered."""
+    elapsed_s: float = 0.0
+
+
+async def _pods(port: int, until_s: float, load: Load, rng: random.Random) -> None:
+    """Pods that start, run for no time at all, and report: until time is up or the server is gone."""
+    in_doubt = None
+    try:
+        async with Connection(port) as connection:
+            while time.perf_counter() < until_s:
+                asked = rng.choice((20, 40, 60, 80))
+                body = {
+                    "owner": f"team/{rng.randrange(200)}", "cores": asked, "memory": 4000,
+                    "qos_class": rng.choice(("best-effort", "latency-sensitive")),
+                }  # fmt: skip
+                began = time.perf_counter()
+                status, found = await connection.post("/allocate", body)
+                load.latencies_s["/allocate"].append(time.perf_counter() - began)
+                if status != 200:
+                    load.errors.append(f"/allocate {status} {found}")
+                    continue
+                in_doubt = found["allocation_id"]
+                needed = 0.5 * asked
+                body = {
+                    "allocation_id": in_doubt, "actual_usage": min(needed, found["cores"]),
+                    "qos_met": found["cores"] >= needed, "pods": rng.randrange(1, 4), "memory_used": 2000, "oom": False,
+                }  # fmt: skip
+                began = time.perf_counter()
+                status, found = await connection.post("/feedback", body)
+                load.latencies_s["/feedback"].append(time.perf_counter() - began)
+                if status != 200 or found["status"] not in ("accepted", "stale"):
+                    load.errors.append(f"/feedback {status} {found}")
+                elif found["status"] == "accepted":
+                    load.accepted.append(in_doubt)
+                in_doubt = None
+    except (OSError, asyncio.IncompleteReadError) as error:
+        load.errors.append(f"{type(error).__name__}: {error}")
+        if in_doubt is not None:
+            load.doubtful.append(in_doubt)
+
+
+async def run_load(port: int, connections: int, seconds: float, seed: int = 0) -> Load:
+    """Pairs of /allocate and /feedback, back to back on every connection."""
+    load, began = Load(), time.perf_counter()
+    until = began + seconds
+    await asyncio.gather(*(_pods(port, until, load, random.Random(f"{seed}/{i}")) for i in range(connections)))
+    load.elapsed_s = time.perf_counter() - began
+    return load

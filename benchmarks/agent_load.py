@@ -1,0 +1,99 @@
+"""The allocation agent under load: 64 connections for 30 s of /allocate + /feedback, learning and not learning, in one run.
+
+Both servers answer in turns (learning first, then the same server with --explore off, which starts no learning process), each
+from an empty store on loopback. Every request is durable before it is answered. Prints a table and writes JSON.
+
+    python benchmarks/agent_load.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from agent_client import agent_server, run_load
+
+
+@dataclass
+class Args:
+    connections: int = 64
+    """Connections that send one request after another."""
+    seconds: float = 30.0
+    """Length of a measurement."""
+    rounds: int = 1
+    """Times each way is measured; the worst p99 is reported beside the means."""
+    warmup: float = 2.0
+    """Seconds of load before each measurement, not counted."""
+    output: Path = Path("runs/agent_load.json")
+    """Where the figures go."""
+
+
+def measure(args: Args, learning: bool, store: Path) -> dict[str, Any]:
+    with agent_server(store, "--explore", "all" if learning else "off") as server:
+        asyncio.run(run_load(server.port, args.connections, args.warmup, seed=1))
+        before = server.metrics()
+        load = asyncio.run(run_load(server.port, args.connections, args.seconds, seed=2))
+        after = server.metrics()
+    updates = after["clustergym_policy_version"] - before["clustergym_policy_version"]
+    if learning and not updates:
+        raise RuntimeError("no update ran during the measurement: there was no learning to measure beside")
+    every = np.array(load.latencies_s["/allocate"] + load.latencies_s["/feedback"])
+    figures = {"requests": len(every), "errors": len(load.errors), "updates": updates}
+    figures["requests_per_s"] = len(every) / load.elapsed_s
+    for path, values in (("all", every), *((p, np.array(v)) for p, v in load.latencies_s.items())):
+        for q in (50, 99, 99.9, 100):
+            figures[f"{path} p{q:g} ms"] = 1e3 * float(np.percentile(values, q))
+    counted = 'clustergym_feedback_total{status="accepted"}'
+    if after[counted] - before[counted] != len(load.accepted):
+        raise RuntimeError(
+            f"{len(load.accepted)} acknowledged, {after[counted] - before[counted]:g} counted by the agent"
+        )
+    return figures | {"first_errors": load.errors[:3]}
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    console = Console(width=130)
+    rows: dict[str, list[dict[str, Any]]] = {"learning": [], "not learning": []}
+    for i in range(args.rounds):
+        for name, found in rows.items():
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(measure(args, name == "learning", Path(folder) / f"store-{i}"))
+    table = Table(title=f"{args.connections} connections, {args.seconds:g} s, {args.rounds} round(s)")
+    columns = ["requests/s", "errors", "updates", "p50 ms", "p99 ms", "p99.9 ms", "largest ms"]
+    for column in ["", *columns]:
+        table.add_column(column, justify="right" if column else "left")
+    for name, found in rows.items():
+        table.add_row(
+            name,
+            f"{np.mean([f['requests_per_s'] for f in found]):.0f}",
+            str(sum(f["errors"] for f in found)),
+            f"{np.mean([f['updates'] for f in found]):.0f}",
+            f"{np.mean([f['all p50 ms'] for f in found]):.1f}",
+            *(f"{max(f[f'all p{q} ms'] for f in found):.1f}" for q in ("99", "99.9", "100")),
+        )
+    console.print(table)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "command": shlex.join(sys.argv),
+        "connections": args.connections,
+        "seconds": args.seconds,
+        "rounds": rows,
+    }
+    args.output.write_text(json.dumps(document, indent=2) + "\n")
+    console.print(f"figures: {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Classic control with ``cleanrl_ppo/ppo.py``: several seeds an environment, a table, JSON and learning curves.
+
+The score of a seed is the mean return of the last 100 training episodes (sampled actions); beside it stands that of held-out
+episodes played greedily at the end. CartPole must reach 475 on every seed within 500,000 steps.
+
+    python benchmarks/classic.py
+    python benchmarks/classic.py --envs CartPole-v1 --seeds 1 2 3
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from clustergym.evaluation import ci95
+from clustergym.training import read_scalars
+
+TRAINER = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo.py"
+
+
+@dataclass(frozen=True)
+class Task:
+    """An environment, the return at which it counts as solved, and the flags it is trained with."""
+
+    solved: float
+    flags: tuple[str, ...]
+
+
+# LunarLander wants longer horizons and bigger batches, and with returns of hundreds a value clipped at ±0.2 hardly learns.
+TASKS = {
+    "CartPole-v1": Task(475.0, ()),
+    "Acrobot-v1": Task(-100.0, ()),
+    "LunarLander-v3": Task(
+        200.0,
+        (
+            *("--total-timesteps", "1000000", "--gamma", "0.999", "--gae-lambda", "0.98"),
+            *("--num-steps", "128", "--num-minibatches", "8", "--learning-rate", "0.001", "--no-clip-vloss"),
+        ),
+    ),
+}
+
+
+@dataclass
+class Args:
+    envs: tuple[str, ...] = tuple(TASKS)
+    """Environments to train on."""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """One run each."""
+    flags: str = ""
+    """More flags for the trainer, as one string: --flags="--num-envs 8"."""
+    output: Path = Path("runs/classic")
+    """Prefix of the .json and .png files; runs that the .json holds already are not repeated."""
+
+
+def train(env_id: str, seed: int, flags: list[str]) -> dict[str, object]:
+    """One run in a process of its own; its result line, with the learning curve added."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "run"
+        command = [sys.executable, str(TRAINER), "--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder)]
+        command += [*TASKS[env_id].flags, *flags]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        result: dict[str, object] = json.loads(output.splitlines()[-1].removeprefix("result "))
+        steps, values = read_scalars(folder, "charts/mean_return_100")
+    return result | {"curve_steps": steps, "curve": values}
+
+
+def plot(results: dict[str, list[dict[str, object]]], path: Path) -> None:
+    """Mean over seeds and the range between the worst and the best, one panel an environment."""
+    matplotlib.use("Agg")
+    figure, panels = plt.subplots(
+        1, len(results), figsize=(4.2 * len(results), 3.4), squeeze=False, layout="constrained"
+    )
+    for panel, (env_id, runs) in zip(panels[0], results.items(), strict=True):
+        steps = np.asarray(runs[0]["curve_steps"]) / 1e3
+        curves = np.array([run["curve"] for run in runs], float)
+        panel.fill_between(steps, curves.min(0), curves.max(0), alpha=0.25, linewidth=0, label="worst to best seed")
+        panel.plot(steps, curves.mean(0), label=f"mean of {len(runs)} seeds")
+        panel.axhline(
+            TASKS[env_id].solved, color="0.4", linestyle="--", linewidth=1, label=f"solved: {TASKS[env_id].solved:g}"
+        )
+        panel.set(title=env_id, xlabel="thousand environment steps", ylabel="return, last 100 episodes")
+        panel.legend(fontsize=8, loc="lower right")
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    console = Console()
+    table = Table(
+        "environment", "steps", "seeds ≥ solved", "return, last 100", "held-out, greedy", "first solved at, steps"
+    )
+    store = args.output.with_suffix(".json")
+    results: dict[str, list[dict[str, object]]] = json.loads(store.read_text()) if store.exists() else {}
+    store.parent.mkdir(parents=True, exist_ok=True)
+    for env_id in args.envs:
+        runs = results.setdefault(env_id, [])
+        for seed in args.seeds:
+            if seed not in [run["seed"] for run in runs]:
+                console.print(f"{env_id} seed {seed} …", style="dim")
+                runs.append(train(env_id, seed, shlex.split(args.flags)))
+                store.write_text(json.dumps(results))
+        last = [float(str(run["train_return_100"])) for run in runs]
+        held_out = [float(str(run["mean_return"])) for run in runs]
+        solved = TASKS[env_id].solved
+        first = [
+            next((step for step, value in zip(run["curve_steps"], run["curve"], strict=True) if value >= solved), None)
+            for run in runs
+        ]
+        table.add_row(
+            env_id,
+            f"{runs[0]['steps']:,}",
+            f"{sum(value >= solved for value in last)} of {len(runs)}",
+            f"{np.mean(last):.1f} ± {ci95(last):.1f} (worst {min(last):.1f})",
+            f"{np.mean(held_out):.1f} ± {ci95(held_out):.1f}",
+            ", ".join("never" if step is None else f"{step:,}" for step in first),
+        )
+    plot(results, args.output.with_suffix(".png"))
+    console.print(table)
+    console.print(f"wrote {store} and {args.output.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()

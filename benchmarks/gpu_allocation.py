@@ -1,0 +1,180 @@
+"""Trained allocation policies beside the rules that operators use, on streams of pods that training never saw.
+
+Five seeds each of PPO with the owner's history, PPO on five numbers, and PPO with an LSTM on five numbers. Runs that are finished
+in the output folder are not repeated. Prints a table; writes JSON and learning curves with the rules as lines.
+
+    python benchmarks/gpu_allocation.py
+    python benchmarks/gpu_allocation.py --only lstm --seeds 1 2        # some of it; run it again for the rest
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from clustergym.evaluation import ci95
+from clustergym.files import write_atomically
+from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
+from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.training import read_scalars
+
+TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
+STUDIES: dict[str, tuple[str, str]] = {
+    "history": ("ppo_gpu_alloc.py", "GPUAllocationHistory-v0"),
+    "v0": ("ppo_gpu_alloc.py", "GPUAllocation-v0"),
+    "lstm": ("ppo_lstm.py", "GPUAllocation-v0"),
+}
+# Streams of their own: those from HELD_OUT_SEED on are what learning curves and development look at.
+FINAL_SEED = HELD_OUT_SEED + 2**30
+NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO + LSTM, five numbers"}
+
+
+@dataclass
+class Args:
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    only: tuple[Literal["history", "v0", "lstm"], ...] = ("history", "v0", "lstm")
+    history_timesteps: int = 4_000_000
+    """Training steps of a run with history."""
+    v0_timesteps: int = 1_500_000
+    """Training steps of a run on five numbers, with and without LSTM."""
+    evaluations: int = 20
+    """Points of a learning curve."""
+    streams: int = 512
+    """Held-out streams in the final comparison."""
+    output: Path = Path("runs/gpu_allocation")
+
+
+def train(study: str, seed: int, args: Args) -> dict[str, Any]:
+    """One run in a process of its own; its result line, kept so that it is not run again."""
+    trainer, env_id = STUDIES[study]
+    folder = args.output / f"{study}-{seed}"
+    kept = folder / "result.json"
+    if kept.exists():
+        result: dict[str, Any] = json.loads(kept.read_text())
+        return result
+    steps = args.history_timesteps if study == "history" else args.v0_timesteps
+    per_iteration = {"ppo_gpu_alloc.py": 4096, "ppo_lstm.py": 8192}[trainer]
+    every = max(1, steps // per_iteration // args.evaluations)
+    command = [
+        sys.executable, str(TRAINERS / trainer), "--env-id", env_id, "--seed", str(seed), "--total-timesteps", str(steps),
+        "--eval-interval", str(every), "--run-dir", str(folder), "--resume",
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    result = json.loads(done.stdout.splitlines()[-1].removeprefix("result "))
+    write_atomically(kept, json.dumps(result) + "\n")
+    return result
+
+
+def final(study: str, seed: int, batch: AllocationBatch, args: Args) -> dict[str, Any]:
+    """The saved policy on the held-out streams of the comparison."""
+    policy = AllocationPolicy.load(args.output / f"{study}-{seed}" / "checkpoint.pt")
+    return play(batch, lambda: policy.act(batch.obs), seed=FINAL_SEED)
+
+
+def curve(study: str, seed: int, args: Args) -> tuple[list[int], list[float]]:
+    return read_scalars(args.output / f"{study}-{seed}", "eval/reward")
+
+
+def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]], args: Args, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True, layout="constrained")
+    panels = (
+        (axes[0], ("history",), rules, "owner's history visible"),
+        (axes[1], ("v0", "lstm"), plain_rules, "five numbers"),
+    )
+    colours = {"history": "#228833", "v0": "#4477AA", "lstm": "#AA3377"}
+    shown = ("grant", "cut-0.8", "fair-share", "vpa", "vpa-fraction", "oracle")
+    for axis, studies, lines, title in panels:
+        for study in (s for s in studies if s in args.only):
+            curves = [curve(study, seed, args) for seed in args.seeds]
+            steps = np.array(curves[0][0]) / 1e6
+            values = np.array([c[1] for c in curves])
+            half = [ci95(column.tolist()) for column in values.T]
+            axis.plot(steps, values.mean(0), color=colours[study], lw=2, label=NAMES[study])
+            axis.fill_between(
+                steps, values.mean(0) - half, values.mean(0) + half, color=colours[study], alpha=0.25, lw=0
+            )
+        for name, style in zip(shown, (":", "--", "-.", "--", "-.", "-"), strict=True):
+            axis.axhline(lines[name]["reward"], ls=style, lw=1.1, color="#000000" if name == "oracle" else "#888888")
+            axis.annotate(
+                name,
+                (1.0, lines[name]["reward"]),
+                xycoords=("axes fraction", "data"),
+                fontsize=8,
+                ha="right",
+                va="bottom",
+            )
+        axis.set(xlabel="million decisions", title=title)
+        axis.legend(loc="lower center", fontsize=9)
+    axes[0].set(ylabel="mean reward of a decision, held-out streams")
+    axes[0].set_ylim(bottom=1.1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(1)
+    console = Console(width=120)
+    for study in args.only:
+        for seed in args.seeds:
+            result = train(study, seed, args)
+            console.print(f"{study} seed {seed}: reward {result['reward']:.4f}, QoS {result['qos']:.4f}")
+    batches = {history: AllocationBatch(AllocationConfig(history=history), args.streams) for history in (True, False)}
+    rules = {history: play_rules(batch, seed=FINAL_SEED) for history, batch in batches.items()}
+    rows: list[dict[str, Any]] = []
+    for study in args.only:
+        history = study == "history"
+        runs = [final(study, seed, batches[history], args) for seed in args.seeds]
+        row: dict[str, Any] = {"policy": NAMES[study], "seeds": len(runs)}
+        for key in ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s"):
+            row[key], row[f"{key}_ci95"] = float(np.mean([r[key] for r in runs])), ci95([r[key] for r in runs])
+        gaps = [gap_closed(r["reward"], rules[history]) for r in runs]
+        row["gap_closed"], row["gap_closed_ci95"] = float(np.mean(gaps)), ci95(gaps)
+        row["runs"] = runs
+        rows.append(row)
+    table = Table(title=f"{args.streams} held-out streams of 128 pods; ± 95 % over {len(args.seeds)} seeds")
+    for column in ("policy", "reward", "QoS met", "efficiency", "gap vpa → oracle"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for history in (True, False):
+        for name, r in rules[history].items():
+            label = f"{name} ({'history' if history else 'five numbers'})"
+            gap = gap_closed(r["reward"], rules[history])
+            table.add_row(
+                label, f"{r['reward']:.4f}", f"{r['qos']:.4f}", f"{r['efficiency']:.3f}", f"{100 * gap:.0f} %"
+            )
+    for row in rows:
+        table.add_row(
+            row["policy"], f"{row['reward']:.4f} ± {row['reward_ci95']:.4f}", f"{row['qos']:.4f} ± {row['qos_ci95']:.4f}",
+            f"{row['efficiency']:.3f} ± {row['efficiency_ci95']:.3f}",
+            f"{100 * row['gap_closed']:.1f} ± {100 * row['gap_closed_ci95']:.1f} %", style="bold",
+        )  # fmt: skip
+    console.print(table)
+    document = {
+        "policies": rows,
+        "rules": {"history": rules[True], "five_numbers": rules[False]},
+        "streams": args.streams,
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.output / "figures.json", json.dumps(document, indent=2) + "\n")
+    plot(rules[True], rules[False], args, args.output / "learning_curves.png")
+    console.print(f"figures: {args.output / 'figures.json'}, plot: {args.output / 'learning_curves.png'}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,134 @@
+"""Break every detail of PPO in a copy of its trainer, in every way that ``details.py`` lists, and report which test noticed.
+
+Each mutation gets a copy of ``cleanrl_ppo`` and ``tests`` and runs the tests of its row in a forked process (libraries are imported once). A
+mutation that no test of its row notices is a survivor, and the exit status is 1. Takes a few minutes.
+
+    python benchmarks/mutate_details.py
+    python benchmarks/mutate_details.py --details 5 8 masking
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from details import DETAILS, ROOT, Detail
+
+# Imported before forking, so that no child pays for them; trainers and tests are not among them, as they are what changes.
+HEAVY = (
+    *(
+        "torch",
+        "torch.distributions",
+        "torch.utils.tensorboard",
+        "tensorboard.backend.event_processing.event_accumulator",
+    ),
+    *("gymnasium", "clustergym.training", "clustergym.evaluation", "hypothesis", "hypothesis.extra.numpy", "tyro"),
+    *("cv2", "ale_py", "torch_geometric.nn"),
+)
+
+
+@dataclass
+class Args:
+    details: list[str] = field(default_factory=list)
+    """Numbers or names; all unless given."""
+    timeout_s: int = 120
+    """A mutation whose tests hang counts as noticed after this."""
+
+
+class FirstFailure:
+    """Remembers the first test that failed."""
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and not self.name:
+            self.name = report.nodeid.split("::")[-1]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and not self.name:
+            self.name = "import of the trainer"
+
+
+def run_tests(detail: Detail, old: str, new: str, timeout_s: int) -> str:
+    """Name of the first test of the row that failed on the mutated trainer, or nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        for part in ("cleanrl_ppo", "tests"):
+            shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ROOT.iterdir():
+            if not (root / part.name).exists() and not part.name.startswith("."):
+                (root / part.name).symlink_to(part)
+        trainer = root / "cleanrl_ppo" / f"{detail.trainer}.py"
+        source = trainer.read_text()
+        if source.count(old) != 1:
+            raise ValueError(
+                f"detail {detail.key}: {old!r} occurs {source.count(old)} times in {trainer.name}, expected once"
+            )
+        trainer.write_text(source.replace(old, new))
+        answer = root / "answer"
+        child = os.fork()
+        if child == 0:
+            signal.alarm(timeout_s)
+            os.chdir(root)
+            failure = FirstFailure()
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                names = [f"tests/{test}" for test in detail.tests]
+                code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[failure])
+            if code not in (0, 1, 2):
+                failure.name = ""
+            answer.write_text(failure.name if code else "")
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if os.WIFSIGNALED(status):
+            return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
+        return answer.read_text()
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    chosen = [detail for detail in DETAILS if not args.details or detail.key in args.details]
+    if not chosen:
+        raise SystemExit(f"none of {args.details}: expected some of {', '.join(detail.key for detail in DETAILS)}")
+    for name in HEAVY:
+        importlib.import_module(name)
+    console, began = Console(), time.perf_counter()
+    table = Table("#", "detail", "trainer", "mutation", "noticed by")
+    survivors = count = 0
+    for detail in chosen:
+        unchanged = run_tests(detail, detail.code, detail.code, args.timeout_s)
+        if unchanged:
+            raise SystemExit(
+                f"detail {detail.key}: {unchanged} fails on the trainer as it is; mutations would prove nothing"
+            )
+        for old, new in detail.mutations:
+            noticed = run_tests(detail, old, new, args.timeout_s)
+            count, survivors = count + 1, survivors + (not noticed)
+            change = f"{' '.join(old.split())} → {' '.join(new.split()) or 'nothing'}"
+            table.add_row(detail.key, detail.name, detail.trainer, change, noticed or "[red]nobody[/red]")
+            console.print(
+                f"{detail.key}: {change}: {noticed or 'SURVIVED'}", markup=False, highlight=False, style="dim"
+            )
+    console.print(table)
+    console.print(
+        f"{count - survivors} of {count} mutations of {len(chosen)} details noticed, {time.perf_counter() - began:.0f} s"
+    )
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()

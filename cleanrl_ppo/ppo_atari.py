@@ -1,0 +1,619 @@
+"""PPO on Atari games: details 14–22 of "The 37 Implementation Details of PPO", to the letter, on top of ppo.py's core.
+
+    python cleanrl_ppo/ppo_atari.py                                       # BreakoutNoFrameskip-v4
+    python cleanrl_ppo/ppo_atari.py --env-id PongNoFrameskip-v4 --cuda
+    python cleanrl_ppo/ppo_atari.py --resume
+
+Needs the ``atari`` extra (ale-py, which carries its ROMs, and OpenCV). ``diff cleanrl_ppo/ppo.py cleanrl_ppo/ppo_atari.py`` shows what Atari
+adds: six wrappers, a stack of four frames, and a shared convolutional network that scales its input itself. The wrappers
+are written out because Gymnasium's AtariPreprocessing restarts the game at every lost life, which is not what episodic
+life means. docs/ppo_atari.md explains every metric.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ale_py
+import cv2
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import FrameStackObservation, RecordEpisodeStatistics
+from torch import Tensor, nn
+
+from clustergym.evaluation import ci95
+from clustergym.training import (
+    CHECKPOINT_NAME,
+    Progress,
+    RunLogger,
+    World,
+    check_same_args,
+    derive_seed,
+    init_distributed,
+    load_checkpoint,
+    plain_args,
+    print_result,
+    run_folder,
+    save_checkpoint,
+)
+
+gym.register_envs(ale_py)
+# One process, one thread: OpenCV's own pool would fight with the other environments.
+cv2.setNumThreads(1)
+
+
+@dataclass
+class Args:
+    env_id: str = "BreakoutNoFrameskip-v4"
+    """An Atari id that neither skips frames nor repeats actions by itself: <Game>NoFrameskip-v4."""
+    seed: int = 1
+    """Everything random follows from it: weights, environments, actions, minibatches."""
+    total_timesteps: int = 10_000_000
+    """Environment steps in all (of four frames each), over all environments and processes."""
+    run_dir: Path | None = None
+    """Folder for curves and checkpoints; runs/ppo_atari__<env>__<seed> unless given."""
+    resume: bool = False
+    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    checkpoint_interval: int = 200
+    """Iterations between checkpoints, 0 for none. Games start anew there (bootstrapped, as at a time limit), which makes a
+    resume exact; games longer than an interval are never seen whole."""
+    save_model: bool = False
+    """Also write the trained network to model.pt in the run folder."""
+    cuda: bool = False
+    """Train on the GPU."""
+    compile: bool = False
+    """torch.compile the network."""
+    track: bool = False
+    """Log to Weights & Biases as well; offline where there is no account."""
+    async_envs: bool = False
+    """One process an environment: faster where there are cores to spare."""
+    eval_episodes: int = 8
+    """Held-out games played with sampled actions at the end, unclipped and with all lives; 0 for none."""
+
+    learning_rate: float = 2.5e-4
+    """Adam's step size (at the start, if annealed)."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0."""
+    num_envs: int = 8
+    """Environments that step side by side, in each process."""
+    num_steps: int = 128
+    """Steps of each environment between updates."""
+    num_minibatches: int = 4
+    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    update_epochs: int = 4
+    """Passes over a rollout."""
+    gamma: float = 0.99
+    """Discount."""
+    gae_lambda: float = 0.95
+    """Weight of longer returns in the advantage."""
+    norm_adv: bool = True
+    """Normalise advantages in each minibatch."""
+    clip_coef: float = 0.1
+    """Range of the ratio, and of the value function's change (at the start, if annealed)."""
+    anneal_clip: bool = False
+    """Lower the clip range linearly to 0, as the original Atari experiments did."""
+    clip_vloss: bool = True
+    """Clip the value function's change as well."""
+    ent_coef: float = 0.01
+    """Weight of the entropy bonus."""
+    vf_coef: float = 0.5
+    """Weight of the value loss."""
+    max_grad_norm: float = 0.5
+    """Global norm that gradients are clipped to."""
+    target_kl: float | None = None
+    """Stop an update after the epoch whose approximate KL exceeds this."""
+
+
+# ENVIRONMENT: the wrappers, innermost first
+
+
+class NoopReset(gym.Wrapper):
+    """Begin each game with 1 to ``noop_max`` idle frames, so that games differ."""
+
+    def __init__(self, env: gym.Env, noop_max: int = 30) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()
+        if meanings[0] != "NOOP":
+            raise ValueError(f"action 0 is {meanings[0]!r}: expected 'NOOP'")
+        self.noop_max = noop_max
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**kwargs)
+        for _ in range(self.unwrapped.np_random.integers(1, self.noop_max + 1)):
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        return obs, info
+
+
+class MaxAndSkip(gym.Wrapper):
+    """Repeat each action for ``skip`` frames; show the pixelwise maximum of the last two, as sprites flicker."""
+
+    def __init__(self, env: gym.Env, skip: int = 4) -> None:
+        super().__init__(env)
+        self.skip = skip
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        frames: deque[np.ndarray] = deque(maxlen=2)
+        total = 0.0
+        for _ in range(self.skip):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            frames.append(obs)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return np.max(frames, axis=0), total, terminated, truncated, info
+
+
+class EpisodicLife(gym.Wrapper):
+    """A lost life ends the episode, the next one goes on in the same game; only its end, or a seed, starts a new game."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.lives = 0
+        self.game_over = True
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.game_over = terminated or truncated
+        lives = self.unwrapped.ale.lives()
+        # Some games count down to 0 a few frames before they are over: that is left to the game's own end.
+        if 0 < lives < self.lives:
+            terminated = True
+        self.lives = lives
+        return obs, reward, terminated, truncated, info
+
+    def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if self.game_over or seed is not None:
+            obs, info = self.env.reset(seed=seed, **kwargs)
+        else:
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset(**kwargs)
+        self.game_over = False
+        self.lives = self.unwrapped.ale.lives()
+        return obs, info
+
+
+class FireReset(gym.Wrapper):
+    """Press FIRE at the start of an episode, for games that wait for it."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()
+        if meanings[1] != "FIRE" or len(meanings) < 3:
+            raise ValueError(f"actions are {meanings}: expected FIRE as number 1, and another after it")
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**kwargs)
+        for action in (1, 2):
+            obs, _, terminated, truncated, info = self.env.step(action)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        return obs, info
+
+
+class WarpFrame(gym.ObservationWrapper):
+    """Grey, 84 × 84, averaged over areas."""
+
+    def __init__(self, env: gym.Env, size: int = 84) -> None:
+        super().__init__(env)
+        self.size = size
+        self.observation_space = gym.spaces.Box(0, 255, (size, size), np.uint8)
+
+    def observation(self, frame: np.ndarray) -> np.ndarray:
+        grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
+        return cv2.resize(grey, (self.size, self.size), interpolation=cv2.INTER_AREA)
+
+
+class ClipReward(gym.RewardWrapper):
+    """The sign of the reward: games score on scales of their own."""
+
+    def reward(self, reward: Any) -> float:
+        return float(np.sign(reward))
+
+
+def make_env(env_id: str, training: bool) -> gym.Env:
+    """One game with all wrappers; evaluation keeps its lives and its score."""
+    env = gym.make(env_id)
+    if getattr(env.unwrapped, "_frameskip", None) != 1:
+        raise ValueError(f"{env_id} skips frames by itself, and MaxAndSkip would skip again: use <Game>NoFrameskip-v4")
+    env = RecordEpisodeStatistics(env)
+    env = NoopReset(env)
+    env = MaxAndSkip(env)
+    if training:
+        env = EpisodicLife(env)
+    if "FIRE" in env.unwrapped.get_action_meanings():
+        env = FireReset(env)
+    env = WarpFrame(env)
+    if training:
+        env = ClipReward(env)
+    return FrameStackObservation(env, 4)
+
+
+def make_envs(env_id: str, num_envs: int, training: bool = True, async_envs: bool = False) -> gym.vector.VectorEnv:
+    """Games that reset within the step that ends an episode; that episode's last frames are in ``info["final_obs"]``."""
+    vectorize = gym.vector.AsyncVectorEnv if async_envs else gym.vector.SyncVectorEnv
+    return vectorize([partial(make_env, env_id, training)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+# ALGO LOGIC: parts that other trainers copy letter for letter
+
+
+def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:
+    """Orthogonal weights scaled by ``std`` and a constant bias."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def anneal(initial: float, iteration: int, num_iterations: int) -> float:
+    """``initial`` in iteration 1, falling linearly towards 0 at the end of the last."""
+    return initial * (1.0 - (iteration - 1) / num_iterations)
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    next_value: Tensor,
+    final_values: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) by generalised advantage estimation, all of shape (steps, envs).
+
+    ``terminations`` and ``dones`` (terminated or truncated) say what step t led to. Where an episode was done at t,
+    ``final_values[t]`` is the value of its last observation: it counts after a truncation and not after a termination.
+    ``next_value`` (envs,) is the value of the observation after the rollout's last step.
+    """
+    advantages = torch.zeros_like(rewards)
+    last = torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        following = values[t + 1] if t + 1 < len(rewards) else next_value
+        following = torch.where(dones[t], final_values[t], following)
+        delta = rewards[t] + gamma * following * ~terminations[t] - values[t]
+        last = delta + gamma * gae_lambda * last * ~dones[t]
+        advantages[t] = last
+    return advantages, advantages + values
+
+
+def normalize_advantages(advantages: Tensor) -> Tensor:
+    """Mean 0, standard deviation 1 within the minibatch."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
+    """The clipped surrogate: the worse of the plain and the clipped objective, for each sample."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return torch.max(plain, clipped).mean()
+
+
+def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
+    """Half the squared error; with ``clip_coef`` the larger of it and that of the value clipped around its old self."""
+    plain = (new_values - returns) ** 2
+    if clip_coef is None:
+        return 0.5 * plain.mean()
+    clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max(plain, (clipped - returns) ** 2).mean()
+
+
+def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k1, k2, k3) of KL(old ‖ new) for each sample drawn from old, where logratio = log new − log old.
+
+    k1 = −log r is unbiased but noisy and may be negative; k2 = (log r)² / 2 is biased and quiet; k3 = (r − 1) − log r is
+    unbiased, quiet and never negative (http://joschu.net/blog/kl-approx.html).
+    """
+    return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 − Var[returns − values] / Var[returns]: 1 for a perfect value function, 0 for a constant, NaN for constant returns."""
+    variance = returns.var()
+    return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
+
+
+class Agent(nn.Module):
+    """The network of the Nature paper, shared by policy and value; takes frames as bytes."""
+
+    def __init__(self, num_actions: int) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        )
+        self.actor_head = layer_init(nn.Linear(512, num_actions), std=0.01)
+        self.critic_head = layer_init(nn.Linear(512, 1), std=1.0)
+
+    def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits, values) of observations (batch, 4, 84, 84) in 0 … 255."""
+        features = self.network(obs / 255.0)
+        return self.actor_head(features), self.critic_head(features).squeeze(-1)
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        return self(obs)[1]
+
+
+def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
+    # On a GPU or CPU alike one fused kernel updates all parameters.
+    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+
+
+@dataclass
+class Batch:
+    """What an update learns from, one row a transition."""
+
+    obs: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    def take(self, rows: Tensor | slice) -> Batch:
+        return Batch(
+            self.obs[rows],
+            self.actions[rows],
+            self.logprobs[rows],
+            self.advantages[rows],
+            self.returns[rows],
+            self.values[rows],
+        )
+
+
+class Rollouts:
+    """Plays the policy in vectorised games; observations and games are carried from one rollout to the next."""
+
+    def __init__(self, args: Args, agent: Agent, device: torch.device) -> None:
+        self.args, self.agent, self.device = args, agent, device
+        self.envs: gym.vector.VectorEnv | None = None
+        self.returns_100: deque[float] = deque(maxlen=100)
+        """Scores of the last hundred games that ended, unclipped and over all lives."""
+
+    def restart(self, seed: int) -> None:
+        """New games from a seed: nothing of the old ones is left, so a resumed run and an uninterrupted one agree."""
+        self.close()
+        self.envs = make_envs(self.args.env_id, self.args.num_envs, async_envs=self.args.async_envs)
+        self.next_obs, _ = self.envs.reset(seed=seed)
+
+    def close(self) -> None:
+        if self.envs is not None:
+            self.envs.close()
+            self.envs = None
+
+    def collect(self) -> tuple[Batch, dict[str, float]]:
+        """One rollout of num_steps × num_envs transitions, and what its finished games scored."""
+        args, agent, device, envs = self.args, self.agent, self.device, self.envs
+        assert envs is not None, "restart() comes first"
+        shape = (args.num_steps, args.num_envs)
+        obs = torch.zeros((*shape, 4, 84, 84), dtype=torch.uint8, device=device)
+        actions = torch.zeros(shape, dtype=torch.int64, device=device)
+        logprobs, values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        rewards = torch.zeros(shape)
+        terminations = torch.zeros(shape, dtype=torch.bool)
+        truncations = torch.zeros(shape, dtype=torch.bool)
+        final_values = torch.zeros(shape, device=device)
+        scores: list[float] = []
+        lengths: list[float] = []
+        with torch.no_grad():
+            for step in range(args.num_steps):
+                obs[step] = torch.from_numpy(self.next_obs)
+                logits, values[step] = agent(obs[step])
+                all_logprobs = logits.log_softmax(-1)
+                actions[step] = torch.multinomial(all_logprobs.exp(), 1).squeeze(-1)
+                logprobs[step] = all_logprobs.gather(-1, actions[step][:, None]).squeeze(-1)
+                self.next_obs, reward, terminated, truncated, infos = envs.step(actions[step].cpu().numpy())
+                rewards[step] = torch.from_numpy(reward)
+                terminations[step] = torch.from_numpy(terminated)
+                truncations[step] = torch.from_numpy(truncated)
+                if truncated.any():
+                    cut = np.flatnonzero(truncated)
+                    final_obs = torch.from_numpy(np.stack([np.asarray(infos["final_obs"][env]) for env in cut]))
+                    final_values[step, cut] = agent.get_value(final_obs.to(device))
+                if "episode" in infos.get("final_info", {}):
+                    # Only the end of a game carries these, not the loss of a life.
+                    ended = infos["final_info"]["_episode"]
+                    scores += infos["final_info"]["episode"]["r"][ended].tolist()
+                    lengths += infos["final_info"]["episode"]["l"][ended].tolist()
+            next_value = agent.get_value(torch.from_numpy(self.next_obs).to(device))
+            rewards, terminations, truncations = rewards.to(device), terminations.to(device), truncations.to(device)
+            dones = terminations | truncations
+            advantages, returns = compute_gae(
+                rewards, values, terminations, dones, next_value, final_values, args.gamma, args.gae_lambda
+            )
+        batch = Batch(*(each.flatten(0, 1) for each in (obs, actions, logprobs, advantages, returns, values)))
+        self.returns_100.extend(scores)
+        charts = {}
+        if scores:
+            charts["charts/episodic_return"] = float(np.mean(scores))
+            charts["charts/episodic_length"] = float(np.mean(lengths))
+        return batch, charts
+
+
+def update(
+    agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, world: World
+) -> dict[str, float]:
+    """Several epochs of shuffled minibatches on one rollout; returns the means of what was seen."""
+    seen: list[Tensor] = []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(len(batch), device=batch.obs.device)
+        bounds = np.linspace(0, len(batch), args.num_minibatches + 1).astype(int)
+        for start, end in pairwise(bounds):
+            mb = batch.take(order[start:end])
+            logits, new_values = agent(mb.obs)
+            all_logprobs = logits.log_softmax(-1)
+            logprobs = all_logprobs.gather(-1, mb.actions[:, None]).squeeze(-1)
+            logratio = logprobs - mb.logprobs
+            ratio = logratio.exp()
+            k1, _, k3 = kl_estimators(logratio)
+
+            advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
+            pg_loss = policy_loss(ratio, advantages, clip_coef)
+            v_loss = value_loss(new_values, mb.values, mb.returns, clip_coef if args.clip_vloss else None)
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1).mean()
+            approx_kl = k3.mean()
+            loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+
+            optimizer.zero_grad()
+            loss.backward()
+            world.average_gradients(agent.parameters())
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            with torch.no_grad():
+                clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
+                seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
+        if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:
+            break
+    names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
+    means = torch.stack(seen).detach().mean(0).tolist()
+    metrics = {f"losses/{name}": value for name, value in zip(names, means, strict=True)}
+    metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
+    metrics["charts/updates"] = float(len(seen))
+    return metrics
+
+
+def evaluate(agent: Agent, args: Args, device: torch.device) -> list[float]:
+    """Scores of held-out games with all their lives, one an environment, played with sampled actions."""
+    envs = make_envs(args.env_id, args.eval_episodes, training=False)
+    # The trailing 1 keeps these seeds apart from those of training, whose keys are (seed, iteration, rank).
+    seed = derive_seed(args.seed, 0, 0, 1)
+    torch.manual_seed(seed)
+    obs, _ = envs.reset(seed=seed)
+    scores = np.zeros(args.eval_episodes)
+    playing = np.ones(args.eval_episodes, bool)
+    with torch.inference_mode():
+        while playing.any():
+            logits, _ = agent(torch.from_numpy(obs).to(device))
+            actions = torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
+            obs, reward, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+            scores += reward * playing
+            playing &= ~(terminated | truncated)
+    envs.close()
+    return scores.tolist()
+
+
+def train(args: Args, world: World) -> dict[str, Any]:
+    """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
+    device = world.device
+    folder = run_folder(f"ppo_atari__{args.env_id.replace('/', '-')}__{args.seed}", args.run_dir, args.resume)
+    config = plain_args(args) | {"world_size": world.size}
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // (batch_size * world.size)
+    if num_iterations < 1:
+        raise ValueError(
+            f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {batch_size * world.size}"
+        )
+
+    torch.manual_seed(args.seed)
+    probe = make_env(args.env_id, training=True)
+    agent = Agent(int(probe.action_space.n)).to(device)
+    probe.close()
+    optimizer = make_optimizer(agent, args.learning_rate)
+    rollouts = Rollouts(args, agent, device)
+    first = 1
+    if args.resume and (folder / CHECKPOINT_NAME).exists():
+        state = load_checkpoint(folder / CHECKPOINT_NAME, "ppo_atari", device)
+        check_same_args(state["args"], config)
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        rollouts.returns_100.extend(state["returns_100"])
+        first = state["iteration"] + 1
+    world.broadcast(agent)
+    if args.compile:
+        agent.compile()
+
+    start_step = (first - 1) * batch_size * world.size
+    total_steps = num_iterations * batch_size * world.size
+    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
+    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
+        for iteration in range(first, num_iterations + 1):
+            interval = args.checkpoint_interval or num_iterations
+            if (iteration - 1) % interval == 0:
+                # Interrupted or not, every run passes here with the same network and then draws the same numbers.
+                seed = derive_seed(args.seed, iteration, world.rank)
+                torch.manual_seed(seed)
+                rollouts.restart(seed)
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
+            clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef
+
+            batch, charts = rollouts.collect()
+            metrics = update(agent, optimizer, batch, args, clip_coef, world)
+
+            step = iteration * batch_size * world.size
+            mean_return = float(np.mean(rollouts.returns_100)) if rollouts.returns_100 else float("nan")
+            charts |= metrics | {
+                "charts/mean_return_100": mean_return,
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                "charts/clip_coef": clip_coef,
+                "charts/SPS": progress.steps_per_s(step),
+            }
+            logger.scalars(charts, step)
+            progress.update(step, mean_return=mean_return)
+            due = iteration % interval == 0 or iteration == num_iterations
+            if world.is_main and args.checkpoint_interval and due:
+                logger.flush()
+                state = {
+                    "args": config,
+                    "agent": agent.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "iteration": iteration,
+                    "returns_100": list(rollouts.returns_100),
+                }
+                save_checkpoint(folder / CHECKPOINT_NAME, "ppo_atari", state)
+        rollouts.close()
+        steps_per_s = progress.steps_per_s(total_steps)
+        if not world.is_main:
+            return {}
+
+        scores = evaluate(agent, args, device) if args.eval_episodes else []
+        if scores:
+            logger.scalar("eval/mean_return", float(np.mean(scores)), total_steps)
+    if args.save_model:
+        save_checkpoint(folder / "model.pt", "ppo_atari-model", {"args": config, "agent": agent.state_dict()})
+    return {
+        "env_id": args.env_id,
+        "seed": args.seed,
+        "mean_return": float(np.mean(scores)) if scores else None,
+        "mean_return_ci95": ci95(scores) if scores else None,
+        "train_return_100": float(np.mean(rollouts.returns_100)) if rollouts.returns_100 else None,
+        "steps": total_steps,
+        "steps_per_s": steps_per_s,
+        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
+        "run_dir": folder,
+    }
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    world = init_distributed(args.cuda)
+    try:
+        result = train(args, world)
+    finally:
+        world.close()
+    if world.is_main:
+        print_result(result)
+
+
+if __name__ == "__main__":
+    main()

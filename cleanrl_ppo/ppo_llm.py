@@ -1,0 +1,728 @@
+"""PPO for a language model: token-level, with a KL penalty to the frozen reference, on a model that one CPU thread can train.
+
+    python cleanrl_ppo/ppo_llm.py                                     # pre-training, then PPO toward vowels: a few minutes
+    python cleanrl_ppo/ppo_llm.py --reward capitals --text a.txt b.txt
+    python cleanrl_ppo/ppo_llm.py --reference runs/ppo_llm__vowels__1/reference.pt --seed 2    # share one pre-training
+    python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # what the penalty is for
+    python cleanrl_ppo/ppo_llm.py --resume                            # after a crash: goes on as if nothing had happened
+
+1. A mixture-of-experts transformer over characters (``clustergym.tiny_moe``) learns the text that ships with Python, or files.
+2. The copy that is then frozen is the reference. A prompt is the state, a character the action, a response the episode.
+3. A response is scored at its end token by a programmatic reward; every token pays kl_coef · log(policy / reference), so that
+   the policy earns reward in the reference's neighbourhood instead of forgetting its language.
+
+docs/ppo_llm.md explains every metric and shows what to expect.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import random
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+from clustergym.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
+from clustergym.training import (
+    CHECKPOINT_NAME,
+    CheckpointError,
+    Progress,
+    RunLogger,
+    check_same_args,
+    derive_seed,
+    init_distributed,
+    load_checkpoint,
+    plain_args,
+    print_result,
+    run_folder,
+    save_checkpoint,
+)
+
+# Paragraphs that stay together when text is split into training and held-out part: a sequence is then mostly of one piece.
+BLOCK_PARAGRAPHS = 16
+# Keys of derive_seed, so that the phases draw unrelated numbers.
+PRETRAIN, PPO, SCALE, EVALUATE = range(4)
+
+
+@dataclass
+class Args:
+    seed: int = 1
+    """Everything random follows from it: weights, batches, samples. The split of the text does not."""
+    run_dir: Path | None = None
+    """Folder for curves and checkpoints; runs/ppo_llm__<reward>__<seed> unless given."""
+    resume: bool = False
+    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    checkpoint_interval: int = 10
+    """PPO iterations between checkpoints (pre-training writes one whenever it validates); 0 for none."""
+    save_model: bool = False
+    """Also write the policy to model.pt in the run folder (the reference is always written to reference.pt)."""
+    cuda: bool = False
+    """Train on the GPU."""
+    track: bool = False
+    """Log to Weights & Biases as well; offline where there is no account."""
+
+    text: list[Path] = field(default_factory=list)
+    """Text files to learn from; the topics of Python's built-in help unless given. Blank lines part paragraphs."""
+    held_out: float = 0.1
+    """Share of the text that is never trained on: validation loss and the final evaluation use it."""
+    reference: Path | None = None
+    """reference.pt of another run: skip pre-training and take its model (and sizes)."""
+    model: TinyMoEConfig = field(default_factory=TinyMoEConfig)
+    """Sizes of the language model."""
+    pretrain_steps: int = 500
+    """Updates of pre-training."""
+    pretrain_batch: int = 32
+    """Sequences in an update."""
+    pretrain_length: int = 128
+    """Characters in a sequence."""
+    pretrain_learning_rate: float = 3e-3
+    """AdamW's peak step size: 50 updates of warm-up, then a cosine down to a twentieth."""
+    weight_decay: float = 0.1
+    """AdamW's weight decay in pre-training."""
+    balance_coef: float = 0.003
+    """Weight of the load-balancing loss, in both phases: keeps every expert alive without making the loads even."""
+    validate_every: int = 100
+    """Updates between two validation losses."""
+
+    reward: Literal["vowels", "capitals", "variety", "brevity"] = "vowels"
+    """What a response is scored by; see REWARDS."""
+    iterations: int = 40
+    """Rollouts, each followed by an update."""
+    batch_size: int = 128
+    """Responses in a rollout."""
+    prompt_tokens: int = 32
+    """Characters of a prompt, taken from the text."""
+    response_tokens: int = 48
+    """Most characters in a response; the end token may come sooner."""
+    temperature: float = 1.0
+    """Of sampling; the policy that is optimised is the one at 1."""
+    learning_rate: float = 3e-4
+    """Adam's step size (at the start, if annealed)."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0."""
+    num_minibatches: int = 4
+    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    update_epochs: int = 2
+    """Passes over a rollout."""
+    gamma: float = 1.0
+    """Discount: 1, for a response is short and scored as a whole."""
+    gae_lambda: float = 0.95
+    """Weight of longer returns in the advantage."""
+    norm_adv: bool = True
+    """Whiten advantages in each minibatch, over the tokens that count."""
+    clip_coef: float = 0.2
+    """Range of the ratio, and of the value function's change."""
+    clip_vloss: bool = True
+    """Clip the value function's change as well."""
+    vf_coef: float = 0.1
+    """Weight of the value loss."""
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are clipped to."""
+    kl_penalty: bool = True
+    """Pay for every token's log(policy / reference). --no-kl-penalty (or --kl-coef 0) only measures it."""
+    kl_coef: float = 0.2
+    """Price of a nat, in standard deviations of the reference's reward (at the start, if adapted)."""
+    kl_target: float | None = 6.0
+    """Nats a response that the controller steers to; "None" keeps kl_coef as it is."""
+    kl_horizon: float = 10_000.0
+    """Response tokens in which the controller changes kl_coef by at most a fifth."""
+    eval_prompts: int = 512
+    """Held-out prompts answered at the end by reference and policy."""
+    show: int = 4
+    """Samples printed before and after."""
+
+
+# Text and rewards
+
+
+def read_paragraphs(files: list[Path]) -> list[str]:
+    """The paragraphs of the files, or of Python's help topics, in order and each once.
+
+    Help topics quote one another: without dropping repetitions, held-out text would have been trained on.
+    """
+    if files:
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    else:
+        from pydoc_data.topics import topics
+
+        texts = [topics[name] for name in sorted(topics)]
+    pieces = (piece.strip("\n") for text in texts for piece in re.split(r"\n\s*\n", text))
+    return list(dict.fromkeys(piece for piece in pieces if piece.strip()))
+
+
+def split_text(paragraphs: list[str], held_out: float) -> tuple[Tensor, Tensor]:
+    """(training, held-out) tokens, every paragraph followed by the end token; blocks of paragraphs are dealt at random."""
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out is {held_out}: expected a share between 0 and 1")
+    blocks = [paragraphs[i : i + BLOCK_PARAGRAPHS] for i in range(0, len(paragraphs), BLOCK_PARAGRAPHS)]
+    if len(blocks) < 2:
+        raise ValueError(
+            f"the text has {len(paragraphs)} paragraphs: at least {BLOCK_PARAGRAPHS + 1} are needed to hold some out"
+        )
+    random.Random(0).shuffle(blocks)
+    cut = min(max(round(len(blocks) * held_out), 1), len(blocks) - 1)
+
+    def pack(part: list[list[str]]) -> Tensor:
+        return torch.tensor([token for block in part for text in block for token in [*encode(text), END]])
+
+    return pack(blocks[cut:]), pack(blocks[:cut])
+
+
+def prompt_starts(tokens: Tensor, length: int) -> Tensor:
+    """Every position from which ``length`` tokens lie in one paragraph."""
+    ends = F.pad((tokens == END).cumsum(0), (1, 0))
+    starts = (ends[length:] == ends[:-length]).nonzero().squeeze(1)
+    if not len(starts):
+        raise ValueError(f"no paragraph of the text has {length} characters: lower --prompt-tokens")
+    return starts
+
+
+def sample_prompts(tokens: Tensor, starts: Tensor, n: int, length: int, generator: torch.Generator) -> Tensor:
+    """(n, length) pieces of paragraphs, at random."""
+    chosen = starts[torch.randint(len(starts), (n,), generator=generator)]
+    return tokens[chosen[:, None] + torch.arange(length)]
+
+
+def vowels(text: str, limit: int) -> float:
+    """Vowels, as a share of the most characters that a response may have."""
+    return sum(character in "aeiouAEIOU" for character in text) / limit
+
+
+def capitals(text: str, limit: int) -> float:
+    """Capital letters, as a share of the most characters that a response may have."""
+    return sum(character.isupper() for character in text) / limit
+
+
+def variety(text: str, limit: int) -> float:
+    """Letters in distinct words, as a share of the most characters: saying a thing twice earns nothing."""
+    return sum(map(len, set(re.findall(r"[a-z]+", text.lower())))) / limit
+
+
+def brevity(text: str, limit: int) -> float:
+    """What is left of the most characters when the response ends."""
+    return 1 - len(text) / limit
+
+
+# All are shares of the LIMIT, not of the response: the latter would pay most for a single good letter and then the end.
+REWARDS: dict[str, Callable[[str, int], float]] = {
+    "vowels": vowels,
+    "capitals": capitals,
+    "variety": variety,
+    "brevity": brevity,
+}
+
+
+def reward_of(name: str, responses: Tensor) -> Tensor:
+    """(B,) raw rewards of responses (B, R)."""
+    return torch.tensor([REWARDS[name](decode(row), responses.shape[1]) for row in responses])
+
+
+# ALGO LOGIC: parts that other trainers copy letter for letter
+
+
+def anneal(initial: float, iteration: int, num_iterations: int) -> float:
+    """``initial`` in iteration 1, falling linearly towards 0 at the end of the last."""
+    return initial * (1.0 - (iteration - 1) / num_iterations)
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    next_value: Tensor,
+    final_values: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) by generalised advantage estimation, all of shape (steps, envs).
+
+    ``terminations`` and ``dones`` (terminated or truncated) say what step t led to. Where an episode was done at t,
+    ``final_values[t]`` is the value of its last observation: it counts after a truncation and not after a termination.
+    ``next_value`` (envs,) is the value of the observation after the rollout's last step.
+    """
+    advantages = torch.zeros_like(rewards)
+    last = torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        following = values[t + 1] if t + 1 < len(rewards) else next_value
+        following = torch.where(dones[t], final_values[t], following)
+        delta = rewards[t] + gamma * following * ~terminations[t] - values[t]
+        last = delta + gamma * gae_lambda * last * ~dones[t]
+        advantages[t] = last
+    return advantages, advantages + values
+
+
+def normalize_advantages(advantages: Tensor) -> Tensor:
+    """Mean 0, standard deviation 1 within the minibatch."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
+    """The clipped surrogate: the worse of the plain and the clipped objective, for each sample."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return torch.max(plain, clipped).mean()
+
+
+def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
+    """Half the squared error; with ``clip_coef`` the larger of it and that of the value clipped around its old self."""
+    plain = (new_values - returns) ** 2
+    if clip_coef is None:
+        return 0.5 * plain.mean()
+    clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max(plain, (clipped - returns) ** 2).mean()
+
+
+def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k1, k2, k3) of KL(old ‖ new) for each sample drawn from old, where logratio = log new − log old.
+
+    k1 = −log r is unbiased but noisy and may be negative; k2 = (log r)² / 2 is biased and quiet; k3 = (r − 1) − log r is
+    unbiased, quiet and never negative (http://joschu.net/blog/kl-approx.html).
+    """
+    return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 − Var[returns − values] / Var[returns]: 1 for a perfect value function, 0 for a constant, NaN for constant returns."""
+    variance = returns.var()
+    return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
+
+
+# ALGO LOGIC: what a language model adds
+
+
+class PolicyWithValue(nn.Module):
+    """The language model with a value head on its activations."""
+
+    def __init__(self, language_model: TinyMoE) -> None:
+        super().__init__()
+        self.language_model = language_model
+        self.value_head = nn.Linear(language_model.config.hidden, 1)
+        # Zero, so that the first values are: a random head would make noise of the first advantages.
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, tokens: Tensor, n_prompt: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of prompt + response (B, P + R): log-probabilities and values (B, R) of the response, and the balance loss."""
+        activations, balance = self.language_model.trunk(tokens[:, :-1])
+        activations = activations[:, n_prompt - 1 :]
+        logprobs = response_logprobs(self.language_model.logits(activations), tokens[:, n_prompt:])
+        return logprobs, self.value_head(activations).squeeze(-1), balance
+
+
+def response_logprobs(logits: Tensor, responses: Tensor) -> Tensor:
+    """(B, R) log-probability of each token of the responses (B, R), from the logits (B, R, V) of the positions before."""
+    return logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
+
+
+def response_mask(responses: Tensor) -> Tensor:
+    """(B, R) of bool: the tokens that were chosen, up to and including the first end token."""
+    ended = (responses == END).cumsum(1)
+    return ended - (responses == END).long() == 0
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """(B, R): each token pays kl_coef · its KL term; the response's last token receives the score."""
+    last = mask.sum(1, keepdim=True) - 1
+    return (-kl_coef * kl * mask).scatter_add(1, last, scores[:, None])
+
+
+def next_kl_coef(kl_coef: float, kl: float, target: float, n_tokens: int, horizon: float) -> float:
+    """The adaptive controller of Ziegler et al. (2019): proportional, clipped at a fifth, slower with the horizon.
+
+    ``n_tokens`` response tokens passed since the last change.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * n_tokens / horizon)
+
+
+@dataclass
+class Batch:
+    """A rollout, one row a response. Entries where ``mask`` is false were never chosen and mean nothing."""
+
+    tokens: Tensor
+    """(B, P + R) prompts and responses"""
+    mask: Tensor
+    logprobs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and standard deviation of the reference's raw rewards: a score is in units of them, so that a price of KL means
+    the same for every reward."""
+
+    mean: float
+    deviation: float
+
+    def __call__(self, raw: Tensor) -> Tensor:
+        return (raw - self.mean) / self.deviation
+
+
+@torch.no_grad()
+def rollout(
+    policy: PolicyWithValue,
+    reference: TinyMoE,
+    prompts: Tensor,
+    scale: Scale,
+    kl_coef: float,
+    args: Args,
+    generator: torch.Generator,
+) -> tuple[Batch, dict[str, float]]:
+    """Answer the prompts, score the answers, and estimate every token's advantage."""
+    responses = policy.language_model.generate(prompts, args.response_tokens, generator, args.temperature)
+    tokens, mask = torch.cat([prompts, responses], dim=1), response_mask(responses)
+    # Not kept from sampling: one pass over whole sequences is what the update repeats, so the first ratio is 1.
+    logprobs, values, _ = policy(tokens, args.prompt_tokens)
+    k1, k2, k3 = kl_estimators(reference_logprobs(reference, tokens, args.prompt_tokens) - logprobs)
+    raw = reward_of(args.reward, responses).to(values.device)
+    rewards = token_rewards(scale(raw), k1, mask, kl_coef)
+    # The response ends at its last token, whether by the end token or by its length.
+    ends = mask & ~F.pad(mask[:, 1:], (0, 1))
+    nothing = torch.zeros_like(values)
+    advantages, returns = compute_gae(
+        rewards.T, values.T, ends.T, ends.T, nothing[:, 0], nothing.T, args.gamma, args.gae_lambda
+    )
+    sums = [(each * mask).sum(1).mean().item() for each in (k1, k2, k3)]
+    metrics = {
+        "charts/reward": raw.mean().item(),
+        "charts/penalized_score": rewards.sum(1).mean().item(),
+        "charts/response_tokens": mask.sum(1).float().mean().item(),
+        "charts/ended": (responses == END).any(1).float().mean().item(),
+        "kl/k1": sums[0],
+        "kl/k2": sums[1],
+        "kl/k3": sums[2],
+        "losses/explained_variance": explained_variance(values[mask], returns.T[mask]),
+    }
+    return Batch(tokens, mask, logprobs, values, advantages.T, returns.T), metrics
+
+
+@torch.no_grad()
+def reference_logprobs(reference: TinyMoE, tokens: Tensor, n_prompt: int) -> Tensor:
+    """(B, R) log-probabilities that the reference gives to the responses in (B, P + R)."""
+    activations, _ = reference.trunk(tokens[:, :-1])
+    return response_logprobs(reference.logits(activations[:, n_prompt - 1 :]), tokens[:, n_prompt:])
+
+
+def update(
+    policy: PolicyWithValue, optimizer: torch.optim.Adam, batch: Batch, args: Args, generator: torch.Generator
+) -> dict[str, float]:
+    """Several epochs of shuffled minibatches on one rollout; returns the means of what was seen."""
+    seen: list[Tensor] = []
+    for _ in range(args.update_epochs):
+        order = torch.randperm(len(batch.tokens), generator=generator).to(batch.tokens.device)
+        for rows in order.tensor_split(args.num_minibatches):
+            # From here on only tokens that were chosen: means and whitening are then over them alone.
+            mask = batch.mask[rows]
+            logprobs, new_values, balance = policy(batch.tokens[rows], args.prompt_tokens)
+            logratio = (logprobs - batch.logprobs[rows])[mask]
+            ratio = logratio.exp()
+            advantages = batch.advantages[rows][mask]
+            if args.norm_adv:
+                advantages = normalize_advantages(advantages)
+            pg_loss = policy_loss(ratio, advantages, args.clip_coef)
+            v_loss = value_loss(
+                new_values[mask],
+                batch.values[rows][mask],
+                batch.returns[rows][mask],
+                args.clip_coef if args.clip_vloss else None,
+            )
+            loss = pg_loss + args.vf_coef * v_loss + args.balance_coef * balance
+
+            optimizer.zero_grad()
+            loss.backward()
+            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+            optimizer.step()
+            with torch.no_grad():
+                clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
+                approx_kl = kl_estimators(logratio)[2].mean()
+                seen.append(torch.stack([pg_loss, v_loss, balance, approx_kl, clipfrac, grad_norm, ratio.max()]))
+    names = ("policy_loss", "value_loss", "balance_loss", "approx_kl", "clipfrac", "grad_norm", "max_ratio")
+    return {f"losses/{name}": value for name, value in zip(names, torch.stack(seen).mean(0).tolist(), strict=True)}
+
+
+# Pre-training
+
+
+def pretrain_learning_rate(step: int, args: Args) -> float:
+    """Linear warm-up over 50 updates, then a cosine from the peak to a twentieth of it; ``step`` counts from 0."""
+    cosine = 0.5 * (1 + math.cos(math.pi * step / args.pretrain_steps))
+    return args.pretrain_learning_rate * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * cosine)
+
+
+@torch.no_grad()
+def validation_loss(model: TinyMoE, tokens: Tensor, length: int) -> float:
+    """Nats a character on consecutive pieces of ``length`` tokens."""
+    length = min(length, len(tokens) - 1)
+    count = (len(tokens) - 1) // length
+    inputs, targets = tokens[: count * length].view(count, length), tokens[1 : count * length + 1].view(count, length)
+    losses = [
+        F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").item()
+        for x, y in zip(inputs.split(64), targets.split(64), strict=True)
+    ]
+    return sum(losses) / (count * length)
+
+
+def pretrain(model: TinyMoE, text: Text, args: Args, folder: Path, config: dict[str, Any], logger: RunLogger) -> None:
+    """Next-character prediction, with the load-balancing loss on the routers."""
+    if len(text.train) <= args.pretrain_length:
+        raise ValueError(
+            f"the text has {len(text.train)} characters to train on: more than {args.pretrain_length} are needed"
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    first = 0
+    if args.resume and (folder / CHECKPOINT_NAME).exists():
+        state = load_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", text.device)
+        check_same_args(state["args"], config)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    window = torch.arange(args.pretrain_length + 1, device=text.device)
+    per_step = args.pretrain_batch * args.pretrain_length
+    with Progress(args.pretrain_steps * per_step, first * per_step) as progress:
+        for step in range(first, args.pretrain_steps):
+            generator = torch.Generator().manual_seed(derive_seed(args.seed, PRETRAIN, step))
+            starts = torch.randint(
+                len(text.train) - args.pretrain_length, (args.pretrain_batch, 1), generator=generator
+            )
+            batch = text.train[starts.to(text.device) + window]
+            optimizer.param_groups[0]["lr"] = pretrain_learning_rate(step, args)
+            activations, balance = model.trunk(batch[:, :-1])
+            loss = F.cross_entropy(model.logits(activations).flatten(0, 1), batch[:, 1:].flatten())
+            optimizer.zero_grad()
+            (loss + args.balance_coef * balance).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+            done = step + 1
+            metrics = {"pretrain/loss": loss.item(), "pretrain/balance_loss": balance.item()}
+            if done % args.validate_every == 0 or done == args.pretrain_steps:
+                metrics["pretrain/validation_loss"] = validation_loss(model, text.held_out, args.pretrain_length)
+                logger.scalars(metrics, done)
+                if args.checkpoint_interval:
+                    logger.flush()
+                    state = {"args": config, "phase": "pretrain", "step": done}
+                    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    save_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", state)
+            elif done % 10 == 0:
+                logger.scalars(metrics, done)
+            progress.update(done * per_step, **{key.split("/")[1]: value for key, value in metrics.items()})
+
+
+# The whole run
+
+
+@dataclass
+class Text:
+    """Training and held-out tokens, and the digest that ties a reference to them."""
+
+    train: Tensor
+    held_out: Tensor
+    digest: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.train.device
+
+
+def load_text(args: Args, device: torch.device) -> Text:
+    paragraphs = read_paragraphs(args.text)
+    digest = hashlib.sha256("\0".join([str(args.held_out), *paragraphs]).encode()).hexdigest()
+    train, held_out = split_text(paragraphs, args.held_out)
+    return Text(train.to(device), held_out.to(device), digest)
+
+
+def load_reference(path: Path, text: Text) -> TinyMoE:
+    """A reference that another run pre-trained on the same text, so that what is held out here was held out there."""
+    state = load_checkpoint(path, "ppo_llm-reference", text.device)
+    if state["text"] != text.digest:
+        raise CheckpointError(
+            f"{path} was pre-trained on another text or split (digest {state['text'][:12]}, here {text.digest[:12]}): "
+            "give the same --text and --held-out (Python's help topics differ between its versions)"
+        )
+    model = TinyMoE(TinyMoEConfig(**state["model"])).to(text.device)
+    model.load_state_dict(state["weights"])
+    return model
+
+
+@torch.no_grad()
+def evaluate(policy: TinyMoE, reference: TinyMoE, text: Text, args: Args) -> tuple[dict[str, float], Tensor]:
+    """Mean reward and KL of responses to held-out prompts, always the same ones; and the samples to look at."""
+    generator = torch.Generator().manual_seed(derive_seed(args.seed, EVALUATE))
+    starts = prompt_starts(text.held_out.cpu(), args.prompt_tokens)
+    prompts = sample_prompts(text.held_out.cpu(), starts, args.eval_prompts, args.prompt_tokens, generator).to(
+        text.device
+    )
+    responses = policy.generate(prompts, args.response_tokens, generator, args.temperature)
+    tokens, mask = torch.cat([prompts, responses], dim=1), response_mask(responses)
+    logratio = reference_logprobs(reference, tokens, args.prompt_tokens) - reference_logprobs(
+        policy, tokens, args.prompt_tokens
+    )
+    sums = [(each * mask).sum(1) for each in kl_estimators(logratio)]
+    rewards = reward_of(args.reward, responses)
+    found = {
+        "reward": rewards.mean().item(),
+        "reward_ci95": 1.96 * rewards.std().item() / len(rewards) ** 0.5,
+        "kl": sums[0].mean().item(),
+        "kl_ci95": 1.96 * sums[0].std().item() / len(rewards) ** 0.5,
+        "kl_k2": sums[1].mean().item(),
+        "kl_k3": sums[2].mean().item(),
+        "response_tokens": mask.sum(1).float().mean().item(),
+        "validation_loss": validation_loss(policy, text.held_out, args.pretrain_length),
+    }
+    return found, tokens[: args.show]
+
+
+def print_samples(title: str, tokens: Tensor, n_prompt: int) -> None:
+    print(f"--- {title}: prompt | response")
+    for row in tokens:
+        print(f"{decode(row[:n_prompt])!r} | {decode(row[n_prompt:])!r}")
+
+
+def check_sizes(args: Args) -> None:
+    longest = max(args.pretrain_length, args.prompt_tokens + args.response_tokens)
+    if longest > args.model.context and args.reference is None:
+        raise ValueError(f"sequences of {longest} tokens, but --model.context is {args.model.context}")
+    for key in (
+        "pretrain_steps",
+        "iterations",
+        "prompt_tokens",
+        "response_tokens",
+        "num_minibatches",
+        "update_epochs",
+        "eval_prompts",
+    ):
+        if getattr(args, key) < 1:
+            raise ValueError(f"{key} is {getattr(args, key)}: expected at least 1")
+    if args.batch_size < 2 * args.num_minibatches:
+        raise ValueError(
+            f"batch_size is {args.batch_size}: expected at least 2 responses in each of {args.num_minibatches} minibatches"
+        )
+    if args.kl_target is not None and args.kl_target <= 0:
+        raise ValueError(f"kl_target is {args.kl_target}: expected more than 0 nats, or None")
+
+
+def train(args: Args, device: torch.device) -> dict[str, Any]:
+    """The whole run; returns what the result line shows."""
+    check_sizes(args)
+    folder = run_folder(f"ppo_llm__{args.reward}__{args.seed}", args.run_dir, args.resume)
+    config = plain_args(args) | {"model": asdict(args.model), "text": [str(file) for file in args.text]}
+    text = load_text(args, device)
+    saved = (
+        load_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", device)
+        if args.resume and (folder / CHECKPOINT_NAME).exists()
+        else None
+    )
+    if saved is not None:
+        check_same_args(saved["args"], config)
+    in_ppo = saved is not None and saved["phase"] == "ppo"
+    start_step = saved["step"] + 1 if saved is not None else 0
+
+    with RunLogger(folder, config, args.track, start_step=start_step) as logger:
+        reference_file = folder / "reference.pt"
+        if in_ppo or args.reference is not None:
+            reference = load_reference(reference_file if in_ppo else args.reference, text)
+        else:
+            torch.manual_seed(args.seed)
+            reference = TinyMoE(args.model).to(device)
+            pretrain(reference, text, args, folder, config, logger)
+        if not in_ppo:
+            weights = {"model": asdict(reference.config), "weights": reference.state_dict(), "text": text.digest}
+            save_checkpoint(reference_file, "ppo_llm-reference", weights)
+        reference.requires_grad_(False)
+        n_parameters = sum(p.numel() for p in reference.parameters())
+        print(
+            f"{n_parameters:,} parameters, {len(text.train):,} characters to learn from, {len(text.held_out):,} held out"
+        )
+
+        policy = PolicyWithValue(copy.deepcopy(reference).requires_grad_(True)).to(device)
+        optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate, eps=1e-5)
+        kl_coef = args.kl_coef if args.kl_penalty else 0.0
+        starts = prompt_starts(text.train.cpu(), args.prompt_tokens)
+        # Curves have one axis of updates: those of PPO follow those of pre-training.
+        first, steps_before = 1, 0 if args.reference is not None else args.pretrain_steps
+        if in_ppo:
+            policy.load_state_dict(saved["policy"])
+            optimizer.load_state_dict(saved["optimizer"])
+            first, kl_coef, scale = saved["iteration"] + 1, saved["kl_coef"], Scale(*saved["scale"])
+        else:
+            generator = torch.Generator().manual_seed(derive_seed(args.seed, SCALE))
+            prompts = sample_prompts(text.train.cpu(), starts, args.eval_prompts, args.prompt_tokens, generator).to(
+                device
+            )
+            raw = reward_of(args.reward, reference.generate(prompts, args.response_tokens, generator, args.temperature))
+            scale = Scale(raw.mean().item(), max(raw.std().item(), 1e-6))
+        before, samples = evaluate(reference, reference, text, args)
+        print_samples("before", samples, args.prompt_tokens)
+        print(f"reward {before['reward']:.3f}, validation loss {before['validation_loss']:.3f} nats a character")
+
+        sampled_per_iteration = args.batch_size * args.response_tokens
+        with Progress(args.iterations * sampled_per_iteration, (first - 1) * sampled_per_iteration) as progress:
+            for iteration in range(first, args.iterations + 1):
+                generator = torch.Generator().manual_seed(derive_seed(args.seed, PPO, iteration))
+                if args.anneal_lr:
+                    optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, args.iterations)
+                prompts = sample_prompts(text.train.cpu(), starts, args.batch_size, args.prompt_tokens, generator)
+                batch, metrics = rollout(policy, reference, prompts.to(device), scale, kl_coef, args, generator)
+                metrics |= update(policy, optimizer, batch, args, generator)
+                metrics |= {"charts/kl_coef": kl_coef, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
+                if args.kl_target is not None:
+                    kl_coef = next_kl_coef(
+                        kl_coef, metrics["kl/k1"], args.kl_target, int(batch.mask.sum()), args.kl_horizon
+                    )
+
+                step = steps_before + iteration
+                metrics["charts/SPS"] = progress.steps_per_s(iteration * sampled_per_iteration)
+                logger.scalars(metrics, step)
+                shown = {"reward": metrics["charts/reward"], "kl": metrics["kl/k1"], "kl_coef": kl_coef}
+                progress.update(iteration * sampled_per_iteration, **shown)
+                due = args.checkpoint_interval and iteration % args.checkpoint_interval == 0
+                if due or (args.checkpoint_interval and iteration == args.iterations):
+                    logger.flush()
+                    state = {"args": config, "phase": "ppo", "step": step, "iteration": iteration, "kl_coef": kl_coef}
+                    state |= {"scale": [scale.mean, scale.deviation]}
+                    state |= {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+                    save_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", state)
+            steps_per_s = progress.steps_per_s(args.iterations * sampled_per_iteration)
+
+        after, samples = evaluate(policy.language_model, reference, text, args)
+        print_samples("after", samples, args.prompt_tokens)
+        logger.scalars({f"eval/{key}": value for key, value in after.items()}, steps_before + args.iterations)
+    if args.save_model:
+        model = {"model": asdict(reference.config), "weights": policy.language_model.state_dict(), "text": text.digest}
+        save_checkpoint(folder / "model.pt", "ppo_llm-reference", model)
+    return {
+        "reward_name": args.reward,
+        "seed": args.seed,
+        "mean_return": after["reward"],
+        "reference_return": before["reward"],
+        "gain": after["reward"] - before["reward"],
+        "kl_target": args.kl_target if args.kl_penalty and args.kl_coef else None,
+        "reference_validation_loss": before["validation_loss"],
+        **{key: value for key, value in after.items() if key != "reward"},
+        "steps": args.iterations * sampled_per_iteration,
+        "steps_per_s": steps_per_s,
+        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
+        "reference": reference_file,
+        "run_dir": folder,
+    }
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    print_result(train(args, init_distributed(args.cuda).device))
+
+
+if __name__ == "__main__":
+    main()

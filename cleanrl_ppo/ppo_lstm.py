@@ -1,0 +1,636 @@
+"""PPO with an LSTM for sharing out one GPU without being shown anyone's history: details 32–36 on top of 1–13 and 23–31.
+
+    python cleanrl_ppo/ppo_lstm.py                                        # GPUAllocation-v0
+    python cleanrl_ppo/ppo_lstm.py --total-timesteps 1000000
+    python cleanrl_ppo/ppo_lstm.py --resume                               # after a crash: goes on as if nothing had happened
+
+Five numbers do not say how much the owners on a node over-ask, but the utilisation that earlier decisions led to does, to
+whoever remembers it. Beside ppo_gpu_alloc.py the differences are the recurrent network, the states carried through rollout and
+update, and minibatches of whole sequences. docs/ppo_lstm.md explains every metric.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+
+# Importing anything of clustergym registers its environments, so that --env-id finds them.
+from clustergym.gpu_allocation.batch import AllocationBatch
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
+from clustergym.training import (
+    CHECKPOINT_NAME,
+    Progress,
+    RunLogger,
+    World,
+    capture_rng_state,
+    check_same_args,
+    derive_seed,
+    init_distributed,
+    load_checkpoint,
+    plain_args,
+    print_result,
+    restore_rng_state,
+    run_folder,
+    save_checkpoint,
+)
+
+
+@dataclass
+class Args:
+    env_id: str = "GPUAllocation-v0"
+    """GPUAllocation-v0 or GPUAllocationHistory-v0."""
+    workload: Path | None = None
+    """A CSV file in openb's format to draw requests and lives from; synthetic ones unless given."""
+    seed: int = 1
+    """Everything random follows from it: weights, streams of pods, actions, minibatches."""
+    total_timesteps: int = 2_000_000
+    """Decisions in all, over all environments and processes."""
+    run_dir: Path | None = None
+    """Folder for curves and checkpoints; runs/ppo_lstm__<env>__<seed> unless given."""
+    resume: bool = False
+    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    checkpoint_interval: int = 50
+    """Iterations between checkpoints, 0 for none."""
+    eval_interval: int = 0
+    """Iterations between evaluations on held-out streams while training (for learning curves), 0 for none."""
+    save_model: bool = False
+    """Also write the trained network to model.pt in the run folder."""
+    cuda: bool = False
+    """Train on the GPU; the environments stay on the CPU."""
+    compile: bool = False
+    """torch.compile the network's pass over a minibatch."""
+    track: bool = False
+    """Log to Weights & Biases as well; offline where there is no account."""
+    eval_streams: int = 256
+    """Held-out streams (one episode each) at the end, 0 for none."""
+
+    learning_rate: float = 1e-3
+    """Adam's step size (at the start, if annealed)."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to 0."""
+    num_envs: int = 64
+    """Environments that step side by side, in each process."""
+    num_steps: int = 128
+    """Steps of each environment between updates: how far back the network learns to remember."""
+    num_minibatches: int = 4
+    """Parts that the environments are cut into, shuffled anew in each epoch; each part keeps its whole sequences."""
+    update_epochs: int = 4
+    """Passes over a rollout."""
+    gamma: float = 0.0
+    """Discount. A pod is scored at once, and a decision reaches later pods only through the neighbours it leaves them: what
+    is to come is noise to the decision, and 0 learns fastest."""
+    gae_lambda: float = 0.95
+    """Weight of longer returns in the advantage."""
+    bootstrap_truncated: bool = True
+    """At an episode's end, value the state that would have come next (a node runs on); otherwise count it as the end."""
+    norm_adv: bool = True
+    """Normalise advantages in each minibatch."""
+    clip_coef: float = 0.2
+    """Range of the ratio, and of the value function's change."""
+    anneal_clip: bool = False
+    """Lower the clip range linearly to 0."""
+    clip_vloss: bool = True
+    """Clip the value function's change as well."""
+    ent_coef: float = 0.01
+    """Weight of the entropy bonus (at the start, if annealed)."""
+    anneal_ent: bool = True
+    """Lower the entropy bonus linearly to 0: what is played in the end is the mean, and noise around it teaches it caution."""
+    vf_coef: float = 0.5
+    """Weight of the value loss."""
+    max_grad_norm: float = 0.5
+    """Global norm that gradients are clipped to."""
+    target_kl: float | None = None
+    """Stop an update after the epoch whose approximate KL exceeds this."""
+    hidden: int = 64
+    """Width of the encoder and of the LSTM's state."""
+    action_scale: float = 0.2
+    """Standard deviation of an action (of a range of 1) at log std 0, where it starts."""
+    norm_obs: bool = True
+    """Normalise observations by their running mean and variance, clipped at ±10."""
+    norm_reward: bool = True
+    """Divide rewards by the standard deviation of the discounted return, clipped at ±10."""
+
+
+NORM_CLIP = 10.0
+
+
+# ALGO LOGIC: parts shared letter for letter with the other trainers
+
+
+def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:
+    """Orthogonal weights scaled by ``std`` and a constant bias."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+def anneal(initial: float, iteration: int, num_iterations: int) -> float:
+    """``initial`` in iteration 1, falling linearly towards 0 at the end of the last."""
+    return initial * (1.0 - (iteration - 1) / num_iterations)
+
+
+def compute_gae(
+    rewards: Tensor,
+    values: Tensor,
+    terminations: Tensor,
+    dones: Tensor,
+    next_value: Tensor,
+    final_values: Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[Tensor, Tensor]:
+    """(advantages, returns) by generalised advantage estimation, all of shape (steps, envs).
+
+    ``terminations`` and ``dones`` (terminated or truncated) say what step t led to. Where an episode was done at t,
+    ``final_values[t]`` is the value of its last observation: it counts after a truncation and not after a termination.
+    ``next_value`` (envs,) is the value of the observation after the rollout's last step.
+    """
+    advantages = torch.zeros_like(rewards)
+    last = torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        following = values[t + 1] if t + 1 < len(rewards) else next_value
+        following = torch.where(dones[t], final_values[t], following)
+        delta = rewards[t] + gamma * following * ~terminations[t] - values[t]
+        last = delta + gamma * gae_lambda * last * ~dones[t]
+        advantages[t] = last
+    return advantages, advantages + values
+
+
+def normalize_advantages(advantages: Tensor) -> Tensor:
+    """Mean 0, standard deviation 1 within the minibatch."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
+    """The clipped surrogate: the worse of the plain and the clipped objective, for each sample."""
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    return torch.max(plain, clipped).mean()
+
+
+def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
+    """Half the squared error; with ``clip_coef`` the larger of it and that of the value clipped around its old self."""
+    plain = (new_values - returns) ** 2
+    if clip_coef is None:
+        return 0.5 * plain.mean()
+    clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max(plain, (clipped - returns) ** 2).mean()
+
+
+def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(k1, k2, k3) of KL(old ‖ new) for each sample drawn from old, where logratio = log new − log old.
+
+    k1 = −log r is unbiased but noisy and may be negative; k2 = (log r)² / 2 is biased and quiet; k3 = (r − 1) − log r is
+    unbiased, quiet and never negative (http://joschu.net/blog/kl-approx.html).
+    """
+    return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 − Var[returns − values] / Var[returns]: 1 for a perfect value function, 0 for a constant, NaN for constant returns."""
+    variance = returns.var()
+    return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
+
+
+def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
+    # On a GPU or CPU alike one fused kernel updates all parameters.
+    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+
+
+# ALGO LOGIC: continuous actions
+
+
+def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Log-density of independent normal components: theirs summed (…, components) → (…)."""
+    return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Entropy of independent normal components, summed."""
+    return (0.5 + 0.5 * np.log(2 * np.pi) + std.log()).sum(-1)
+
+
+class RunningMeanStd:
+    """Mean and variance of all rows seen so far, merged batch by batch (Chan et al.)."""
+
+    def __init__(self, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
+        self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.var = torch.ones(shape, dtype=torch.float64, device=device)
+        self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
+
+    def update(self, rows: Tensor) -> None:
+        """Take in a batch (n, *shape)."""
+        rows = rows.double()
+        n = len(rows)
+        gap = rows.mean(0) - self.mean
+        total = self.count + n
+        spread = self.var * self.count + rows.var(0, correction=0) * n + gap**2 * self.count * n / total
+        self.mean, self.var, self.count = self.mean + gap * n / total, spread / total, total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"mean": self.mean, "var": self.var, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.mean, self.var, self.count = state["mean"], state["var"], state["count"]
+
+
+def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
+    """Mean 0 and variance 1 by the running statistics, clipped at ±10."""
+    scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)
+    return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+
+
+class RewardScaler:
+    """Divides rewards by the standard deviation of the running discounted return; no mean is taken off. Clipped at ±10."""
+
+    def __init__(self, num_envs: int, gamma: float, device: torch.device | str = "cpu") -> None:
+        self.gamma = gamma
+        self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
+        self.statistics = RunningMeanStd((), device)
+
+    def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
+        self.returns = self.returns * self.gamma + rewards
+        self.statistics.update(self.returns)
+        self.returns = torch.where(dones, 0.0, self.returns)
+        scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)
+        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"returns": self.returns, "statistics": self.statistics.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.returns = state["returns"]
+        self.statistics.load_state_dict(state["statistics"])
+
+
+def init_lstm(lstm: nn.LSTM) -> nn.LSTM:
+    """Orthogonal weights of standard deviation 1, biases 0."""
+    for name, parameter in lstm.named_parameters():
+        if "bias" in name:
+            nn.init.constant_(parameter, 0.0)
+        else:
+            nn.init.orthogonal_(parameter, 1.0)
+    return lstm
+
+
+LSTMState = tuple[Tensor, Tensor]
+"""Hidden and cell state, (1, envs, hidden) each."""
+
+
+class Agent(nn.Module):
+    """An encoder and an LSTM that policy and value function share; the policy is Gaussian around a sigmoid."""
+
+    def __init__(self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(layer_init(nn.Linear(obs_size, hidden)), nn.ReLU())
+        self.lstm = init_lstm(nn.LSTM(hidden, hidden))
+        self.actor = nn.Sequential(layer_init(nn.Linear(hidden, num_actions), std=0.01), nn.Sigmoid())
+        self.critic = layer_init(nn.Linear(hidden, 1), std=1.0)
+        self.log_std = nn.Parameter(torch.zeros(num_actions))
+        self.action_scale = action_scale
+
+    def std(self) -> Tensor:
+        """(actions,) the same in every state; ``action_scale`` at log std 0."""
+        return self.action_scale * self.log_std.exp()
+
+    def initial_state(self, num_envs: int) -> LSTMState:
+        """Nothing remembered."""
+        zeros = torch.zeros(1, num_envs, self.lstm.hidden_size, device=self.log_std.device)
+        return zeros, zeros.clone()
+
+    def remember(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+        """Features (steps, envs, hidden) along sequences of observations, and the state after the last.
+
+        ``starts`` (steps, envs) marks the first observations of episodes: the state is forgotten before them. Steps between
+        such marks run through the LSTM in one call.
+        """
+        encoded = self.encoder(obs)
+        marks = [0, *(t for t in range(1, len(obs)) if bool(starts[t].any())), len(obs)]
+        parts = []
+        for begin, end in pairwise(marks):
+            keep = (~starts[begin]).to(encoded.dtype)[None, :, None]
+            features, state = self.lstm(encoded[begin:end], (state[0] * keep, state[1] * keep))
+            parts.append(features)
+        return torch.cat(parts), state
+
+    def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """(means of the actions, values)."""
+        return self.actor(features), self.critic(features).squeeze(-1)
+
+
+def clip_action(raw: Tensor) -> Tensor:
+    """What the environment gets; the policy's own sample is stored unclipped, for its density is that of the raw action."""
+    return raw.clamp(0.0, 1.0)
+
+
+def make_batch(args: Args, num_envs: int) -> AllocationBatch:
+    """The environments behind ``--env-id``, as tensors."""
+    options = {} if args.workload is None else {"workload": args.workload}
+    envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
+    batch = getattr(envs.unwrapped, "batch", None)
+    if not isinstance(batch, AllocationBatch):
+        raise TypeError(f"{args.env_id} is no allocation task: expected GPUAllocation-v0 or GPUAllocationHistory-v0")
+    return batch
+
+
+@dataclass
+class Batch:
+    """What an update learns from: whole sequences, (steps, envs) first; the states are those at their beginning."""
+
+    obs: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    returns: Tensor
+    values: Tensor
+    starts: Tensor
+    state: LSTMState
+
+    def take(self, envs: Tensor) -> Batch:
+        """The whole sequences of some environments."""
+        return Batch(
+            self.obs[:, envs],
+            self.actions[:, envs],
+            self.logprobs[:, envs],
+            self.advantages[:, envs],
+            self.returns[:, envs],
+            self.values[:, envs],
+            self.starts[:, envs],
+            (self.state[0][:, envs], self.state[1][:, envs]),
+        )
+
+
+class Rollouts:
+    """Plays the policy in the environments; observations, episodes and the LSTM's state are carried between rollouts."""
+
+    def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int) -> None:
+        self.args, self.agent, self.device = args, agent, device
+        self.envs = make_batch(args, args.num_envs)
+        self.envs.seed(seed + np.arange(args.num_envs))
+        self.envs.reset()
+        self.statistics = RunningMeanStd((self.envs.n_features,))
+        self.scaler = RewardScaler(args.num_envs, args.gamma)
+        self.state = agent.initial_state(args.num_envs)
+        self.start = torch.ones(args.num_envs, dtype=torch.bool)
+        if args.norm_obs:
+            self.statistics.update(self.envs.obs)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "envs": self.envs.state_dict(),
+            "statistics": self.statistics.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "lstm": list(self.state),
+            "start": self.start,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.envs.load_state_dict(state["envs"])
+        self.statistics.load_state_dict(state["statistics"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.state = (state["lstm"][0], state["lstm"][1])
+        self.start = state["start"]
+
+    def _prepared(self, obs: Tensor) -> Tensor:
+        return normalize_obs(obs, self.statistics) if self.args.norm_obs else obs.clone()
+
+    def collect(self) -> tuple[Batch, dict[str, float]]:
+        """One rollout of num_steps × num_envs transitions, and what its decisions and finished episodes came to."""
+        args, agent, device, envs = self.args, self.agent, self.device, self.envs
+        shape = (args.num_steps, args.num_envs)
+        obs = torch.zeros(*shape, envs.n_features)
+        actions = torch.zeros(*shape, 2)
+        rewards, values, final_values = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
+        dones = torch.zeros(shape, dtype=torch.bool)
+        starts = torch.zeros(shape, dtype=torch.bool)
+        logprobs = torch.zeros(shape)
+        finished: list[Tensor] = []
+        raw_reward = 0.0
+
+        initial = (self.state[0].clone(), self.state[1].clone())
+        noise = torch.randn(*shape, 2)
+        with torch.no_grad():
+            std = agent.std().cpu()
+            for step in range(args.num_steps):
+                obs[step], starts[step] = self._prepared(envs.obs), self.start
+                features, self.state = agent.remember(obs[step : step + 1].to(device), self.start[None], self.state)
+                mean, value = (part[0].cpu() for part in agent.heads(features))
+                values[step] = value
+                actions[step] = mean + std * noise[step]
+                logprobs[step] = gaussian_logprob(actions[step], mean, std)
+                next_obs, reward, ended = envs.step(clip_action(actions[step]))
+                if args.norm_obs:
+                    self.statistics.update(next_obs)
+                raw_reward += float(reward.sum())
+                rewards[step] = self.scaler(reward, ended) if args.norm_reward else reward
+                dones[step] = ended
+                self.start = ended.clone()
+                if ended.any():
+                    final_values[step] = self._value(envs.last_obs, torch.zeros_like(ended))
+                    finished.append(envs.final_sums[ended.nonzero().squeeze(-1)].clone())
+            next_value = self._value(envs.obs, self.start)
+            # An episode ends by its length alone, never in itself: all its ends are truncations.
+            ends = torch.zeros_like(dones) if args.bootstrap_truncated else dones
+            advantages, returns = compute_gae(
+                rewards, values, ends, dones, next_value, final_values, args.gamma, args.gae_lambda
+            )
+        parts = (each.to(device) for each in (obs, actions, logprobs, advantages, returns, values, starts))
+        batch = Batch(*parts, state=initial)
+        charts = {"charts/reward": raw_reward / (args.num_steps * args.num_envs)}
+        if finished:
+            sums = torch.cat(finished)
+            names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
+            means_of = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
+            charts |= {f"charts/{name}": float(value) for name, value in zip(names, means_of, strict=True)}
+        return batch, charts
+
+    def _value(self, obs: Tensor, start: Tensor) -> Tensor:
+        """(envs,) value of observations that come next, without moving the state on."""
+        features, _ = self.agent.remember(self._prepared(obs)[None].to(self.device), start[None], self.state)
+        return self.agent.heads(features)[1][0].cpu()
+
+
+def update(
+    agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, ent_coef: float, world: World
+) -> dict[str, float]:
+    """Several epochs over shuffled environments on one rollout; returns the means of what was seen.
+
+    A minibatch is the whole sequences of some environments: the LSTM runs along them from the states that the rollout began
+    with, so that what it remembers in training is what the network of today would have remembered.
+    """
+    seen: list[Tensor] = []
+    for _ in range(args.update_epochs):
+        for envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):
+            mb = batch.take(envs.to(batch.obs.device))
+            features, _ = agent.remember(mb.obs, mb.starts, mb.state)
+            means, new_values = agent.heads(features)
+            std = agent.std()
+            logratio = gaussian_logprob(mb.actions, means, std) - mb.logprobs
+            ratio = logratio.exp()
+            k1, _, k3 = kl_estimators(logratio)
+
+            advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
+            pg_loss = policy_loss(ratio, advantages, clip_coef)
+            v_loss = value_loss(new_values, mb.values, mb.returns, clip_coef if args.clip_vloss else None)
+            entropy = gaussian_entropy(std)
+            approx_kl = k3.mean()
+            loss = pg_loss - ent_coef * entropy + args.vf_coef * v_loss
+
+            optimizer.zero_grad()
+            loss.backward()
+            world.average_gradients(agent.parameters())
+            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            optimizer.step()
+            with torch.no_grad():
+                clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
+                seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
+        if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:
+            break
+    names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
+    means_seen = torch.stack(seen).detach().mean(0).tolist()
+    metrics = {f"losses/{name}": value for name, value in zip(names, means_seen, strict=True)}
+    metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
+    return metrics
+
+
+def evaluate(agent: Agent, rollouts: Rollouts, args: Args, device: torch.device) -> dict[str, Any]:
+    """Means over held-out streams of the policy's mean action, with the observation statistics as they stand."""
+    envs = make_batch(args, args.eval_streams)
+    state, start = agent.initial_state(args.eval_streams), torch.ones(1, args.eval_streams, dtype=torch.bool)
+
+    def act() -> Tensor:
+        nonlocal state, start
+        features, state = agent.remember(rollouts._prepared(envs.obs)[None].to(device), start, state)
+        start = torch.zeros_like(start)
+        return clip_action(agent.heads(features)[0][0].cpu())
+
+    with torch.inference_mode():
+        return play(envs, act, seed=HELD_OUT_SEED)
+
+
+def train(args: Args, world: World) -> dict[str, Any]:
+    """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
+    if args.num_envs % args.num_minibatches:
+        raise ValueError(
+            f"num_envs is {args.num_envs} and num_minibatches {args.num_minibatches}: whole sequences go to each minibatch, "
+            "so the first must be a multiple of the second"
+        )
+    device = world.device
+    folder = run_folder(f"ppo_lstm__{args.env_id}__{args.seed}", args.run_dir, args.resume)
+    config = plain_args(args) | {"world_size": world.size}
+    batch_size = args.num_envs * args.num_steps
+    num_iterations = args.total_timesteps // (batch_size * world.size)
+    if num_iterations < 1:
+        raise ValueError(
+            f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {batch_size * world.size}"
+        )
+
+    torch.manual_seed(args.seed)
+    agent = Agent(make_batch(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
+    optimizer = make_optimizer(agent, args.learning_rate)
+    rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank))
+    first = 1
+    own_checkpoint = folder / (CHECKPOINT_NAME if world.is_main else f"rank{world.rank}-{CHECKPOINT_NAME}")
+    if args.resume and own_checkpoint.exists():
+        state = load_checkpoint(own_checkpoint, "ppo_lstm", device)
+        check_same_args(state["args"], config)
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        rollouts.load_state_dict(state["rollouts"])
+        restore_rng_state(state["rng"])
+        first = state["iteration"] + 1
+    else:
+        world.broadcast(agent)
+        torch.manual_seed(derive_seed(args.seed, 2, world.rank))
+    if args.compile:
+        agent.compile()
+
+    start_step = (first - 1) * batch_size * world.size
+    total_steps = num_iterations * batch_size * world.size
+    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
+    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
+        for iteration in range(first, num_iterations + 1):
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
+            clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef
+            ent_coef = anneal(args.ent_coef, iteration, num_iterations) if args.anneal_ent else args.ent_coef
+
+            batch, charts = rollouts.collect()
+            charts |= update(agent, optimizer, batch, args, clip_coef, ent_coef, world)
+
+            step = iteration * batch_size * world.size
+            std = agent.std().tolist()
+            charts |= {
+                "charts/learning_rate": optimizer.param_groups[0]["lr"],
+                "charts/clip_coef": clip_coef,
+                "charts/ent_coef": ent_coef,
+                "charts/std_cores": std[0],
+                "charts/std_memory": std[1],
+                "charts/SPS": progress.steps_per_s(step),
+            }
+            if args.eval_interval and iteration % args.eval_interval == 0 and world.is_main:
+                held_out = evaluate(agent, rollouts, args, device)
+                charts |= {f"eval/{key}": held_out[key] for key in ("reward", "qos", "efficiency")}
+            logger.scalars(charts, step)
+            progress.update(step, reward=charts["charts/reward"], qos=charts.get("charts/qos", float("nan")))
+            if args.checkpoint_interval and (iteration % args.checkpoint_interval == 0 or iteration == num_iterations):
+                logger.flush()
+                state = {
+                    "args": config,
+                    "agent": agent.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "rollouts": rollouts.state_dict(),
+                    "rng": capture_rng_state(),
+                    "iteration": iteration,
+                }
+                save_checkpoint(own_checkpoint, "ppo_lstm", state)
+        steps_per_s = progress.steps_per_s(total_steps)
+        if not world.is_main:
+            return {}
+
+        result: dict[str, Any] = {}
+        if args.eval_streams:
+            result = evaluate(agent, rollouts, args, device)
+            logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, total_steps)
+            rules = play_rules(make_batch(args, args.eval_streams), seed=HELD_OUT_SEED)
+            result["rules"] = {
+                name: {key: r[key] for key in ("reward", "qos", "efficiency")} for name, r in rules.items()
+            }
+            result["gap_closed"] = gap_closed(result["reward"], rules)
+    if args.save_model:
+        model = {"args": config, "agent": agent.state_dict(), "statistics": rollouts.statistics.state_dict()}
+        save_checkpoint(folder / "model.pt", "ppo_lstm-model", model)
+    return {
+        "env_id": args.env_id,
+        "seed": args.seed,
+        "mean_return": result.get("mean_return"),
+        "mean_return_ci95": result.get("mean_return_ci95"),
+        **{key: result.get(key) for key in ("reward", "qos", "efficiency", "oom", "gap_closed", "rules")},
+        "steps": total_steps,
+        "steps_per_s": steps_per_s,
+        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
+        "run_dir": folder,
+    }
+
+
+def main() -> None:
+    args = tyro.cli(Args, description=__doc__)
+    world = init_distributed(args.cuda)
+    try:
+        result = train(args, world)
+    finally:
+        world.close()
+    if world.is_main:
+        print_result(result)
+
+
+if __name__ == "__main__":
+    main()

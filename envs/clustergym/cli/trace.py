@@ -1,0 +1,83 @@
+"""``clustergym trace``: look at token traces, make synthetic ones, import what engines recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from clustergym.cli import trace_import, trace_record
+from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, load_any_trace, synthetic_trace
+
+
+@dataclass
+class Info:
+    """What a trace holds: size, domains, load skew, co-activation, predictability, drift."""
+
+    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
+    """A .npz or .npy file or the name of a bundled trace."""
+    gpus: int = 16
+    """GPUs for the statistics that need some."""
+
+
+@dataclass
+class Synth:
+    """Generate a synthetic trace whose statistics resemble a real model's."""
+
+    output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
+    """The .npz file to write."""
+    config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = field(default_factory=SyntheticConfig)
+    seed: int = 0
+    """Of all draws: the same seed and parameters give the same trace."""
+
+
+def run_info(args: Info, console: Console, line: str) -> None:
+    trace = load_any_trace(args.trace)
+    console.print(trace)
+    if isinstance(trace, LoadTrace):
+        loads = trace.loads()
+        console.print(
+            f"busiest expert over the mean, layer by layer: {(loads.max(1) / loads.mean(1)).round(2).tolist()}"
+        )
+        return
+    table = Table("statistic", "value", title=escape(f"{trace.name}, for {args.gpus} GPUs"))
+    for name, value in trace.statistics(args.gpus).items():
+        table.add_row(name, f"{value:.3f}")
+    console.print(table)
+
+
+def run_synth(args: Synth, console: Console, line: str) -> None:
+    path = synthetic_trace(args.config, seed=args.seed).save(args.output)
+    console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))
+
+
+# A subcommand and what runs it. One that needs an extra imports it when it runs.
+RUN: dict[type, Callable[..., None]] = {
+    Info: run_info,
+    Synth: run_synth,
+    trace_import.Import: trace_import.run,
+    trace_record.Record: trace_record.run,
+}
+
+
+@dataclass
+class Command:
+    """Look at traces, make synthetic ones, import what an engine recorded, record a model."""
+
+    command: Annotated[
+        Annotated[Info, tyro.conf.subcommand("info", prefix_name=False)]
+        | Annotated[Synth, tyro.conf.subcommand("synth", prefix_name=False)]
+        | Annotated[trace_import.Import, tyro.conf.subcommand("import", prefix_name=False)]
+        | Annotated[trace_record.Record, tyro.conf.subcommand("record", prefix_name=False)],
+        tyro.conf.arg(name=""),
+    ]
+
+
+def run(args: Command, console: Console, line: str) -> None:
+    RUN[type(args.command)](args.command, console, line)

@@ -1,0 +1,46 @@
+"""One shared GPU: pods ask for a share of it, an agent decides how much each one gets.
+
+Light: the simulator behind the environments is loaded when one of its names is first used, so that an agent on a node can
+import the reward and the action transform without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from clustergym.gpu_allocation.reward import RewardTerms, compute_reward, reward_terms
+from clustergym.gpu_allocation.space import encode_state, grant, inverse_transform, transform_action
+
+if TYPE_CHECKING:
+    from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+    from clustergym.gpu_allocation.workload import NodeMix, Workload, edge_mixes, read_openb, synthetic_workload
+
+__all__ = [
+    "AllocationBatch",
+    "AllocationConfig",
+    "NodeMix",
+    "RewardTerms",
+    "Workload",
+    "compute_reward",
+    "edge_mixes",
+    "encode_state",
+    "grant",
+    "inverse_transform",
+    "read_openb",
+    "reward_terms",
+    "synthetic_workload",
+    "transform_action",
+]
+
+_FROM = dict.fromkeys(("AllocationBatch", "AllocationConfig"), "batch") | dict.fromkeys(
+    ("NodeMix", "Workload", "edge_mixes", "read_openb", "synthetic_workload"), "workload"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(
+            f"module 'clustergym.gpu_allocation' has no attribute {name!r}; it has: {', '.join(__all__)}"
+        )
+    return getattr(import_module(f"clustergym.gpu_allocation.{_FROM[name]}"), name)

@@ -1,0 +1,161 @@
+"""What pods ask for, how long they live, and which mix of them a node sees."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.gpu_allocation.space import MAX_CORES, MIN_CORES
+from clustergym.gpu_allocation.specs import APPS
+
+# Synthetic requests, % of the GPU: Beta(1.5, 2.5) between these limits, mean 43. openb's own (mean 57, a third of them 81 %)
+# leave little to share: two pods rarely fit on one GPU.
+REQUEST_LIMITS, REQUEST_SHAPE = (15.0, 90.0), (1.5, 2.5)
+SENSITIVE_SHARE = 759 / 3078
+"""Latency-sensitive ones among the 3,078 pods with a part of a GPU in Alibaba's openb trace of 2023."""
+MEDIAN_LIFE_S = 539.0
+"""Median life of those pods."""
+LIFE_SPREAD = 1.2
+"""Standard deviation of the logarithm of a synthetic life. The trace's own is near 2, with pods that outlive any episode."""
+LONGEST_LIFE_S = 4 * 3600.0
+"""Longer lives are cut: a pod that outlives the episode looks the same whatever its age."""
+COLUMNS = ("num_gpu", "gpu_milli", "qos", "creation_time", "deletion_time")
+LATENCY_SENSITIVE = {"LS": True, "Guaranteed": True, "BE": False, "Burstable": False}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests and lives to draw pods from. Compared by identity: the arrays are not part of a hash."""
+
+    cores: npt.NDArray[np.float64]
+    """(n,) % of the GPU that a pod asks for, 10 … 100."""
+    life_s: npt.NDArray[np.float64]
+    """(n,) how long a pod stays."""
+    latency_sensitive: npt.NDArray[np.bool_]
+    """(n,) whether a pod has a latency objective beside its throughput."""
+    name: str = "workload"
+
+    def __post_init__(self) -> None:
+        n = len(self.cores)
+        if n == 0:
+            raise ValueError(f"{self.name}: no pods")
+        for key in ("life_s", "latency_sensitive"):
+            if len(getattr(self, key)) != n:
+                raise ValueError(f"{self.name}: {key} has {len(getattr(self, key))} entries, cores has {n}")
+        bad = np.flatnonzero(~((self.cores >= MIN_CORES) & (self.cores <= MAX_CORES)))
+        if len(bad):
+            raise ValueError(
+                f"{self.name}: pod {bad[0]} asks for {self.cores[bad[0]]} % of the GPU: expected {MIN_CORES:g} … {MAX_CORES:g}"
+            )
+        bad = np.flatnonzero(~((self.life_s > 0) & np.isfinite(self.life_s)))
+        if len(bad):
+            raise ValueError(f"{self.name}: pod {bad[0]} lives {self.life_s[bad[0]]} s: expected more than 0")
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def rows(self) -> npt.NDArray[np.float64]:
+        """(n, 3): cores, life, latency-sensitive, as the simulator reads them."""
+        return np.stack([self.cores, np.minimum(self.life_s, LONGEST_LIFE_S), self.latency_sensitive], 1).astype(float)
+
+
+def synthetic_workload(n: int = 4096) -> Workload:
+    """Requests, lives and classes that are quantiles of their distributions, shuffled: no sampling error, the same each time."""
+    from scipy.special import betaincinv, ndtri
+
+    places, rng = (np.arange(n) + 0.5) / n, np.random.default_rng(0)
+    low, high = REQUEST_LIMITS
+    cores = np.round(low + (high - low) * betaincinv(*REQUEST_SHAPE, places))
+    life_s = MEDIAN_LIFE_S * np.exp(LIFE_SPREAD * ndtri(places))
+    sensitive = places < SENSITIVE_SHARE
+    return Workload(rng.permutation(cores), rng.permutation(life_s), rng.permutation(sensitive), "synthetic")
+
+
+def read_openb(path: str | Path) -> Workload:
+    """Pods with a part of one GPU from a CSV file in the format of Alibaba's openb trace.
+
+    Needs the columns ``num_gpu``, ``gpu_milli`` (thousandths of a GPU), ``qos`` (LS and Guaranteed are latency-sensitive, BE
+    and Burstable are not), ``creation_time`` and ``deletion_time`` (s). Pods without a GPU and pods with whole ones are
+    passed over, and so are pods that never lived. Requests below 10 % are raised to 10 %, the least that can be allocated.
+
+    Raises:
+        ValueError: a malformed row, with its line number.
+    """
+    path = Path(path)
+    cores, lives, sensitive = [], [], []
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+        if missing:
+            raise ValueError(f"{path}, line 1: no column {missing[0]!r}; expected {', '.join(COLUMNS)}")
+        for row in reader:
+            where = f"{path}, line {reader.line_num}"
+            gpus = _number(row, "num_gpu", where, 0, math.inf)
+            milli = _number(row, "gpu_milli", where, 0, 1000)
+            created = _number(row, "creation_time", where, 0, math.inf)
+            deleted = _number(row, "deletion_time", where, 0, math.inf)
+            if row["qos"] not in LATENCY_SENSITIVE:
+                raise ValueError(f"{where}: qos is {row['qos']!r}: expected {', '.join(LATENCY_SENSITIVE)}")
+            if deleted < created:
+                raise ValueError(f"{where}: deletion_time {deleted:g} is before creation_time {created:g}")
+            if gpus == 1 and 0 < milli < 1000 and deleted > created:
+                cores.append(max(milli / 10, MIN_CORES))
+                lives.append(deleted - created)
+                sensitive.append(LATENCY_SENSITIVE[row["qos"]])
+    if not cores:
+        raise ValueError(f"{path}: no pod with a part of one GPU (num_gpu 1, gpu_milli from 1 to 999)")
+    return Workload(np.array(cores), np.array(lives), np.array(sensitive), path.name)
+
+
+def _number(row: dict[str, str | None], key: str, where: str, low: float, high: float) -> float:
+    text = row[key]
+    try:
+        value = float(text or "")
+    except ValueError:
+        raise ValueError(f"{where}: {key} is {text!r}: expected a number") from None
+    if not low <= value <= high:
+        limit = f"{low:g} or more" if high == math.inf else f"{low:g} … {high:g}"
+        raise ValueError(f"{where}: {key} is {text}: expected {limit}")
+    return value
+
+
+@dataclass(frozen=True)
+class NodeMix:
+    """What one edge node is like, and stays like: which applications run there and how much their owners over-ask."""
+
+    over_ask: float
+    """Mean of log(used / unused) of the requests: 0 means that half of a request is needed, negative less."""
+    apps: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+    """Weights of alexnet, resnet50, vgg19, ssd."""
+
+    def __post_init__(self) -> None:
+        if len(self.apps) != len(APPS) or min(self.apps) < 0 or not 0 < sum(self.apps) < math.inf:
+            raise ValueError(
+                f"apps is {self.apps}: expected {len(APPS)} weights ({', '.join(APPS)}), 0 or more, not all 0"
+            )
+        if not math.isfinite(self.over_ask):
+            raise ValueError(f"over_ask is {self.over_ask}: expected a finite number")
+
+
+def edge_mixes(n_nodes: int) -> list[NodeMix]:
+    """The mixes of N edge nodes: owners over-ask differently, and each node has an application that it runs most.
+
+    Node i is the same whatever N is, so that a federation can grow.
+    """
+    if n_nodes < 1:
+        raise ValueError(f"n_nodes is {n_nodes}: expected at least 1")
+    golden = (math.sqrt(5) - 1) / 2
+    mixes = []
+    for i in range(n_nodes):
+        weights = [0.1] * len(APPS)
+        weights[i % len(APPS)] = 0.7
+        # The golden ratio spreads any number of nodes evenly between asking 4 times too much and barely enough.
+        mixes.append(NodeMix(-1.2 + 2.0 * ((i + 0.5) * golden % 1.0), tuple(weights)))
+    return mixes

@@ -1,0 +1,40 @@
+"""The policy's view on a CUDA device: one thread of the grid an environment, like :mod:`clustergym.moe_placement.launchers.cuda`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+
+from clustergym.moe_placement.launchers.cuda import _launch
+from clustergym.planners.view_kernels import deal_evenly, deal_range, look_ahead_parts, look_range, seat, seat_range
+
+
+@cuda.jit
+def _deal(env: Any, sim: Any, obs: Any, corpus: Any, rules: Any) -> None:
+    b = cuda.grid(1)
+    if b < env.clock.shape[0]:
+        deal_evenly(env, sim, obs, b, corpus, rules)
+
+
+@cuda.jit
+def _seat(env: Any, sim: Any, obs: Any, corpus: Any, rules: Any, slots: Any, rows: Any, home: Any) -> None:
+    b = cuda.grid(1)
+    if b < env.clock.shape[0]:
+        seat(env, sim, obs, b, corpus, rules, b % env.slots.shape[1], slots[b], rows, home)
+
+
+@cuda.jit
+def _look(expert: Any, result: Any, env: Any, sim: Any, rules: Any, doublings: Any) -> None:
+    b = cuda.grid(1)
+    if b < env.clock.shape[0]:
+        for i in range(expert.shape[1]):
+            look_ahead_parts(env, sim, b, rules, expert[b, i], doublings, result[b, i])
+
+
+_KERNELS = {deal_range: _deal, seat_range: _seat, look_range: _look}
+
+
+def run(kernel: Any, size: int, *arguments: Any) -> None:
+    """The grid's version of one of :mod:`.view_kernels`' ranges, over all environments."""
+    _launch(_KERNELS[kernel], size, *arguments)

@@ -1,0 +1,274 @@
+"""Runs a sweep: proposes, starts up to J processes, watches their scores, stops the hopeless, remembers all of it."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from clustergym.sweeping.config import Sweep, sweeps_package
+from clustergym.sweeping.proposers import as_sweep_runs, make_proposer
+from clustergym.sweeping.scores import Scores, last_result, score
+from clustergym.sweeping.store import Run, Store
+
+CHECKPOINT = "checkpoint.pt"
+OUTPUT = "output.log"
+# A run that is asked to end has this long before it is made to.
+_GRACE_S = 10.0
+_POLL_S = 0.2
+# Scores are read from files: often enough for stopping early, seldom enough to cost nothing.
+_SCORE_S = 2.0
+# So many runs fail one after the other before the sweep gives up: the fault is then not in the parameters.
+_MAX_FAILURES = 3
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class _Process:
+    run: Run
+    handle: subprocess.Popen[bytes]
+    scores: Scores
+    stopping: float | None = None
+    stopped: bool = field(default=False)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    """Called in the child: a runner that is killed takes its runs with it, so that a resumed sweep never doubles one."""
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    return prepare
+
+
+class Runner:
+    """Takes a sweep from where it stands to ``count`` runs.
+
+    Args:
+        sweep: the file.
+        folder: gets ``sweep.db`` and a folder a run with its output, events and checkpoint.
+        jobs: processes at a time.
+        proposer: ``sweeps`` or ``optuna``.
+        seed: of the proposals.
+        run_dir_flag: flag by which the program takes its folder; None where it has none: then only its result line is read.
+        cwd: where the programs run.
+        watch: hears about every change.
+    """
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        folder: Path,
+        jobs: int = 1,
+        proposer: str = "sweeps",
+        seed: int = 0,
+        run_dir_flag: str | None = "--run-dir",
+        cwd: Path | None = None,
+        watch: Callable[[Sequence[Run]], None] = lambda runs: None,
+    ) -> None:
+        if jobs < 1:
+            raise ValueError(f"jobs is {jobs}: expected at least 1")
+        self.sweep, self.folder, self.jobs, self.watch = sweep, folder, jobs, watch
+        self.run_dir_flag, self.cwd = run_dir_flag, cwd
+        self.proposer = make_proposer(proposer, sweep, seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ValueError(f"{folder}: another process runs this sweep") from error
+        try:
+            self.store = Store(folder / "sweep.db")
+            self.store.begin(sweep.path, sweep.config, proposer, seed)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._processes: list[_Process] = []
+        self._failures: list[Run] = []
+
+    def run(self, count: int | None) -> list[Run]:
+        """Start and finish runs until there are ``count`` (or the cap, or the end of the grid); returns all of them."""
+        limit = min(n for n in (count, self.sweep.run_cap, 10**9) if n is not None)
+        try:
+            waiting = self._recover()
+            self._loop(limit, waiting)
+        finally:
+            self._end_all()
+            runs = self.store.runs()
+            self.store.close()
+            os.close(self._lock)
+        return runs
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def _recover(self) -> list[Run]:
+        """Runs to start first: proposed and never started, or interrupted. What had ended without being noted is noted."""
+        waiting = []
+        for run in self.store.runs():
+            if run.done:
+                continue
+            if run.state == "running" and (result := last_result(run.folder / OUTPUT)) is not None:
+                self._finish(
+                    run, result, Scores(run.folder, self.sweep.metric).history(), 0, "ended while nobody watched"
+                )
+            else:
+                waiting.append(run)
+        return waiting
+
+    def _loop(self, limit: int, waiting: list[Run]) -> None:
+        exhausted, scored = False, 0.0
+        while True:
+            self._reap()
+            if time.monotonic() - scored > _SCORE_S:
+                scored = time.monotonic()
+                self._read_scores()
+                self._stop_hopeless()
+            self._give_up_on_faults()
+            while len(self._processes) < self.jobs:
+                if waiting:
+                    self._start(waiting.pop(0))
+                    continue
+                runs = self.store.runs()
+                if exhausted or len(runs) >= limit:
+                    break
+                parameters = self.proposer.propose(runs)
+                exhausted = parameters is None
+                if parameters is not None:
+                    self._start(self.store.add(parameters, self.folder))
+            if not self._processes:
+                return
+            self.watch(self.store.runs())
+            time.sleep(_POLL_S)
+
+    def _start(self, run: Run) -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        command = self.sweep.command(run.parameters, run.folder)
+        if self.run_dir_flag is not None:
+            command += [f"{self.run_dir_flag}={run.folder}"]
+            if (run.folder / CHECKPOINT).exists():
+                command += ["--resume"]
+        run.command, run.state, run.starts, run.started = command, "running", run.starts + 1, time.time()
+        # Noted before it starts: whatever happens next, the run is known.
+        self.store.save(run)
+        output = os.open(run.folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            handle = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self.cwd,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            self._fail(run, f"cannot start {command[0]}: {error}", None)
+            return
+        finally:
+            os.close(output)
+        self._processes.append(_Process(run, handle, Scores(run.folder, self.sweep.metric)))
+
+    def _reap(self) -> None:
+        for process in list(self._processes):
+            if process.stopping is not None and time.monotonic() - process.stopping > _GRACE_S:
+                _signal_group(process.handle, signal.SIGKILL)
+            code = process.handle.poll()
+            if code is None:
+                continue
+            self._processes.remove(process)
+            run, history = process.run, process.scores.history()
+            result = last_result(run.folder / OUTPUT)
+            if process.stopped:
+                run.history, run.metric, run.result = history, score(self.sweep.metric, result, history), result
+                run.state, run.exit_code, run.ended = "stopped", code, time.time()
+                run.note = "stopped early"
+                self.store.save(run)
+            elif code != 0:
+                run.history = history
+                self._fail(run, f"exit code {code}: {_tail(run.folder / OUTPUT)}", code)
+            else:
+                self._finish(run, result, history, code)
+
+    def _finish(
+        self, run: Run, result: dict[str, Any] | None, history: list[float], code: int, note: str | None = None
+    ) -> None:
+        run.history, run.result, run.metric = history, result, score(self.sweep.metric, result, history)
+        if self.sweep.metric is not None and run.metric is None:
+            self._fail(run, f"ended well, but reported no {self.sweep.metric!r}", code)
+            return
+        run.state, run.exit_code, run.ended, run.note = "finished", code, time.time(), note
+        self._failures.clear()
+        self.store.save(run)
+
+    def _fail(self, run: Run, note: str, code: int | None) -> None:
+        run.state, run.note, run.exit_code, run.ended = "failed", note, code, time.time()
+        self._failures.append(run)
+        self.store.save(run)
+
+    def _read_scores(self) -> None:
+        if not self.sweep.early_terminate:
+            return
+        for process in self._processes:
+            process.run.history = process.scores.history()
+            process.run.metric = process.run.history[-1] if process.run.history else None
+            self.store.save(process.run)
+
+    def _stop_hopeless(self) -> None:
+        if not self.sweep.early_terminate:
+            return
+        runs = as_sweep_runs(self.store.runs(), self.sweep.metric)
+        names = {run.name for run in sweeps_package().stop_runs(self.sweep.config, runs)}
+        for process in self._processes:
+            if str(process.run.id) in names and not process.stopped:
+                process.stopped, process.stopping = True, time.monotonic()
+                _signal_group(process.handle, signal.SIGTERM)
+
+    def _give_up_on_faults(self) -> None:
+        if len(self._failures) >= _MAX_FAILURES:
+            last = self._failures[-1]
+            raise ValueError(
+                f"{_MAX_FAILURES} runs failed one after the other; the last, in {last.folder}: {last.note}"
+            )
+
+    def _end_all(self) -> None:
+        """Interrupted: the runs end too, and stay 'running' in the store, to go on when the sweep is resumed."""
+        for process in self._processes:
+            _signal_group(process.handle, signal.SIGTERM)
+        until = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            try:
+                process.handle.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal_group(process.handle, signal.SIGKILL)
+                process.handle.wait()
+
+
+def _signal_group(handle: subprocess.Popen[bytes], number: int) -> None:
+    """To the run and what it started: each run leads a group of its own."""
+    try:
+        os.killpg(handle.pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _tail(path: Path) -> str:
+    """The last line that a failed run wrote."""
+    with open(path, "rb") as file:
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - 4096))
+        lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it wrote nothing"

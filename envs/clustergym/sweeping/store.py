@@ -1,0 +1,121 @@
+"""What a sweep remembers, in SQLite: every run with its parameters, state, command, scores. Survives any crash."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STATES = ("pending", "running", "finished", "stopped", "failed")
+"""pending: proposed, not started; stopped: ended early by early_terminate; failed: left with an error or without a result."""
+
+_SCHEMA = """
+create table if not exists sweep (id integer primary key check (id = 1), file text not null, config text not null, proposer text not null,
+  seed integer not null, created real not null);
+create table if not exists runs (id integer primary key, parameters text not null, state text not null, command text, folder text not null,
+  starts integer not null default 0, exit_code integer, metric real, history text not null default '[]', result text, note text,
+  started real, ended real);
+"""
+
+
+@dataclass
+class Run:
+    """One run of a sweep."""
+
+    id: int
+    parameters: dict[str, Any]
+    state: str
+    folder: Path
+    command: list[str] | None = None
+    starts: int = 0
+    """How often it was started: more than once where the sweep was interrupted."""
+    exit_code: int | None = None
+    metric: float | None = None
+    history: list[float] = field(default_factory=list)
+    result: dict[str, Any] | None = None
+    note: str | None = None
+    started: float | None = None
+    ended: float | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state in ("finished", "stopped", "failed")
+
+
+class Store:
+    """A sweep's database. One process at a time runs a sweep (see :class:`~clustergym.sweeping.runner.Runner`); any may look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.database = sqlite3.connect(path, isolation_level=None)
+            self.database.execute("pragma journal_mode=wal")
+            self.database.execute("pragma synchronous=full")
+            self.database.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{path}: not a sweep's database: {error}") from error
+
+    def close(self) -> None:
+        self.database.close()
+
+    def begin(self, file: Path, config: dict[str, Any], proposer: str, seed: int) -> None:
+        """Remember what is swept, or make sure that it is still the same."""
+        text = json.dumps(config, sort_keys=True)
+        found = self.database.execute("select config, proposer, seed from sweep").fetchone()
+        if found is None:
+            self.database.execute(
+                "insert into sweep values (1, ?, ?, ?, ?, ?)", (str(file), text, proposer, seed, time.time())
+            )
+        elif found != (text, proposer, seed):
+            what = "sweep file" if found[0] != text else "proposer" if found[1] != proposer else "seed"
+            raise ValueError(
+                f"{self.path} belongs to another {what}: give another --folder, or the same file, proposer and seed to go on"
+            )
+
+    def add(self, parameters: dict[str, Any], folder: Path) -> Run:
+        """A proposed run, remembered before it starts."""
+        run_id = self.database.execute("select coalesce(max(id), 0) + 1 from runs").fetchone()[0]
+        where = folder / f"run-{run_id:04d}"
+        self.database.execute(
+            "insert into runs (id, parameters, state, folder) values (?, ?, 'pending', ?)",
+            (run_id, json.dumps(parameters), str(where)),
+        )
+        return Run(run_id, parameters, "pending", where)
+
+    def save(self, run: Run) -> None:
+        self.database.execute(
+            "update runs set state=?, command=?, starts=?, exit_code=?, metric=?, history=?, result=?, note=?, started=?, ended=? "
+            "where id=?",
+            (
+                run.state, json.dumps(run.command), run.starts, run.exit_code, run.metric, json.dumps(run.history),
+                json.dumps(run.result), run.note, run.started, run.ended, run.id,
+            ),
+        )  # fmt: skip
+
+    def runs(self) -> list[Run]:
+        rows = self.database.execute(
+            "select id, parameters, state, folder, command, starts, exit_code, metric, history, result, note, started, ended "
+            "from runs order by id"
+        )
+        return [
+            Run(
+                r[0], json.loads(r[1]), r[2], Path(r[3]), json.loads(r[4] or "null"), r[5], r[6], r[7], json.loads(r[8]),
+                json.loads(r[9] or "null"), *r[10:],
+            )
+            for r in rows
+        ]  # fmt: skip
+
+    def config(self) -> tuple[str, dict[str, Any]] | None:
+        """(file, config) of the sweep, None where none began here."""
+        found = self.database.execute("select file, config from sweep").fetchone()
+        return None if found is None else (found[0], json.loads(found[1]))
+
+
+def ranked(runs: list[Run], maximise: bool) -> list[Run]:
+    """Runs with a score, best first; those without come after, in the order they were made."""
+    scored = [r for r in runs if r.metric is not None]
+    scored.sort(key=lambda r: -r.metric if maximise else r.metric)  # type: ignore[operator, return-value, arg-type]
+    return scored + [r for r in runs if r.metric is None]

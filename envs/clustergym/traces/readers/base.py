@@ -1,0 +1,255 @@
+"""What readers share: options, layers that are dense, blocks of tokens, numbers in text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.moe_placement.specs import ModelSpec
+from clustergym.traces.token_trace import MAX_EXPERTS
+
+Ids = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What a file does not say about itself. Most of it follows from the model."""
+
+    model: ModelSpec | None = None
+    """Tells number of layers, dense layers, experts and top-k."""
+    n_layers: int | None = None
+    """Layers that the engine counts, dense ones too."""
+    dense_layers: tuple[int, ...] | None = None
+    """Which of them are dense, by global index."""
+    top_k: int | None = None
+    """Experts a token uses in each layer."""
+    n_experts: int | None = None
+    """Logical experts in each layer."""
+    slot_plan: Path | None = None
+    """The plan that the engine ran with, where it counted slots and not experts."""
+    name: str = "imported"
+
+    @property
+    def experts(self) -> int:
+        """Logical experts, 0 where nobody said."""
+        return self.n_experts or (self.model.n_experts if self.model else 0)
+
+    @property
+    def all_layers(self) -> int:
+        """Layers that the engine counts, 0 where nobody said."""
+        return self.n_layers or (self.model.n_layers + self.model.n_dense if self.model else 0)
+
+    @property
+    def chosen(self) -> int:
+        """Experts a token uses, 0 where nobody said."""
+        return self.top_k or (self.model.top_k if self.model else 0)
+
+
+def moe_layers(found: int, options: ReadOptions, where: str) -> npt.NDArray[np.int64] | None:
+    """(found,) global index of each recorded layer, −1 where it is dense; None where only the data can tell."""
+    ids = np.arange(found)
+    if options.dense_layers is not None:
+        bad = [l for l in options.dense_layers if not 0 <= l < found]
+        if bad:
+            raise ValueError(f"{where}: layer {bad[0]} is said to be dense, but layers 0 … {found - 1} were recorded")
+        ids[list(options.dense_layers)] = -1
+        return ids
+    if options.model is None:
+        return None
+    model = options.model
+    if found == model.n_layers:  # dense layers were left out already
+        return ids + model.n_dense
+    if found != model.n_layers + model.n_dense:
+        raise ValueError(
+            f"{where}: {found} layers recorded, but {model.name} has {model.n_layers} MoE layers"
+            + (f" after {model.n_dense} dense ones" if model.n_dense else "")
+        )
+    ids[: model.n_dense] = -1
+    return ids
+
+
+class TokenBlocks:
+    """Blocks of routed tokens, gathered without holding them twice.
+
+    A block is (tokens, layers, K) with −1 for pads, dense layers left out. All blocks have the same layers; K may differ, pads fill up.
+    """
+
+    def __init__(self) -> None:
+        self.layer_ids: npt.NDArray[np.int64] | None = None
+        self._blocks: list[Ids] = []
+        self._seq_lens: list[npt.NDArray[np.int64]] = []
+        self._domains: list[npt.NDArray[np.str_]] = []
+
+    def add(
+        self, block: Ids, layer_ids: npt.NDArray[np.int64], seq_lens: Sequence[int], domain: str, where: str
+    ) -> None:
+        if self.layer_ids is None:
+            self.layer_ids = layer_ids
+        elif not np.array_equal(self.layer_ids, layer_ids):
+            raise ValueError(
+                f"{where}: layers {layer_ids.tolist()} recorded, but the files before have {self.layer_ids.tolist()}: "
+                "import the files of one model together"
+            )
+        if not len(block):
+            return
+        self._blocks.append(block)
+        self._seq_lens.append(np.asarray(seq_lens, np.int64))
+        self._domains.append(np.full(len(seq_lens), domain))
+
+    def fields(self) -> dict[str, Any]:
+        """Arguments of a TokenTrace. The blocks are given up one by one while the whole grows."""
+        if not self._blocks:
+            raise ValueError("no tokens in the files: nothing to import")
+        tokens, width = sum(len(b) for b in self._blocks), max(b.shape[2] for b in self._blocks)
+        seq_lens, domains = np.concatenate(self._seq_lens), np.concatenate(self._domains)
+        if len(self._blocks) == 1:
+            experts = self._blocks.pop()
+        else:
+            experts = np.empty((tokens, self._blocks[0].shape[1], width), np.int16)
+            end = tokens
+            while self._blocks:
+                block = self._blocks.pop()
+                experts[end - len(block) : end, :, : block.shape[2]] = block
+                experts[end - len(block) : end, :, block.shape[2] :] = -1
+                end -= len(block)
+        experts.setflags(write=False)
+        return {"experts": experts, "layer_ids": self.layer_ids, "seq_lens": seq_lens, "domains": domains}
+
+
+@dataclass
+class DenseZeros:
+    """Leaves out the dense layers of recordings in which these read 0, as if every token had used expert 0 K times."""
+
+    options: ReadOptions
+    kept: npt.NDArray[np.int64] | None = field(default=None)
+
+    def strip(self, ids: npt.NDArray[np.integer[Any]], where: str) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """((tokens, MoE layers, K) int16, their global indices) of a recording of all layers."""
+        tokens, layers, top_k = ids.shape
+        if (expected := self.options.chosen) and top_k != expected:
+            raise ValueError(f"{where}: {top_k} experts a token recorded, expected top-{expected}")
+        if self.kept is None:
+            self.kept = self._decide(ids, where)
+        if layers != len(self.kept):
+            raise ValueError(f"{where}: {layers} layers recorded, but the files before have {len(self.kept)}")
+        used = np.argwhere(ids[:, self.kept < 0] > 0)
+        if len(used):
+            token, layer = int(used[0][0]), int(np.flatnonzero(self.kept < 0)[used[0][1]])
+            raise ValueError(
+                f"{where}: layer {layer} is taken for a dense one, but token {token} uses expert "
+                f"{ids[token, layer].max()} there: give --dense-layers"
+            )
+        if ids.dtype.itemsize > 1 and tokens and (int(ids.max()) > MAX_EXPERTS or int(ids.min()) < -1):
+            raise ValueError(f"{where}: expert ids from {ids.min()} to {ids.max()}: not routed experts")
+        return ids[:, self.kept >= 0].astype(np.int16), self.kept[self.kept >= 0]
+
+    def _decide(self, ids: npt.NDArray[np.integer[Any]], where: str) -> npt.NDArray[np.int64]:
+        known = moe_layers(ids.shape[1], self.options, where)
+        if known is not None:
+            return known
+        zero = (ids == 0).all((0, 2))
+        if zero.any() and ids.shape[2] == 1:
+            raise ValueError(
+                f"{where}: layer {int(np.flatnonzero(zero)[0])} reads 0 for every token: dense, or always expert 0? "
+                "Give --model or --dense-layers"
+            )
+        return np.where(zero, -1, np.arange(ids.shape[1]))
+
+
+def to_logical(
+    physical: npt.NDArray[np.integer[Any]], slots: npt.NDArray[np.integer[Any]], layer: int, where: str
+) -> Ids:
+    """Logical ids of physical slots (−1 stays) in one layer, whose slots hold the logical experts ``slots`` (P,)."""
+    low, high = (int(physical.min()), int(physical.max())) if physical.size else (-1, -1)
+    if low < -1 or high >= len(slots):
+        raise ValueError(
+            f"{where}: physical expert {low if low < -1 else high} in layer {layer}, but there are {len(slots)} slots"
+        )
+    # The pad −1 picks the last entry.
+    return np.append(slots, -1).astype(np.int16)[physical]
+
+
+def slot_counts_to_logical(counts: npt.NDArray[Any], slots: npt.NDArray[Any], n_experts: int) -> npt.NDArray[np.int64]:
+    """(E,) counts of logical experts from (P,) counts of slots that hold the experts ``slots`` (P,)."""
+    if len(slots) and slots.max() >= n_experts:
+        raise ValueError(f"a slot holds expert {slots.max()}, but there are {n_experts} experts")
+    # Exact: sums of integers far below 2⁵³.
+    return np.bincount(slots, weights=counts, minlength=n_experts).astype(np.int64)
+
+
+def check_slot_map(slots: npt.NDArray[Any], where: str) -> npt.NDArray[np.int64]:
+    """(L, P) physical → logical, checked."""
+    if slots.ndim != 2 or slots.dtype.kind not in "iu":
+        raise ValueError(f"{where}: physical → logical map of shape {slots.shape}: expected (layers, slots) integers")
+    if slots.size == 0 or slots.min() < 0 or slots.max() >= min(MAX_EXPERTS, slots.shape[1]):
+        raise ValueError(
+            f"{where}: the physical → logical map of {slots.shape[1]} slots names experts "
+            f"{slots.min() if slots.size else '(none)'} … {slots.max() if slots.size else ''}"
+        )
+    return slots.astype(np.int64)
+
+
+def expand(paths: Iterable[Path], *patterns: str) -> list[Path]:
+    """The files among the paths, and in folders those that match; in natural order (rank 2 before rank 10)."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = {f for pattern in patterns for f in path.rglob(pattern) if f.is_file()}
+            if not inside:
+                raise ValueError(f"{path}: no file named {' or '.join(patterns)} in this folder")
+            files += sorted(inside, key=natural)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise ValueError(f"no file or folder at {path}")
+    return files
+
+
+def natural(path: Path) -> list[tuple[int, int, str]]:
+    """Sort key: numbers in names by value."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path))]
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """JSON, or a ValueError that says where; one nested deep enough to exhaust the stack is refused too."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
+
+
+def parse_naturals(text: bytes, where: str) -> npt.NDArray[np.int32]:
+    """The numbers in a text of digits and separators, all at once: numpy's own text parser takes ten times as long."""
+    data = np.frombuffer(text, np.uint8)
+    digits = data - np.uint8(ord("0"))  # anything else wraps around to more than 9
+    is_digit = digits < 10
+    # A number ends where a digit is not followed by one.
+    ends = np.flatnonzero(is_digit & ~np.append(is_digit[1:], False))
+    starts = np.flatnonzero(is_digit & ~np.append(False, is_digit[:-1]))
+    lengths = ends - starts + 1
+    longest = int(lengths.max()) if len(lengths) else 0
+    if longest > len(str(MAX_EXPERTS)):
+        at = int(starts[lengths.argmax()])
+        raise ValueError(f"{where}: {text[at : at + 24].decode('ascii', 'replace')!r} is no expert id")
+    values = digits[ends].astype(np.int32)
+    for place in range(1, longest):
+        has = lengths > place
+        values[has] += digits[ends[has] - place].astype(np.int32) * 10**place
+    if len(values) and values.max() > MAX_EXPERTS:
+        raise ValueError(f"{where}: {values.max()} is no expert id")
+    return values
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line without its end) of a file, empty lines left out."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line := line.strip():
+                yield number, line

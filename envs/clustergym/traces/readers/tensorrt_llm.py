@@ -1,0 +1,104 @@
+"""TensorRT-LLM: the expert statistics that ``EXPERT_STATISTIC_PATH`` collects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.traces.load_trace import LoadTrace
+from clustergym.traces.readers.base import ReadOptions, expand, parse_json, slot_counts_to_logical
+
+_KEY = re.compile(r"(\d+)_(\d+)")
+
+
+def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
+    """``meta_info.json`` and ``rank*.safetensors`` of one folder: counts by iteration and global layer, summed over ranks."""
+    files = [f for f in expand(paths, "rank*.safetensors", "meta_info.json") if not f.stem.endswith("_raw")]
+    ranks = [f for f in files if f.suffix == ".safetensors"]
+    if not ranks:
+        raise ValueError("no rank*.safetensors among the files: give the folder that EXPERT_STATISTIC_PATH named")
+    meta = [f for f in files if f.name == "meta_info.json"]
+    meta = meta or [f.with_name("meta_info.json") for f in ranks[:1] if f.with_name("meta_info.json").is_file()]
+    n_experts, top_k = _meta(meta[0], options) if meta else (options.experts, options.chosen)
+    if not n_experts:
+        raise ValueError(f"no meta_info.json beside {ranks[0]}: give it, --model, or --n-experts")
+    slots = _slots(options)
+    counts: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
+    for path in ranks:
+        for (step, layer), recorded in _recorded(path):
+            logical = _logical(recorded, layer, n_experts, slots, path)
+            key = (step, layer)
+            counts[key] = counts[key] + logical if key in counts else logical
+    steps, layers = sorted({s for s, _ in counts}), sorted({l for _, l in counts})
+    for step in steps:
+        for layer in layers:
+            if (step, layer) not in counts:
+                raise ValueError(f"iteration {step} has no counts for layer {layer} in any rank: is a file cut short?")
+    whole = np.array([[counts[step, layer] for layer in layers] for step in steps], np.int64)
+    whole = whole[whole.any((1, 2))]
+    if not len(whole):
+        raise ValueError("every iteration is empty: nothing to import")
+    model = options.model
+    if model is not None and len(layers) != model.n_layers:
+        raise ValueError(f"{len(layers)} layers recorded, but {model.name} has {model.n_layers} MoE layers")
+    return LoadTrace(whole, np.array(layers), top_k, model.name if model else None, options.name)
+
+
+def _meta(path: Path, options: ReadOptions) -> tuple[int, int]:
+    document = parse_json(path.read_bytes(), str(path))
+    values = [document.get(k) if isinstance(document, dict) else None for k in ("num_experts", "num_experts_per_token")]
+    if not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
+        raise ValueError(f"{path}: expected positive num_experts and num_experts_per_token, found {values}")
+    for found, expected, what in zip(values, (options.experts, options.chosen), ("experts", "per token"), strict=True):
+        if expected and found != expected:
+            raise ValueError(f"{path}: {found} ({what}) recorded, expected {expected}")
+    return values[0], values[1]  # type: ignore[return-value]
+
+
+def _recorded(path: Path) -> list[tuple[tuple[int, int], npt.NDArray[Any]]]:
+    from safetensors import SafetensorError, safe_open
+
+    found = []
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for key in sorted(file.keys()):
+                match = _KEY.fullmatch(key)
+                if match is None:
+                    raise ValueError(f"{path}: tensor {key!r}: expected ITERATION_LAYER")
+                found.append(((int(match[1]), int(match[2])), file.get_tensor(key)))
+    except (SafetensorError, OSError, TypeError) as error:
+        raise ValueError(f"{path}: not a whole .safetensors file: {error}") from error
+    return found
+
+
+def _slots(options: ReadOptions) -> dict[int, npt.NDArray[np.int64]] | None:
+    if options.slot_plan is None:
+        return None
+    from clustergym.planners.engines import read_plan
+
+    plan = read_plan(options.slot_plan, "tensorrt-llm")
+    return {layer: np.array(row, np.int64) for layer, row in plan.items()}
+
+
+def _logical(
+    recorded: npt.NDArray[Any], layer: int, n_experts: int, slots: dict[int, npt.NDArray[np.int64]] | None, path: Path
+) -> npt.NDArray[np.int64]:
+    if recorded.ndim != 1 or recorded.dtype.kind not in "iu":
+        raise ValueError(f"{path}: layer {layer} has {recorded.dtype} of shape {recorded.shape}: expected counts")
+    if slots is None:
+        if len(recorded) != n_experts:
+            raise ValueError(
+                f"{path}: layer {layer} has {len(recorded)} counts for {n_experts} experts: with its load balancer on, "
+                "TensorRT-LLM counts slots: give --slot-plan with the plan it ran with"
+            )
+        return recorded.astype(np.int64)
+    if layer not in slots or len(slots[layer]) != len(recorded):
+        raise ValueError(
+            f"{path}: layer {layer} has {len(recorded)} counts, but the slot plan has {layer in slots and len(slots[layer])}"
+        )
+    return slot_counts_to_logical(recorded, slots[layer], n_experts)

@@ -1,0 +1,185 @@
+"""Recordings as the engines write them, built from a known routing: what readers must give back.
+
+``logical`` is (tokens, MoE layers, K) with unique ids in a row; ``n_dense`` dense layers come first, as in DeepSeek's models.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ids = npt.NDArray[np.integer[Any]]
+
+
+def routing(tokens: int, layers: int, top_k: int, n_experts: int, seed: int = 0) -> npt.NDArray[np.int16]:
+    """Random routing with unique ids in every row: each column draws from a block of its own, columns shuffled."""
+    rng = np.random.default_rng(seed)
+    block = n_experts // top_k
+    ids = rng.integers(0, block, (tokens, layers, top_k), dtype=np.int16)
+    ids += rng.permutation(top_k).astype(np.int16) * np.int16(block)
+    return ids
+
+
+def slot_map(layers: int, n_experts: int, redundant: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """(layers, P) physical → logical: every expert once, ``redundant`` of them twice, in a shuffled order."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        rng.permutation(np.append(np.arange(n_experts), rng.permutation(n_experts)[:redundant])) for _ in range(layers)
+    ]
+    return np.array(rows, np.int64)
+
+
+def to_physical(logical: Ids, slots: npt.NDArray[np.int64], seed: int = 0) -> npt.NDArray[np.int32]:
+    """(tokens, layers, K) physical slots, a replica drawn for every pair."""
+    rng = np.random.default_rng(seed)
+    physical = np.empty(logical.shape, np.int32)
+    for l, row in enumerate(slots):
+        order = np.argsort(row, kind="stable")
+        first = np.searchsorted(row[order], np.arange(row.max() + 1))
+        copies = np.bincount(row)
+        ids = logical[:, l]
+        physical[:, l] = order[first[ids] + rng.integers(0, 1 << 20, ids.shape) % copies[ids]]
+    return physical
+
+
+def sglang_per_token(
+    path: Path,
+    logical: Ids,
+    n_dense: int,
+    slots: npt.NDArray[np.int64],
+    passes: Sequence[dict[str, Any]],
+    rank: int = 0,
+) -> Path:
+    """A per_token dump. A pass is ``{"mode": 1 or 2, "lens": [...] or None, "pad": rows, "id": pass id}``, tokens in order.
+
+    ``slots`` has rows for the dense layers too, as the engine has.
+    """
+    physical = to_physical(logical, slots[n_dense:])
+    records, start = [], 0
+    for i, one in enumerate(passes):
+        n, pad = one["n"], one.get("pad", 0)
+        routed = np.full((len(slots), n + pad, 8), -1, np.int32)
+        routed[n_dense:, :n, : logical.shape[2]] = physical[start : start + n].transpose(1, 0, 2)
+        positions = np.arange(start, start + n)
+        records.append(
+            {
+                "forward_pass_id": one.get("id", i),
+                "rank": rank,
+                "gatherer_key": "primary",
+                "input_ids": list(range(n)),
+                "positions": positions.tolist(),
+                "extend_seq_lens": one.get("lens"),
+                "forward_mode": one["mode"],
+                "topk_ids_of_layer": torch.from_numpy(routed),
+                "misc_objects": [],
+            }
+        )
+        start += n
+    assert start == len(logical)
+    torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(slots)}, path)
+    return path
+
+
+def sglang_per_pass(path: Path, counts: npt.NDArray[Any], slots: npt.NDArray[np.int64], rank: int = 0) -> Path:
+    """A per_pass dump of (passes, all layers, P) physical counts."""
+    records = [
+        {
+            "forward_pass_id": i,
+            "rank": rank,
+            "gatherer_key": "primary",
+            "global_physical_count": torch.from_numpy(c.astype(np.int32)),
+        }
+        for i, c in enumerate(counts)
+    ]
+    torch.save({"records": records, "last_physical_to_logical_map": torch.from_numpy(slots)}, path)
+    return path
+
+
+def sglang_stat(path: Path, counts: npt.NDArray[Any], buffer: int) -> Path:
+    """A stat dump of (steps, all layers, E) logical counts in a ring buffer with room for ``buffer`` steps."""
+    ring = np.zeros((buffer, *counts.shape[1:]), np.int32)
+    ring[: len(counts)] = counts
+    torch.save(
+        {"rank": 0, "logical_count": torch.from_numpy(ring), "average_utilization_rate_over_window": torch.tensor(0.8)},
+        path,
+    )
+    return path
+
+
+def with_dense_zeros(logical: Ids, n_dense: int) -> npt.NDArray[np.int64]:
+    """(tokens, all layers, K): the dense layers read 0."""
+    tokens, _, top_k = logical.shape
+    return np.concatenate([np.zeros((tokens, n_dense, top_k), np.int64), logical], axis=1)
+
+
+def sglang_base64(logical: Ids, n_dense: int) -> str:
+    return base64.b64encode(with_dense_zeros(logical, n_dense).astype("<i4").tobytes()).decode()
+
+
+def vllm_array(logical: Ids, n_dense: int, n_experts: int) -> npt.NDArray[Any]:
+    return with_dense_zeros(logical, n_dense).astype(np.uint8 if n_experts <= 256 else np.uint16)
+
+
+def vllm_base64(logical: Ids, n_dense: int, n_experts: int) -> str:
+    file = io.BytesIO()
+    np.save(file, vllm_array(logical, n_dense, n_experts))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def tensorrt_llm(folder: Path, counts: npt.NDArray[Any], n_experts: int, first_layer: int, top_k: int) -> Path:
+    """Statistics of (ranks, iterations, MoE layers, E or P) counts."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(exist_ok=True)
+    (folder / "meta_info.json").write_text(json.dumps({"num_experts": n_experts, "num_experts_per_token": top_k}))
+    for rank, of_rank in enumerate(counts):
+        tensors = {
+            f"{i}_{first_layer + l}": np.ascontiguousarray(row.astype(np.int32))
+            for i, step in enumerate(of_rank)
+            for l, row in enumerate(step)
+        }
+        save_file(tensors, folder / f"rank{rank}.safetensors")
+        save_file({"0_3_raw": np.zeros(4, np.int32)}, folder / f"rank{rank}_raw.safetensors")
+    return folder
+
+
+def megatron(folder: Path, logical: Ids, ranks: int, steps: int, first_layer: int) -> list[Path]:
+    """Router traces: the tokens in equal parts over steps and then ranks."""
+    folder.mkdir(exist_ok=True)
+    parts = np.array_split(np.arange(len(logical)), steps * ranks)
+    paths = [folder / f"router_trace_rank{rank}.jsonl" for rank in range(ranks)]
+    for rank, path in enumerate(paths):
+        with open(path, "w") as file:
+            for step in range(steps):
+                tokens = logical[parts[step * ranks + rank]]
+                for layer in range(logical.shape[1]):
+                    fields = {
+                        "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": first_layer + layer, "rank": rank,
+                        "num_tokens": len(tokens), "topk": logical.shape[2], "top_indices": tokens[:, layer].tolist(),
+                    }  # fmt: skip
+                    file.write(json.dumps(fields) + "\n")
+                    file.write(
+                        json.dumps(fields | {"stage": "post_dispatch", "num_tokens": 0, "top_indices": []}) + "\n"
+                    )
+    return paths
+
+
+def esft(folder: Path, logical: Ids, seq_lens: Sequence[int], first_layer: int = 1) -> Path:
+    """Expert scores of one task: one file a layer, one line a sequence."""
+    folder.mkdir(exist_ok=True)
+    bounds = np.cumsum([0, *seq_lens])
+    for layer in range(logical.shape[1]):
+        with open(folder / f"expert_weights_{first_layer + layer}.txt", "w") as file:
+            for start, stop in pairwise(bounds):
+                ids = logical[start:stop, layer].ravel()
+                file.write("\t".join(map(str, ids.tolist())) + "\t\t" + "\t".join(["0.0625"] * len(ids)) + "\n")
+    return folder

@@ -1,0 +1,192 @@
+"""The allocation task once more, in plain Python and one pod at a time: what the compiled simulator is checked against."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from clustergym.gpu_allocation.batch import MEAN_LOGIT, AllocationConfig, load_workload
+from clustergym.gpu_allocation.reward import reward_terms
+from clustergym.gpu_allocation.space import grant
+from clustergym.gpu_allocation.specs import APPS, LATENCY_CV, corun_latency_ms
+
+MASK = 2**64 - 1
+
+
+class Generator:
+    """splitmix64, seeded through its own finaliser."""
+
+    def __init__(self, seed: int) -> None:
+        self.state = self._mix((seed + 0x9E3779B97F4A7C15) & MASK)
+
+    @staticmethod
+    def _mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        return z ^ (z >> 31)
+
+    def bits(self) -> int:
+        self.state = (self.state + 0x9E3779B97F4A7C15) & MASK
+        return self._mix(self.state)
+
+    def uniform(self) -> float:
+        return (self.bits() >> 11) / 2**53
+
+    def normal(self) -> float:
+        bits = self.bits()
+        total = sum(bits >> shift & 0xFFFF for shift in (0, 16, 32, 48))
+        return (total - 131070.0) * math.sqrt(3) / 65535.5
+
+
+@dataclass
+class Pod:
+    app: str
+    batch: int
+    rate_per_ms: float
+    slo_ms: float
+    need_mb: float
+    jitter: float
+    life_s: float
+    owner: int
+    cores: float
+    """asked for, until allocated"""
+    memory: float
+    end_s: float = 0.0
+
+
+@dataclass
+class Owner:
+    app: str
+    batch: int
+    need: float
+    memory: float
+    rho: float
+    templates: list[int]
+
+
+@dataclass
+class Outcome:
+    reward: float
+    cores: float
+    memory: float
+    usage: float
+    met: bool
+    oom: bool
+    pods: int
+    time_s: float
+    wait_s: float
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+class Node:
+    """One GPU, from an empty start."""
+
+    def __init__(self, seed: int, config: AllocationConfig | None = None) -> None:
+        self.config = config or AllocationConfig()
+        self.rows = load_workload(self.config.workload).rows().tolist()
+        self.random = Generator(seed)
+        self.time_s = 0.0
+        self.pods: list[Pod] = []
+        self.mean_gap_s = sum(row[1] for row in self.rows) / len(self.rows) / self.config.load
+        node = MEAN_LOGIT + self.config.node_spread * self.random.normal()
+        self.owners = [self._draw_owner(node) for _ in range(self.config.owners)]
+        self._await_pod()
+
+    def _draw_owner(self, node: float) -> Owner:
+        need = node + self.config.owner_spread * self.random.normal()
+        memory = 0.3 + 0.5 * (node - MEAN_LOGIT) + 0.6 * self.random.normal()
+        app = list(APPS)[int(4 * self.random.uniform())]
+        batch = 2 ** int(6 * self.random.uniform())
+        rho = 0.8 + 0.2 * self.random.uniform()
+        templates = [int(self.random.uniform() * len(self.rows)) for _ in range(3)]
+        return Owner(app, batch, 0.8 * sigmoid(need), 0.8 * sigmoid(memory), rho, templates)
+
+    def _draw_pod(self) -> Pod:
+        weights = [(i + 1) ** -0.5 for i in range(self.config.owners)]
+        u, index, below = self.random.uniform() * sum(weights), 0, 0.0
+        while index < len(weights) - 1 and u >= below + weights[index]:
+            below += weights[index]
+            index += 1
+        owner = self.owners[index]
+        row = self.rows[owner.templates[int(self.random.uniform() * 3)]]
+        life_s = self.rows[int(self.random.uniform() * len(self.rows))][1]
+        z_need, z_latency, wiggle = self.random.normal(), self.random.normal(), self.random.uniform()
+        spec = APPS[owner.app]
+        fraction = min(owner.need * max(1 + self.config.pod_spread * z_need, 0.1), 0.85)
+        latency = spec.solo_latency_ms(owner.batch, row[0] * fraction)
+        typical_mb = spec.memory_base_mb + spec.memory_item_mb * owner.batch
+        sensitive = row[2] > 0.5
+        return Pod(
+            app=owner.app,
+            batch=owner.batch,
+            rate_per_ms=owner.batch / latency * (owner.rho if sensitive else 1.0),
+            slo_ms=latency if sensitive else math.inf,
+            need_mb=typical_mb * (0.95 + 0.1 * wiggle),
+            jitter=1 + LATENCY_CV * z_latency,
+            life_s=life_s,
+            owner=index,
+            cores=row[0],
+            memory=min(max(math.ceil(typical_mb / owner.memory), 512.0), 32768.0),
+        )
+
+    def _await_pod(self) -> None:
+        self.waiting = self._draw_pod()
+        arrived = self.time_s - self.mean_gap_s * math.log(1 - self.random.uniform())
+        self.time_s = arrived
+        self._expire()
+        while not self._fits(self.waiting):
+            self.time_s = min(pod.end_s for pod in self.pods)
+            self._expire()
+        self.wait_s = self.time_s - arrived
+
+    def _expire(self) -> None:
+        self.pods = [pod for pod in self.pods if pod.end_s > self.time_s]
+
+    def _fits(self, new: Pod) -> bool:
+        everyone = [*self.pods, new]
+        return (
+            len(everyone) <= 10 and sum(p.cores for p in everyone) <= 100 and sum(p.memory for p in everyone) <= 32768
+        )
+
+    def _latencies(self) -> list[float]:
+        plain = corun_latency_ms(
+            [p.app for p in self.pods],
+            [p.batch for p in self.pods],
+            [p.cores for p in self.pods],
+            [1000 * p.rate_per_ms for p in self.pods],
+        )
+        return [t * p.jitter for t, p in zip(plain, self.pods, strict=True)]
+
+    def observation(self) -> list[float]:
+        """The five numbers."""
+        usages = [
+            min(1, p.rate_per_ms * t / p.batch) * p.cores for p, t in zip(self.pods, self._latencies(), strict=True)
+        ]
+        used_mb = sum(p.need_mb for p in self.pods)
+        return [
+            self.waiting.cores / 100,
+            self.waiting.memory / 32768,
+            sum(usages) / 100,
+            used_mb / 32768,
+            len(self.pods) / 10,
+        ]
+
+    def step(self, action: list[float]) -> Outcome:
+        pod = self.waiting
+        pod.cores, pod.memory = grant(action, pod.cores, pod.memory, self.config.unit_percent)
+        pod.end_s = self.time_s + pod.life_s
+        self.pods.append(pod)
+        latency = self._latencies()[-1]
+        busy = pod.rate_per_ms * latency / pod.batch
+        oom = pod.memory < pod.need_mb
+        met = busy < 1 and latency <= pod.slo_ms and not oom
+        usage = 0.0 if oom else min(1.0, busy) * pod.cores
+        reward = reward_terms(pod.cores, pod.memory, usage, met, len(self.pods)).total
+        outcome = Outcome(reward, pod.cores, pod.memory, usage, met, oom, len(self.pods), self.time_s, self.wait_s)
+        if oom:
+            self.pods.pop()
+        self._await_pod()
+        return outcome

@@ -1,0 +1,408 @@
+"""The allocation agent as a process: its contract over HTTP, what it survives, and who it does not listen to."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import agent_kill
+from agent_client import SCRIPT, TOKEN, Connection, Server, StubGpu, agent_server, run_load
+from clustergym.gpu_allocation import compute_reward
+from clustergym.training import load_checkpoint
+from processes import wait_until
+
+ASK = {"owner": "team/Deployment/web", "cores": 80, "memory": 4000, "qos_class": "best-effort"}
+KIND = "ppo_gpu_alloc_online"
+
+
+def told(allocation_id: str, **changes: Any) -> dict[str, Any]:
+    report = {"actual_usage": 30, "qos_met": True, "pods": 2, "memory_used": 2000, "oom": False}
+    return {"allocation_id": allocation_id, **report, **changes}
+
+
+def allocate(server: Server, **changes: Any) -> dict[str, Any]:
+    status, found = server.post("/allocate", ASK | changes)
+    assert status == 200, found
+    return dict(found)
+
+
+def feedback(server: Server, allocation_id: str, **changes: Any) -> dict[str, Any]:
+    status, found = server.post("/feedback", told(allocation_id, **changes))
+    assert status == 200, found
+    return dict(found)
+
+
+def counted(server: Server) -> dict[str, float]:
+    prefix = 'clustergym_feedback_total{status="'
+    return {
+        name.removeprefix(prefix).rstrip('"}'): value
+        for name, value in server.metrics().items()
+        if name.startswith(prefix)
+    }
+
+
+def version(server: Server) -> int:
+    return int(json.loads(server.get("/readyz"))["policy_version"])
+
+
+def rows(store: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(store / "store.db")
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("agent") / "store"
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> StubGpu:
+    if not (shutil.which("gcc") or shutil.which("cc")):
+        pytest.skip("no C compiler to build the stub of libnvidia-ml with")
+    return StubGpu(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, gpu: StubGpu) -> Iterator[Server]:
+    """An agent with a (stub of a) GPU, looked at in every request, that learns only when a test says so."""
+    with agent_server(
+        store, "--telemetry-s", 0, "--batch-size", 10_000, "--max-batch", 10_000, **gpu.environment
+    ) as one:
+        yield one
+
+
+# -- contract -------------------------------------------------------------------------------------------------------
+
+
+def test_an_allocation_is_never_more_than_requested_and_its_feedback_is_scored(server: Server) -> None:
+    found = allocate(server)
+    assert set(found) == {"allocation_id", "cores", "memory", "policy_version"}
+    assert 10 <= found["cores"] <= 80
+    assert 512 <= found["memory"] <= 4000
+    answer = feedback(server, found["allocation_id"], actual_usage=7.5, pods=3)
+    assert answer == {
+        "status": "accepted",
+        "reward": compute_reward(found["cores"], found["memory"], 7.5, True, 3),
+    }
+
+
+def test_a_killed_pod_has_missed_its_objective(server: Server) -> None:
+    found = allocate(server)
+    answer = feedback(server, found["allocation_id"], actual_usage=0, qos_met=True, oom=True, pods=1)
+    assert answer["reward"] == -0.5
+
+
+@pytest.mark.parametrize(("cores", "memory"), [(5, 100), (0.5, 1), (100, 200_000)])
+def test_requests_beyond_what_the_task_knows_are_granted_within_reason(
+    server: Server, cores: float, memory: float
+) -> None:
+    found = allocate(server, cores=cores, memory=memory)
+    assert 0 < found["cores"] <= cores
+    assert found["memory"] == memory
+
+
+def test_the_second_feedback_changes_nothing(server: Server, store: Path) -> None:
+    before = counted(server)
+    found = allocate(server)
+    assert feedback(server, found["allocation_id"])["status"] == "accepted"
+    history = rows(store, f"SELECT history FROM owners WHERE owner = '{ASK['owner']}'")
+    for _ in range(3):
+        assert feedback(server, found["allocation_id"], qos_met=False) == {"status": "duplicate", "reward": None}
+    assert rows(store, f"SELECT history FROM owners WHERE owner = '{ASK['owner']}'") == history
+    after = counted(server)
+    assert after["accepted"] - before["accepted"] == 1
+    assert after["duplicate"] - before["duplicate"] == 3
+
+
+def test_one_of_many_simultaneous_feedbacks_is_accepted(server: Server) -> None:
+    found = allocate(server)
+
+    async def storm() -> list[str]:
+        async def one() -> str:
+            async with Connection(server.port) as connection:
+                _, answer = await connection.post("/feedback", told(found["allocation_id"]))
+                return str(answer["status"])
+
+        return list(await asyncio.gather(*(one() for _ in range(20))))
+
+    assert sorted(asyncio.run(storm())) == ["accepted"] + ["duplicate"] * 19
+
+
+def test_forged_ids_are_unknown(server: Server) -> None:
+    before = counted(server)["unknown"]
+    found = allocate(server)
+    number, _, token = found["allocation_id"].partition("-")
+    forged = [f"{number}-{'0' * 32}", f"{number}-{token[::-1]}", number, "nothing", "1' OR '1'='1", "ff-" + "f" * 32]
+    for one in forged:
+        assert feedback(server, one) == {"status": "unknown", "reward": None}
+    assert counted(server)["unknown"] - before == len(forged)
+    assert feedback(server, found["allocation_id"])["status"] == "accepted"
+
+
+def test_a_repeated_request_gets_the_same_allocation(server: Server) -> None:
+    first = allocate(server, request_id="pod-1@node")
+    assert allocate(server, request_id="pod-1@node") == first
+    assert allocate(server, request_id="pod-2@node")["allocation_id"] != first["allocation_id"]
+
+
+# -- telemetry ------------------------------------------------------------------------------------------------------
+
+
+def last_obs(store: Path) -> np.ndarray:
+    ((blob,),) = rows(store, "SELECT obs FROM allocations ORDER BY seq DESC LIMIT 1")
+    return np.frombuffer(blob, np.float32)
+
+
+def test_the_gpus_load_is_part_of_the_decision(server: Server, store: Path, gpu: StubGpu) -> None:
+    gpu.set(util=45, used_mb=9830, total_mb=32768, processes=2)
+    assert json.loads(server.get("/readyz"))["status"] == "ready"
+    allocate(server)
+    np.testing.assert_allclose(last_obs(store)[:5], [0.8, 4000 / 32768, 0.45, 9830 / 32768, 0.2], rtol=1e-5)
+    # Under MPS the driver lists its clients apart, beside the one server process.
+    gpu.set(util=100, used_mb=32768, processes=1, mps=4)
+    allocate(server)
+    np.testing.assert_allclose(last_obs(store)[2:5], [1.0, 1.0, 0.4], rtol=1e-5)
+    assert server.metrics()["clustergym_gpu_pods"] == 4
+
+
+def test_a_gpu_that_is_lost_is_reported_and_decisions_go_on(server: Server, store: Path, gpu: StubGpu) -> None:
+    gpu.set(error=15)
+    allocate(server)
+    np.testing.assert_array_equal(last_obs(store)[2:5], [0, 0, 0])
+    found = json.loads(server.get("/readyz"))
+    assert found["status"] == "degraded"
+    assert "GPU is lost" in found["reasons"][0]
+    gpu.set()
+
+
+# -- refusals -------------------------------------------------------------------------------------------------------
+
+
+def raw(server: Server, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    try:
+        connection.request("POST", path, body, headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/allocate", "/feedback"])
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"bearer {TOKEN}x", TOKEN])
+def test_without_the_token_nothing_is_heard(server: Server, path: str, header: str | None) -> None:
+    before = server.metrics()["clustergym_allocations_total"]
+    status, found = raw(server, path, json.dumps(ASK).encode(), {} if header is None else {"Authorization": header})
+    assert (status, found["detail"]) == (401, "missing or wrong bearer token")
+    assert server.metrics()["clustergym_allocations_total"] == before
+
+
+BEARER = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "where"),
+    [
+        (b"", 422, "body"), (b"{", 400, "body"), (b"[]", 422, "body"), (b"null", 422, "body"), (b"\xff\xfe", 400, "body"),
+        (b"{}", 422, "owner"), (json.dumps(ASK | {"cores": 0}).encode(), 422, "cores"),
+        (json.dumps(ASK | {"cores": 101}).encode(), 422, "cores"), (json.dumps(ASK | {"cores": "many"}).encode(), 422, "cores"),
+        (json.dumps(ASK | {"cores": float("nan")}).encode(), 422, "cores"),
+        (json.dumps(ASK | {"memory": float("inf")}).encode(), 422, "memory"),
+        (json.dumps(ASK | {"memory": -1}).encode(), 422, "memory"), (json.dumps(ASK | {"owner": ""}).encode(), 422, "owner"),
+        (json.dumps(ASK | {"owner": "x" * 300}).encode(), 422, "owner"), (b"[" * 10_000, 400, "body"),
+    ],
+)  # fmt: skip
+def test_malformed_bodies_are_refused_with_a_reason(server: Server, body: bytes, code: int, where: str) -> None:
+    status, found = raw(server, "/allocate", body, BEARER)
+    assert status == code, found
+    assert where in json.dumps(found["detail"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"actual_usage": -1},
+        {"actual_usage": 101},
+        {"actual_usage": None},
+        {"qos_met": "perhaps"},
+        {"pods": -1},
+        {"pods": 1.5},
+    ],
+)
+def test_feedback_that_cannot_be_is_refused(server: Server, change: dict[str, Any]) -> None:
+    found = allocate(server)
+    status, problem = server.post("/feedback", told(found["allocation_id"], **change))
+    assert status == 422, problem
+    assert next(iter(change)) in json.dumps(problem)
+    assert feedback(server, found["allocation_id"])["status"] == "accepted"
+
+
+def test_bodies_that_are_too_long_are_refused(server: Server) -> None:
+    status, found = raw(server, "/allocate", b" " * 20_000, BEARER)
+    assert (status, found["detail"]) == (413, "the body is longer than 16384 bytes")
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b" " * 5000
+
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("POST", "/allocate", chunks(), BEARER, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_schemathesis_finds_no_server_error(server: Server) -> None:
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    command = [
+        Path(sys.executable).with_name("schemathesis"), "run", f"http://127.0.0.1:{server.port}/openapi.json", "--checks", checks,
+        "--max-examples", "25", "--seed", "1", "--header", f"Authorization: Bearer {TOKEN}", "--no-color",
+        "--suppress-health-check", "all", "--phases", "examples,coverage,fuzzing",
+    ]  # fmt: skip
+    found = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
+    document = json.loads(server.get("/openapi.json"))
+    assert document["paths"]["/allocate"]["post"]["security"] == [{"bearer": []}]
+    assert server.get("/docs")
+
+
+# -- learning -------------------------------------------------------------------------------------------------------
+
+
+def rounds(server: Server, n: int, **changes: Any) -> list[dict[str, Any]]:
+    """n allocations, each with its feedback."""
+    found = [allocate(server, **changes) for _ in range(n)]
+    for one in found:
+        assert feedback(server, one["allocation_id"])["status"] in ("accepted", "stale")
+    return found
+
+
+def test_it_learns_once_from_each_feedback_and_remembers_across_kills(tmp_path: Path) -> None:
+    flags = ("--update-interval-s", 0.05, "--max-policy-lag", 0)
+    with agent_server(tmp_path, *flags) as server:
+        early = allocate(server)
+        found = rounds(server, 32)
+        assert {one["policy_version"] for one in found} == {0}
+        wait_until(lambda: version(server) == 1, "the first update")
+        learned = load_checkpoint(tmp_path / "checkpoint.pt", KIND)
+        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, 1)
+        assert {"agent", "optimizer", "statistics"} <= set(learned)
+        for one in found:
+            assert feedback(server, one["allocation_id"], qos_met=False)["status"] == "duplicate"
+        # A decision of the policy before: remembered, not learned from.
+        assert feedback(server, early["allocation_id"])["status"] == "stale"
+        repeated = allocate(server, request_id="pod")
+        before = counted(server)
+        assert before == {"accepted": 32, "duplicate": 32, "unknown": 0, "expired": 0, "stale": 1}
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        assert children
+        server.kill()
+        wait_until(
+            lambda: not any(child.is_running() for child in children), "the learning process ends with its parent"
+        )
+    with agent_server(tmp_path, *flags) as server:
+        assert counted(server) == before
+        assert version(server) == 1
+        assert allocate(server, request_id="pod") == repeated
+        assert feedback(server, found[0]["allocation_id"])["status"] == "duplicate"
+        assert feedback(server, early["allocation_id"])["status"] == "duplicate"
+        time.sleep(0.5)
+        again = load_checkpoint(tmp_path / "checkpoint.pt", KIND)
+        assert (again["version"], again["experiences"]) == (1, 32)
+        # The learning process may die on its own: it is started again, and goes on where it was.
+        (trainer,) = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if "spawn_main" in " ".join(child.cmdline())
+        ]
+        trainer.kill()
+        allocate(server)
+        wait_until(lambda: server.metrics()["clustergym_trainer_restarts_total"] == 1, "a new learning process")
+        rounds(server, 32)
+        wait_until(lambda: version(server) == 2, "the second update")
+        assert json.loads(server.get("/readyz"))["status"] == "degraded"  # no GPU here
+        status, problem = Server(server.port, server.process, server.log).post("/feedback", told("x"), token="other")
+        assert status == 401, problem
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(timeout=20) in (0, -signal.SIGTERM)
+
+
+def test_late_feedback_has_expired(tmp_path: Path) -> None:
+    with agent_server(tmp_path, "--ttl-s", 0.3, "--explore", "best-effort") as server:
+        found = allocate(server)
+        time.sleep(0.4)
+        for _ in range(2):
+            assert feedback(server, found["allocation_id"]) == {"status": "expired", "reward": None}
+        assert counted(server)["expired"] == 2
+        assert not rows(tmp_path, "SELECT * FROM feedback")
+        # Sensitive pods get the mean, the same for the same request; only best-effort ones are explored and learned from.
+        sensitive = [allocate(server, owner="new", qos_class="latency-sensitive") for _ in range(5)]
+        assert len({(one["cores"], one["memory"]) for one in sensitive}) == 1
+        assert len({allocate(server, owner="new", cores=100)["cores"] for _ in range(10)}) > 1
+        learnable = dict(rows(tmp_path, "SELECT sensitive, max(learnable) FROM allocations GROUP BY sensitive"))
+        assert learnable == {0: 1, 1: 0}
+        # A rotated token is picked up; the old one is not good any more.
+        (tmp_path / "token").write_text("rotated\n")
+        wait_until(lambda: server.post("/allocate", ASK, token="rotated")[0] == 200, "the rotated token")
+        assert server.post("/allocate", ASK)[0] == 401
+
+
+@pytest.mark.parametrize("mode", ["shadow", "off"])
+def test_modes_that_do_not_learn(tmp_path: Path, mode: str) -> None:
+    flags = ["--shadow"] if mode == "shadow" else ["--explore", "off"]
+    with agent_server(tmp_path, *flags) as server:
+        # No learning process was started.
+        assert not psutil.Process(server.process.pid).children()
+        found = rounds(server, 33, cores=90)
+        assert not rows(tmp_path, "SELECT * FROM feedback WHERE learnable")
+        granted = {(one["cores"], one["memory"]) for one in found}
+        if mode == "shadow":
+            assert granted == {(90, 4000)}
+            assert "shadow: team/Deployment/web would get" in server.log.read_text()
+        else:
+            # One answer until the owner's history changed it.
+            assert len({one["cores"] for one in found}) == 1
+        # A second agent on the same store would undo the first one's bookkeeping.
+        with (
+            pytest.raises(RuntimeError, match="is in use by another agent"),
+            agent_server(tmp_path, "--explore", "off"),
+        ):
+            pass
+
+
+def test_kills_under_load_lose_nothing_and_count_nothing_twice(tmp_path: Path) -> None:
+    """Two rounds of benchmarks/agent_kill.py, which checks all of it after each."""
+    args = agent_kill.Args(rounds=2, connections=8, shortest=0.5, longest=1.0)
+    last = agent_kill.run_rounds(args, tmp_path)[-1]
+    assert last["stored"] >= last["acknowledged"] > 0
+
+
+def test_load_smoke(server: Server) -> None:
+    load = asyncio.run(run_load(server.port, 16, 1.0))
+    assert not load.errors
+    assert load.accepted
+
+
+def test_what_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("\n")
+    command = [sys.executable, SCRIPT, "--store", tmp_path / "s", "--token-file", tmp_path / "empty"]
+    found = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr == f"error: --token-file {tmp_path / 'empty'} is empty: expected a token\n"

@@ -1,0 +1,131 @@
+"""The manifests: valid for current Kubernetes versions, in step with the code, and with no more rights than needed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from clustergym import __version__
+from clustergym.cli import webhook as webhook_command
+from clustergym.webhook import LABEL
+from clustergym.webhook.names import PROTECTED_NAMESPACES
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+BASE = {
+    f"{one['kind']}/{one['metadata']['name']}": one
+    for path in sorted((DEPLOY / "base").glob("*.yaml"))
+    if path.name != "kustomization.yaml"
+    for one in yaml.safe_load_all(path.read_text())
+}
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
+@pytest.mark.parametrize("name", BASE)
+def test_valid_against_the_schemas(name: str, version: str) -> None:
+    kubernetes_validate.validate(BASE[name], version, strict=True)
+
+
+def test_a_misspelt_field_would_be_noticed() -> None:
+    wrong = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"port": []}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.33", strict=True)
+
+
+def test_kustomize_names_every_file() -> None:
+    base = yaml.safe_load((DEPLOY / "base" / "kustomization.yaml").read_text())
+    files = {path.name for path in (DEPLOY / "base").glob("*.yaml")} - {"kustomization.yaml"}
+    assert set(base["resources"]) == files
+    assert base["images"][0]["newTag"] == __version__
+    for overlay in (DEPLOY, DEPLOY / "cert-manager"):
+        for resource in yaml.safe_load((overlay / "kustomization.yaml").read_text())["resources"]:
+            assert (overlay / resource).exists(), resource
+
+
+def pod_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = BASE[name]["spec"]["template"]["spec"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["DaemonSet/clustergym-agent", "Deployment/clustergym-webhook"])
+def test_containers_have_few_rights(name: str) -> None:
+    spec = pod_of(name)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for one in spec["containers"]:
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+        }  # fmt: skip
+        assert {"requests", "limits"} <= set(one["resources"])
+    for one in spec.get("initContainers", []):
+        # The one thing that needs root: to own the folder that the kubelet made.
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+        assert one["securityContext"]["allowPrivilegeEscalation"] is False
+
+
+def test_the_agent_is_on_the_hosts_network_without_a_token_of_the_api_server() -> None:
+    spec = pod_of("DaemonSet/clustergym-agent")
+    assert spec["hostNetwork"] is True
+    assert spec["automountServiceAccountToken"] is False
+    assert BASE["ServiceAccount/clustergym-agent"]["automountServiceAccountToken"] is False
+    assert any(argument.startswith("--token-file=") for argument in spec["containers"][0]["args"])
+
+
+def test_the_webhook_reads_pods_and_nodes_one_by_one() -> None:
+    assert BASE["ClusterRole/clustergym-webhook"]["rules"] == [
+        {"apiGroups": [""], "resources": ["pods", "nodes"], "verbs": ["get"]}
+    ]
+
+
+def test_one_webhook_stays_while_the_other_moves() -> None:
+    assert BASE["Deployment/clustergym-webhook"]["spec"]["replicas"] == 2
+    assert BASE["PodDisruptionBudget/clustergym-webhook"]["spec"]["minAvailable"] == 1
+
+
+def test_selectors_meet_labels() -> None:
+    labels = BASE["Deployment/clustergym-webhook"]["spec"]["template"]["metadata"]["labels"]
+    for selector in (
+        BASE["Deployment/clustergym-webhook"]["spec"]["selector"]["matchLabels"],
+        BASE["Service/clustergym-webhook"]["spec"]["selector"],
+        BASE["PodDisruptionBudget/clustergym-webhook"]["spec"]["selector"]["matchLabels"],
+        BASE["NetworkPolicy/clustergym-webhook"]["spec"]["podSelector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels.items()
+
+
+def test_webhooks_fail_open_and_leave_the_control_plane_alone() -> None:
+    pods, bindings = BASE["MutatingWebhookConfiguration/clustergym"]["webhooks"]
+    (deadline,) = [
+        float(argument.partition("=")[2])
+        for argument in pod_of("Deployment/clustergym-webhook")["containers"][0]["args"]
+        if argument.startswith("--deadline-s=")
+    ]
+    for one in (pods, bindings):
+        assert one["failurePolicy"] == "Ignore"
+        assert one["timeoutSeconds"] > deadline
+        (expression,) = one["namespaceSelector"]["matchExpressions"]
+        assert expression["operator"] == "NotIn"
+        assert set(expression["values"]) >= PROTECTED_NAMESPACES
+        assert one["clientConfig"]["service"]["name"] == BASE["Service/clustergym-webhook"]["metadata"]["name"]
+    assert pods["objectSelector"] == {"matchLabels": {LABEL: "true"}}
+    assert (pods["sideEffects"], bindings["sideEffects"]) == ("None", "NoneOnDryRun")
+
+
+def test_the_webhooks_flags_exist() -> None:
+    flags = {f"--{name.replace('_', '-')}" for name in webhook_command.Command.__dataclass_fields__}
+    for argument in pod_of("Deployment/clustergym-webhook")["containers"][0]["args"]:
+        assert argument.partition("=")[0] in flags
+
+
+def test_the_image_has_what_the_manifests_run() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    command = pod_of("DaemonSet/clustergym-agent")["containers"][0]["command"]
+    assert f"{command[1]}\n" in dockerfile
+    assert re.search(r"USER 65532", dockerfile)
+    for source in re.findall(r"^COPY (?!--)(.+) \S+$", dockerfile, flags=re.M):
+        for part in source.split():
+            assert (DEPLOY.parent / part).exists(), part

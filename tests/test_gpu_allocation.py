@@ -1,0 +1,765 @@
+"""The allocation task: calibration, reward, simulator against a plain reference, environments, rules, bad input, picture."""
+
+from __future__ import annotations
+
+import doctest
+import itertools
+import json
+import math
+import subprocess
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.utils.env_checker import check_env
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
+
+from clustergym import gpu_allocation_v0
+from clustergym.cli import main
+from clustergym.gpu_allocation import (
+    AllocationBatch,
+    AllocationConfig,
+    NodeMix,
+    Workload,
+    compute_reward,
+    dynamics,
+    edge_mixes,
+    encode_state,
+    grant,
+    inverse_transform,
+    read_openb,
+    reward_terms,
+    synthetic_workload,
+    transform_action,
+)
+from clustergym.gpu_allocation.baselines import RULES, VPA, Proportional
+from clustergym.gpu_allocation.environment import GPUAllocationEnv
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
+from clustergym.gpu_allocation.specs import APPS, BATCHES, apps_table, corun_latency_ms
+from clustergym.gpu_allocation.viewer import OWNERS, Recorder, Snapshot, chart_area, columns, dim, draw, open_window
+from clustergym.moe_placement.viewer import ORANGE
+from gpu_reference import Node
+
+IDS = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
+HEADER = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time"
+
+
+def test_examples_in_docstrings() -> None:
+    for name in ("reward", "space", "specs"):
+        result = doctest.testmod(import_module(f"clustergym.gpu_allocation.{name}"))
+        assert result.attempted
+        assert not result.failed
+
+
+# Calibration
+
+
+def test_solo_latency_follows_the_fit() -> None:
+    """Worked by hand from the constants: (k1·b² + k2·b + k3) / (r + k4) + k5."""
+    worked = {
+        ("resnet50", 16, 100): (0.0659 * 256 + 61.17 * 16 - 0.485) / 101.8 + 1.67,
+        ("vgg19", 1, 50): (0.0728 + 163.4 + 44.9) / 51.09 + 0.746,
+        ("ssd", 8, 25): (-0.0387 * 64 + 271.0 * 8 - 0.589) / 27.74 + 1.89,
+        ("alexnet", 32, 10): (0.0157 * 1024 + 13.2 * 32 + 32.9) / 17.39 + 0.321,
+    }
+    for (app, batch, share), latency in worked.items():
+        assert APPS[app].solo_latency_ms(batch, share) == pytest.approx(latency)
+        index = list(APPS).index(app)
+        assert dynamics.solo_latency_ms(apps_table(), index, float(batch), float(share)) == pytest.approx(latency)
+    # A V100 serves some 1,400 ResNet-50 images a second at batch 16.
+    assert 16 / worked["resnet50", 16, 100] * 1000 == pytest.approx(1400, rel=0.03)
+
+
+def simulated_pair(one: tuple[str, int], two: tuple[str, int]) -> list[float]:
+    """Latencies of two pods at full speed on half of the GPU each, from the simulator's own kernels."""
+    pods = np.zeros((2, dynamics.N_POD), np.float32)
+    for row, (app, batch) in zip(pods, (one, two), strict=True):
+        ask = np.zeros(dynamics.N_ASK, np.float32)
+        ask[dynamics.ASK_APP], ask[dynamics.ASK_BATCH] = list(APPS).index(app), batch
+        ask[dynamics.ASK_RATE], ask[dynamics.ASK_SLO], ask[dynamics.ASK_JITTER] = 1e9, 1e9, 1.0
+        row[dynamics.CORES] = 50.0
+        dynamics.characterise(row, ask, apps_table())
+    dynamics.measure(pods, 2)
+    return pods[:, dynamics.LATENCY].tolist()
+
+
+def test_pairs_slow_each_other_down_as_measured() -> None:
+    """1,500 measured pairs: mean 1.097, 95th percentile 1.171, maximum 1.234, each latency ± 1.3 %."""
+    kinds = list(itertools.product(APPS, BATCHES))
+    slowdowns = []
+    for one, two in itertools.product(kinds, kinds):
+        solo = APPS[one[0]].solo_latency_ms(one[1], 50)
+        together = simulated_pair(one, two)[0]
+        assert together == pytest.approx(corun_latency_ms([one[0], two[0]], [one[1], two[1]], [50, 50])[0], rel=1e-5)
+        slowdowns.append(together / solo)
+    assert np.mean(slowdowns) == pytest.approx(1.097, abs=0.001)
+    noisy = np.outer(slowdowns, 1 + 0.013 * np.random.default_rng(0).standard_normal(20)).ravel()
+    assert np.quantile(noisy, 0.95) == pytest.approx(1.171, abs=0.01)
+    assert np.max(slowdowns) == pytest.approx(1.234, abs=0.02)
+    assert min(slowdowns) >= 1.0
+
+
+def test_power_above_the_cap_lowers_the_clock() -> None:
+    """Three vgg19 at full speed draw more than 300 W: the clock falls by 1.025 MHz a watt."""
+    specs = APPS["vgg19"]
+    solo = specs.solo_latency_ms(32, 33)
+    rate = 32 / solo * 1000
+    watts = 53.5 + 3 * (0.5367 * rate + 2.08)
+    assert watts > 300
+    l2 = 2 * (0.04522 * rate + 2.72)
+    formula = (solo * (1 + 0.0020 * l2) + 29 * (0.00475 * 3 - 0.00902)) * 1530 / (1530 - 1.025 * (watts - 300))
+    assert corun_latency_ms(["vgg19"] * 3, [32] * 3, [33] * 3)[0] == pytest.approx(
+        solo * (1 + 2.41 * (formula / solo - 1))
+    )
+
+
+def test_noise_is_standard_normal_within_its_limits() -> None:
+    random = np.zeros(1, np.uint64)
+    draws = np.array([dynamics.normal(random, 0) for _ in range(20_000)])
+    assert abs(draws.mean()) < 0.02
+    assert draws.std() == pytest.approx(1, abs=0.02)
+    assert np.abs(draws).max() < 3.47
+
+
+# Reward
+
+
+def test_the_worked_example_with_its_gap_closed() -> None:
+    """60 % given, 55 % used, QoS met. Between three pods 60 % is more than 1.5 × 33.3 %: the penalty is due."""
+    terms = reward_terms(60, 3000, 55, True, 3)
+    assert terms.efficiency == pytest.approx(0.4583, abs=1e-4)
+    assert (terms.qos, terms.monopoly, terms.under_allocation) == (1.0, -0.3, 0.0)
+    assert compute_reward(60, 3000, 55, True, 3) == pytest.approx(1.1583, abs=1e-4)
+    assert compute_reward(60, 3000, 55, True, 2) == pytest.approx(1.4583, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reward"),
+    [
+        ((50, 1000, 50, True, 1), 1.5),
+        (
+            (50, 1000, 80, True, 3),
+            1.5,
+        ),  # usage is clipped at the allocation; 50 % is exactly 1.5 fair shares: no monopoly
+        ((50.1, 1000, 50.1, True, 3), 1.2),
+        ((40, 1000, 10, False, 2), 0.125 - 0.5),
+        ((9.9, 1000, 9.9, True, 1), 1.3),
+        ((10, 1000, 0, False, 1), -0.5),
+        ((0, 0, 0, False, 1), -0.7),
+    ],
+)
+def test_rewards_worked_by_hand(arguments: tuple[float, float, float, bool, int], reward: float) -> None:
+    assert compute_reward(*arguments) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((math.nan, 1000, 50, True, 1), "allocated_cores is nan"),
+        ((101, 1000, 50, True, 1), "allocated_cores is 101: expected 0 … 100 %"),
+        ((50, -1, 50, True, 1), "allocated_memory_mb is -1: expected a finite number from 0"),
+        ((50, 1000, -3, True, 1), "actual_usage is -3"),
+        ((50, 1000, 50, True, 0), "running_pods is 0: expected a whole number from 1"),
+    ],
+)
+def test_bad_feedback_is_refused(arguments: tuple[float, float, float, bool, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute_reward(*arguments)
+
+
+def test_state_and_action_of_the_worked_example() -> None:
+    assert encode_state(80, 4000, 0.45, 0.30, 2) == pytest.approx([0.8, 4000 / 32768, 0.45, 0.3, 0.2])
+    cores, memory = transform_action([0.56, 0.08])
+    assert (cores, memory) == (pytest.approx(60.4), pytest.approx(3092.48))
+    assert grant([0.56, 0.08], 80, 4000) == (60.0, 3092.0)
+    assert transform_action([-3.0, 7.0]) == (10.0, 32768.0)
+    assert inverse_transform(*transform_action([0.25, 0.75])) == pytest.approx((0.25, 0.75))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: encode_state(5, 4000, 0, 0, 0), "requested cores are 5 %: expected 10 … 100"),
+        (lambda: encode_state(50, -4, 0, 0, 0), "requested memory is -4 MB: expected 512 … 32768"),
+        (lambda: encode_state(50, 4000, math.nan, 0, 0), "gpu_util is nan"),
+        (lambda: encode_state(50, 4000, 0, 0, -1), "running_pods is -1"),
+        (lambda: transform_action([math.nan, 0.5]), "expected two finite numbers"),
+        (lambda: transform_action([0.5]), "expected two finite numbers"),
+    ],
+)
+def test_bad_requests_are_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+# The simulator against the plain reference
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"load": 6.0, "owners": 9},
+        {"unit_percent": 0.0, "pod_spread": 0.3},
+        {"unit_percent": 10.0, "node_spread": 3.0, "owner_spread": 2.0},
+    ],
+    ids=["default", "crowded", "any-share", "coarse"],
+)
+def test_simulator_agrees_with_the_plain_reference(options: dict[str, float]) -> None:
+    """Every decision of eight streams, random actions that starve, waste and kill: the same outcome from other code."""
+    config = AllocationConfig(arrivals=96, **options)  # type: ignore[arg-type]
+    streams, rng = 8, np.random.default_rng(3)
+    batch = AllocationBatch(config, streams)
+    batch.seed(np.arange(streams) * 7919 + 11)
+    batch.reset()
+    nodes = [Node(7919 * i + 11, config) for i in range(streams)]
+    seen = {"oom": 0, "missed": 0, "shared": 0, "waited": 0}
+    for _ in range(config.arrivals):
+        for i, node in enumerate(nodes):
+            assert batch.obs[i].tolist() == pytest.approx(node.observation(), abs=2e-5)
+        actions = rng.random((streams, 2)).astype(np.float32)
+        actions[:, 1] *= rng.choice([0.1, 1.0], streams)
+        batch.step(actions, autoreset=False)
+        for i, node in enumerate(nodes):
+            expected, found = node.step(actions[i].tolist()), batch.outcome[i].tolist()
+            assert found[dynamics.O_REWARD] == pytest.approx(expected.reward, abs=1e-4)
+            assert found[dynamics.O_CORES] == pytest.approx(expected.cores, rel=1e-5)
+            assert found[dynamics.O_MEMORY] == expected.memory
+            assert found[dynamics.O_USAGE] == pytest.approx(expected.usage, rel=1e-4)
+            assert (found[dynamics.O_MET] > 0.5, found[dynamics.O_OOM] > 0.5) == (expected.met, expected.oom)
+            assert found[dynamics.O_PODS] == expected.pods
+            assert found[dynamics.O_TIME] == pytest.approx(expected.time_s, rel=1e-5)
+            assert found[dynamics.O_WAIT] == pytest.approx(expected.wait_s, rel=1e-4, abs=0.05)
+            seen["oom"] += expected.oom
+            seen["missed"] += not expected.met
+            seen["shared"] += expected.pods > 2
+            seen["waited"] += expected.wait_s > 0
+    assert min(seen.values()) > 20, f"the streams hardly exercise something: {seen}"
+
+
+def test_streams_do_not_depend_on_decisions() -> None:
+    """Policies are compared on the same pods: what comes is the same whatever was decided."""
+    asked = []
+    for value in (0.0, 1.0):
+        batch = AllocationBatch(AllocationConfig(arrivals=50), 4)
+        batch.seed([1, 2, 3, 4])
+        batch.reset()
+        rows = []
+        for _ in range(50):
+            rows.append(batch.state["ask"][:, : dynamics.ASK_WAIT].clone())
+            batch.step(np.full((4, 2), value), autoreset=False)
+        asked.append(torch.stack(rows))
+    assert torch.equal(asked[0], asked[1])
+
+
+def test_needs_are_as_said() -> None:
+    """The needed part of a request has the mean and spread of a Beta(2, 2.5), and hardly anyone asks for too little."""
+    batch = AllocationBatch(AllocationConfig(history=True), 4096)
+    batch.reset()
+    needs = batch.state["habits"][:, :, dynamics.HABIT_NEED]
+    assert float(needs.mean()) == pytest.approx(2 / 4.5, abs=0.03)
+    assert float(needs.std()) == pytest.approx(0.212, abs=0.05)
+    result = play_rules(batch, ["grant"])["grant"]
+    assert result["qos"] > 0.99
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**62), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=40))
+def test_the_gpu_is_never_oversold_and_rewards_stay_in_range(seed: int, actions: list[tuple[float, float]]) -> None:
+    batch = AllocationBatch(AllocationConfig(history=True, load=8.0), 1)
+    batch.seed([seed])
+    batch.reset()
+    for action in actions:
+        obs, reward, _ = batch.step([action])
+        n = int(batch.state["count"][0, 1])
+        pods = batch.state["pods"][0, :n]
+        assert pods[:, dynamics.CORES].sum() <= 100 + 1e-3
+        assert pods[:, dynamics.MEMORY].sum() <= 32768
+        assert (obs >= 0).all()
+        assert (obs <= 1).all()
+        assert -1.0 <= float(reward[0]) <= 1.5
+
+
+# Environments
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_checker_is_silent(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(gymnasium.make(name, render_mode="rgb_array").unwrapped)
+
+
+def test_pettingzoo_contracts() -> None:
+    parallel_api_test(gpu_allocation_v0.parallel_env(n_nodes=3), num_cycles=300)
+    api_test(gpu_allocation_v0.env(n_nodes=2), num_cycles=300)
+    parallel_seed_test(gpu_allocation_v0.parallel_env)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_the_vector_environment_plays_what_single_ones_play(name: str) -> None:
+    """Environment i with seed s + i, step by step, over two episodes with resets in between; B = 1 and B = 3."""
+    rng = np.random.default_rng(0)
+    for n in (1, 3):
+        vector = gymnasium.make_vec(name, num_envs=n, vectorization_mode="vector_entry_point", arrivals=20)
+        singles = [gymnasium.make(name, arrivals=20) for _ in range(n)]
+        obs, _ = vector.reset(seed=5)
+        for i, single in enumerate(singles):
+            assert np.array_equal(obs[i], single.reset(seed=5 + i)[0])
+        for step in range(1, 45):
+            actions = rng.random((n, 2)).astype(np.float32)
+            obs, rewards, terminated, truncated, infos = vector.step(actions)
+            assert not terminated.any()
+            for i, single in enumerate(singles):
+                one, reward, _, done, info = single.step(actions[i])
+                assert rewards[i] == reward
+                assert truncated[i] == done == (step % 20 == 0)
+                if done:
+                    assert np.array_equal(infos["final_obs"][i], one)
+                    assert infos["final_info"]["mean_reward"][i] == info["mean_reward"]
+                    assert infos["final_info"]["latency_ms"][i] == info["latency_ms"]
+                    assert not infos["_latency_ms"][i]
+                    one, _ = single.reset()
+                else:
+                    for key, value in info.items():
+                        assert infos[key][i] == value, key
+                        assert infos[f"_{key}"][i]
+                assert np.array_equal(obs[i], one)
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for serial in (10**9, 1):
+        monkeypatch.setattr("clustergym.gpu_allocation.batch.SERIAL", serial)
+        batch = AllocationBatch(AllocationConfig(history=True), 37)
+        batch.seed(np.arange(37))
+        batch.reset()
+        for _ in range(5):
+            batch.step(batch.oracle())
+        results.append(batch.state_dict())
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+
+
+def test_returned_arrays_are_never_written_again() -> None:
+    vector = gymnasium.make_vec(IDS[1], num_envs=2, vectorization_mode="vector_entry_point")
+    kept = [vector.reset(seed=1)[0]]
+    copies = [kept[0].copy()]
+    for _ in range(3):
+        obs, reward, _, _, infos = vector.step(np.full((2, 2), 0.5, np.float32))
+        kept += [obs, reward, infos["efficiency"]]
+        copies += [each.copy() for each in kept[-3:]]
+    assert all(np.array_equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_every_reward_term_is_in_info() -> None:
+    env = gymnasium.make("GPUAllocation-v0", arrivals=64)
+    env.reset(seed=3)
+    rng, done = np.random.default_rng(1), False
+    rewards = []
+    while not done:
+        _, reward, _, done, info = env.step(rng.random(2).astype(np.float32))
+        terms = [info[key] for key in ("efficiency", "qos", "monopoly", "under_allocation")]
+        assert reward == pytest.approx(sum(terms), abs=1e-6)
+        again = compute_reward(
+            info["allocated_cores"],
+            info["allocated_memory_mb"],
+            info["actual_usage"],
+            info["qos_met"],
+            info["running_pods"],
+        )
+        assert reward == pytest.approx(again, abs=1e-5)
+        rewards.append(reward)
+    assert info["mean_reward"] == pytest.approx(np.mean(rewards))
+
+
+def test_history_tells_what_the_owner_used() -> None:
+    """Followed by hand: an owner's mean and largest need, last share, misses, as the next pod of that owner sees them."""
+    batch = AllocationBatch(AllocationConfig(history=True, owners=1, arrivals=50), 1)
+    batch.seed([4])
+    obs = batch.reset()
+    assert not obs[0, 5:19].any() or obs[0, 11] == 1
+    parts, missed = [], []
+    for step in range(1, 13):
+        asked = batch.state["ask"][0].tolist()
+        batch.step([[0.02 * step, 1.0]])
+        out = batch.outcome[0].tolist()
+        share = out[dynamics.O_CORES] / out[dynamics.O_REQUEST]
+        load = asked[dynamics.ASK_RATE] * out[dynamics.O_LATENCY] / asked[dynamics.ASK_BATCH]
+        late = out[dynamics.O_LATENCY] / asked[dynamics.ASK_SLO]
+        parts.append(min(max(load, late) * share, 1.0))
+        missed.append(out[dynamics.O_MET] < 0.5)
+        # Where the objective is met and latency does not bind, what was needed is what was used.
+        if load < 1 and late < load:
+            assert parts[-1] == pytest.approx(out[dynamics.O_USAGE] / out[dynamics.O_REQUEST], rel=1e-4)
+        mean, worst = parts[0], parts[0]
+        for n, part in enumerate(parts[1:], 2):
+            mean += max(1 / n, 0.15) * (part - mean)
+            worst = max(part, 0.97 * worst)
+        cores = float(obs[0, 0])
+        assert obs[0, 5] == pytest.approx(step / (step + 4))
+        assert obs[0, 6] == pytest.approx(mean, rel=1e-4)
+        assert obs[0, 9] == missed[-1]
+        assert obs[0, 12] == pytest.approx(mean * cores, rel=1e-4)
+        assert obs[0, 13] == pytest.approx(worst * cores, rel=1e-4)
+        assert obs[0, 14] == pytest.approx(parts[-1] * cores, rel=1e-4)
+        assert obs[0, 15] == pytest.approx(share * cores, rel=1e-4)
+
+
+def test_a_killed_pod_leaves_and_is_remembered() -> None:
+    batch = AllocationBatch(AllocationConfig(history=True, owners=1), 1)
+    batch.seed([2])
+    batch.reset()
+    batch.step([[1.0, 0.0]])
+    assert batch.outcome[0, dynamics.O_OOM] == 1
+    assert batch.outcome[0, dynamics.O_USAGE] == 0
+    assert batch.outcome[0, dynamics.O_REWARD] <= -0.5
+    assert batch.obs[0, 4] == 0, "it must be gone"
+    assert batch.obs[0, 10] == 1, "its owner's next pod shows the kill"
+
+
+def test_nodes_of_a_federation_differ_and_stay_as_they_are() -> None:
+    mixes = edge_mixes(5)
+    assert mixes[:3] == edge_mixes(3)
+    assert len({mix.over_ask for mix in mixes}) == 5
+    batch = AllocationBatch.for_nodes(4, 256, AllocationConfig(history=True))
+    batch.seed(np.arange(1024))
+    batch.reset()
+    habits = batch.state["habits"].view(4, 256, 6, dynamics.N_HABIT)
+    for i in range(4):
+        usual = (habits[i, :, :, dynamics.HABIT_APP] == i).float().mean()
+        assert float(usual) == pytest.approx(0.7, abs=0.05)
+        expected = 0.8 / (1 + math.exp(-mixes[i].over_ask))
+        assert float(habits[i, :, :, dynamics.HABIT_NEED].median()) == pytest.approx(expected, abs=0.05)
+
+
+def test_state_goes_on_exactly_where_it_was_saved() -> None:
+    batch = AllocationBatch(AllocationConfig(history=True, arrivals=10), 3)
+    batch.seed([1, 2, 3])
+    batch.reset()
+    rng = np.random.default_rng(0)
+    actions = rng.random((25, 3, 2)).astype(np.float32)
+    for action in actions[:7]:
+        batch.step(action)
+    saved = batch.state_dict()
+    other = AllocationBatch(AllocationConfig(history=True, arrivals=10), 3)
+    other.load_state_dict(saved)
+    for action in actions[7:]:
+        a, b = batch.step(action), other.step(action)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    with pytest.raises(ValueError, match="saved environments have shape"):
+        AllocationBatch(AllocationConfig(history=True), 4).load_state_dict(saved)
+
+
+# Bad input
+
+
+def test_bad_actions_are_refused() -> None:
+    env = GPUAllocationEnv()
+    env.reset(seed=1)
+    with pytest.raises(ValueError, match=r"action of environment 0 is \[nan, 0.5\]: expected two finite numbers"):
+        env.step(np.array([np.nan, 0.5], np.float32))
+    with pytest.raises(ValueError, match=r"actions have shape \(1, 3\): expected \(1, 2\)"):
+        env.step(np.zeros(3, np.float32))
+    parallel = gpu_allocation_v0.parallel_env(n_nodes=2)
+    parallel.reset(seed=1)
+    with pytest.raises(ValueError, match="no action for 'node_1'"):
+        parallel.step({"node_0": np.zeros(2, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arrivals": 0}, "arrivals is 0: expected 1"),
+        ({"load": 0.0}, "load is 0.0: expected more than 0"),
+        ({"owners": 65}, "owners is 65"),
+        ({"unit_percent": -1.0}, "unit_percent is -1.0"),
+        ({"pod_spread": math.nan}, "pod_spread is nan"),
+        ({"speed": 3}, "unknown argument 'speed'; the environment takes: arrivals,"),
+        ({"render_mode": "ansi"}, "unknown render_mode 'ansi'"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPUAllocationEnv(**options)  # type: ignore[arg-type]
+
+
+def test_bad_mixes_and_workloads_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected 4 weights"):
+        NodeMix(0.0, (1.0, 2.0))
+    with pytest.raises(ValueError, match="n_nodes is 0"):
+        edge_mixes(0)
+    with pytest.raises(ValueError, match=r"pod 1 asks for 5.0 % of the GPU: expected 10 … 100"):
+        Workload(np.array([50.0, 5.0]), np.ones(2), np.zeros(2, bool))
+    with pytest.raises(ValueError, match=r"pod 0 lives -1.0 s"):
+        Workload(np.array([50.0]), np.array([-1.0]), np.zeros(1, bool))
+    with pytest.raises(ValueError, match="mixes has 2 entries for 3 environments"):
+        AllocationBatch(num_envs=3, mixes=edge_mixes(2))
+
+
+def openb_file(path: Path, *rows: str) -> Path:
+    path.write_text("\n".join([HEADER, *rows]) + "\n")
+    return path
+
+
+def test_openb_files_are_read(tmp_path: Path) -> None:
+    rows = [
+        "a,12000,16384,1,1000,,LS,Running,0,100,0",  # a whole GPU: passed over
+        "b,6000,12288,1,460,,LS,Running,10,70,10",
+        "c,6000,12288,0,0,,BE,Running,10,70,10",  # none: passed over
+        "d,6000,12288,1,50,,BE,Failed,0,30,1",  # raised to 10 %
+        "e,6000,12288,1,810,,Burstable,Pending,5,5,",  # never lived
+        "f,6000,12288,1,320,V100M16|V100M32,Guaranteed,Running,0,1e9,0",
+    ]
+    workload = read_openb(openb_file(tmp_path / "pods.csv", *rows))
+    assert workload.cores.tolist() == [46.0, 10.0, 32.0]
+    assert workload.life_s.tolist() == [60.0, 30.0, 1e9]
+    assert workload.latency_sensitive.tolist() == [True, False, True]
+    assert workload.rows()[2, 1] == 4 * 3600, "a life beyond any episode is cut"
+    env = gymnasium.make("GPUAllocation-v0", workload=tmp_path / "pods.csv")
+    obs, _ = env.reset(seed=1)
+    assert round(100 * float(obs[0])) in (46, 10, 32)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("b,6000,12288,1,lots,,LS,Running,10,70,10", "line 3: gpu_milli is 'lots': expected a number"),
+        ("b,6000,12288,1,1200,,LS,Running,10,70,10", "line 3: gpu_milli is 1200: expected 0 … 1000"),
+        ("b,6000,12288,-1,460,,LS,Running,10,70,10", "line 3: num_gpu is -1: expected 0 or more"),
+        ("b,6000,12288,1,460,,Best,Running,10,70,10", "line 3: qos is 'Best': expected LS, Guaranteed, BE, Burstable"),
+        ("b,6000,12288,1,460,,LS,Running,70,10,10", "line 3: deletion_time 10 is before creation_time 70"),
+        ("b,6000,12288,1", "line 3: gpu_milli is None: expected a number"),
+        ("b,6000,12288,1,460,,LS,Running,,70,10", "line 3: creation_time is '': expected a number"),
+        ("b,6000,12288,1,nan,,LS,Running,10,70,10", "line 3: gpu_milli is nan: expected 0 … 1000"),
+    ],
+)
+def test_malformed_rows_are_named_by_their_line(tmp_path: Path, row: str, message: str) -> None:
+    path = openb_file(tmp_path / "pods.csv", "a,12000,16384,1,470,,LS,Running,0,100,0", row)
+    with pytest.raises(ValueError, match=message):
+        read_openb(path)
+
+
+def test_files_without_the_columns_or_without_pods_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("name,gpu\na,1\n")
+    with pytest.raises(ValueError, match="line 1: no column 'num_gpu'"):
+        read_openb(tmp_path / "x.csv")
+    with pytest.raises(ValueError, match="no pod with a part of one GPU"):
+        read_openb(openb_file(tmp_path / "y.csv", "a,12000,16384,1,1000,,LS,Running,0,100,0"))
+    with pytest.raises(FileNotFoundError):
+        AllocationBatch(AllocationConfig(workload=tmp_path / "none.csv"))
+
+
+def test_the_synthetic_workload_is_what_it_says() -> None:
+    workload = synthetic_workload()
+    assert workload.cores.min() >= 15
+    assert workload.cores.max() <= 90
+    assert workload.cores.mean() == pytest.approx(43, abs=0.5)
+    assert np.median(workload.life_s) == pytest.approx(539, rel=0.01)
+    assert workload.latency_sensitive.mean() == pytest.approx(759 / 3078, abs=0.001)
+
+
+def test_the_real_trace_can_be_read() -> None:
+    path = Path(__file__).parents[2] / "shared" / "data" / "gpu" / "openb" / "openb_pod_list_default.csv"
+    if not path.exists():
+        pytest.skip("the openb trace is not here")
+    workload = read_openb(path)
+    assert len(workload.cores) == pytest.approx(3078, rel=0.01)
+    assert np.median(workload.cores) == 47.0
+
+
+# Rules
+
+
+def test_the_oracle_is_the_best_of_every_decision() -> None:
+    """Every unit of cores tried on copies of the same moment: none earns more than the oracle's choice."""
+    config = AllocationConfig(history=True, load=5.0)
+    batch = AllocationBatch(config, 16)
+    batch.seed(np.arange(16))
+    batch.reset()
+    for _ in range(12):
+        batch.step(batch.oracle())
+    saved, memory = batch.state_dict(), batch.oracle()[:, 1]
+    best = torch.full((16,), -np.inf, dtype=torch.float64)
+    for level in range(10, 101):
+        batch.load_state_dict(saved)
+        action = torch.stack([torch.full((16,), (level - 10) / 90), torch.ones(16)], 1)
+        best = torch.maximum(best, batch.step(action)[1].clone())
+    batch.load_state_dict(saved)
+    assert torch.allclose(batch.step(batch.oracle())[1], best, atol=1e-6)
+    assert (memory < 1).all()
+
+
+def test_vpa_recommends_the_percentile_with_its_margin() -> None:
+    """Ten samples, 5 % … 50 %: P90 is the upper end of the bucket that holds 45 %; +15 %. After a kill memory is bumped."""
+    batch = AllocationBatch(AllocationConfig(history=True, owners=2), 1)
+    batch.reset()
+    rule = VPA(batch)
+    batch.state["ask"][0, dynamics.ASK_CORES], batch.state["ask"][0, dynamics.ASK_MEMORY] = 100.0, 32768.0
+    batch.state["ask"][0, dynamics.ASK_OWNER] = 1
+    assert rule.decide()[0][0] == 100, "an owner nobody has met gets the request"
+    out = batch.outcome[0]
+    out[dynamics.O_OWNER], out[dynamics.O_USED_MB] = 1, 1000.0
+    for usage in range(5, 51, 5):
+        out[dynamics.O_USAGE] = usage
+        rule.learn()
+    cores, memory = rule.decide()
+    assert 1.15 * 45 <= cores[0] <= 1.15 * 45 * 1.05
+    assert 1150 <= memory[0] <= 1150 * 1.05 + 1
+    batch.state["ask"][0, dynamics.ASK_OWNER] = 0
+    assert rule.decide()[0][0] == 100, "owners are kept apart"
+    killed = VPA(batch)
+    out[dynamics.O_OWNER], out[dynamics.O_OOM] = 0, 1.0
+    killed.learn()
+    assert 1.15 * 1200 <= killed.decide()[1][0] <= 1.15 * 1200 * 1.05 + 1
+    assert killed.decide()[0][0] == 100, "a killed pod says nothing of its cores"
+
+
+def test_old_samples_fade_by_half_a_day() -> None:
+    batch = AllocationBatch(AllocationConfig(), 1)
+    batch.reset()
+    rule, out = VPA(batch), batch.outcome[0]
+    out[dynamics.O_USAGE], out[dynamics.O_TIME] = 80.0, 0.0
+    rule.learn()
+    out[dynamics.O_USAGE], out[dynamics.O_TIME] = 20.0, 4 * 24 * 3600.0  # 16 times the weight: P90 is at the new level
+    rule.learn()
+    batch.state["ask"][0, dynamics.ASK_CORES] = 100.0
+    assert 1.15 * 20 <= rule.decide()[0][0] <= 1.15 * 20 * 1.05
+
+
+def test_the_controller_keeps_within_its_dead_band() -> None:
+    batch = AllocationBatch(AllocationConfig(), 1)
+    batch.reset()
+    rule, out = Proportional(batch), batch.outcome[0]
+    batch.state["ask"][0, dynamics.ASK_CORES] = 100.0
+    for usage, met, expected in ((40.0, 1.0, 50.0), (28.0, 1.0, 28 / 0.9), (50.0, 0.0, 50 / 0.9)):
+        out[dynamics.O_CORES], out[dynamics.O_USAGE], out[dynamics.O_MET] = 50.0, usage, met
+        if usage == 40.0:
+            out[dynamics.O_USAGE] = 42.0  # 84 %: within 10 % of 90 %
+        rule.learn()
+        assert rule.decide()[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_rules_rank_as_they_should(name: str) -> None:
+    """The oracle beats all; granting rarely misses; what sees usage is more efficient than what does not."""
+    batch = AllocationBatch(AllocationConfig(history=name == IDS[1]), 64)
+    results = play_rules(batch)
+    assert set(results) == set(RULES)
+    assert max(results, key=lambda rule: results[rule]["reward"]) == "oracle"
+    assert results["grant"]["qos"] > 0.99
+    assert results["cut-0.8"]["efficiency"] > results["grant"]["efficiency"] + 0.05
+    assert results["vpa-fraction"]["efficiency"] > results["cut-0.8"]["efficiency"]
+    assert gap_closed(results["vpa"]["reward"], results) == 0
+    assert gap_closed(results["oracle"]["reward"], results) == 1
+    again = play(batch, RULES["grant"](batch).act)
+    assert again == results["grant"], "the same streams for everyone, every time"
+
+
+# Command line
+
+
+def test_eval_compares_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    command = ["eval", "--task", "gpu-allocation", "--env-id", IDS[0], "--streams", "16", "--seed", "3"]
+    assert main([*command, "--json", str(out), "--plot", str(tmp_path / "bars.png")]) == 0
+    document = json.loads(out.read_text())
+    assert {row["policy"] for row in document["policies"]} == set(RULES)
+    for row in document["policies"]:
+        assert {"reward", "qos", "efficiency", "oom", "monopoly", "wait_s", "reward_ci95", "gap_closed"} <= row.keys()
+    assert (document["env_id"], document["streams"], document["seed"]) == (IDS[0], 16, 3)
+    assert (tmp_path / "bars.png").stat().st_size > 5000
+    assert "oracle" in capsys.readouterr().out
+    direct = play_rules(AllocationBatch(num_envs=16), ["grant"], HELD_OUT_SEED + 3 * 2**20)["grant"]
+    assert next(r for r in document["policies"] if r["policy"] == "grant")["reward"] == direct["reward"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--env-id", "CartPole-v1"], "unknown --env-id 'CartPole-v1'"),
+        (["--policy", "luck"], "unknown policy 'luck'; the rules are: grant"),
+        (["--streams", "0"], "--streams is 0"),
+        (["--checkpoint", "nowhere.pt"], "no checkpoint here"),
+        (["--plot", "bars.txt"], "expected a file that ends in .png"),
+    ],
+)
+def test_eval_refuses_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--task", "gpu-allocation", "--streams", "2", *flags]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_the_reward_is_light_to_import() -> None:
+    """An agent on a node imports it: neither torch nor numba may come along."""
+    code = (
+        "import sys; from clustergym.gpu_allocation import compute_reward, transform_action; "
+        "heavy = {'torch', 'numba', 'pygame', 'scipy'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Picture
+
+
+def test_the_picture_shows_shares_use_and_misses() -> None:
+    """Two pods on a known GPU: the colours lie where the shares are, and a miss is orange."""
+    fine = [2.0, 40.0, 20.0, 1.0, 0.0]
+    bad = [0.0, 30.0, 30.0, 0.0, 60.0]
+    shots = [
+        Snapshot(0.0, np.array([fine], np.float32), 1.0, 1.0),
+        Snapshot(60.0, np.array([fine, bad], np.float32), -0.1, 0.5),
+    ]
+    picture, area = draw(shots), chart_area()
+    assert np.array_equal(picture, draw(shots))
+    first, second = columns(shots, area)
+    assert (first.x, second.right) == (area.x, area.right)
+
+    def at(column: object, percent: float) -> tuple[int, ...]:
+        y = area.bottom - round(area.h * percent / 100)
+        return tuple(int(c) for c in picture[y, column.centerx])  # type: ignore[attr-defined]
+
+    assert at(first, 10) == OWNERS[2]
+    assert at(first, 30) == dim(OWNERS[2])
+    assert at(second, 60) == OWNERS[0]
+    assert at(first, 60) not in (OWNERS[0], dim(OWNERS[0]))
+
+    def orange(part: np.ndarray) -> int:
+        return int((part == ORANGE).all(-1).sum())
+
+    assert orange(picture[area.top : area.bottom, second.x : second.right]) > 500
+    assert orange(picture[area.top : area.bottom, first.x : first.right - 2]) == 0
+
+
+def test_rendering_follows_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = gymnasium.make("GPUAllocation-v0", render_mode="rgb_array").unwrapped
+    env.reset(seed=1)
+    empty = env.render()
+    assert empty.shape == (560, 1100, 3)
+    for _ in range(60):
+        env.step(np.array([0.2, 0.5], np.float32))
+    assert not np.array_equal(env.render(), empty)
+    recorder = env._recorder
+    assert isinstance(recorder, Recorder)
+    assert len(recorder.snapshots) == 48, "older ones leave the picture"
+    for shot in recorder.snapshots:
+        assert shot.pods[:, 1].sum() <= 100.01
+        assert (shot.pods[:, 2] <= shot.pods[:, 1] + 1e-3).all()
+    env.reset()
+    assert np.array_equal(env.render(), empty)
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    human = gymnasium.make("GPUAllocationHistory-v0", render_mode="human").unwrapped
+    human.reset(seed=1)
+    human.step(np.array([0.2, 0.5], np.float32))
+    human.close()
+    window = open_window()
+    window.show(recorder.snapshots)
+    window.close()
+    parallel = gpu_allocation_v0.parallel_env(n_nodes=2, render_mode="rgb_array")
+    parallel.reset(seed=1)
+    assert parallel.render().shape == (560, 1100, 3)

@@ -1,0 +1,855 @@
+"""The core of PPO, detail by detail: closed forms, slow references, and rollouts in an environment that can be worked out by hand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clustergym.training import World, load_checkpoint, read_scalars, run_folder
+from trainers import load_trainer
+
+ppo = load_trainer("ppo")
+CPU = torch.device("cpu")
+
+
+class Corridor(gym.Env):
+    """Counts steps: the observation is (step, episode), episode e lasts 2 + e % 3 steps and is cut off rather than over when e is odd.
+
+    The reward is 1 + step + 10 · action, and where ``masked`` is set, action step % 3 is invalid: all can be worked out from what is seen.
+    """
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, masked: bool = False) -> None:
+        self.masked = masked
+        self.episode = -1
+
+    def observe(self) -> tuple[np.ndarray, dict[str, Any]]:
+        valid = np.ones(3, np.int8)
+        valid[self.step_count % 3] = 0
+        return np.array([self.step_count, self.episode], np.float32), {"action_mask": valid} if self.masked else {}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.episode = int(self.np_random.integers(3)) if seed is not None else self.episode + 1
+        self.step_count = 0
+        return self.observe()
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if self.masked:
+            assert action != self.step_count % 3, "an invalid action was played"
+        reward = 1.0 + self.step_count + 10.0 * float(action)
+        self.step_count += 1
+        ended = self.step_count >= 2 + self.episode % 3
+        obs, info = self.observe()
+        return obs, reward, ended and self.episode % 2 == 0, ended and self.episode % 2 == 1, info
+
+
+def corridors_that_reset_in_a_step_of_their_own(num_envs: int, masked: bool = False) -> SyncVectorEnv:
+    return SyncVectorEnv([partial(Corridor, masked)] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environments() -> Iterator[None]:
+    gym.register("Corridor-v0", Corridor)
+    gym.register("CorridorMasked-v0", Corridor, kwargs={"masked": True})
+    gym.register("CorridorBatched-v0", Corridor, vector_entry_point=corridors_that_reset_in_a_step_of_their_own)
+    yield
+    for name in ("Corridor-v0", "CorridorMasked-v0", "CorridorBatched-v0"):
+        del gym.registry[name]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def small(**changes: Any) -> Any:
+    return ppo.Args(**({"num_envs": 3, "num_steps": 8, "eval_episodes": 0, "total_timesteps": 72} | changes))
+
+
+def rollouts(**changes: Any) -> Any:
+    args = small(**changes)
+    agent = ppo.Agent(2, 3)
+    runner = ppo.Rollouts(args, agent, CPU)
+    runner.restart(7)
+    return runner
+
+
+# 1: vectorised architecture
+
+
+@pytest.mark.parametrize("env_id", ["Corridor-v0", "CorridorBatched-v0"])
+def test_episodes_go_on_from_one_rollout_to_the_next(env_id: str) -> None:
+    runner = rollouts(env_id=env_id, num_steps=1, num_envs=2)
+    seen: list[list[tuple[float, float]]] = [[], []]
+    for _ in range(40):
+        fake = runner.next_done.copy() if not runner.same_step else np.zeros(2, bool)
+        batch, _ = runner.collect()
+        rows = iter(batch.obs.tolist())
+        for env in range(2):
+            if not fake[env]:
+                seen[env].append(tuple(next(rows)))
+    for trail in seen:
+        step, episode = trail[0]
+        for now in trail:
+            # Steps and episodes without a gap: nothing was reset, dropped or seen twice between rollouts.
+            assert now == (step, episode)
+            step, episode = (step + 1, episode) if step + 1 < 2 + episode % 3 else (0, episode + 1)
+
+
+def test_a_rollout_has_steps_times_envs_transitions_in_time_order() -> None:
+    batch, _ = rollouts(env_id="Corridor-v0").collect()
+    assert batch.obs.shape == (24, 2)
+    assert len(batch) == 24
+    assert batch.obs.view(8, 3, 2)[0, :, 0].tolist() == [0, 0, 0]
+    assert batch.obs.view(8, 3, 2)[1, :, 0].tolist() == [1, 1, 1]
+
+
+def test_resets_within_a_step_and_in_one_of_their_own_give_the_same_experience() -> None:
+    """The batched environment's reset steps are played and left out: what remains is what the others see."""
+    same, own = rollouts(env_id="Corridor-v0", num_steps=4), rollouts(env_id="CorridorBatched-v0", num_steps=10)
+    own.agent.load_state_dict(same.agent.state_dict())
+    one, other = same.collect()[0], own.collect()[0]
+    seen = {tuple(row) for row in one.obs.tolist()}
+    assert seen <= {tuple(row) for row in other.obs.tolist()}
+    assert len(other) < 30
+
+
+# 2: initialisation
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_weights_are_orthogonal_and_scaled(share: bool) -> None:
+    agent = ppo.Agent(5, 4, hidden=16, share_network=share)
+
+    def check(layer: nn.Linear, std: float) -> None:
+        rows = layer.weight if layer.weight.shape[0] <= layer.weight.shape[1] else layer.weight.T
+        torch.testing.assert_close(rows @ rows.T, std**2 * torch.eye(len(rows)), atol=1e-5, rtol=0)
+        assert layer.bias.abs().max() == 0
+
+    for trunk in (agent.actor_trunk, agent.critic_trunk):
+        check(trunk[0], math.sqrt(2))
+        check(trunk[2], math.sqrt(2))
+    check(agent.actor_head, 0.01)
+    check(agent.critic_head, 1.0)
+
+
+# 3: Adam
+
+
+def test_adam_epsilon_is_one_in_a_hundred_thousand() -> None:
+    """With eps ≫ |gradient| a first step moves by lr · g / (g + eps): it shows the epsilon in use."""
+    layer = nn.Linear(1, 1, bias=False)
+    optimizer = ppo.make_optimizer(layer, learning_rate=1.0)
+    before, gradient = layer.weight.item(), 1e-6
+    layer.weight.grad = torch.full((1, 1), gradient)
+    optimizer.step()
+    assert before - layer.weight.item() == pytest.approx(gradient / (gradient + 1e-5), rel=1e-2)
+
+
+# 4 and clip annealing
+
+
+def test_annealing_end_points() -> None:
+    assert ppo.anneal(3.0, 1, 10) == 3.0
+    assert ppo.anneal(3.0, 6, 10) == pytest.approx(1.5)
+    assert ppo.anneal(3.0, 10, 10) == pytest.approx(0.3)
+    assert ppo.anneal(3.0, 11, 10) == 0.0
+
+
+def trained(folder: Path, **changes: Any) -> dict[str, Any]:
+    return ppo.train(small(env_id="Corridor-v0", run_dir=folder, **changes), World())
+
+
+def test_learning_rate_and_clip_range_fall_linearly(tmp_path: Path) -> None:
+    trained(tmp_path, learning_rate=3e-3, clip_coef=0.3, anneal_clip=True)
+    assert read_scalars(tmp_path, "charts/learning_rate")[1] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert read_scalars(tmp_path, "charts/clip_coef")[1] == pytest.approx([0.3, 0.2, 0.1])
+
+
+def test_without_annealing_both_stay(tmp_path: Path) -> None:
+    trained(tmp_path, learning_rate=3e-3, clip_coef=0.3, anneal_lr=False)
+    assert read_scalars(tmp_path, "charts/learning_rate")[1] == pytest.approx([3e-3] * 3)
+    assert read_scalars(tmp_path, "charts/clip_coef")[1] == pytest.approx([0.3] * 3)
+
+
+# 5: generalised advantage estimation
+
+
+def slow_gae(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    terminations: np.ndarray,
+    dones: np.ndarray,
+    next_value: np.ndarray,
+    final_values: np.ndarray,
+    gamma: float,
+    lam: float,
+) -> np.ndarray:
+    """The definition: Σ_l (γλ)^l δ_{t+l} up to the end of the episode or of the rollout, summed forwards."""
+    steps, envs = rewards.shape
+    out = np.zeros((steps, envs))
+    for env in range(envs):
+        for t in range(steps):
+            weight = 1.0
+            for s in range(t, steps):
+                if terminations[s, env]:
+                    following = 0.0
+                elif dones[s, env]:
+                    following = final_values[s, env]
+                else:
+                    following = values[s + 1, env] if s + 1 < steps else next_value[env]
+                out[t, env] += weight * (rewards[s, env] + gamma * following - values[s, env])
+                weight *= gamma * lam
+                if dones[s, env]:
+                    break
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 9), st.integers(1, 3), st.floats(0, 1), st.floats(0, 1))
+def test_gae_is_its_definition_with_terminations_and_truncations_mixed(
+    data: st.DataObject, steps: int, envs: int, gamma: float, lam: float
+) -> None:
+    def numbers(*shape: int) -> np.ndarray:
+        return data.draw(hnp.arrays(np.float64, shape, elements=st.floats(-5, 5)))
+
+    rewards, values, final_values = (numbers(steps, envs) for _ in range(3))
+    next_value = numbers(envs)
+    kind = data.draw(hnp.arrays(np.int64, (steps, envs), elements=st.integers(0, 3)))
+    terminations, dones = kind == 1, (kind == 1) | (kind == 2)
+    inputs = (rewards, values, terminations, dones, next_value, final_values)
+    advantages, returns = ppo.compute_gae(*map(torch.from_numpy, inputs), gamma, lam)
+    expected = slow_gae(*inputs, gamma, lam)
+    np.testing.assert_allclose(advantages.numpy(), expected, atol=1e-9)
+    np.testing.assert_allclose(returns.numpy(), expected + values, atol=1e-9)
+
+
+def successor(step: float, episode: float) -> tuple[bool, bool]:
+    """(terminated, truncated) of the corridor's next step."""
+    ended = step + 1 >= 2 + episode % 3
+    return ended and episode % 2 == 0, ended and episode % 2 == 1
+
+
+@pytest.mark.parametrize("env_id", ["Corridor-v0", "CorridorBatched-v0"])
+@pytest.mark.parametrize("bootstrap", [True, False])
+@pytest.mark.parametrize("returns", ["gae", "td"])
+def test_a_rollouts_advantages_follow_from_what_was_seen(env_id: str, bootstrap: bool, returns: str) -> None:
+    """Worked out from the observations alone: the corridor's rules give rewards, ends and last observations."""
+    gamma, lam = 0.9, 0.8
+    runner = rollouts(
+        env_id=env_id,
+        num_envs=1,
+        num_steps=23,
+        gamma=gamma,
+        gae_lambda=lam,
+        bootstrap_truncated=bootstrap,
+        returns=returns,
+    )
+    batch, _ = runner.collect()
+
+    def value(step: float, episode: float) -> float:
+        with torch.no_grad():
+            return float(runner.agent.get_value(torch.tensor([[step, episode]], dtype=torch.float32)))
+
+    expected, targets, following_advantage = [], [], 0.0
+    for (step, episode), action in zip(batch.obs.tolist()[::-1], batch.actions.tolist()[::-1], strict=True):
+        terminated, truncated = successor(step, episode)
+        counts = not terminated and (bootstrap or not truncated)
+        target = 1 + step + 10 * action + gamma * value(step + 1, episode) * counts
+        delta = target - value(step, episode)
+        following_advantage = delta + gamma * lam * following_advantage * (not terminated and not truncated)
+        expected.insert(0, following_advantage)
+        targets.insert(0, target if returns == "td" else following_advantage + value(step, episode))
+    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(batch.returns, targets, rtol=1e-4, atol=1e-4)
+
+
+# 6: minibatches
+
+
+def made_up_batch(rows: int = 50, masked: bool = False) -> tuple[Any, Any]:
+    """(agent, batch) with old log-probabilities and values a little off the agent's own, so that every clip bites somewhere."""
+    agent = ppo.Agent(2, 3, hidden=8)
+    with torch.no_grad():
+        agent.actor_head.weight.mul_(100)
+    obs = torch.randn(rows, 2)
+    obs[:, 0] = torch.arange(rows) / rows
+    masks = torch.ones(rows, 3, dtype=torch.bool) if masked else None
+    if masks is not None:
+        masks[torch.arange(rows), torch.arange(rows) % 3] = False
+    actions = (torch.arange(rows) + 1) % 3
+    with torch.no_grad():
+        logits, values = agent(obs)
+        logprobs = ppo.mask_logits(logits, masks).log_softmax(-1)[torch.arange(rows), actions]
+    batch = ppo.Batch(
+        obs,
+        actions,
+        masks,
+        logprobs + 0.3 * torch.randn(rows),
+        2 + 3 * torch.randn(rows),
+        values + torch.randn(rows),
+        values + 0.5 * torch.randn(rows),
+    )
+    return agent, batch
+
+
+def test_an_epoch_uses_every_row_once_in_a_new_order() -> None:
+    agent, batch = made_up_batch(50)
+    orders: list[list[float]] = []
+    agent.register_forward_pre_hook(lambda _, inputs: orders.append((inputs[0][:, 0] * 50).round().int().tolist()))
+    ppo.update(
+        agent, ppo.make_optimizer(agent, 0.0), batch, small(update_epochs=3, num_minibatches=4), 0.2, 0.0, World()
+    )
+    assert [len(part) for part in orders] == [12, 13, 12, 13] * 3
+    epochs = [list(chain(*orders[i : i + 4])) for i in (0, 4, 8)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(50))
+        assert epoch != list(range(50))
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+# 7 to 11: the loss and the step
+
+
+def test_advantages_are_normalised() -> None:
+    advantages = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    out = ppo.normalize_advantages(advantages)
+    assert float(out.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(out.std()) == pytest.approx(1, abs=1e-6)
+    assert torch.isfinite(ppo.normalize_advantages(torch.ones(3))).all()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected"),
+    [(1.0, 2.0, -2.0), (1.5, 2.0, -2.4), (0.5, 2.0, -1.0), (1.5, -2.0, 3.0), (0.5, -2.0, 1.6), (1.1, -1.0, 1.1)],
+)
+def test_clipped_surrogate_by_hand(ratio: float, advantage: float, expected: float) -> None:
+    loss = ppo.policy_loss(torch.tensor([ratio]), torch.tensor([advantage]), 0.2)
+    assert float(loss) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "target", "expected"),
+    [
+        (1.0, 0.0, 2.0, 0.5 * 1.8**2),  # clipped to 0.2: further off, so that counts
+        (1.0, 0.9, 2.0, 0.5 * 1.0),  # within the range
+        (3.0, 0.0, -1.0, 0.5 * 16.0),  # clipping would flatter it: the plain error counts
+    ],
+)
+def test_value_loss_is_the_larger_of_plain_and_clipped(new: float, old: float, target: float, expected: float) -> None:
+    numbers = (torch.tensor([x]) for x in (new, old, target))
+    assert float(ppo.value_loss(*numbers, 0.2)) == pytest.approx(expected)
+
+
+def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
+    assert float(ppo.value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([1.0]), None)) == 2.0
+
+
+def reference_update(
+    agent: nn.Module, batch: Any, args: Any, clip: float, kl_coef: float, lr: float
+) -> list[dict[str, float]]:
+    """One row after another, straight from the formulas, with Adam written out: slow and independent of the trainer's functions."""
+    parameters = list(agent.parameters())
+    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
+    count, seen = 0, []
+    rows = len(batch.actions)
+    for _ in range(args.update_epochs):
+        order = torch.randperm(rows).tolist()
+        cuts = [int(i * rows / args.num_minibatches) for i in range(args.num_minibatches + 1)]
+        for lo, hi in pairwise(cuts):
+            part = order[lo:hi]
+            advantage = torch.stack([batch.advantages[i] for i in part])
+            if args.norm_adv:
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            total: Tensor | float = 0.0
+            stats = dict.fromkeys(
+                ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"), 0.0
+            )
+            for i, adv in zip(part, advantage, strict=True):
+                logits = agent.actor_head(agent.actor_trunk(batch.obs[i]))
+                value = agent.critic_head(agent.critic_trunk(batch.obs[i]))[0]
+                allowed = [a for a in range(3) if batch.masks is None or batch.masks[i, a]]
+                probs = dict(zip(allowed, torch.softmax(logits[allowed], 0), strict=True))
+                logr = probs[int(batch.actions[i])].log() - batch.logprobs[i]
+                r = logr.exp()
+                pg = -torch.min(r * adv, torch.clamp(r, 1 - clip, 1 + clip) * adv) if args.use_clipping else -r * adv
+                error = (value - batch.returns[i]) ** 2
+                if args.clip_vloss:
+                    near = batch.values[i] + torch.clamp(value - batch.values[i], -clip, clip)
+                    error = torch.max(error, (near - batch.returns[i]) ** 2)
+                entropy = -sum(p * p.log() for p in probs.values())
+                k3 = r - 1 - logr
+                total = total + pg - args.ent_coef * entropy + args.vf_coef * error / 2 + kl_coef * k3
+                for key, x in zip(stats, (pg, error / 2, entropy, -logr, k3, abs(r - 1) > clip), strict=True):
+                    stats[key] += float(x.detach()) / len(part)
+            gradients = torch.autograd.grad(total / len(part), parameters)
+            norm = math.sqrt(sum(float((g**2).sum()) for g in gradients))
+            scale = min(1.0, args.max_grad_norm / (norm + 1e-6))
+            count += 1
+            with torch.no_grad():
+                for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
+                    m.mul_(0.9).add_(0.1 * scale * g)
+                    v.mul_(0.999).add_(0.001 * (scale * g) ** 2)
+                    p -= lr * (m / (1 - 0.9**count)) / ((v / (1 - 0.999**count)).sqrt() + 1e-5)
+            seen.append(stats | {"grad_norm": norm})
+    return seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm_adv": False, "clip_vloss": False, "ent_coef": 0.1, "vf_coef": 0.25},
+        {"use_clipping": False, "kl_coef": 0.7},
+        {"max_grad_norm": 1e9, "masked": True},
+    ],
+    ids=["defaults", "plain", "kl-penalty", "masked"],
+)
+def test_an_update_is_what_the_formulas_say(changes: dict[str, Any]) -> None:
+    masked, kl_coef = changes.pop("masked", False), changes.get("kl_coef", 0.0)
+    agent, batch = made_up_batch(24, masked)
+    args = small(num_minibatches=3, update_epochs=2, **changes)
+    twin = copy.deepcopy(agent)
+    torch.manual_seed(5)
+    metrics = ppo.update(agent, ppo.make_optimizer(agent, 1e-2), batch, args, 0.2, kl_coef, World())
+    torch.manual_seed(5)
+    seen = reference_update(twin, batch, args, 0.2, kl_coef, 1e-2)
+    for mine, theirs in zip(agent.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    for key in seen[0]:
+        assert metrics[f"losses/{key}"] == pytest.approx(np.mean([each[key] for each in seen]), rel=1e-3, abs=1e-5), key
+    assert metrics["charts/updates"] == 6
+    unexplained = (batch.returns - batch.values).var() / batch.returns.var()
+    assert metrics["losses/explained_variance"] == pytest.approx(1 - float(unexplained), rel=1e-4)
+
+
+def test_gradients_are_clipped_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, batch = made_up_batch()
+    norms = []
+    step = torch.optim.Adam.step
+
+    def spy(self: torch.optim.Adam, *args: Any) -> Any:
+        norms.append(float(torch.stack([p.grad.norm() for p in agent.parameters()]).norm()))
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", spy)
+    batch.advantages *= 100
+    metrics = ppo.update(agent, ppo.make_optimizer(agent, 1e-3), batch, small(vf_coef=50.0), 0.2, 0.0, World())
+    assert metrics["losses/grad_norm"] > 1
+    assert max(norms) <= 0.5 + 1e-5
+    assert ppo.Args().max_grad_norm == 0.5
+
+
+def test_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The authors' own check: until the first step, the new policy is the old one (to the last bits of a float32)."""
+    ratios: list[Tensor] = []
+    plain = ppo.policy_loss
+
+    def spy(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
+        ratios.append(ratio.detach().clone())
+        return plain(ratio, advantages, clip_coef)
+
+    monkeypatch.setattr(ppo, "policy_loss", spy)
+    for env_id, actions, obs_size in (("CartPole-v1", 2, 4), ("CorridorMasked-v0", 3, 2)):
+        ratios.clear()
+        args = small(env_id=env_id, num_envs=8, num_steps=32)
+        agent = ppo.Agent(obs_size, actions)
+        runner = ppo.Rollouts(args, agent, CPU)
+        runner.restart(3)
+        optimizer = ppo.make_optimizer(agent, 1e-2)
+        for _ in range(3):
+            ratios.clear()
+            ppo.update(agent, optimizer, runner.collect()[0], args, 0.2, 0.0, World())
+            torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]), atol=1e-6, rtol=0)
+            assert (ratios[1] - 1).abs().max() > 1e-4
+        runner.close()
+
+
+# 12: debug variables
+
+
+def test_every_debug_variable_is_logged(tmp_path: Path) -> None:
+    trained(tmp_path)
+    losses = [
+        "policy_loss",
+        "value_loss",
+        "entropy",
+        "old_approx_kl",
+        "approx_kl",
+        "clipfrac",
+        "explained_variance",
+        "grad_norm",
+    ]
+    charts = [
+        "learning_rate",
+        "clip_coef",
+        "kl_coef",
+        "SPS",
+        "mean_return_100",
+        "episodic_return",
+        "episodic_length",
+        "updates",
+    ]
+    for tag in [f"losses/{name}" for name in losses] + [f"charts/{name}" for name in charts]:
+        steps, values = read_scalars(tmp_path, tag)
+        assert steps == [24, 48, 72], tag
+        assert np.isfinite(values).all(), tag
+
+
+def test_explained_variance_by_hand() -> None:
+    returns = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert ppo.explained_variance(returns, returns) == 1.0
+    assert ppo.explained_variance(torch.zeros(4), returns) == pytest.approx(0.0)
+    assert ppo.explained_variance(-returns, returns) == pytest.approx(-3.0)
+    assert math.isnan(ppo.explained_variance(returns, torch.ones(4)))
+
+
+# 13: networks
+
+
+def test_networks_are_separate_or_shared() -> None:
+    separate, shared = ppo.Agent(4, 2, 64), ppo.Agent(4, 2, 64, share_network=True)
+    trunk = 4 * 64 + 64 + 64 * 64 + 64
+    assert sum(p.numel() for p in separate.parameters()) == 2 * trunk + (64 * 2 + 2) + 65
+    assert sum(p.numel() for p in shared.parameters()) == trunk + (64 * 2 + 2) + 65
+    for agent, touched in ((separate, False), (shared, True)):
+        agent.get_value(torch.randn(5, 4)).sum().backward()
+        assert (agent.actor_trunk[0].weight.grad is not None) == touched
+        obs = torch.randn(6, 4)
+        logits, values = agent(obs)
+        assert torch.equal(logits, agent.get_logits(obs))
+        assert torch.equal(values, agent.get_value(obs))
+
+
+def test_the_flag_reaches_the_network(tmp_path: Path) -> None:
+    trained(tmp_path, share_network=True)
+    state = load_checkpoint(tmp_path / "checkpoint.pt", "ppo")["agent"]
+    assert torch.equal(state["actor_trunk.0.weight"], state["critic_trunk.0.weight"])
+
+
+# Masks
+
+
+@given(st.lists(st.floats(-3, 3), min_size=4, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4).filter(any))
+@settings(max_examples=50, deadline=None)
+def test_a_masked_distribution_is_the_distribution_over_valid_actions(logits: list[float], valid: list[bool]) -> None:
+    mask, raw = torch.tensor([valid]), torch.tensor([logits], dtype=torch.float64, requires_grad=True)
+    logprobs = ppo.mask_logits(raw, mask).log_softmax(-1)
+    known = torch.distributions.Categorical(logits=raw[mask])
+    torch.testing.assert_close(logprobs[mask], known.logits)
+    assert logprobs.exp()[~mask].sum() == 0
+    entropy = ppo.categorical_entropy(logprobs, mask)
+    torch.testing.assert_close(entropy[0], known.entropy())
+    entropy.sum().backward()
+    assert raw.grad is not None
+    assert raw.grad[~mask].abs().sum() == 0
+
+
+def test_invalid_actions_are_never_played() -> None:
+    """The corridor objects to one; the mask is that of the observation acted on, not of the one before."""
+    runner = rollouts(env_id="CorridorMasked-v0", num_steps=64)
+    batch, _ = runner.collect()
+    assert not (batch.actions == batch.obs[:, 0].long() % 3).any()
+    assert batch.masks is not None
+    assert torch.equal((~batch.masks).int().argmax(-1), batch.obs[:, 0].long() % 3)
+
+
+def test_actions_follow_the_policy() -> None:
+    """Frequencies of the Gumbel draw against the probabilities, five standard errors wide."""
+    runner = rollouts(env_id="Corridor-v0", num_envs=16, num_steps=256)
+    with torch.no_grad():
+        runner.agent.actor_head.weight.zero_()
+        runner.agent.actor_head.bias.copy_(torch.tensor([0.7, 0.2, 0.1]).log())
+    actions = runner.collect()[0].actions
+    for action, probability in enumerate((0.7, 0.2, 0.1)):
+        share = float((actions == action).float().mean())
+        assert abs(share - probability) < 5 * math.sqrt(probability * (1 - probability) / len(actions))
+
+
+# KL
+
+
+@pytest.mark.parametrize(("shift", "scale"), [(0.3, 1.0), (0.0, 1.3), (-0.5, 0.8)])
+def test_kl_estimators_against_the_exact_kl_of_normals(shift: float, scale: float) -> None:
+    old, new = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(shift, scale)
+    exact = float(torch.distributions.kl_divergence(old, new))
+    samples = old.sample((400_000,))
+    k1, k2, k3 = ppo.kl_estimators(new.log_prob(samples) - old.log_prob(samples))
+    for unbiased in (k1, k3):
+        error = float(unbiased.std()) / math.sqrt(len(samples))
+        assert abs(float(unbiased.mean()) - exact) < 5 * error
+    assert float(k3.min()) >= 0
+    assert float(k1.min()) < 0
+    grid = torch.linspace(-10, 10, 200_001, dtype=torch.float64)
+    density = old.log_prob(grid).exp()
+    squared = torch.trapezoid(density * (new.log_prob(grid) - old.log_prob(grid)) ** 2, grid)
+    assert abs(float(k2.mean() - squared / 2)) < 5 * float(k2.std()) / math.sqrt(len(samples))
+
+
+def test_kl_estimators_exactly_on_a_categorical() -> None:
+    """Expectations summed, not sampled: k1 and k3 are unbiased, k2 = E[(log r)²] / 2."""
+    old, new = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
+    exact = float((old * (old / new).log()).sum())
+    k1, k2, k3 = ppo.kl_estimators((new / old).log())
+    assert float((old * k1).sum()) == pytest.approx(exact, rel=1e-12)
+    assert float((old * k3).sum()) == pytest.approx(exact, rel=1e-12)
+    assert float((old * k2).sum()) == pytest.approx(float((old * (new / old).log() ** 2).sum()) / 2, rel=1e-12)
+
+
+def test_an_update_stops_after_the_epoch_that_moved_too_far() -> None:
+    agent, batch = made_up_batch()
+    optimizer = ppo.make_optimizer(agent, 1e-3)
+    stopped = ppo.update(agent, optimizer, batch, small(update_epochs=4, target_kl=1e-9), 0.2, 0.0, World())
+    whole = ppo.update(agent, optimizer, batch, small(update_epochs=4, target_kl=1e9), 0.2, 0.0, World())
+    assert stopped["charts/updates"] == 4
+    assert whole["charts/updates"] == 16
+
+
+def test_kl_penalty_adapts_to_its_target(tmp_path: Path) -> None:
+    trained(tmp_path / "low", kl_coef=1.0, kl_target=1e3)
+    assert read_scalars(tmp_path / "low", "charts/kl_coef")[1] == [0.5, 0.25, 0.125]
+    trained(tmp_path / "high", kl_coef=1.0, kl_target=1e-12)
+    assert read_scalars(tmp_path / "high", "charts/kl_coef")[1] == [2.0, 4.0, 8.0]
+
+
+# Several processes
+
+
+def in_two_processes(work: Callable[[World, Path], Any], folder: Path) -> list[Any]:
+    """What ``work`` returns in each rank; the processes are forked, so nothing is imported again."""
+
+    def rank(number: int) -> None:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
+        torch.save(work(World(number, 2), folder), folder / f"out{number}.pt")
+        torch.distributed.destroy_process_group()
+
+    children = []
+    for number in range(2):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                rank(number)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    assert codes == [0, 0]
+    return [torch.load(folder / f"out{number}.pt", weights_only=True) for number in range(2)]
+
+
+def test_gradients_are_averaged_over_processes(tmp_path: Path) -> None:
+    def work(world: World, _: Path) -> list[Tensor]:
+        layer = nn.Linear(2, 1)
+        layer.weight.grad = torch.full((1, 2), 1.0 + world.rank)
+        layer.bias.grad = torch.full((1,), 10.0 * world.rank)
+        world.average_gradients(layer.parameters())
+        return [layer.weight.grad, layer.bias.grad, torch.tensor(world.mean(3.0 * world.rank))]
+
+    for weight, bias, mean in in_two_processes(work, tmp_path):
+        assert weight.tolist() == [[1.5, 1.5]]
+        assert bias.tolist() == [5.0]
+        assert float(mean) == 1.5
+
+
+def test_processes_agree_on_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder("a")
+    folders = in_two_processes(lambda world, _: str(run_folder("a")), tmp_path)
+    assert folders == ["runs/a-2", "runs/a-2"]
+
+
+def test_two_processes_learn_one_network_from_their_own_experience(tmp_path: Path) -> None:
+    """Both ranks end with the same weights, which are those of averaged gradients: a rank on its own goes elsewhere."""
+
+    def work(world: World, folder: Path) -> list[Tensor]:
+        torch.set_num_threads(1)
+        agents: list[nn.Module] = []
+        make = ppo.make_optimizer
+        ppo.make_optimizer = lambda agent, lr: (agents.append(agent), make(agent, lr))[1]
+        ppo.train(small(env_id="CartPole-v1", run_dir=folder / "run", total_timesteps=96, target_kl=0.02), world)
+        return [p.detach() for p in agents[0].parameters()]
+
+    ours, theirs = in_two_processes(work, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    ppo.train(small(env_id="CartPole-v1", run_dir=tmp_path / "alone", total_timesteps=48), World())
+    alone = load_checkpoint(tmp_path / "alone" / "checkpoint.pt", "ppo")["agent"]
+    assert not torch.equal(alone["actor_head.weight"], ours[8])
+    # The world's two rollouts of 24 transitions are 48 steps an iteration.
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt", "ppo")["iteration"] == 2
+
+
+# Resuming
+
+
+def same_state(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same_state, a, b))
+    return bool(a == b)
+
+
+def final(folder: Path) -> dict[str, Any]:
+    state = load_checkpoint(folder / "checkpoint.pt", "ppo")
+    del state["args"]
+    return state
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Taxi-v4"])
+def test_an_interrupted_run_resumes_to_the_very_same_weights(
+    env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = small(env_id=env_id, checkpoint_interval=2, total_timesteps=24 * 7, num_minibatches=2)
+    whole = ppo.train(dataclasses.replace(args, run_dir=tmp_path / "whole", eval_episodes=2), World())
+
+    log = ppo.RunLogger.scalars
+
+    def dies(self: Any, values: dict[str, float], step: int) -> None:
+        if step == 24 * 5:  # one iteration beyond the checkpoint of the fourth
+            raise KeyboardInterrupt
+        log(self, values, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo.RunLogger, "scalars", dies)
+        with pytest.raises(KeyboardInterrupt):
+            ppo.train(dataclasses.replace(args, run_dir=tmp_path / "cut"), World())
+    assert final(tmp_path / "cut")["iteration"] == 4
+    torch.manual_seed(99)
+    again = dataclasses.replace(args, run_dir=tmp_path / "cut", resume=True, eval_episodes=2)
+    with pytest.raises(ValueError, match="eval_episodes was 0, now 2"):
+        ppo.train(again, World())
+    resumed = ppo.train(dataclasses.replace(again, eval_episodes=0), World())
+    assert same_state(final(tmp_path / "cut"), final(tmp_path / "whole"))
+    assert resumed["train_return_100"] == whole["train_return_100"]
+
+
+KILLED: dict[str, Any] = {
+    "num_envs": 4,
+    "num_steps": 16,
+    "total_timesteps": 64 * 30,
+    "checkpoint_interval": 7,
+    "update_epochs": 1,
+    "eval_episodes": 0,
+}
+
+# The trainer as a process of its own that meets SIGKILL: between two checkpoints, or with half of one on the disk.
+VICTIM = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from trainers import load_trainer
+ppo = load_trainer("ppo")
+saves = 0
+def replace(source, target, plain=os.replace):
+    global saves
+    saves += 1
+    if sys.argv[3] == "saving" and saves == 3:
+        os.truncate(source, 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(source, target)
+def scalars(self, values, step, plain=ppo.RunLogger.scalars):
+    plain(self, values, step)
+    if sys.argv[3] == "between" and step == 64 * 18:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace, ppo.RunLogger.scalars = replace, scalars
+ppo.train(ppo.Args(run_dir=Path(sys.argv[2]), **eval(sys.argv[4])), ppo.init_distributed())
+"""
+
+
+@pytest.mark.parametrize("moment", ["between", "saving"])
+def test_a_killed_process_resumes_to_the_very_same_weights(moment: str, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(folder), moment, repr(KILLED)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert final(folder)["iteration"] == 14
+    assert len(list(folder.glob(".checkpoint.pt?*"))) == (moment == "saving")
+    ppo.train(ppo.Args(run_dir=folder, resume=True, **KILLED), World())
+    ppo.train(ppo.Args(run_dir=tmp_path / "whole", **KILLED), World())
+    assert same_state(final(folder), final(tmp_path / "whole"))
+    # What the killed process logged beyond its checkpoint is hidden: one value a step.
+    steps, _ = read_scalars(folder, "losses/entropy")
+    assert steps == [64 * i for i in range(1, 31)]
+
+
+# Whatever environment
+
+
+def test_observations_are_flattened() -> None:
+    spaces = gym.spaces
+    space = spaces.Dict(
+        image=spaces.Box(0, 255, (2, 2), np.uint8),
+        kind=spaces.Discrete(3, start=5),
+        flags=spaces.MultiBinary(2),
+        action_mask=spaces.Box(0, 1, (4,), np.int8),
+    )
+    obs = {
+        "image": np.arange(8).reshape(2, 2, 2),
+        "kind": np.array([5, 7]),
+        "flags": np.array([[0, 1], [1, 0]]),
+        "action_mask": np.array([[1, 0, 1, 1], [0, 1, 0, 0]]),
+    }
+    rows = {"flags": [0, 1], "image": [0, 1, 2, 3], "kind": [1, 0, 0]}
+    flat = ppo.flatten(space, obs)
+    assert flat.shape == (2, ppo.flat_size(space)) == (2, 9)
+    assert flat[0].tolist() == list(chain(*(rows[key] for key in space if key != "action_mask")))
+    assert ppo.action_mask(obs, {}).tolist() == [[True, False, True, True], [False, True, False, False]]
+    with pytest.raises(TypeError, match="Tuple"):
+        ppo.flat_size(spaces.Tuple([space]))
+
+
+def test_continuous_actions_are_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"Pendulum-v1 has action space Box.* needs Discrete"):
+        ppo.make_envs("Pendulum-v1", 1)
+
+
+def test_too_few_steps_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 24"):
+        trained(tmp_path, total_timesteps=5)
+
+
+def test_evaluation_plays_whole_episodes_greedily() -> None:
+    """The corridor's greedy return is known: each step 1 + step + 10 · action."""
+    args = small(env_id="Corridor-v0", eval_episodes=5)
+    agent = ppo.Agent(2, 3)
+    with torch.no_grad():
+        agent.actor_head.weight.zero_()
+        agent.actor_head.bias.copy_(torch.tensor([0.0, 0.1, 0.0]))
+    returns = ppo.evaluate(agent, args, CPU)
+    possible = {sum(11.0 + step for step in range(length)) for length in (2, 3, 4)}
+    assert len(returns) == 5
+    assert set(returns) <= possible
+
+
+def test_cartpole_is_learned(tmp_path: Path) -> None:
+    """A tenth of the default run already holds the pole for long; chance is about 22."""
+    args = ppo.Args(run_dir=tmp_path, total_timesteps=51_200, eval_episodes=16, checkpoint_interval=0)
+    assert ppo.train(args, World())["mean_return"] > 150

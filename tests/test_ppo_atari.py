@@ -1,0 +1,326 @@
+"""Details 14–22: each wrapper on a scripted game whose frames and scores are known, then the real thing."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from clustergym.training import World, load_checkpoint, read_scalars
+from trainers import load_trainer
+
+gym = pytest.importorskip("gymnasium")
+pytest.importorskip("ale_py")
+pytest.importorskip("cv2")
+atari = load_trainer("ppo_atari")
+
+
+class Game(gym.Env):
+    """A console whose frame t has brightness t; it scores ``scores[t]``, loses lives at given frames and remembers every action."""
+
+    observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(
+        self, lose_life_at: tuple[int, ...] = (), length: int = 200, lives: int = 3, meanings: str = "NOOP FIRE UP DOWN"
+    ) -> None:
+        self.lose_life_at, self.length, self.start_lives, self.meanings = lose_life_at, length, lives, meanings.split()
+        self.ale, self.games, self.seeds = self, 0, []
+
+    def get_action_meanings(self) -> list[str]:
+        return self.meanings
+
+    def lives(self) -> int:
+        return self.left
+
+    def frame(self) -> np.ndarray:
+        return np.full((210, 160, 3), self.t % 256, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.left, self.actions = 0, self.start_lives, []
+        self.games += 1
+        self.seeds.append(seed)
+        return self.frame(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        self.actions.append(int(action))
+        self.left -= self.t in self.lose_life_at
+        return self.frame(), float(self.t), self.t >= self.length, False, {"t": self.t}
+
+
+# 14
+
+
+def test_a_game_begins_with_up_to_thirty_idle_frames() -> None:
+    game = Game()
+    env = atari.NoopReset(game)
+    waits = set()
+    for seed in range(300):
+        obs, info = env.reset(seed=seed)
+        assert set(game.actions) == {0}
+        assert obs[0, 0, 0] == game.t == info["t"] == len(game.actions)
+        waits.add(game.t)
+    assert waits == set(range(1, 31))
+    env.reset(seed=5)
+    first = game.t
+    env.reset(seed=5)
+    assert game.t == first
+    with pytest.raises(ValueError, match="action 0 is 'UP': expected 'NOOP'"):
+        atari.NoopReset(Game(meanings="UP NOOP"))
+
+
+def test_a_game_that_ends_while_idling_starts_again() -> None:
+    game = Game(length=3)
+    atari.NoopReset(game).reset(seed=1)
+    assert game.t < 3
+
+
+# 15
+
+
+def test_actions_last_four_frames_and_the_last_two_are_merged() -> None:
+    game = Game()
+    env = atari.MaxAndSkip(game)
+    env.reset()
+    flicker = iter([(100, 0), (2, 100), (0, 7), (9, 0)])
+
+    def frame() -> np.ndarray:
+        left, right = next(flicker)
+        return np.dstack([np.full((2, 1), left, np.uint8), np.full((2, 1), right, np.uint8)])
+
+    game.frame = frame
+    obs, reward, terminated, truncated, _ = env.step(2)
+    assert game.actions == [2, 2, 2, 2]
+    assert reward == 1 + 2 + 3 + 4
+    assert not terminated
+    assert not truncated
+    assert obs[0, 0].tolist() == [9, 7]
+
+
+def test_skipping_stops_where_the_game_does() -> None:
+    game = Game(length=6)
+    env = atari.MaxAndSkip(game)
+    env.reset()
+    env.step(0)
+    obs, reward, terminated, _, _ = env.step(1)
+    assert game.t == 6
+    assert (reward, terminated) == (5 + 6, True)
+    assert obs.max() == 6
+
+
+# 16
+
+
+def test_a_lost_life_ends_the_episode_but_not_the_game() -> None:
+    game = Game(lose_life_at=(2, 5), length=8)
+    env = atari.EpisodicLife(game)
+    env.reset(seed=1)
+    assert [env.step(3)[2] for _ in range(2)] == [False, True]
+    obs, _ = env.reset()
+    assert (game.games, game.t) == (1, 3)
+    assert obs.max() == 3
+    assert game.actions == [3, 3, 0]
+    assert [env.step(3)[2] for _ in range(2)] == [False, True]
+    env.reset()
+    assert [env.step(3)[2] for _ in range(2)] == [False, True]  # the game's own end
+    assert game.games == 1
+    env.reset()
+    assert (game.games, game.t) == (2, 0)
+
+
+def test_losing_the_last_life_waits_for_the_games_end() -> None:
+    game = Game(lose_life_at=(2,), length=4, lives=1)
+    env = atari.EpisodicLife(game)
+    env.reset()
+    assert [env.step(0)[2] for _ in range(4)] == [False, False, False, True]
+
+
+def test_a_seed_always_starts_a_new_game() -> None:
+    game = Game(lose_life_at=(2,))
+    env = atari.EpisodicLife(game)
+    env.reset(seed=1)
+    env.step(0)
+    env.step(0)
+    env.reset(seed=2)
+    assert (game.games, game.t, game.seeds) == (2, 0, [1, 2])
+
+
+# 17
+
+
+def test_fire_is_pressed_at_the_start() -> None:
+    game = Game()
+    obs, _ = atari.FireReset(game).reset()
+    assert game.actions == [1, 2]
+    assert obs.max() == 2
+    with pytest.raises(ValueError, match="expected FIRE as number 1"):
+        atari.FireReset(Game(meanings="NOOP UP DOWN"))
+
+
+# 18
+
+
+def test_frames_are_grey_and_84_by_84() -> None:
+    env = atari.WarpFrame(Game())
+    frame = np.zeros((210, 160, 3), np.uint8)
+    frame[:, 80:] = (255, 0, 0)
+    out = env.observation(frame)
+    assert out.shape == env.observation_space.shape == (84, 84)
+    assert out.dtype == np.uint8
+    assert out[:, :40].max() == 0
+    # A pure red of 255 is 0.299 · 255 = 76 in grey.
+    assert set(out[:, 44:].ravel().tolist()) == {76}
+
+
+def test_shrinking_averages_over_areas() -> None:
+    frame = np.zeros((168, 168, 3), np.uint8)
+    frame[::2] = 200
+    assert set(atari.WarpFrame(Game()).observation(frame).ravel().tolist()) == {100}
+
+
+# 19
+
+
+@pytest.mark.parametrize(("reward", "clipped"), [(7.0, 1.0), (0.0, 0.0), (-0.5, -1.0), (400, 1.0)])
+def test_rewards_are_clipped_to_their_sign(reward: float, clipped: float) -> None:
+    assert atari.ClipReward(Game()).reward(reward) == clipped
+
+
+# All of them on the real thing
+
+
+def test_a_training_game_has_all_wrappers_in_order_and_an_evaluation_game_keeps_lives_and_score() -> None:
+    def names(env: Any) -> list[str]:
+        found = []
+        while isinstance(env, gym.Wrapper):
+            found.append(type(env).__name__)
+            env = env.env
+        return [name for name in found if name not in ("OrderEnforcing", "PassiveEnvChecker")]
+
+    training = atari.make_env("BreakoutNoFrameskip-v4", training=True)
+    assert names(training) == [
+        "FrameStackObservation",
+        "ClipReward",
+        "WarpFrame",
+        "FireReset",
+        "EpisodicLife",
+        "MaxAndSkip",
+        "NoopReset",
+        "RecordEpisodeStatistics",
+    ]
+    held_out = atari.make_env("BreakoutNoFrameskip-v4", training=False)
+    assert set(names(training)) - set(names(held_out)) == {"ClipReward", "EpisodicLife"}
+    for env in (training, held_out):
+        env.close()
+    with pytest.raises(ValueError, match="skips frames by itself"):
+        atari.make_env("ALE/Breakout-v5", training=True)
+
+
+def test_a_game_without_fire_is_not_fired_at() -> None:
+    env = atari.make_env("FreewayNoFrameskip-v4", training=True)
+    assert "FireReset" not in str(env)
+    env.reset(seed=1)
+    env.close()
+
+
+# 20
+
+
+def test_four_frames_are_stacked_oldest_first() -> None:
+    env = atari.make_env("BreakoutNoFrameskip-v4", training=True)
+    first, _ = env.reset(seed=3)
+    assert first.shape == (4, 84, 84)
+    assert first.dtype == np.uint8
+    second = env.step(2)[0]
+    third = env.step(2)[0]
+    assert np.array_equal(second[:3], first[1:])
+    assert np.array_equal(third[:3], second[1:])
+    assert not np.array_equal(third[3], third[2])
+    env.close()
+
+
+# 21 and 22
+
+
+def test_the_network_is_the_nature_cnn_shared_by_both_heads() -> None:
+    agent = atari.Agent(6)
+    convs = [m for m in agent.network if isinstance(m, nn.Conv2d)]
+    shapes = [(c.in_channels, c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
+    assert all(c.padding == (0, 0) for c in convs)
+    assert shapes == [(4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+    assert [m.out_features for m in agent.network if isinstance(m, nn.Linear)] == [512]
+    assert sum(isinstance(m, nn.ReLU) for m in agent.network) == 4
+    for layer, std in [(convs[0], 2**0.5), (agent.actor_head, 0.01), (agent.critic_head, 1.0)]:
+        rows = layer.weight.flatten(1)
+        torch.testing.assert_close(rows @ rows.T, std**2 * torch.eye(len(rows)), atol=1e-4, rtol=0)
+    obs = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
+    logits, _ = agent(obs)
+    logits.sum().backward()
+    by_policy = convs[0].weight.grad.clone()
+    agent.zero_grad()
+    agent.get_value(obs).sum().backward()
+    assert by_policy.abs().sum() > 0
+    assert convs[0].weight.grad.abs().sum() > 0
+
+
+def test_pixels_are_scaled_to_the_unit_interval() -> None:
+    agent = atari.Agent(3)
+    seen: list[torch.Tensor] = []
+    agent.network[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    obs = torch.zeros(1, 4, 84, 84, dtype=torch.uint8)
+    obs[0, 0, 0, 0] = 255
+    obs[0, 0, 0, 1] = 51
+    agent(obs)
+    assert seen[0].dtype == torch.float32
+    assert seen[0][0, 0, 0, :3].tolist() == pytest.approx([1.0, 0.2, 0.0])
+
+
+def test_a_run_is_the_same_whether_interrupted_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a smoke test of training itself: every metric is there, the scores are those of whole games."""
+    args = atari.Args(
+        num_envs=2, num_steps=8, total_timesteps=16 * 3, checkpoint_interval=1, eval_episodes=0, update_epochs=1
+    )
+    atari.train(dataclasses.replace(args, run_dir=tmp_path / "whole"), World())
+    log = atari.RunLogger.scalars
+
+    def dies(self: Any, values: dict[str, float], step: int) -> None:
+        if step == 16 * 2:
+            raise KeyboardInterrupt
+        log(self, values, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atari.RunLogger, "scalars", dies)
+        with pytest.raises(KeyboardInterrupt):
+            atari.train(dataclasses.replace(args, run_dir=tmp_path / "cut"), World())
+    atari.train(dataclasses.replace(args, run_dir=tmp_path / "cut", resume=True), World())
+    one, other = (load_checkpoint(tmp_path / name / "checkpoint.pt", "ppo_atari") for name in ("whole", "cut"))
+    assert one["iteration"] == other["iteration"] == 3
+    for key, value in one["agent"].items():
+        assert torch.equal(value, other["agent"][key]), key
+    for tag in ("policy_loss", "value_loss", "entropy", "approx_kl", "old_approx_kl", "clipfrac", "explained_variance"):
+        assert read_scalars(tmp_path / "cut", f"losses/{tag}")[0] == [16, 32, 48]
+
+
+def test_the_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = atari.Args(num_envs=2, num_steps=8)
+    agent = atari.Agent(4)
+    runner = atari.Rollouts(args, agent, torch.device("cpu"))
+    runner.restart(1)
+    ratios: list[torch.Tensor] = []
+    plain = atari.policy_loss
+    monkeypatch.setattr(
+        atari, "policy_loss", lambda ratio, *rest: (ratios.append(ratio.detach()), plain(ratio, *rest))[1]
+    )
+    batch, _ = runner.collect()
+    runner.close()
+    assert batch.obs.dtype == torch.uint8
+    assert batch.obs.shape == (16, 4, 84, 84)
+    atari.update(agent, atari.make_optimizer(agent, 1e-3), batch, args, 0.1, World())
+    torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]), atol=1e-5, rtol=0)

@@ -1,0 +1,171 @@
+"""The allocation trainers: what they save is what they play, a kill changes nothing, and they learn what can be learned."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clustergym.cli import main
+from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, play, play_rules
+from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.training import CheckpointError, World, load_checkpoint, save_checkpoint
+from trainers import FOLDER, load_trainer
+
+ppo = load_trainer("ppo_gpu_alloc")
+lstm = load_trainer("ppo_lstm")
+TRAINERS = {"ppo_gpu_alloc": ppo, "ppo_lstm": lstm}
+SMALL: dict[str, Any] = {"num_envs": 8, "num_steps": 32, "num_minibatches": 2, "update_epochs": 2, "eval_streams": 16}
+
+
+def trained(name: str, folder: Path, **options: Any) -> dict[str, Any]:
+    module = TRAINERS[name]
+    result: dict[str, Any] = module.train(module.Args(run_dir=folder, **(SMALL | options)), World())
+    return result
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def learned(name: str, folder: Path) -> dict[str, Any]:
+    state = load_checkpoint(folder / "checkpoint.pt", name)
+    return {key: state[key] for key in ("agent", "optimizer", "rollouts", "rng", "iteration")}
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"), [("ppo_gpu_alloc", "GPUAllocationHistory-v0"), ("ppo_lstm", "GPUAllocation-v0")]
+)
+def test_a_loaded_checkpoint_plays_exactly_what_was_trained(
+    name: str, env_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Same returns from the live network, from the checkpoint and from the saved model; playing changes no statistics."""
+    result = trained(name, tmp_path / "run", total_timesteps=1024, save_model=True, env_id=env_id)
+    assert result["mean_return"] == pytest.approx(128 * result["reward"])
+    for file in ("checkpoint.pt", "model.pt"):
+        policy = AllocationPolicy.load(tmp_path / "run" / file)
+        assert policy.statistics is not None
+        before = {key: value.clone() for key, value in policy.statistics.items()}
+        batch = AllocationBatch(AllocationConfig(history="History" in env_id), 16)
+        for _ in range(2):
+            policy.reset()
+            found = play(batch, lambda policy=policy, batch=batch: policy.act(batch.obs), seed=HELD_OUT_SEED)
+            assert found["mean_return"] == result["mean_return"]
+        assert same(before, policy.statistics)
+    figures = tmp_path / "figures.json"
+    flags = ["--env-id", env_id, "--checkpoint", str(tmp_path / "run" / "checkpoint.pt"), "--streams", "16"]
+    assert main(["eval", "--task", "gpu-allocation", *flags, "--policy", "vpa", "oracle", "--json", str(figures)]) == 0
+    rows = {row["policy"]: row for row in json.loads(figures.read_text())["policies"]}
+    row = rows[str(tmp_path / "run" / "checkpoint.pt")]
+    assert (row["reward"], row["qos"]) == (result["reward"], result["qos"])
+    assert row["gap_closed"] == result["gap_closed"]
+    other = "GPUAllocation-v0" if "History" in env_id else "GPUAllocationHistory-v0"
+    assert main(["eval", "--task", "gpu-allocation", "--env-id", other, *flags[2:]]) == 2
+    assert "give the --env-id that it was trained on" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_killed_process_resumes_to_the_very_same_weights(name: str, tmp_path: Path) -> None:
+    """SIGKILL, at a moment of the machine's choosing; episodes run across the checkpoints."""
+    options = {"num_envs": 8, "num_steps": 24, "num_minibatches": 2, "update_epochs": 1, "eval_streams": 0}
+    options |= {"total_timesteps": 8 * 24 * 150, "checkpoint_interval": 10}
+    flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        [sys.executable, str(FOLDER / f"{name}.py"), "--run-dir", str(killed), *flags],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 180
+        while not (killed / "checkpoint.pt").exists():
+            assert process.poll() is None, "the trainer ended before its first checkpoint"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert 10 <= learned(name, killed)["iteration"] < 150
+    trained(name, killed, resume=True, **options)
+    trained(name, tmp_path / "whole", **options)
+    assert same(learned(name, killed), learned(name, tmp_path / "whole"))
+
+
+def test_resuming_under_other_arguments_is_refused(tmp_path: Path) -> None:
+    trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0)
+    with pytest.raises(CheckpointError, match=r"learning_rate was 0.0\d*, now 0.5"):
+        trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0, resume=True, learning_rate=0.5)
+
+
+def test_seed_parity_is_the_plain_algorithm(tmp_path: Path) -> None:
+    """Five inputs, 64-64 ReLU, sigmoid mean, standard deviation 1 to begin with, one batch of 32 for 4 epochs."""
+    args = ppo.Args(parity="seed", env_id="GPUAllocation-v0", run_dir=tmp_path, total_timesteps=64, eval_streams=4)
+    result = ppo.train(args, World())
+    assert result["steps"] == 64
+    state = load_checkpoint(tmp_path / "checkpoint.pt", "ppo_gpu_alloc")
+    used = state["args"]
+    expected = {
+        "num_envs": 1, "num_steps": 32, "num_minibatches": 1, "update_epochs": 4, "learning_rate": 3e-4, "gamma": 0.99,
+        "gae_lambda": 0.95, "clip_coef": 0.2, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "norm_obs": False,
+        "norm_reward": False, "anneal_lr": False, "action_scale": 1.0, "hidden": 64,
+    }  # fmt: skip
+    assert {key: used[key] for key in expected} == expected
+    shapes = {key: tuple(value.shape) for key, value in state["agent"].items() if key.startswith("actor")}
+    assert shapes == {
+        "actor.0.weight": (64, 5), "actor.0.bias": (64,), "actor.2.weight": (64, 64), "actor.2.bias": (64,),
+        "actor.4.weight": (2, 64), "actor.4.bias": (2,),
+    }  # fmt: skip
+    assert AllocationPolicy.load(tmp_path / "checkpoint.pt").statistics is None
+    agent = ppo.Agent(5, 2, 64, 1.0)
+    assert agent.std().tolist() == [1.0, 1.0]
+    assert [type(layer).__name__ for layer in agent.actor] == ["Linear", "ReLU", "Linear", "ReLU", "Linear", "Sigmoid"]
+
+
+def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every pod needs the same part of its request, five numbers say it all: PPO must leave every fixed rule behind."""
+    config = AllocationConfig(node_spread=0.0, owner_spread=0.0, pod_spread=0.0, load=1.0)
+    monkeypatch.setattr(ppo, "make_batch", lambda args, num_envs: AllocationBatch(config, num_envs))
+    result = trained(
+        "ppo_gpu_alloc", tmp_path, env_id="GPUAllocation-v0", total_timesteps=300_000, num_envs=64, num_minibatches=4,
+        update_epochs=4, eval_streams=64, learning_rate=3e-3, gamma=0.0, checkpoint_interval=0,
+    )  # fmt: skip
+    rules = play_rules(AllocationBatch(config, 64), ["grant", "cut-0.8", "oracle"])
+    assert result["reward"] > rules["cut-0.8"]["reward"] + 0.01
+    assert result["qos"] > 0.95
+    assert result["reward"] < rules["oracle"]["reward"]
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 256"):
+        trained("ppo_gpu_alloc", tmp_path, total_timesteps=5)
+    with pytest.raises(TypeError, match="CartPole-v1 is no allocation task"):
+        trained("ppo_gpu_alloc", tmp_path, env_id="CartPole-v1", total_timesteps=256)
+    with pytest.raises(ValueError, match="num_envs is 8 and num_minibatches 3: whole sequences"):
+        trained("ppo_lstm", tmp_path, num_minibatches=3, total_timesteps=256)
+
+
+def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "x.pt", "ppo", {"agent": {}})
+    with pytest.raises(CheckpointError, match=r"holds no allocation policy: .* belongs to 'ppo'"):
+        AllocationPolicy.load(tmp_path / "x.pt")
+    (tmp_path / "y.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(CheckpointError, match="truncated or no clustergym checkpoint"):
+        AllocationPolicy.load(tmp_path / "y.pt")
+    policy = AllocationPolicy(ppo.Agent(5).state_dict(), None)
+    with pytest.raises(ValueError, match=r"observations have shape \(3, 19\), but the policy was trained on \(…, 5\)"):
+        policy.act(torch.zeros(3, 19))

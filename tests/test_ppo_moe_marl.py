@@ -1,0 +1,368 @@
+"""Multi-agent PPO for placement: a known optimum is found, and is not found when reward, mask or advantages are broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clustergym import TokenTrace
+from clustergym.evaluation import Protocol, evaluate_planner
+from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig, Simulator, Stream
+from clustergym.moe_placement.dynamics import OP_ILLEGAL
+from clustergym.planners import Exact
+from clustergym.planners.policy import Policy, ViewSettings
+from clustergym.planners.policy_network import NetworkConfig, PlacementPolicy
+from clustergym.training import CHECKPOINT_NAME, CheckpointError, World, load_checkpoint
+from trainers import FOLDER, load_trainer
+
+marl = load_trainer("ppo_moe_marl")
+MODEL = ModelSpec("pairs", 1, 4, 2, 2048, 64)
+CLUSTER = ClusterSpec("2x1", 2, 1, 2)
+SMALL: dict[str, Any] = {
+    "ops_per_layer": 2, "windows": 1, "window_tokens": 64, "num_envs": 16, "num_steps": 8, "hidden": 16, "graph_layers": 1,
+    "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4, "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01,
+}  # fmt: skip
+
+
+def pairs_trace(tokens: int = 512) -> TokenTrace:
+    """Experts 0 and 2 are always used together, and 1 and 3: the static placement {0, 1}, {2, 3} parts both pairs."""
+    kinds = np.array([[0, 2], [1, 3]], np.int16)
+    experts = kinds[np.random.default_rng(0).integers(0, 2, tokens)][:, None]
+    return TokenTrace(experts, n_experts=4, seq_lens=np.full(tokens // 8, 8), name="pairs")
+
+
+def tiny_task(args: Any) -> Any:
+    trace = pairs_trace()
+    view = ViewSettings(args.homes, args.lookahead_norm, args.horizon, args.ops_per_layer)
+    config = PlacementConfig(
+        trace=trace, cluster=CLUSTER, model=MODEL, windows=args.windows, window_tokens=args.window_tokens,
+        ops_per_layer=args.ops_per_layer, passes_per_window=view.passes(100),
+    )  # fmt: skip
+    return marl.Task(trace, trace, config, Simulator(MODEL, CLUSTER), view)
+
+
+def learn(iterations: int, **changes: Any) -> tuple[Any, Any, Any, int]:
+    """(agent, task, rollouts, illegal operations) after so many iterations of the real training loop, without look-ahead."""
+    args = marl.Args(**(SMALL | {"lookahead": False, "start": "static"} | changes))
+    torch.manual_seed(args.seed)
+    world, task, agent = World(), tiny_task(args), marl.make_agent(args)
+    optimizer, statistics = marl.make_optimizer(agent, args.learning_rate), marl.ReturnStatistics()
+    rollouts = marl.Rollouts(args, agent, task, world.device)
+    rollouts.restart(args.seed)
+    illegal = 0
+    step = rollouts.step
+
+    def counted(expert: torch.Tensor, node: torch.Tensor) -> Any:
+        nonlocal illegal
+        result = step(expert, node)
+        illegal += int((rollouts.view.batch.env["op"][:, 0] == OP_ILLEGAL).sum())
+        return result
+
+    rollouts.step = counted
+    for iteration in range(1, iterations + 1):
+        optimizer.param_groups[0]["lr"] = marl.anneal(args.learning_rate, iteration, iterations)
+        marl.iterate(agent, optimizer, rollouts, statistics, args, world)
+    return agent, task, rollouts, illegal
+
+
+def reached(agent: PlacementPolicy, task: Any) -> tuple[float, float]:
+    """(time of the policy's plan, proven optimum) of a window that training never saw, µs."""
+    sim = task.simulator
+    free = Simulator(sim.model, sim.cluster, passes_per_window=10**12)
+    window = next(Stream(task.test, sim.n_gpus, 64, seed=12345))
+    exact = Exact(free)
+    static = sim.static(1)
+    exact.plan([window], static)
+    plan = Policy(sim, policy=(agent, task.view)).plan([window], static)
+    return float(free.evaluate(window, plan).time_us.sum()), float(exact.optimum_us.sum())
+
+
+ITERATIONS = 25
+
+
+def test_the_known_optimum_is_found() -> None:
+    agent, task, rollouts, illegal = learn(ITERATIONS)
+    time_us, optimum_us = reached(agent, task)
+    assert time_us == pytest.approx(optimum_us)
+    assert rollouts.saved > 0
+    assert illegal == 0
+
+
+def test_a_broken_reward_sign_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = marl.Rollouts.step
+
+    def wrong(self: Any, expert: torch.Tensor, node: torch.Tensor) -> Any:
+        reward, layer_end, done = right(self, expert, node)
+        return -reward, layer_end, done
+
+    monkeypatch.setattr(marl.Rollouts, "step", wrong)
+    time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
+    assert time_us > 1.05 * optimum_us
+
+
+def test_broken_advantages_miss_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = marl.compute_gae
+
+    def wrong(*arguments: Any) -> Any:
+        """Value minus return in place of return minus value."""
+        advantages, returns = right(*arguments)
+        return -advantages, returns
+
+    monkeypatch.setattr(marl, "compute_gae", wrong)
+    time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
+    assert time_us > 1.05 * optimum_us
+
+
+def test_a_broken_mask_lets_illegal_operations_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = PlacementPolicy.node_logits
+
+    def wrong(self: Any, inputs: Any, encoded: Any, same_node: Any, expert: Any, parts: Any, legal: Any) -> Any:
+        return right(self, inputs, encoded, same_node, expert, parts, torch.ones_like(legal))
+
+    monkeypatch.setattr(PlacementPolicy, "node_logits", wrong)
+    assert learn(1)[3] > 0
+
+
+def test_look_ahead_alone_finds_it_untrained() -> None:
+    """The look-ahead enters a node's score directly: it works before anything is learnt."""
+    args = marl.Args(**SMALL)
+    torch.manual_seed(0)
+    time_us, optimum_us = reached(marl.make_agent(args), tiny_task(args))
+    assert time_us == pytest.approx(optimum_us)
+
+
+def test_supervision_teaches_what_the_simulation_likes() -> None:
+    args = marl.Args(**(SMALL | {"pretrain_states": 1024, "pretrain_experts": 4, "start": "static"}))
+    torch.manual_seed(1)
+    world, task, agent = World(), tiny_task(args), marl.make_agent(args)
+    rollouts = marl.Rollouts(args, agent, task, world.device)
+    rollouts.restart(1)
+    view = rollouts.view
+    inputs = {key: each.clone() for key, each in view.inputs().items()}
+    everyone = torch.arange(4).expand(16, 4)
+    parts = view.look_many(everyone)
+    legal = view.batch.obs["joint_mask"].bool().clone()
+
+    def surprise() -> float:
+        with torch.no_grad():
+            encoded = agent.encode(inputs, view.same_node)
+            nodes = agent.node_logits(inputs, encoded, view.same_node, everyone[:, 0], parts[:, 0], legal[:, 0])
+            best = torch.where(legal[:, 0], marl.gains(parts[:, 0]), -torch.inf).argmax(-1)
+            return float(-nodes.log_softmax(-1).gather(-1, best[:, None]).mean())
+
+    before = surprise()
+    marl.imitate(agent, rollouts, args, world)
+    assert surprise() < 0.5 * before
+
+
+# Details
+
+
+def rollout(**changes: Any) -> tuple[Any, Any, Any]:
+    args = marl.Args(**(SMALL | changes))
+    torch.manual_seed(3)
+    agent = marl.make_agent(args)
+    rollouts = marl.Rollouts(args, agent, tiny_task(args), torch.device("cpu"))
+    rollouts.restart(5)
+    return args, agent, rollouts
+
+
+@pytest.mark.parametrize("changes", [{}, {"simultaneous": True}, {"encoder": "mlp"}, {"centralised": False}])
+def test_log_probabilities_of_both_choices_add_up_and_the_first_ratio_is_one(changes: dict[str, Any]) -> None:
+    args, agent, rollouts = rollout(**changes)
+    batch = rollouts.collect()
+    rows = torch.arange(len(batch))
+    inputs = batch.inputs(rows)
+    experts, nodes, values = agent(inputs, rollouts.view.same_node, batch.expert, batch.parts, batch.legal)
+    joint = experts.log_softmax(-1)[rows, batch.expert] + nodes.log_softmax(-1)[rows, batch.node]
+    torch.testing.assert_close(joint, batch.logprobs, atol=1e-5, rtol=0)
+    assert values.shape == (len(batch), 1 if args.centralised else 2)
+    assert bool(inputs["expert_mask"][rows, batch.expert].all())
+    if not args.simultaneous:
+        assert bool(batch.legal[rows, batch.node].all())
+
+
+def test_masked_choices_have_probability_zero_and_no_gradient() -> None:
+    _, agent, rollouts = rollout()
+    view = rollouts.view
+    inputs = view.inputs() | {"expert_mask": torch.tensor([[True, False, True, False]]).expand(16, 4)}
+    logits = agent.expert_logits(inputs, agent.encode(inputs, view.same_node))
+    assert bool((logits.softmax(-1)[:, [1, 3]] == 0).all())
+    entropy = marl.categorical_entropy(logits.log_softmax(-1), inputs["expert_mask"])
+    assert entropy.max().item() <= np.log(2) + 1e-6
+    (gradient,) = torch.autograd.grad(logits[:, 1].sum(), [agent.expert_head[-1].bias])
+    assert float(gradient.abs().sum()) == 0
+
+
+def test_layers_end_episodes_and_advantages_do_not_cross_them() -> None:
+    """With credit by operation, the first layer's last advantage is its reward minus its value."""
+    _, _, rollouts = rollout(num_steps=4)
+    rewards: list[torch.Tensor] = []
+    step = rollouts.step
+
+    def noted(expert: torch.Tensor, node: torch.Tensor) -> Any:
+        result = step(expert, node)
+        rewards.append(result[0].clone())
+        return result
+
+    rollouts.step = noted
+    batch = rollouts.collect()
+    advantages, values = batch.advantages.view(4, 16), batch.values.view(4, 16)
+    for last in (1, 3):
+        torch.testing.assert_close(advantages[last], rewards[last] - values[last])
+
+
+def test_value_normalisation_changes_no_value() -> None:
+    _, agent, rollouts = rollout()
+    inputs = rollouts.view.inputs()
+    with torch.no_grad():
+        encoded = agent.encode(inputs, rollouts.view.same_node)
+        before = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
+        agent.standardise(torch.tensor(0.3), torch.tensor(0.07))
+        after = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
+    torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-4)
+    assert float(agent.value_std) == pytest.approx(0.07)
+
+
+def test_orthogonal_initialisation() -> None:
+    agent = PlacementPolicy(NetworkConfig())
+    hidden = agent.encoders.gpus_in.weight
+    gram = hidden.T @ hidden
+    torch.testing.assert_close(gram, 2 * torch.eye(len(gram)), atol=1e-4, rtol=0)
+    assert float(agent.expert_head[-1].weight.norm()) == pytest.approx(0.01, rel=1e-4)
+    assert float(agent.critics[0][-1].weight.norm()) == pytest.approx(1.0, rel=1e-4)
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pairs_trace().save(tmp_path_factory.mktemp("traces") / "pairs.npz")
+
+
+def file_args(trace: Path, folder: Path, **changes: Any) -> Any:
+    """A run of a few seconds on a preset model and cluster."""
+    tiny = {
+        "trace": (str(trace),), "model": "mixtral-8x7b", "cluster": "h800-2x4", "run_dir": folder, "num_envs": 4, "num_steps": 4,
+        "total_timesteps": 96, "checkpoint_interval": 2, "pretrain_states": 16, "pretrain_experts": 4, "eval_interval": 3,
+        "eval_streams": 2, "eval_windows": 2, "eval_planners": ("static", "eplb"), "learning_rate": 1e-3,
+    }  # fmt: skip
+    return marl.Args(**(SMALL | tiny | changes))
+
+
+def test_a_run_writes_policy_table_curve_and_result(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = marl.train(file_args(trace_file, tmp_path / "run"), World())
+    assert set(result["total_us"]) == {"static", "eplb", "untrained", "supervised", "policy"}
+    assert "policy" in capsys.readouterr().out
+    for name in (CHECKPOINT_NAME, "policy.pt", "planners.png", "validation.png"):
+        assert (tmp_path / "run" / name).is_file()
+    sim = Simulator("mixtral-8x7b", "h800-2x4")
+    trace = TokenTrace.load(trace_file)
+    planner = Policy(sim, checkpoint=tmp_path / "run")
+    assert planner.settings.operations == 2
+    assert evaluate_planner(planner, "policy", trace, trace, Protocol(windows=1, window_tokens=64)).total_us > 0
+
+
+def states_agree(a: Path, b: Path) -> None:
+    first, second = (load_checkpoint(folder / CHECKPOINT_NAME, "ppo_moe_marl") for folder in (a, b))
+    assert first["iteration"] == second["iteration"]
+    for name, tensor in first["agent"].items():
+        assert torch.equal(tensor, second["agent"][name]), name
+
+
+def test_killed_and_resumed_is_the_same_run(trace_file: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    args = file_args(trace_file, whole, total_timesteps=640, eval_streams=0, eval_interval=0)
+    marl.train(args, World())
+    flags = [
+        f"--{name.replace('_', '-')}={value}"
+        for name, value in {**SMALL, "num_envs": 4, "num_steps": 4, "total_timesteps": 640}.items()
+    ]
+    flags += [
+        "--model=mixtral-8x7b", "--cluster=h800-2x4", "--checkpoint-interval=2", "--pretrain-states=16", "--pretrain-experts=4",
+        "--eval-interval=0", "--eval-streams=0", "--learning-rate=1e-3", f"--run-dir={broken}", "--resume",
+        "--eval-windows=2", "--eval-planners", "static", "eplb", "--trace", str(trace_file),
+    ]  # fmt: skip
+    command = [sys.executable, str(FOLDER / "ppo_moe_marl.py"), *dict.fromkeys(flags)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        limit = time.monotonic() + 120
+        checkpoint = broken / CHECKPOINT_NAME
+        while not checkpoint.exists() and process.poll() is None and time.monotonic() < limit:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+    assert checkpoint.exists(), errors.decode()[-2000:]
+    marl.train(replace(args, run_dir=broken, resume=True), World())
+    states_agree(whole, broken)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_good_checkpoint(
+    trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, calls = marl.update, []
+
+    def wrong(*arguments: Any) -> dict[str, float]:
+        calls.append(1)
+        return right(*arguments) | ({"losses/policy_loss": float("nan")} if len(calls) == 4 else {})
+
+    monkeypatch.setattr(marl, "update", wrong)
+    folder = tmp_path / "run"
+    with pytest.raises(FloatingPointError, match=rf"iteration 4.*last good checkpoint is {folder / CHECKPOINT_NAME}"):
+        marl.train(file_args(trace_file, folder, eval_interval=0, eval_streams=0), World())
+    assert load_checkpoint(folder / CHECKPOINT_NAME, "ppo_moe_marl")["iteration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "deepseek-v2-lite"}, "top-2 of 4 experts, but model 'deepseek-v2-lite' is top-6 of 64"),
+        ({"cluster": "h800-3x3x3"}, "unknown cluster|NODESxGPUS"),
+        ({"num_steps": 5}, "multiple of ops_per_layer"),
+        ({"total_timesteps": 3}, "at least one rollout of 16"),
+        ({"init": "pretrained"}, "--init pretrained has network"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(
+    trace_file: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, CheckpointError), match=message):
+        marl.train(file_args(trace_file, tmp_path / "run", **changes), World())
+    assert not (tmp_path / "run" / CHECKPOINT_NAME).exists()
+
+
+def test_an_evaluation_trace_of_another_model_is_refused(trace_file: Path, tmp_path: Path) -> None:
+    other = TokenTrace(np.zeros((64, 1, 1), np.int16), n_experts=2, seq_lens=[32, 32], name="other")
+    path = other.save(tmp_path / "other.npz")
+    with pytest.raises(ValueError, match="one run is about one model"):
+        marl.train(file_args(trace_file, tmp_path / "run", eval_trace=(str(path),)), World())
+
+
+def test_the_result_is_the_last_line(trace_file: Path, tmp_path: Path) -> None:
+    """Smoke: the script as users start it."""
+    command = [
+        sys.executable, str(FOLDER / "ppo_moe_marl.py"), "--trace", str(trace_file), "--model", "mixtral-8x7b", "--cluster",
+        "h800-2x4", "--run-dir", str(tmp_path / "run"), "--total-timesteps", "0", "--pretrain-states", "0", "--eval-streams", "1",
+        "--eval-windows", "1", "--window-tokens", "64", "--eval-planners", "static", "eplb", "--num-envs", "2", "--num-steps", "16",
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    last = run.stdout.strip().splitlines()[-1]
+    assert last.startswith("result ")
+    assert json.loads(last.removeprefix("result "))["total_us"]["untrained"] > 0

@@ -1,0 +1,528 @@
+"""Readers: recordings in each engine's own schema come back as the routing they were made from; hostile ones do not."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import engine_files as files
+from clustergym import TokenTrace, cli
+from clustergym.moe_placement.specs import ModelSpec, get_model
+from clustergym.traces import LoadTrace, load_any_trace
+from clustergym.traces.readers import ReadOptions, detect, read_trace
+from clustergym.traces.readers.base import natural, parse_naturals
+
+TOKENS, LAYERS, TOP_K, EXPERTS, DENSE = 60, 4, 3, 12, 2
+LENS = [25, 15, 20]
+SMALL = ModelSpec("small", LAYERS, EXPERTS, TOP_K, 64, 32, n_dense=DENSE)
+LOGICAL = files.routing(TOKENS, LAYERS, TOP_K, EXPERTS)
+SLOTS = files.slot_map(DENSE + LAYERS, EXPERTS, 4)
+
+
+def tokens_of(paths: Any, engine: str | None = None, **options: Any) -> TokenTrace:
+    trace = read_trace(paths if isinstance(paths, list) else [paths], engine, ReadOptions(**options))
+    assert isinstance(trace, TokenTrace)
+    return trace
+
+
+def loads_of(paths: Any, engine: str | None = None, **options: Any) -> LoadTrace:
+    trace = read_trace(paths if isinstance(paths, list) else [paths], engine, ReadOptions(**options))
+    assert isinstance(trace, LoadTrace)
+    return trace
+
+
+def expect(trace: TokenTrace, logical: Any = LOGICAL, first_layer: int = DENSE, lens: Any = None) -> None:
+    np.testing.assert_array_equal(trace.experts, logical)
+    assert trace.layer_ids.tolist() == list(range(first_layer, first_layer + logical.shape[1]))
+    if lens is not None:
+        assert trace.seq_lens.tolist() == list(lens)
+
+
+def counts_of(logical: Any, n_experts: int) -> Any:
+    """(L, E)"""
+    return np.stack([np.bincount(logical[:, l].ravel(), minlength=n_experts) for l in range(logical.shape[1])])
+
+
+# -- SGLang ---------------------------------------------------------------------------------------------------------
+
+
+class TestSGLang:
+    PASSES = [
+        {"n": 40, "mode": 1, "lens": [25, 15], "pad": 5},
+        {"n": 12, "mode": 2, "lens": None},
+        {"n": 8, "mode": 2, "lens": None, "pad": 1},
+    ]
+
+    def test_per_token(self, tmp_path: Path) -> None:
+        """Physical ids mapped, dense layers and pads dropped, eight columns cut to three, phases as domains."""
+        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)
+        trace = tokens_of(path)
+        expect(trace, lens=[25, 15] + [1] * 20)
+        assert trace.n_experts == EXPERTS
+        assert trace.domains.tolist() == ["prefill"] * 2 + ["decode"] * 20
+
+    def test_the_recording_is_physical(self, tmp_path: Path) -> None:
+        """The file really holds other numbers than the routing, so that the mapping is what gives it back."""
+        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)
+        dump = torch.load(path, weights_only=True)
+        routed = dump["records"][0]["topk_ids_of_layer"]
+        assert routed.shape == (DENSE + LAYERS, 45, 8)
+        assert (routed[:DENSE] == -1).all()
+        assert not np.array_equal(routed[DENSE:, :40, :3].numpy().transpose(1, 0, 2), LOGICAL[:40])
+
+    def test_ranks_with_their_own_tokens_are_joined_and_copies_are_not(self, tmp_path: Path) -> None:
+        one = [{"n": 30, "mode": 1, "lens": [30], "id": 7}]
+        paths = [
+            files.sglang_per_token(tmp_path / "r0.pt", LOGICAL[:30], DENSE, SLOTS, one, rank=0),
+            files.sglang_per_token(tmp_path / "r1.pt", LOGICAL[30:], DENSE, SLOTS, one, rank=1),
+            files.sglang_per_token(tmp_path / "r2.pt", LOGICAL[30:], DENSE, SLOTS, one, rank=2),
+        ]
+        expect(tokens_of(paths), lens=[30, 30])
+
+    def test_per_pass(self, tmp_path: Path) -> None:
+        """Counts of slots become counts of experts, summed over ranks; rows of dense layers are zero."""
+        physical = files.to_physical(LOGICAL, SLOTS[DENSE:])
+        per_pass = np.zeros((2, 2, DENSE + LAYERS, SLOTS.shape[1]), int)
+        for rank in range(2):
+            for p in range(2):
+                part = physical[rank * 30 + p * 15 : rank * 30 + p * 15 + 15]
+                for l in range(LAYERS):
+                    per_pass[rank, p, DENSE + l] = np.bincount(part[:, l].ravel(), minlength=SLOTS.shape[1])
+        paths = [files.sglang_per_pass(tmp_path / f"r{r}.pt", per_pass[r], SLOTS, r) for r in range(2)]
+        trace = loads_of(paths, model=SMALL)
+        assert trace.counts.shape == (2, LAYERS, EXPERTS)
+        np.testing.assert_array_equal(trace.loads(), counts_of(LOGICAL, EXPERTS))
+        np.testing.assert_array_equal(
+            trace.counts[0], counts_of(np.concatenate([LOGICAL[:15], LOGICAL[30:45]]), EXPERTS)
+        )
+        assert (trace.layer_ids.tolist(), trace.top_k, trace.model) == ([2, 3, 4, 5], TOP_K, "small")
+
+    def test_stat_drops_unused_steps_of_the_ring_and_dense_layers(self, tmp_path: Path) -> None:
+        counts = np.zeros((3, DENSE + LAYERS, EXPERTS), int)
+        counts[:, DENSE:] = np.random.default_rng(1).integers(0, 9, (3, LAYERS, EXPERTS))
+        trace = loads_of(files.sglang_stat(tmp_path / "s.pt", counts, buffer=10))
+        np.testing.assert_array_equal(trace.counts, counts[:, DENSE:])
+        assert trace.layer_ids.tolist() == [2, 3, 4, 5]
+
+    @pytest.mark.parametrize("layout", ["json", "jsonl", "lines"])
+    def test_routed_experts_over_http(self, tmp_path: Path, layout: str) -> None:
+        answers = [files.sglang_base64(LOGICAL[a:b], DENSE) for a, b in ((0, 25), (25, 40), (40, 60))]
+        if layout == "json":
+            path = tmp_path / "answers.json"
+            path.write_text(json.dumps([{"text": "…", "meta_info": {"routed_experts": a, "id": "x"}} for a in answers]))
+        elif layout == "jsonl":
+            path = tmp_path / "answers.jsonl"
+            path.write_text("".join(json.dumps({"meta_info": {"routed_experts": a}}) + "\n" for a in answers))
+        else:
+            path = tmp_path / "answers.txt"
+            path.write_text("\n".join(answers) + "\n\n")
+        assert detect([path]) == "sglang"
+        expect(tokens_of(path, model=SMALL), lens=LENS)
+        expect(tokens_of(path, n_layers=DENSE + LAYERS, top_k=TOP_K), lens=LENS)
+        with pytest.raises(ValueError, match="give --model, or --n-layers"):
+            tokens_of(path)
+        with pytest.raises(ValueError, match="not whole tokens of 7 layers"):
+            tokens_of(path, n_layers=7, top_k=TOP_K)
+
+    def test_wrong_shapes_and_kinds(self, tmp_path: Path) -> None:
+        stat = files.sglang_stat(tmp_path / "s.pt", np.ones((1, LAYERS, EXPERTS), int), 2)
+        token = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)
+        for given_, message in [
+            ([1, 2], "holds a list"),
+            ({"a": 1}, r"has the keys \['a'\]"),
+            ({"logical_count": torch.zeros(2, 2)}, r"logical_count .* is shape \(2, 2\)"),
+            ({"logical_count": torch.zeros(1, 2, 2)}, "expected an integer tensor"),
+            ({"logical_count": torch.zeros(1, 2, 2, dtype=torch.int32)}, "every step of the recording is empty"),
+            ({"records": [], "last_physical_to_logical_map": torch.zeros(1, 1)}, "'records' is empty"),
+            ({"records": [{"global_physical_count": torch.ones(2, 9, dtype=torch.int32)}],
+              "last_physical_to_logical_map": torch.from_numpy(SLOTS)}, r"counts of shape \(2, 9\)"),
+            ({"records": [{"global_physical_count": torch.ones(6, 16, dtype=torch.int32)}],
+              "last_physical_to_logical_map": torch.from_numpy(SLOTS + 900)}, "map of 16 slots names experts"),
+        ]:  # fmt: skip
+            torch.save(given_, tmp_path / "bad.pt")
+            with pytest.raises(ValueError, match=message):
+                read_trace([tmp_path / "bad.pt"])
+        with pytest.raises(ValueError, match=r"stat dump and .* a per_token dump"):
+            read_trace([stat, token])
+        dump = torch.load(token, weights_only=True)
+        dump["records"][1]["topk_ids_of_layer"][3, 0, 0] = 99
+        torch.save(dump, token)
+        with pytest.raises(ValueError, match=r"r\.pt, record 1: physical expert 99 in layer 3, but there are 16 slots"):
+            read_trace([token])
+
+
+# -- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+class TestVLLM:
+    @pytest.mark.parametrize(("n_experts", "dtype"), [(12, np.uint8), (256, np.uint8), (384, np.uint16)])
+    def test_npy(self, tmp_path: Path, n_experts: int, dtype: Any) -> None:
+        logical = files.routing(TOKENS, LAYERS, TOP_K, n_experts)
+        for i, (a, b) in enumerate(((0, 25), (25, 40), (40, 60))):
+            array = files.vllm_array(logical[a:b], DENSE, n_experts)
+            assert array.dtype == dtype
+            np.save(tmp_path / f"answer{i}.npy", array)
+        trace = tokens_of(tmp_path, n_experts=n_experts)  # dense layers found by their zeros
+        expect(trace, logical, lens=LENS)
+        assert trace.n_experts == n_experts
+
+    def test_files_in_order_of_their_numbers(self) -> None:
+        assert sorted([Path("r10"), Path("r9"), Path("r1")], key=natural) == [Path("r1"), Path("r9"), Path("r10")]
+
+    def test_base64_over_http(self, tmp_path: Path) -> None:
+        path = tmp_path / "answers.jsonl"
+        answers = [files.vllm_base64(LOGICAL[a:b], DENSE, EXPERTS) for a, b in ((0, 25), (25, 40), (40, 60))]
+        path.write_text("".join(json.dumps({"choices": [{"text": "", "routed_experts": a}]}) + "\n" for a in answers))
+        assert detect([path]) == "vllm"
+        expect(tokens_of(path, model=SMALL), lens=LENS)
+
+    def test_dense_layers(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.npy"
+        np.save(path, files.vllm_array(LOGICAL, DENSE, EXPERTS))
+        expect(tokens_of(path, dense_layers=(0, 1)))
+        with pytest.raises(ValueError, match=r"layer 3 is taken for a dense one, but token 0 uses expert"):
+            tokens_of(path, dense_layers=(0, 1, 3))
+        with pytest.raises(ValueError, match="layer 9 is said to be dense, but layers 0 … 5 were recorded"):
+            tokens_of(path, dense_layers=(9,))
+        with pytest.raises(ValueError, match="6 layers recorded, but mixtral-8x7b has 32 MoE layers"):
+            tokens_of(path, model=get_model("mixtral-8x7b"), top_k=TOP_K)
+        with pytest.raises(ValueError, match="3 experts a token recorded, expected top-2"):
+            tokens_of(path, top_k=2)
+        np.save(path, LOGICAL)  # an engine that leaves the dense layers out
+        expect(tokens_of(path, model=SMALL), first_layer=DENSE)
+
+    def test_top_1_cannot_tell_dense_from_expert_0(self, tmp_path: Path) -> None:
+        one = np.array([[[0], [1]], [[0], [2]]], np.uint8)
+        np.save(tmp_path / "a.npy", one)
+        with pytest.raises(ValueError, match="layer 0 reads 0 for every token: dense, or always expert 0"):
+            tokens_of(tmp_path / "a.npy")
+        expect(tokens_of(tmp_path / "a.npy", dense_layers=()), one, first_layer=0)
+
+    def test_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.npy"
+        for array, message in [
+            (np.zeros((3, 2)), "float64"),
+            (np.zeros((3, 2), np.uint8), r"shape \(3, 2\)"),
+            (np.zeros((0, 2, 2), np.uint8), "no tokens in the files"),
+            (np.full((2, 2, 1), 70_000), "not routed experts"),
+            (np.full((2, 2, 2), 3, np.uint8), "appears twice"),
+        ]:
+            np.save(path, array)
+            with pytest.raises(ValueError, match=message):
+                tokens_of(path, dense_layers=())
+
+
+# -- TensorRT-LLM ---------------------------------------------------------------------------------------------------
+
+
+class TestTensorRTLLM:
+    COUNTS = np.random.default_rng(2).integers(0, 50, (2, 3, LAYERS, EXPERTS))
+
+    def test_ranks_are_summed_and_raw_files_skipped(self, tmp_path: Path) -> None:
+        folder = files.tensorrt_llm(tmp_path / "stats", self.COUNTS, EXPERTS, DENSE, TOP_K)
+        assert detect([folder]) == "tensorrt-llm"
+        trace = loads_of(folder)
+        np.testing.assert_array_equal(trace.counts, self.COUNTS.sum(0))
+        assert (trace.layer_ids.tolist(), trace.top_k) == ([2, 3, 4, 5], TOP_K)
+        only = loads_of([folder / "rank1.safetensors"])  # the meta file lies beside it
+        np.testing.assert_array_equal(only.counts, self.COUNTS[1])
+
+    def test_iterations_are_numbers(self, tmp_path: Path) -> None:
+        counts = np.arange(1, 13)[None, :, None, None] * np.ones((1, 12, 1, EXPERTS), int)
+        trace = loads_of(files.tensorrt_llm(tmp_path / "s", counts, EXPERTS, 0, TOP_K))
+        assert trace.counts[:, 0, 0].tolist() == list(range(1, 13))
+
+    def test_slots_need_the_plan(self, tmp_path: Path) -> None:
+        slots = SLOTS[DENSE:]
+        per_slot = np.random.default_rng(3).integers(0, 50, (1, 2, LAYERS, slots.shape[1]))
+        folder = files.tensorrt_llm(tmp_path / "s", per_slot, EXPERTS, DENSE, TOP_K)
+        with pytest.raises(ValueError, match=r"layer 2 has 16 counts for 12 experts.*--slot-plan"):
+            loads_of(folder)
+        plan = tmp_path / "plan.yaml"
+        rows = "\n".join(f"  {DENSE + l}: {row.tolist()}" for l, row in enumerate(slots))
+        plan.write_text(f"num_slots: 16\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n{rows}\n")
+        trace = loads_of(folder, slot_plan=plan)
+        expected = np.zeros((LAYERS, EXPERTS), int)
+        for l in range(LAYERS):
+            for p, e in enumerate(slots[l]):
+                expected[l, e] += per_slot[0, :, l, p].sum()
+        np.testing.assert_array_equal(trace.loads(), expected)
+
+    def test_refused(self, tmp_path: Path) -> None:
+        from safetensors.numpy import save_file
+
+        folder = files.tensorrt_llm(tmp_path / "s", self.COUNTS, EXPERTS, DENSE, TOP_K)
+        with pytest.raises(ValueError, match="12 \\(experts\\) recorded, expected 64"):
+            loads_of(folder, model=get_model("deepseek-v2-lite"))
+        whole = (folder / "rank0.safetensors").read_bytes()
+        for cut in (0, 4, 100, len(whole) - 1):
+            (folder / "rank0.safetensors").write_bytes(whole[:cut])
+            with pytest.raises(ValueError, match=r"rank0\.safetensors: not a whole \.safetensors file"):
+                loads_of(folder)
+        save_file({"weights": np.zeros(3, np.int32)}, folder / "rank0.safetensors")
+        with pytest.raises(ValueError, match="tensor 'weights': expected ITERATION_LAYER"):
+            loads_of(folder)
+        save_file({"7_5": np.zeros(EXPERTS, np.int32)}, folder / "rank0.safetensors")
+        with pytest.raises(ValueError, match="iteration 7 has no counts for layer 2"):
+            loads_of(folder)
+        (folder / "meta_info.json").write_text("{}")
+        with pytest.raises(ValueError, match="expected positive num_experts"):
+            loads_of(folder)
+
+
+# -- Megatron, ESFT -------------------------------------------------------------------------------------------------
+
+
+class TestMegatron:
+    def test_steps_and_ranks_in_order(self, tmp_path: Path) -> None:
+        paths = files.megatron(tmp_path / "t", LOGICAL, ranks=2, steps=3, first_layer=1)
+        assert detect(paths) == "megatron"
+        expect(tokens_of(paths), first_layer=1, lens=[10] * 6)
+        expect(tokens_of(tmp_path / "t", model=SMALL), first_layer=1)
+
+    def test_micro_batches_of_one_step(self, tmp_path: Path) -> None:
+        """The same step, layer and rank again is the next micro-batch."""
+        a = files.megatron(tmp_path / "a", LOGICAL[:20], 1, 1, 0)[0].read_text()
+        b = files.megatron(tmp_path / "b", LOGICAL[20:], 1, 1, 0)[0].read_text()
+        path = tmp_path / "router_trace_rank0.jsonl"
+        path.write_text(a + b)
+        expect(tokens_of(path), first_layer=0, lens=[20, 40])
+
+    def test_refused(self, tmp_path: Path) -> None:
+        path = files.megatron(tmp_path / "t", LOGICAL[:4], 1, 1, 0)[0]
+        good = path.read_text().splitlines()
+        line = json.loads(good[0])
+        for change, message in [
+            ({"top_indices": line["top_indices"][:-1]}, "line 1: num_tokens is 4, but top_indices has 3 rows"),
+            ({"num_tokens": 10**12}, "num_tokens is 1000000000000, but top_indices has 4 rows"),
+            ({"top_indices": [[1, 2]] * 4}, "not 4 rows of 3 expert ids"),
+            ({"top_indices": [[1, 2, 3.5]] * 4}, "not 4 rows of 3"),
+            ({"top_indices": [[1, 2, [3]]] * 2}, "not 4 rows of 3"),
+            ({"top_indices": [[1, 2, -3]] * 4}, "not 4 rows of 3"),
+            ({"top_indices": [[1, 2, 1234567]] * 4}, "'1234567.*is no expert id"),
+            ({"top_indices": [[1, 2, 2]] * 4}, "appears twice"),
+            ({"layer": None}, "layer is None"),
+            ({"step": 5}, "has no line for layer"),
+            ({"top_indices": [[1, 2, 40000]] * 4}, "40000 is no expert id"),
+            ({"topk": 2, "top_indices": [[1, 2]] * 4}, r"the files have top-k \[2, 3\]"),
+        ]:
+            path.write_text("\n".join([json.dumps(line | change), *good[1:]]) + "\n")
+            with pytest.raises(ValueError, match=message):
+                tokens_of(path, "megatron")
+        path.write_text("\n".join(good)[:-30])
+        with pytest.raises(ValueError, match="line 8"):
+            tokens_of(path)
+
+
+class TestESFT:
+    def test_tasks_are_domains(self, tmp_path: Path) -> None:
+        files.esft(tmp_path / "law", LOGICAL[:40], [25, 15])
+        files.esft(tmp_path / "intent", LOGICAL[40:], [20])
+        assert detect([tmp_path]) == "esft"
+        trace = tokens_of([tmp_path / "law", tmp_path / "intent"], model=SMALL)
+        expect(trace, first_layer=1, lens=LENS)
+        assert trace.domains.tolist() == ["law", "law", "intent"]
+
+    def test_deepseek_is_the_default(self, tmp_path: Path) -> None:
+        logical = files.routing(9, 26, 6, 64)
+        trace = tokens_of(files.esft(tmp_path / "x", logical, [4, 5]), "esft")
+        expect(trace, logical, first_layer=1)
+        assert (trace.model, trace.n_experts) == ("deepseek-v2-lite", 64)
+
+    def test_refused(self, tmp_path: Path) -> None:
+        folder = files.esft(tmp_path / "x", LOGICAL, LENS)
+        with pytest.raises(ValueError, match="files for 4 layers, expected 26"):
+            tokens_of(folder)
+        path = folder / "expert_weights_3.txt"
+        good = path.read_text()
+        first = good.splitlines()[0]
+        for text, message in [
+            (good[: len(good) // 2], "cut short"),
+            (good.replace("\t\t", "\t"), "line 1: expected ids, two tabs"),
+            (good.splitlines()[1] + "\n", "its sequences are not those of expert_weights_1.txt"),
+            (first.replace("\t", "\tx", 1), "expert ids must be numbers"),
+            ("1\t2\t\t0.5\t0.5\n", "2 ids are not whole tokens of top-3"),
+            ("", "no sequence"),
+        ]:
+            path.write_text(text)
+            with pytest.raises(ValueError, match=message):
+                tokens_of(folder, model=SMALL)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(0, 32767), max_size=50), gap=st.sampled_from([b"\t", b",", b"],["]))
+def test_numbers_in_text(values: list[int], gap: bytes) -> None:
+    text = gap.join(str(v).encode() for v in values)
+    assert parse_naturals(text, "here").tolist() == values
+
+
+# -- detection, command ---------------------------------------------------------------------------------------------
+
+
+def test_detection_says_what_it_saw(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1,2")
+    (tmp_path / "b.json").write_text("{}")
+    np.save(tmp_path / "c.npy", np.zeros(3))
+    torch.save({}, tmp_path / "d.pt")
+    (tmp_path / "empty").mkdir()
+    for names, message in [
+        (["a.csv"], "not like any recording"),
+        (["b.json"], "not like any recording"),
+        (["c.npy", "d.pt"], r"different engines: .*d\.pt from sglang, .*c\.npy from vllm"),
+        (["empty"], "no recording"),
+        (["absent"], "no file or folder"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            read_trace([tmp_path / n for n in names])
+    with pytest.raises(ValueError, match="unknown engine 'tgi'; the engines are: sglang, vllm"):
+        read_trace([tmp_path], "tgi")
+
+
+def test_import_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logical = files.routing(20, 26, 6, 64)
+    source = tmp_path / "a.npy"
+    np.save(source, files.vllm_array(logical, 1, 64))
+    for engine in (["vllm"], []):
+        out = tmp_path / f"trace{len(engine)}.npz"
+        assert cli.main(["trace", "import", *engine, str(source), "--model", "deepseek-v2-lite", "-o", str(out)]) == 0
+        trace = TokenTrace.load(out)
+        expect(trace, logical, first_layer=1)
+        assert trace.model == "deepseek-v2-lite"
+        assert "vllm: TokenTrace" in capsys.readouterr().out.replace("\n", "")
+    counts = np.random.default_rng(0).integers(1, 9, (1, 4, 26, 64))
+    folder = files.tensorrt_llm(tmp_path / "stats", counts, 64, 1, 6)
+    assert cli.main(["trace", "import", str(folder), "-o", str(tmp_path / "loads.npz")]) == 0
+    loaded = load_any_trace(tmp_path / "loads.npz")
+    assert isinstance(loaded, LoadTrace)
+    np.testing.assert_array_equal(loaded.counts, counts[0])
+    assert cli.main(["trace", "info", str(tmp_path / "loads.npz")]) == 0
+    assert "counts only" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="it is a LoadTrace, counts without tokens"):
+        TokenTrace.load(tmp_path / "loads.npz")
+
+
+# -- hostile files --------------------------------------------------------------------------------------------------
+
+
+class Touch:
+    """Unpickles by creating a file: a bomb that can be seen."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def repack(path: Path, method: int, change: Callable[[str, bytes], bytes] = lambda _, data: data) -> None:
+    """Write the archive again with another compression, or with changed entries."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, change(name, data))
+
+
+class Zeros:
+    """Unpickles as a byte array as long as one likes, from a few bytes of file."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (1 << 40,)
+
+
+def expanded(path: Path) -> None:
+    """A tensor of a trillion counts with one stored."""
+    torch.save({"logical_count": torch.ones(1, 1, 1, dtype=torch.int32).expand(10_000, 10_000, 10_000)}, path)
+
+
+def pickled(value: Callable[[Path], Any], path: Path) -> None:
+    torch.save({"records": [value(path.parent / "witness")], "last_physical_to_logical_map": torch.ones(1, 1)}, path)
+
+
+def packed_bomb(path: Path) -> None:
+    torch.save({"logical_count": torch.zeros(1000, 100, 100, dtype=torch.int32)}, path)
+    repack(path, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 100_000
+
+
+def unwrapped(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Touch(path.parent / "witness")))
+
+
+HOSTILE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("bomb.pt", lambda p: pickled(Touch, p), r"makes objects|wants .*, which no recording needs"),
+    ("raw.pt", unwrapped, "not a whole file of torch.save"),
+    ("packed.pt", packed_bomb, "is compressed, which torch.save never does"),
+    ("expanded.pt", expanded, "with only 4 bytes stored"),
+    ("array.pt", lambda p: pickled(lambda _: Zeros(), p), "wants .*bytearray, which no recording needs"),
+    ("empty.pt", lambda p: p.write_bytes(b"") and None, "not a whole file of torch.save"),
+    ("deep.json", lambda p: p.write_text('{"routed_experts": ' + "[" * 100_000) and None, "not valid JSON"),
+    ("object.npy", lambda p: np.save(p, np.array([Touch(p.parent / "witness")]), allow_pickle=True), "never loaded"),
+    ("text.jsonl", lambda p: p.write_text('{"routed_experts": "%%%%"}\n') and None, "not base64"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "message"), HOSTILE, ids=[h[0] for h in HOSTILE])
+def test_hostile_files_are_refused_and_leave_nothing(
+    name: str, make: Callable[[Path], None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / name, tmp_path / "out" / "trace.npz"
+    out.parent.mkdir()
+    make(path)
+    options = ["--n-layers", "2", "--top-k", "1"] if path.suffix in (".json", ".jsonl") else []
+    engine = {".npy": "vllm"}.get(path.suffix, "sglang")
+    assert cli.main(["trace", "import", engine, str(path), "-o", str(out), *options]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert name in said
+    assert re.search(message, said), said
+    assert "Traceback" not in said
+    assert not list(out.parent.iterdir())
+    assert not (tmp_path / "witness").exists()
+
+
+def test_the_pickle_bomb_is_live(tmp_path: Path) -> None:
+    pickled(Touch, tmp_path / "bomb.pt")
+    torch.load(tmp_path / "bomb.pt", weights_only=False)
+    assert (tmp_path / "witness").exists()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut=st.floats(0, 1, exclude_max=True), flip=st.booleans(), value=st.integers(0, 255))
+def test_broken_dumps_are_refused_or_still_valid(
+    cut: float, flip: bool, value: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("broken") / "r.pt"
+    files.sglang_per_token(path, LOGICAL, DENSE, SLOTS, TestSGLang.PASSES)
+    data = bytearray(path.read_bytes())
+    if flip:
+        data[int(cut * len(data))] = value
+    else:
+        data = data[: int(cut * len(data))]
+    path.write_bytes(data)
+    try:
+        trace = tokens_of(path)
+    except ValueError:
+        return
+    assert flip
+    assert trace.n_layers == LAYERS
+
+
+def test_base64_of_a_lying_npy_asks_for_no_memory(tmp_path: Path) -> None:
+    member = io.BytesIO()
+    np.lib.format.write_array_header_1_0(member, {"descr": "|u1", "fortran_order": False, "shape": (10**12, 26, 6)})
+    (tmp_path / "a.txt").write_text(base64.b64encode(member.getvalue() + bytes(12)).decode())
+    with pytest.raises(ValueError, match="header announces 156000000000000 bytes, found 12"):
+        read_trace([tmp_path / "a.txt"], "vllm")

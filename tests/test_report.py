@@ -1,0 +1,178 @@
+"""The report in a real browser: drawn without errors, without a network, on a phone, in the dark, whatever the trace is called."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from clustergym.moe_placement import Simulator
+from clustergym.moe_placement.specs import get_cluster
+from clustergym.planning import Plan, make_plan
+from clustergym.report import render, write_report
+from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
+
+CHROMIUM = Path("/usr/bin/chromium")
+# As root and without a network: no sandbox of its own, and none of the browser's calls home.
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+NASTY = "</script><script>window.hacked=1</script><img src=x onerror='window.hacked=1'>@@DATA@@"
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    config = SyntheticConfig(
+        n_tokens=1500,
+        n_layers=6,
+        first_layer=3,
+        n_experts=8,
+        top_k=2,
+        mean_seq_len=30,
+        popularity_skew=0.8,
+        model="mixtral-8x7b",
+    )
+    simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
+    made = make_plan(synthetic_trace(config, seed=0), simulator, "anneal", window_tokens=128, windows=3, seconds=0.3)
+    return dataclasses.replace(made, trace=NASTY)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"no browser at {CHROMIUM}: the report is not looked at")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        try:
+            yield opened
+        finally:
+            opened.close()
+
+
+class Visit:
+    """A page, with all that it said and asked for."""
+
+    def __init__(self, browser: Any, path: Path, width: int = 1200, scheme: str = "light") -> None:
+        self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.page, self.said, self.asked = self.context.new_page(), [], []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def __enter__(self) -> Any:
+        return self.page
+
+    def __exit__(self, *_: object) -> None:
+        said, asked = self.said, [url for url in self.asked if not url.startswith("data:")]
+        if keep := os.environ.get("CLUSTERGYM_SCREENSHOTS"):
+            self.page.screenshot(
+                path=str(Path(keep) / f"report-{self.page.viewport_size['width']}.png"), full_page=True
+            )
+        self.context.close()
+        assert said == []
+        assert len(asked) == 1
+        assert asked[0].startswith("file:")
+
+
+def open_report(plan: Plan, path: Path) -> Path:
+    write_report(path, plan, "sglang", "--init-expert-location <plan>", "clustergym plan & co")
+    return path
+
+
+def test_everything_is_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
+    with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
+        assert page.title() == "Expert placement: mixtral-8x7b on h800-2x4"
+        assert page.locator("h1").inner_text() == "mixtral-8x7b on h800-2x4"
+        mean, half = plan.versus("eplb")
+        word = "less" if mean < 0 else "more"
+        said = f"anneal: {100 * abs(mean):.1f} % (± {100 * half:.1f}) {word} time than EPLB on held-out traffic"
+        assert page.locator("#headline").inner_text() == said
+        rows = page.locator("tbody tr")
+        assert rows.count() == 3
+        for i, o in enumerate(plan.outcomes.values()):
+            assert f"{o.served_us:.1f}" in rows.nth(i).inner_text()
+        gpus, layers, planners = 8, 6, 3
+        assert page.locator("#bars rect title").count() == gpus * planners
+        assert page.locator("#lines polyline").count() == planners
+        assert page.locator("#lines title").count() == layers * planners
+        assert page.locator("#parts rect title").count() == layers * 3
+        assert page.locator("#placement svg").count() == 2
+        assert page.locator("#placement rect title").count() == 2 * gpus * 2
+        assert page.locator("#traffic rect title").count() == 2 * gpus * (gpus - 1)
+        assert page.evaluate("window.hacked") is None
+        assert NASTY in page.locator("dl").inner_text()
+
+
+def test_the_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) -> None:
+    with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
+        assert page.locator("#shown").inner_text() == "mean of all layers"
+        page.locator("#layer").fill("4")
+        assert page.locator("#shown").inner_text() == "layer 7"
+        titles = [t.text_content() for t in page.locator("#bars rect title").all()]
+        pairs = np.round(plan.outcomes["anneal"].pairs[4]).astype(int)
+        assert [t for t in titles if ", anneal:" in t] == [f"GPU {g}, anneal: {n:,} pairs" for g, n in enumerate(pairs)]
+        held = sorted(
+            int(e) for e in page.locator("#placement svg").nth(1).locator("text").all_text_contents() if e.isdigit()
+        )
+        assert held == sorted(plan.best.placement[4].reshape(-1).tolist())
+        page.locator("#all").click()
+        assert page.locator("#shown").inner_text() == "mean of all layers"
+
+
+def test_a_phone_in_the_dark(plan: Plan, browser: Any, tmp_path: Path) -> None:
+    path = open_report(plan, tmp_path / "r.html")
+    colours = {}
+    for scheme in ("light", "dark"):
+        with Visit(browser, path, width=390, scheme=scheme) as page:
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390  # nothing is cut off at the side
+            colours[scheme] = page.evaluate(
+                "getComputedStyle(document.body).backgroundColor + getComputedStyle(document.body).color"
+            )
+            sizes = page.evaluate(
+                "[...document.querySelectorAll('button, input')].map(e => e.getBoundingClientRect().height)"
+            )
+            assert min(sizes) >= 30  # a finger finds it
+    assert colours["light"] != colours["dark"]
+
+
+def test_planners_differ_in_more_than_colour(plan: Plan, browser: Any, tmp_path: Path) -> None:
+    with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
+        dashes = page.evaluate(
+            "[...document.querySelectorAll('#lines polyline')].map(e => e.getAttribute('stroke-dasharray'))"
+        )
+        assert len(set(dashes)) == 3
+        fills = page.evaluate("[...document.querySelectorAll('#bars rect')].slice(-3).map(e => e.getAttribute('fill'))")
+        assert len(set(fills)) == 3
+        # The scale of the heat maps gets brighter step by step, so that it reads without any colour.
+        brightness = page.evaluate(
+            "[...Array(20).keys()].map(i => heat(i / 19).match(/\\d+/g).map(Number)).map(c => .2126 * c[0] + .7152 * c[1] + .0722 * c[2])"
+        )
+        assert (np.diff(brightness) > 0).all()
+
+
+def test_counts_have_no_traffic_to_draw(browser: Any, tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).integers(1, 50, (4, 3, 8))
+    simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
+    made = make_plan(LoadTrace(counts, top_k=2, model="mixtral-8x7b"), simulator, "eplb", window_tokens=128)
+    with Visit(browser, open_report(made, tmp_path / "r.html")) as page:
+        assert page.locator("#traffic").count() == 0
+        assert page.locator("#bars rect title").count() == 8 * 2
+        assert "expert-kernel time than the static placement" in page.locator("#headline").inner_text()
+
+
+def test_the_file_stands_alone(plan: Plan) -> None:
+    """No address in it but the namespace of SVG, and nothing to load."""
+    page = render(plan, "sglang", "load", "command")
+    outside = set(re.findall(r"https?://[^\"'\s)]+", page))
+    assert outside == {"http://www.w3.org/2000/svg"}
+    assert "default-src 'none'" in page
+    assert not re.search(r"@@[A-Z]+@@", page.replace("@@DATA@@", ""))

@@ -1,0 +1,87 @@
+"""The sweep files of the repository: wandb takes them, and what they name is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tyro
+
+from clustergym.sweeping import load_sweep
+from clustergym.sweeping.proposers import make_proposer
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
+# Learns from feedback over HTTP: there is nothing to sweep offline.
+NOT_SWEPT = {"ppo_gpu_alloc_online"}
+
+
+def load_module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+gen_pages = load_module(ROOT / "docs" / "gen_pages.py")
+
+
+@lru_cache
+def tags(path: Path) -> list[str]:
+    """Patterns of every string in a source; what an f-string fills in may be anything."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = [re.escape(str(v.value)) if isinstance(v, ast.Constant) else ".+" for v in node.values]
+            if any(part != ".+" for part in parts):
+                found.append("".join(parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(re.escape(node.value))
+    return found
+
+
+def test_every_trainer_has_one() -> None:
+    trainers = {path.stem for path in gen_pages.trainers()} - NOT_SWEPT
+    assert {path.stem for path in FILES} == trainers
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_wandb_takes_the_file_and_what_it_names_is_there(file: Path) -> None:
+    sweep = load_sweep(file)
+    program = ROOT / sweep.program
+    assert program.is_file()
+    known = {name for name, *_ in gen_pages.fields(gen_pages._class(program, "Args"))}
+    unknown = [name for name in sweep.config["parameters"] if name.replace("-", "_") not in known]
+    assert not unknown
+    assert sweep.metric is not None
+    assert any(re.fullmatch(pattern, sweep.metric) for pattern in tags(program)), (
+        f"{program.name} logs no {sweep.metric}"
+    )
+    assert sweep.config["metric"]["goal"] in ("maximize", "minimize")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_the_trainer_takes_what_is_proposed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two commands of the sweep, parsed by the trainer's own Args, mean what was proposed."""
+    monkeypatch.chdir(ROOT)
+    sweep = load_sweep(file)
+    module: Any = load_module(ROOT / sweep.program)
+    parse = getattr(module, "parse_args", None) or (lambda argv: tyro.cli(module.Args, args=argv))
+    for seed in range(2):
+        proposed = make_proposer("sweeps", sweep, seed).propose([])
+        assert proposed is not None
+        command = sweep.command(proposed, tmp_path)
+        args = parse([*command[command.index(sweep.program) + 1 :], f"--run-dir={tmp_path}"])
+        for name, value in proposed.items():
+            found = getattr(args, name.replace("-", "_"))
+            assert str(found) == str(value) or found == pytest.approx(value), name

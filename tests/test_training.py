@@ -1,0 +1,233 @@
+"""What trainers share: run folders, checkpoints that survive anything, random states, progress and results."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clustergym import training
+from clustergym.training import (
+    CheckpointError,
+    Progress,
+    RunLogger,
+    capture_rng_state,
+    check_same_args,
+    choose_device,
+    derive_seed,
+    load_checkpoint,
+    print_result,
+    read_scalars,
+    restore_rng_state,
+    run_folder,
+    save_checkpoint,
+)
+
+
+def test_fresh_runs_take_the_next_free_folder_and_resumed_ones_the_last_that_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_folder("a") == Path("runs/a")
+    assert run_folder("a") == Path("runs/a-2")
+    (tmp_path / "runs/a-10").mkdir()
+    (tmp_path / "runs/a-b-99").mkdir()  # another name that begins the same
+    assert run_folder("a") == Path("runs/a-11")
+    (tmp_path / "runs/a-2/checkpoint.pt").touch()
+    assert run_folder("a", resume=True) == Path("runs/a-2")
+    assert run_folder("b", resume=True) == Path("runs/b")
+
+
+def test_a_given_folder_with_a_checkpoint_is_only_entered_to_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    assert run_folder("a", folder) == folder
+    (folder / "checkpoint.pt").touch()
+    assert run_folder("a", folder, resume=True) == folder
+    with pytest.raises(FileExistsError, match="--resume continues that run"):
+        run_folder("a", folder)
+
+
+def state() -> dict[str, Any]:
+    return {"weights": torch.arange(5.0), "iteration": 3, "args": {"env": "x", "kl": None}, "returns": [1.5, 2.5]}
+
+
+def test_checkpoint_round_trip(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "deep" / "c.pt", "ppo", state())
+    loaded = load_checkpoint(tmp_path / "deep" / "c.pt", "ppo")
+    assert torch.equal(loaded.pop("weights"), state().pop("weights"))
+    assert loaded == {key: value for key, value in state().items() if key != "weights"}
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["c.pt"]
+
+
+@pytest.mark.parametrize("failing", ["save", "fsync", "replace"])
+def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.pt"
+    save_checkpoint(path, "ppo", state())
+    before = path.read_bytes()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch if failing == "save" else os, failing, broken)
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(path, "ppo", {"weights": torch.zeros(9)})
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_checkpoints_that_cannot_be_used_say_why(tmp_path: Path) -> None:
+    path = tmp_path / "c.pt"
+    with pytest.raises(FileNotFoundError, match="no checkpoint here"):
+        load_checkpoint(path, "ppo")
+
+    save_checkpoint(path, "ppo", state())
+    whole = path.read_bytes()
+    for cut in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CheckpointError, match=rf"c\.pt \({cut} bytes\) is truncated or no clustergym checkpoint"):
+            load_checkpoint(path, "ppo")
+
+    torch.save({"model": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError, match="was not written by clustergym: found model"):
+        load_checkpoint(path, "ppo")
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="was not written by clustergym: found list"):
+        load_checkpoint(path, "ppo")
+
+    torch.save({"format": "clustergym-checkpoint", "schema": 99, "kind": "ppo", "state": {}}, path)
+    with pytest.raises(CheckpointError, match="has schema 99, this clustergym reads up to 1: update clustergym"):
+        load_checkpoint(path, "ppo")
+
+    save_checkpoint(path, "ppo_lstm", state())
+    with pytest.raises(CheckpointError, match="belongs to 'ppo_lstm', not to 'ppo'"):
+        load_checkpoint(path, "ppo")
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"format": "clustergym-checkpoint", "schema": 1, "kind": "ppo", "state": Malicious()}, "c.pt")
+    with pytest.raises(CheckpointError):
+        load_checkpoint(Path("c.pt"), "ppo")
+    Path("plain.pt").write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(CheckpointError):
+        load_checkpoint(Path("plain.pt"), "ppo")
+    assert not Path("ran").exists()
+
+
+def test_arguments_that_matter_must_not_change() -> None:
+    saved = {"lr": 1.0, "seed": 1, "track": False, "gone": 1}
+    check_same_args(saved, saved | {"track": True, "resume": True})
+    check_same_args(saved, saved | {"lr": 2.0}, may_differ=["lr"])
+    with pytest.raises(CheckpointError, match=r"gone was 1, now None; lr was 1\.0, now 2\.0"):
+        check_same_args(saved, {"lr": 2.0, "seed": 1})
+
+
+def test_random_states_come_back(tmp_path: Path) -> None:
+    generator = np.random.default_rng(5)
+    generator.standard_normal(3)
+    save_checkpoint(tmp_path / "c.pt", "x", {"rng": capture_rng_state(generator)})
+    expected = generator.random(4), torch.randn(4)
+    loaded = load_checkpoint(tmp_path / "c.pt", "x")["rng"]
+    other = np.random.default_rng(6)
+    restore_rng_state(loaded, other)
+    assert np.array_equal(other.random(4), expected[0])
+    assert torch.equal(torch.randn(4), expected[1])
+
+
+def test_derived_seeds_are_stable_distinct_and_fit_everywhere() -> None:
+    seeds = {derive_seed(seed, iteration, rank) for seed in range(10) for iteration in range(50) for rank in range(4)}
+    assert len(seeds) == 2000
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3) != derive_seed(3, 2, 1)
+
+
+def test_scalars_can_be_read_back_and_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, {"lr": 1.0}) as logger:
+        for step in (10, 20, 30):
+            logger.scalars({"charts/a": step / 10, "charts/b": 0.0}, step)
+    with RunLogger(tmp_path, {"lr": 1.0}, start_step=20) as logger:
+        logger.scalar("charts/a", -1.0, 30)
+    assert read_scalars(tmp_path, "charts/a") == ([10, 20, 30], [1.0, 2.0, -1.0])
+    with pytest.raises(KeyError, match=r"no scalar 'charts/c': it has charts/a, charts/b"):
+        read_scalars(tmp_path, "charts/c")
+
+
+def test_other_ranks_log_nothing(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, {}, enabled=False) as logger:
+        logger.scalar("a", 1.0, 1)
+        logger.text("b", "c", 1)
+        logger.flush()
+    assert not list(tmp_path.iterdir())
+
+
+def test_tracking_works_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with RunLogger(tmp_path / "run", {"lr": 1.0}, track=True) as logger:
+        logger.scalar("charts/a", 1.0, 1)
+    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_off_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1000, start_step=500, line_every_s=1e9) as progress:
+        progress.update(600, mean_return=1.0)
+        progress.update(1000, mean_return=12.5, missing=math.nan)
+        assert progress.steps_per_s(1000) > 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("1,000/1,000 steps")
+    assert "mean_return 12.5" in err
+    assert "missing" not in err
+
+
+def test_on_a_terminal_progress_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "140")
+    with Progress(1000) as progress:
+        progress.update(250, mean_return=3.0)
+    err = capsys.readouterr().err
+    assert "250/1000" in err
+    assert "steps/s" in err
+    assert "mean_return 3" in err
+
+
+def test_the_result_is_the_last_line_and_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(
+        {"a": np.float32(1.5), "b": math.nan, "path": Path("x"), "list": (1, np.int64(2)), "deep": {"c": math.inf}}
+    )
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("result ")
+    assert json.loads(line.removeprefix("result ")) == {
+        "a": 1.5,
+        "b": None,
+        "path": "x",
+        "list": [1, 2],
+        "deep": {"c": None},
+    }
+
+
+def test_a_missing_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device(False) == torch.device("cpu")
+    with pytest.raises(RuntimeError, match="torch sees no GPU here"):
+        choose_device(True)
+
+
+def test_importing_it_does_not_pull_in_the_simulator() -> None:
+    source = Path(training.__file__).read_text()
+    assert "moe_placement" not in source

@@ -1,0 +1,133 @@
+"""Servers that the webhooks meet in tests: agents of every temper, and webhooks that break the contract."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+TOKEN = "agent-token"
+
+
+class Quiet(BaseHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def body(self) -> Any:
+        return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def reply(self, document: Any, status: int = 200) -> None:
+        body = document if isinstance(document, bytes) else json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class Server(ThreadingHTTPServer):
+    """A server whose clients may hang up."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gave up waiting is what some tests are about."""
+
+
+@contextmanager
+def served(server: ThreadingHTTPServer) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class AgentServer(Server):
+    """An agent that grants three quarters of the cores and half of the memory, or misbehaves as its mode says."""
+
+    def __init__(self, address: str, port: int, mode: str = "good") -> None:
+        self.mode = mode
+        self.seen: list[dict[str, Any]] = []
+        super().__init__((address, port), AgentHandler)
+
+
+class AgentHandler(Quiet):
+    server: AgentServer
+
+    def do_POST(self) -> None:
+        asked = self.body()
+        self.server.seen.append(asked)
+        mode = self.server.mode
+        if mode == "slow":
+            time.sleep(5)
+        if self.path != "/allocate" or self.headers["Authorization"] != f"Bearer {TOKEN}" or mode == "401":
+            return self.reply({"detail": "no"}, 401)
+        if mode == "500":
+            return self.reply({"detail": "broken"}, 500)
+        if mode == "garbage":
+            return self.reply(b"<html>")
+        if mode == "empty":
+            return self.reply({})
+        if mode == "injection":
+            return self.reply({"allocation_id": "a\nb", "cores": 1, "memory": 1, "policy_version": 1})
+        scale = 2.0 if mode == "greedy" else 0.75
+        return self.reply(
+            {
+                "allocation_id": "id-" + asked["request_id"].replace("@", "."), "cores": asked["cores"] * scale,
+                "memory": asked["memory"] * 0.5, "policy_version": 7,
+            }
+        )  # fmt: skip
+
+
+class FaultyWebhook(Quiet):
+    """Answers a review as the last part of the path says: the rows of the contract table."""
+
+    def do_POST(self) -> None:
+        review = self.body()
+        row = self.path.split("?")[0].rsplit("/", 1)[1]
+        response: dict[str, Any] = {"uid": review["request"]["uid"], "allowed": True}
+        reply = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+
+        def patch(path: str, value: Any) -> str:
+            return base64.b64encode(json.dumps([{"op": "add", "path": path, "value": value}]).encode()).decode()
+
+        if row == "other-uid":
+            response["uid"] = "another"
+        elif row == "no-patch-type":
+            response["patch"] = patch("/metadata/annotations", {"a": "b"})
+        elif row == "v1beta1":
+            reply["apiVersion"] = "admission.k8s.io/v1beta1"
+        elif row == "bad-patch":
+            response["patchType"], response["patch"] = "JSONPatch", patch("/metadata/missing/key", "x")
+        elif row == "slow":
+            time.sleep(2)
+        elif row == "denied":
+            response["allowed"] = False
+            response["status"] = {"code": 403, "message": "not today"}
+        elif row == "add-container":
+            # A sidecar injector that runs after ours; harmless the second time.
+            names = [container["name"] for container in review["request"]["object"]["spec"]["containers"]]
+            if "side" not in names:
+                side = {"name": "side", "image": "cuda", "resources": {"limits": {"nvidia.com/gpu": "1"}}}
+                response["patchType"], response["patch"] = "JSONPatch", patch("/spec/containers/-", side)
+        self.reply(reply)
+
+
+@contextmanager
+def faulty_webhook(certificates: Path) -> Iterator[int]:
+    server = Server(("127.0.0.1", 0), FaultyWebhook)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates / "tls.crt", certificates / "tls.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    with served(server):
+        yield server.server_address[1]
