@@ -26,6 +26,7 @@ from rich.table import Table
 import clustergym
 from clustergym import SyntheticConfig, synthetic_trace
 from clustergym.moe_placement import ClusterSpec
+from clustergym.moe_placement.batch import DEFAULT_TRACE
 
 
 @dataclass
@@ -37,6 +38,10 @@ class Args:
     steps: int = 64
     """Steps in a round at the smallest batches; large batches take fewer."""
     window_tokens: int = 2048
+    trace: str = DEFAULT_TRACE
+    """Trace of the comparison, of 64 experts; by default the environment's own."""
+    sizes: bool = True
+    """Also measure the growth with tokens, experts, GPUs and layers."""
     largest_wrapper: int = 1024
     """The wrappers are left out above this batch: one Python object an environment."""
     largest_async: int = 64
@@ -150,7 +155,8 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         ("layers", "#AA3377", "D"),
     ):
         points = [(r["value"], 1e6 / r["rate"]) for r in rows if r["what"] == what]
-        axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=what)
+        if points:
+            axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=what)
     axes[1].set(xlabel="size", ylabel="µs a step", title="growth of the cost of a step, 128 environments")
     axes[1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,11 +166,11 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
 def main(args: Args) -> None:
     torch.set_num_threads(1)
     console = Console(width=130)
-    options = {"window_tokens": args.window_tokens}
+    options = {"window_tokens": args.window_tokens, "trace": args.trace}
     batches = sorted(args.batches)
     results = []
     table = Table(
-        title=f"environment steps a second: 64 experts, 16 GPUs, {args.window_tokens} tokens, full observations"
+        title=f"environment steps a second: {args.trace}, 64 experts, 16 GPUs, {args.window_tokens} tokens, full observations"
     )
     for column in ("environments", "batched", "sync", "async", "batched / sync", "µs a step", "state MB"):
         table.add_column(column, justify="right")
@@ -181,11 +187,12 @@ def main(args: Args) -> None:
         )  # fmt: skip
         console.print(f"{batch} environments: batched {median['batched']:,.0f} steps/s")
     console.print(table)
-    rows = growth(args)
+    rows = growth(args) if args.sizes else []
     sizes = Table("what", "value", "steps/s", "kB an environment", title="growth, batched, 128 environments")
     for row in rows:
         sizes.add_row(row["what"], str(row["value"]), f"{row['rate']:,.0f}", f"{row['bytes_per_env'] / 1e3:.0f}")
-    console.print(sizes)
+    if rows:
+        console.print(sizes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     console.print(
         f"peak memory of this process: {peak:,.0f} MB; {platform.processor() or platform.machine()}, {torch.get_num_threads()} torch thread"
