@@ -37,9 +37,10 @@ class Server:
     port: int
     process: subprocess.Popen[bytes]
     log: Path
+    host: str = "127.0.0.1"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=10) as response:
             text: str = response.read().decode()
             return text
 
@@ -47,7 +48,7 @@ class Server:
         """(status, JSON) of one request; for many use :class:`Connection`."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data, headers)
         try:
             with urllib.request.urlopen(request, timeout=10) as response:
                 return response.status, json.loads(response.read())
@@ -73,19 +74,28 @@ def free_port() -> int:
 
 
 @contextmanager
-def agent_server(store: Path, *flags: object, ready_s: float = 60.0, **environment: str) -> Iterator[Server]:
+def agent_server(
+    store: Path,
+    *flags: object,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    ready_s: float = 60.0,
+    **environment: str,
+) -> Iterator[Server]:
     """The agent as a process of its own, gone at the end of the block and with this process."""
     store.mkdir(parents=True, exist_ok=True)
     token, log = store / "token", store / "agent.log"
     token.write_text(TOKEN + "\n")
-    port = free_port()
-    command = [sys.executable, SCRIPT, "--port", port, "--store", store, "--token-file", token, *flags]
+    port = port or free_port()
+    command = [
+        sys.executable, SCRIPT, "--host", host, "--port", port, "--store", store, "--token-file", token, *flags,
+    ]  # fmt: skip
     with log.open("ab") as output:
         process = subprocess.Popen(
             [str(part) for part in command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, preexec_fn=_die_with_parent,
         )  # fmt: skip
-    server = Server(port, process, log)
+    server = Server(port, process, log, host)
     try:
         give_up = time.monotonic() + ready_s
         while True:

@@ -36,9 +36,9 @@ class Args:
     """Times the agent is killed."""
     connections: int = 32
     """Connections in flight."""
-    shortest: float = 0.7
+    shortest: float = 1.0
     """Least seconds of load before the kill."""
-    longest: float = 2.5
+    longest: float = 6.0
     """Most seconds of load before the kill."""
     seed: int = 0
     """Of the moments."""

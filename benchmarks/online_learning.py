@@ -75,6 +75,12 @@ def play_rule(name: str, index: int, decisions: int) -> np.ndarray:
     return rewards
 
 
+def pressure_of(ask: list[float], out: list[float]) -> float:
+    """What monitoring would show of a pod: its load, or its latency against its objective."""
+    latency = out[dynamics.O_LATENCY]
+    return max(ask[dynamics.ASK_RATE] / ask[dynamics.ASK_BATCH] * latency, latency / ask[dynamics.ASK_SLO])
+
+
 async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tuple[np.ndarray, int]:
     """(decisions,) rewards that the agent answered, checked against the simulator's, and the last policy's version."""
     batch, rewards, version = node(index, decisions), np.zeros(decisions), 0
@@ -98,7 +104,7 @@ async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tup
             body = {
                 "allocation_id": granted["allocation_id"], "actual_usage": out[dynamics.O_USAGE],
                 "qos_met": out[dynamics.O_MET] > 0.5, "pods": int(out[dynamics.O_PODS]),
-                "memory_used": out[dynamics.O_USED_MB], "oom": out[dynamics.O_OOM] > 0.5,
+                "pressure": min(pressure_of(ask, out), 1000.0), "memory_used": out[dynamics.O_USED_MB], "oom": out[dynamics.O_OOM] > 0.5,
             }  # fmt: skip
             status, found = await connection.post("/feedback", body)
             if status != 200 or abs(found["reward"] - out[dynamics.O_REWARD]) > 1e-4:

@@ -448,14 +448,16 @@ class Allocation:
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS allocations (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL, request_id TEXT UNIQUE, created_s REAL NOT NULL,
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL, request_id TEXT, created_s REAL NOT NULL,
     owner TEXT NOT NULL, asked_cores REAL NOT NULL, asked_memory_mb REAL NOT NULL, sensitive INTEGER NOT NULL,
     obs BLOB NOT NULL, action BLOB NOT NULL, log_prob REAL NOT NULL, version INTEGER NOT NULL, learnable INTEGER NOT NULL,
     cores REAL NOT NULL, memory_mb REAL NOT NULL);
+CREATE UNIQUE INDEX IF NOT EXISTS requests ON allocations (request_id) WHERE request_id IS NOT NULL;
 CREATE TABLE IF NOT EXISTS feedback (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, allocation INTEGER NOT NULL UNIQUE REFERENCES allocations (seq),
     received_s REAL NOT NULL, status TEXT NOT NULL, usage REAL NOT NULL, qos_met INTEGER NOT NULL, pods INTEGER NOT NULL,
-    memory_used_mb REAL, oom INTEGER NOT NULL, reward REAL NOT NULL, learnable INTEGER NOT NULL);
+    memory_used_mb REAL NOT NULL, oom INTEGER NOT NULL, reward REAL NOT NULL, needed REAL NOT NULL,
+    learnable INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, history BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -469,6 +471,8 @@ _ID = re.compile(r"([0-9a-f]{1,15})-([0-9a-f]{32})")
 def connect(folder: Path, durability: str) -> sqlite3.Connection:
     """A connection in write-ahead mode: the trainer reads while the server writes."""
     connection = sqlite3.connect(folder / "store.db", isolation_level=None, timeout=1.0, check_same_thread=False)
+    # Small pages: what a commit writes is mostly the rest of the pages that it touches.
+    connection.execute("PRAGMA page_size = 2048")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
     # Moving the log into the database waits for the disk: done apart from requests, in Store.tidy.
@@ -487,7 +491,8 @@ class Store:
     feedbacks on one allocation in one group are one accepted and one duplicate.
     """
 
-    GROUP_S = 0.002
+    GROUP_S = 0.005
+    HISTORIES_S = 1.0
     LOG_BYTES = 16 << 20
 
     def __init__(self, folder: Path, durability: str) -> None:
@@ -507,7 +512,8 @@ class Store:
         self._dirty: set[str] = set()
         self._counted: Counter[str] = Counter()
         self._waiting: list[asyncio.Future[None]] = []
-        self._flushed_at = 0.0
+        self._flushed_at = self._histories_at = 0.0
+        self._replay()
 
     def add(
         self, allocation: Allocation, obs: np.ndarray, action: np.ndarray, log_prob: float, request: str | None
@@ -561,11 +567,49 @@ class Store:
         return self._open[seq]
 
     def history(self, owner: str) -> list[float]:
+        """What is remembered of an owner's pods. Kept in memory and written now and then; feedback can always rebuild it."""
         if owner not in self._owners:
             row = self.connection.execute("SELECT history FROM owners WHERE owner = ?", (owner,)).fetchone()
-            known = new_history() if row is None else np.frombuffer(row[0]).tolist()
-            _bounded(self._owners, owner, known, OWNERS_IN_MEMORY)
+            self._owners[owner] = new_history() if row is None else np.frombuffer(row[0]).tolist()
+            if len(self._owners) > OWNERS_IN_MEMORY:
+                oldest = next(iter(self._owners))
+                if oldest in self._dirty:
+                    self._save_histories()
+                del self._owners[oldest]
         return self._owners[owner]
+
+    def remember(self, allocation: Allocation, needed: float, met: bool, oom: bool, memory_used_mb: float) -> None:
+        """Add an allocation's feedback to its owner's history."""
+        share = allocation.cores / allocation.asked_cores
+        used = min(memory_used_mb / allocation.asked_memory_mb, 1.0)
+        remember(self.history(allocation.owner), needed, share, met, oom, used)
+        self._dirty.add(allocation.owner)
+
+    def _save_histories(self) -> None:
+        for owner in self._dirty:
+            blob = np.array(self._owners[owner]).tobytes()
+            sql = "INSERT INTO owners VALUES (?1, ?2) ON CONFLICT DO UPDATE SET history = ?2"
+            self._statements.append((sql, (owner, blob)))
+        self._dirty.clear()
+        # Committed with them, after all feedback that they hold: what comes later is what a restart must add.
+        self._statements.append(
+            (
+                "INSERT OR REPLACE INTO meta SELECT 'remembered', coalesce(max(seq), 0) FROM sqlite_sequence "
+                "WHERE name = 'feedback'",
+                (),
+            )
+        )
+
+    def _replay(self) -> None:
+        """Add the feedback that came after the histories were last written: what a killed process had in memory."""
+        rows = self.connection.execute(
+            f"SELECT {COLUMNS}, f.needed, f.qos_met, f.oom, f.memory_used_mb FROM feedback f "
+            "JOIN allocations a ON a.seq = f.allocation "
+            "WHERE f.seq > coalesce((SELECT value FROM meta WHERE key = 'remembered'), 0) ORDER BY f.seq"
+        ).fetchall()
+        for row in rows:
+            needed, met, oom, memory_used_mb = row[-4:]
+            self.remember(Allocation(*row[:-4]), needed, bool(met), bool(oom), memory_used_mb)
 
     def add_feedback(self, allocation: Allocation, status: str, values: tuple[Any, ...], learnable: bool) -> None:
         """The one feedback that an allocation can have (the table's UNIQUE would refuse a second)."""
@@ -573,11 +617,10 @@ class Store:
         self._statements.append(
             (
                 "INSERT INTO feedback (allocation, status, received_s, usage, qos_met, pods, memory_used_mb, oom, reward, "
-                "learnable) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "needed, learnable) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (allocation.seq, status, *values, learnable),
             )
         )
-        self._dirty.add(allocation.owner)
 
     def count(self, name: str) -> None:
         self._counted[name] += 1
@@ -603,6 +646,9 @@ class Store:
             self._open.clear()
             self._by_request.clear()
             self._owners.clear()
+            self._dirty.clear()
+            with contextlib.suppress(sqlite3.Error):
+                self._replay()
             log.error("the store cannot be written: %s", error)
             for future in waiting:
                 if not future.done():
@@ -613,19 +659,18 @@ class Store:
                 future.set_result(None)
 
     def _write(self) -> None:
+        if self._dirty and self._flushed_at - self._histories_at > self.HISTORIES_S:
+            self._histories_at = self._flushed_at
+            self._save_histories()
         statements, self._statements = self._statements, []
-        dirty, self._dirty = self._dirty, set()
         counted, self._counted = self._counted, Counter()
-        if not (statements or dirty or counted):
+        if not (statements or counted):
             return
         execute = self.connection.execute
         execute("BEGIN IMMEDIATE")
         try:
             for sql, values in statements:
                 execute(sql, values)
-            for owner in dirty:
-                blob = np.array(self._owners[owner]).tobytes()
-                execute("INSERT INTO owners VALUES (?1, ?2) ON CONFLICT DO UPDATE SET history = ?2", (owner, blob))
             for name, number in counted.items():
                 execute(
                     "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT DO UPDATE SET value = value + ?2", (name, number)
@@ -665,6 +710,8 @@ class Store:
             with contextlib.closing(connect(self.folder, self.durability)) as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
+        # Twice: the second time there is little left, and then next to nothing for the event loop to wait for.
+        await asyncio.to_thread(move)
         await asyncio.to_thread(move)
         self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
@@ -788,6 +835,12 @@ class FeedbackRequest(BaseModel):
     pods: int = Field(default=1, ge=0, le=10_000, description="Pods on the GPU, this one included")
     memory_used: float | None = Field(default=None, ge=0, le=MAX_REQUEST_MB, description="MB")
     oom: bool = Field(default=False, description="Whether the pod was killed for want of memory")
+    pressure: float | None = Field(
+        default=None,
+        ge=0,
+        le=1000,
+        description="Where it is measured: the larger of load and latency / objective; above 1 the grant was too small by that factor",
+    )
 
 
 class FeedbackResponse(BaseModel):
@@ -912,17 +965,15 @@ class Service:
             met = request.qos_met and not request.oom
             usage = min(request.actual_usage, allocation.cores)
             reward = compute_reward(allocation.cores, allocation.memory_mb, usage, met, max(request.pods, 1))
-            used_mb = allocation.memory_mb if request.memory_used is None else request.memory_used
-            remember(
-                self.store.history(allocation.owner),
-                usage / allocation.asked_cores,
-                allocation.cores / allocation.asked_cores,
-                met,
-                request.oom,
-                min(used_mb / allocation.asked_memory_mb, 1.0),
+            # The part of the request that the pod needed: what it used, or what monitoring says it would have used.
+            needed = (
+                usage if request.pressure is None else min(request.pressure * allocation.cores, allocation.asked_cores)
             )
-            values = (now, usage, met, request.pods, request.memory_used, request.oom, reward)
+            needed /= allocation.asked_cores
+            used_mb = allocation.memory_mb if request.memory_used is None else request.memory_used
+            values = (now, usage, met, request.pods, used_mb, request.oom, reward, needed)
             self.store.add_feedback(allocation, status, values, allocation.learnable and status == "accepted")
+            self.store.remember(allocation, needed, met, request.oom, used_mb)
             self._mean_reward = reward if self._mean_reward is None else 0.99 * self._mean_reward + 0.01 * reward
             self.reward.set(self._mean_reward)
         self.store.count(f"feedback:{status}")

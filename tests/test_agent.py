@@ -45,6 +45,12 @@ def test_history_is_what_the_simulator_keeps(pods: list[tuple[float, float, bool
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def pressure_of(ask: list[float], out: list[float]) -> float:
+    """What monitoring would show of a pod: its load, or its latency against its objective."""
+    latency = out[dynamics.O_LATENCY]
+    return max(ask[dynamics.ASK_RATE] / ask[dynamics.ASK_BATCH] * latency, latency / ask[dynamics.ASK_SLO])
+
+
 def test_features_are_what_the_simulator_shows() -> None:
     """A whole episode: each observation of the simulator, rebuilt from what an agent hears."""
     from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
@@ -64,8 +70,9 @@ def test_features_are_what_the_simulator_shows() -> None:
         np.testing.assert_allclose(rebuilt, obs, rtol=1e-4, atol=1e-5)
         batch.step(rng.random((1, 2)), autoreset=False)
         out = batch.outcome[0].tolist()
+        needed = min(pressure_of(ask, out) * out[dynamics.O_CORES] / out[dynamics.O_REQUEST], 1.0)
         history.remember(
-            known, out[dynamics.O_USAGE] / out[dynamics.O_REQUEST], out[dynamics.O_CORES] / out[dynamics.O_REQUEST],
+            known, needed, out[dynamics.O_CORES] / out[dynamics.O_REQUEST],
             out[dynamics.O_MET] > 0.5, out[dynamics.O_OOM] > 0.5, out[dynamics.O_USED_MB] / out[dynamics.O_REQUEST_MB],
         )  # fmt: skip
 
@@ -211,8 +218,8 @@ def allocation(store: Any, owner: str = "team/a", created_s: float | None = None
 
 
 def accept(store: Any, made: Any, reward: float = 1.0, learnable: bool = True) -> None:
-    store.history(made.owner)
-    store.add_feedback(made, "accepted", (time.time(), 30.0, True, 1, None, False, reward), learnable)
+    store.add_feedback(made, "accepted", (time.time(), 30.0, True, 1, 2000.0, False, reward, 0.375), learnable)
+    store.remember(made, 0.375, True, False, 2000.0)
 
 
 def test_experiences_are_read_once_in_order_and_only_when_there_are_enough(tmp_path: Path) -> None:
@@ -266,6 +273,27 @@ def test_what_was_not_committed_is_not_believed(tmp_path: Path) -> None:
     store.flush()
     assert online.Store(tmp_path, "process").find(made.id).feedback == "accepted"
     store.close()
+
+
+@pytest.mark.parametrize("written_every_s", [0.0, 1e9])
+def test_histories_are_whole_after_a_kill_whether_they_had_been_written_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_every_s: float
+) -> None:
+    monkeypatch.setattr(online.Store, "HISTORIES_S", written_every_s)
+    store = online.Store(tmp_path, "process")
+    for i in range(20):
+        accept(store, allocation(store, owner=f"team/{i % 3}"))
+        if i % 4 == 0:
+            store.flush()
+    store.flush()
+    expected = {f"team/{i}": list(store.history(f"team/{i}")) for i in range(3)}
+    (written,) = store.connection.execute("SELECT count(*) FROM owners").fetchone()
+    assert written == (3 if written_every_s == 0 else 0)
+    # The first store is not closed: this is what a killed process leaves.
+    again = online.Store(tmp_path, "process")
+    assert {owner: again.history(owner) for owner in expected} == expected
+    again.close()
+    store.connection.close()
 
 
 def test_old_rows_go_and_their_numbers_do_not_come_again(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from clustergym import __version__
 from clustergym.cli import webhook as webhook_command
 from clustergym.webhook import LABEL
 from clustergym.webhook.names import PROTECTED_NAMESPACES
+from trainers import load_trainer
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 BASE = {
@@ -115,9 +116,16 @@ def test_webhooks_fail_open_and_leave_the_control_plane_alone() -> None:
     assert (pods["sideEffects"], bindings["sideEffects"]) == ("None", "NoneOnDryRun")
 
 
-def test_the_webhooks_flags_exist() -> None:
-    flags = {f"--{name.replace('_', '-')}" for name in webhook_command.Command.__dataclass_fields__}
-    for argument in pod_of("Deployment/clustergym-webhook")["containers"][0]["args"]:
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("Deployment/clustergym-webhook", webhook_command.Command),
+        ("DaemonSet/clustergym-agent", load_trainer("ppo_gpu_alloc_online").Args),
+    ],
+)
+def test_the_flags_exist(name: str, command: Any) -> None:
+    flags = {f"--{field.replace('_', '-')}" for field in command.__dataclass_fields__}
+    for argument in pod_of(name)["containers"][0]["args"]:
         assert argument.partition("=")[0] in flags
 
 

@@ -602,7 +602,7 @@ def test_the_others_go_on_without_a_dead_agent_and_take_it_back(
 
 def test_torchrun_starts_all_ranks_again_from_their_checkpoints(tmp_path: Path) -> None:
     """The real launcher; one rank is killed, and the run ends with the numbers of one that was left alone."""
-    settings = SMALL | {"total_timesteps": 64 * 60}
+    settings = SMALL | {"total_timesteps": 64 * 160}
     fed.train(fed.Args(**settings, run_dir=tmp_path / "whole"))
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     command = [
@@ -612,10 +612,15 @@ def test_torchrun_starts_all_ranks_again_from_their_checkpoints(tmp_path: Path) 
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
                           start_new_session=True) as launcher:  # fmt: skip
         try:
-            saved = tmp_path / "cut" / "agent_1" / "checkpoint.pt"
-            wait_for(lambda: saved.exists() and load_checkpoint(saved, "ppo_federated")["round"] >= 2, "round 2")
-            ranks = {child.environ().get("RANK"): child for child in psutil.Process(launcher.pid).children()}
-            ranks["1"].kill()
+            own = psutil.Process(launcher.pid)
+
+            def ranks() -> dict[str | None, psutil.Process]:
+                return {child.environ().get("RANK"): child for child in own.children()}
+
+            wait_for(lambda: {"0", "1"} <= ranks().keys(), "two ranks")
+            victim = ranks()["1"]
+            wait_for((tmp_path / "cut" / "agent_1" / "checkpoint.pt").exists, "a checkpoint")
+            victim.kill()
             stdout, stderr = launcher.communicate(timeout=120)
         finally:
             if launcher.poll() is None:

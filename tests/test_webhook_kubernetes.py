@@ -11,21 +11,23 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from agent_client import TOKEN, agent_server
 from clustergym.webhook.certificates import make_certificates
 from kubernetes_server import Cluster, cluster
 from processes import free_port, running, wait_until
 from webhook_pods import container, pod
-from webhook_servers import TOKEN, AgentServer, faulty_webhook, served
+from webhook_servers import AgentServer, faulty_webhook, served
 
 ROOT = Path(__file__).parents[1]
 CORES, MEMORY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-MODES = ("good", "slow", "401", "500", "garbage", "empty", "greedy", "injection", "down")
+MODES = ("good", "slow", "401", "500", "garbage", "empty", "greedy", "injection", "down", "real")
 # Row of the contract table → (status under Fail, status under Ignore).
 TABLE = {
     "down": (500, 201),
@@ -45,7 +47,7 @@ class Setup:
 
     cluster: Cluster
     agents: dict[str, AgentServer]
-    certificates: Path
+    agent_port: int
 
     def asked(self) -> int:
         return sum(len(agent.seen) for agent in self.agents.values())
@@ -88,6 +90,10 @@ def faulty(ports: dict[str, int], bundle: str) -> list[dict[str, Any]]:
     ]
 
 
+def says_running(log: Path) -> bool:
+    return "running on" in log.read_text()
+
+
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("cluster")
@@ -108,7 +114,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             status = node | {"status": {"addresses": [{"type": "InternalIP", "address": address}]}}
             headers = {"Content-Type": "application/merge-patch+json"}
             api.client.patch(f"/api/v1/nodes/node-{mode}/status", json=status, headers=headers)
-            if mode != "down":
+            if mode not in ("down", "real"):
                 agents[mode] = AgentServer(address, port, mode)
                 stack.enter_context(served(agents[mode]))
         for one in documents("namespace.yaml", "rbac.yaml"):
@@ -127,7 +133,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
                 "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
             ]  # fmt: skip
             process = stack.enter_context(running(command, log))
-            wait_until(lambda log=log: "running on" in log.read_text(), "the webhook", process, log)  # type: ignore[misc]
+            wait_until(partial(says_running, log), "the webhook", process, log)
         for suite in ("mps", "hami", "down"):
             api.namespace(suite, suite=suite)
             for one in [configuration(f"clustergym-{suite}", ports, bundle, suite)]:
@@ -147,7 +153,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             return all(len(found) == 2 and found[0].get("env") for found in tried)
 
         wait_until(effective, "the configurations take effect")
-        yield Setup(api, agents, certificates)
+        yield Setup(api, agents, port)
 
 
 def made(setup: Setup, subject: dict[str, Any], namespace: str = "mps", **parameters: str) -> dict[str, Any]:
@@ -189,6 +195,21 @@ def test_a_labelled_pod_gets_its_variables_at_create_and_its_share_at_binding(se
         "owner": f"mps/Pod/{created['metadata']['name']}", "cores": 80, "memory": 4000,
         "qos_class": "latency-sensitive", "request_id": f"{uid}@node-good",
     }  # fmt: skip
+
+
+def test_the_real_agent_is_asked_and_hears_what_became_of_the_pod(setup: Setup, tmp_path: Path) -> None:
+    """From the pod's creation to the feedback on its allocation, with nothing in between that is not the real thing."""
+    address = f"127.0.0.{10 + MODES.index('real')}"
+    with agent_server(tmp_path, "--explore", "off", host=address, port=setup.agent_port) as server:
+        found = bound(setup, made(setup, pod()), "node-real")
+        said = found["metadata"]["annotations"]
+        assert said["clustergym.io/status"] == "granted"
+        cores, memory = float(said["clustergym.io/granted-cores"]), float(said["clustergym.io/granted-memory"])
+        assert 10 <= cores <= 80
+        assert environment(found) == {CORES: str(int(cores)), MEMORY: f"0={int(memory)}M"}
+        body = {"allocation_id": said["clustergym.io/allocation-id"], "actual_usage": 0.5 * cores, "qos_met": True}
+        assert server.post("/feedback", body) == (200, {"status": "accepted", "reward": 1.25})
+        assert server.post("/feedback", body) == (200, {"status": "duplicate", "reward": None})
 
 
 def test_the_hami_backend(setup: Setup) -> None:

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-TOKEN = "agent-token"
+from agent_client import TOKEN
 
 
 class Quiet(BaseHTTPRequestHandler):
