@@ -326,7 +326,7 @@ class TestFiles:
         lie = honest.replace(size.to_bytes(4, "little"), (size - 500).to_bytes(4, "little"))
         assert lie != honest
         path.write_bytes(lie)
-        with pytest.raises(ValueError, match="not a readable .npy array"):
+        with pytest.raises(ValueError, match=r"not a readable \.npy array"):
             TokenTrace.load(path)
 
     def test_a_read_only_array_is_shared_and_a_writable_one_is_not(self) -> None:
