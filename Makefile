@@ -21,8 +21,8 @@ lint: install
 	$(BIN)/ruff format .
 	$(BIN)/mypy
 
-docs: install  ## the documentation site, into site/
-	$(BIN)/mkdocs build --strict
+docs: install  ## the documentation site, strictly, into site/
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 install: $(VENV)/.installed
 
