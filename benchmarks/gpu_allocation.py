@@ -25,16 +25,17 @@ from rich.table import Table
 from clustergym.evaluation import ci95
 from clustergym.files import write_atomically
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
-from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.training import read_scalars
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
-STUDIES: dict[str, tuple[str, str]] = {
-    "history": ("ppo_gpu_alloc.py", "GPUAllocationHistory-v0"),
-    "v0": ("ppo_gpu_alloc.py", "GPUAllocation-v0"),
-    "lstm": ("ppo_lstm.py", "GPUAllocation-v0"),
+STUDIES: dict[str, tuple[str, ...]] = {
+    "history": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocationHistory-v0"),
+    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
+    "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
+"""Trainer and flags of each; all else as it comes."""
 # Streams of their own: those from HELD_OUT_SEED on are what learning curves and development look at.
 FINAL_SEED = HELD_OUT_SEED + 2**30
 NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO + LSTM, five numbers"}
@@ -46,7 +47,7 @@ class Args:
     only: tuple[Literal["history", "v0", "lstm"], ...] = ("history", "v0", "lstm")
     history_timesteps: int = 4_000_000
     """Training steps of a run with history."""
-    v0_timesteps: int = 1_500_000
+    v0_timesteps: int = 1_200_000
     """Training steps of a run on five numbers, with and without LSTM."""
     evaluations: int = 20
     """Points of a learning curve."""
@@ -57,17 +58,17 @@ class Args:
 
 def train(study: str, seed: int, args: Args) -> dict[str, Any]:
     """One run in a process of its own; its result line, kept so that it is not run again."""
-    trainer, env_id = STUDIES[study]
+    trainer, *flags = STUDIES[study]
     folder = args.output / f"{study}-{seed}"
     kept = folder / "result.json"
     if kept.exists():
         result: dict[str, Any] = json.loads(kept.read_text())
         return result
     steps = args.history_timesteps if study == "history" else args.v0_timesteps
-    per_iteration = {"ppo_gpu_alloc.py": 4096, "ppo_lstm.py": 8192}[trainer]
+    per_iteration = {"ppo_gpu_alloc.py": 4096, "ppo_lstm.py": 4096}[trainer]
     every = max(1, steps // per_iteration // args.evaluations)
     command = [
-        sys.executable, str(TRAINERS / trainer), "--env-id", env_id, "--seed", str(seed), "--total-timesteps", str(steps),
+        sys.executable, str(TRAINERS / trainer), *flags, "--seed", str(seed), "--total-timesteps", str(steps),
         "--eval-interval", str(every), "--run-dir", str(folder), "--resume",
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -79,7 +80,7 @@ def train(study: str, seed: int, args: Args) -> dict[str, Any]:
 def final(study: str, seed: int, batch: AllocationBatch, args: Args) -> dict[str, Any]:
     """The saved policy on the held-out streams of the comparison."""
     policy = AllocationPolicy.load(args.output / f"{study}-{seed}" / "checkpoint.pt")
-    return play(batch, lambda: policy.act(batch.obs), seed=FINAL_SEED)
+    return play_policy(batch, policy, FINAL_SEED)
 
 
 def curve(study: str, seed: int, args: Args) -> tuple[list[int], list[float]]:

@@ -76,7 +76,7 @@ class Args:
     eval_streams: int = 256
     """Held-out streams (one episode each) at the end, 0 for none."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Adam's step size (at the start, if annealed)."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0."""
@@ -379,7 +379,7 @@ class Rollouts:
         self.envs.seed(seed + np.arange(args.num_envs))
         self.envs.reset()
         # Episodes are equally long: spread where the first ones begin, or every rollout would see one phase of them all.
-        self.envs.state["count"][:, 0] = torch.arange(args.num_envs) * self.envs.config.arrivals // args.num_envs
+        self.envs.state["counters"][:, 0] = torch.arange(args.num_envs) * self.envs.config.arrivals // args.num_envs
         self.statistics = RunningMeanStd((self.envs.n_features,))
         self.scaler = RewardScaler(args.num_envs, args.gamma)
         if args.norm_obs:

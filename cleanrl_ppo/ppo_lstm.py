@@ -72,11 +72,11 @@ class Args:
     eval_streams: int = 256
     """Held-out streams (one episode each) at the end, 0 for none."""
 
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     """Adam's step size (at the start, if annealed)."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0."""
-    num_envs: int = 64
+    num_envs: int = 32
     """Environments that step side by side, in each process."""
     num_steps: int = 128
     """Steps of each environment between updates: how far back the network learns to remember."""

@@ -99,7 +99,7 @@ class Node:
         need = node + self.config.owner_spread * self.random.normal()
         memory = 0.3 + 0.5 * (node - MEAN_LOGIT) + 0.6 * self.random.normal()
         app = list(APPS)[int(4 * self.random.uniform())]
-        batch = 2 ** int(6 * self.random.uniform())
+        batch = 4 * 2 ** int(4 * self.random.uniform())
         rho = 0.8 + 0.2 * self.random.uniform()
         templates = [int(self.random.uniform() * len(self.rows)) for _ in range(3)]
         return Owner(app, batch, 0.8 * sigmoid(need), 0.8 * sigmoid(memory), rho, templates)

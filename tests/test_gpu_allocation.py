@@ -278,7 +278,7 @@ def test_the_gpu_is_never_oversold_and_rewards_stay_in_range(seed: int, actions:
     batch.reset()
     for action in actions:
         obs, reward, _ = batch.step([action])
-        n = int(batch.state["count"][0, 1])
+        n = int(batch.state["counters"][0, 1])
         pods = batch.state["pods"][0, :n]
         assert pods[:, dynamics.CORES].sum() <= 100 + 1e-3
         assert pods[:, dynamics.MEMORY].sum() <= 32768

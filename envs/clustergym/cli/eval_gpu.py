@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import gymnasium
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -16,11 +15,12 @@ from rich.table import Table
 from clustergym.cli.common import prepare_outputs
 from clustergym.files import write_atomically
 from clustergym.gpu_allocation.baselines import RULES
-from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
+from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
 
-ENV_IDS = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
+ENV_IDS = {"GPUAllocation-v0": False, "GPUAllocationHistory-v0": True}
+"""Whether the owner's history is visible."""
 
 
 @dataclass
@@ -55,11 +55,7 @@ def make_batch(args: Command) -> AllocationBatch:
         raise ValueError(f"unknown --env-id {args.env_id!r}; expected {' or '.join(ENV_IDS)}")
     if args.streams < 1:
         raise ValueError(f"--streams is {args.streams}: expected at least 1")
-    options = {} if args.workload is None else {"workload": args.workload}
-    envs = gymnasium.make_vec(args.env_id, num_envs=args.streams, vectorization_mode="vector_entry_point", **options)
-    batch = envs.unwrapped.batch
-    assert isinstance(batch, AllocationBatch)
-    return batch
+    return AllocationBatch(AllocationConfig(history=ENV_IDS[args.env_id], workload=args.workload), args.streams)
 
 
 def results_table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -115,8 +111,7 @@ def run(args: Command, console: Console, line: str) -> None:
     rules = play_rules(batch, RULES if args.policy == ["all"] else args.policy, seed)
     rows = [{"policy": name} | result for name, result in rules.items()]
     for path, policy in policies.items():
-        policy.reset()
-        rows.append({"policy": path} | play(batch, lambda policy=policy: policy.act(batch.obs), seed=seed))
+        rows.append({"policy": path} | play_policy(batch, policy, seed))
     if {"vpa", "oracle"} <= rules.keys():
         for row in rows:
             row["gap_closed"] = gap_closed(row["reward"], rules)

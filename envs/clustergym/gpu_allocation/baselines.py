@@ -80,7 +80,7 @@ class FairShare(Rule):
 
     def decide(self) -> tuple[Doubles, Doubles]:
         cores, memory = self.requests()
-        pods = self.batch.state["count"].numpy()[:, 1] + 1
+        pods = self.batch.state["counters"].numpy()[:, 1] + 1
         return np.minimum(cores, MAX_CORES / pods), memory
 
 

@@ -43,7 +43,7 @@ class AllocationConfig:
     """How nodes differ in what their owners over-ask (standard deviation of the logit of the needed part)."""
     owner_spread: float = 0.7
     """How the owners on a node differ, likewise."""
-    pod_spread: float = 0.02
+    pod_spread: float = 0.01
     """How an owner's pods differ (standard deviation relative to what the owner's pods need)."""
     mix: NodeMix | None = None
     """A node that stays the same from episode to episode; by default each episode is on another node."""
@@ -136,7 +136,7 @@ class AllocationBatch:
 
         self.state = {
             "random": torch.from_numpy(stream_keys(np.arange(batch)).view(np.int64)),
-            "count": zeros((3,), torch.int32),
+            "counters": zeros((3,), torch.int32),
             "time_s": zeros((), torch.float64),
             "pods": zeros((MAX_PODS, dynamics.N_POD)),
             "ask": zeros((dynamics.N_ASK,)),

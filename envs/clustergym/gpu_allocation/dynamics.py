@@ -69,7 +69,7 @@ class State(NamedTuple):
 
     random: npt.NDArray[np.uint64]
     """(B,) state of the environment's own generator."""
-    count: npt.NDArray[np.int32]
+    counters: npt.NDArray[np.int32]
     """(B, 3) decisions taken, pods running, episode over."""
     time_s: Doubles
     """(B,)"""
@@ -248,7 +248,7 @@ def draw_owners(s: State, b: int, r: Rules) -> None:
         need = node + r.owner_spread * normal(s.random, b)
         memory = 0.3 + 0.5 * (node - r.mean_logit) + 0.6 * normal(s.random, b)
         s.habits[b, o, HABIT_APP] = pick(r.app_weights[b], uniform(s.random, b))
-        s.habits[b, o, HABIT_BATCH] = 2.0 ** int(6.0 * uniform(s.random, b))
+        s.habits[b, o, HABIT_BATCH] = 2.0 ** (2 + int(4.0 * uniform(s.random, b)))
         s.habits[b, o, HABIT_NEED] = NEEDED_MOST / (1.0 + math.exp(-need))
         s.habits[b, o, HABIT_MEMORY] = NEEDED_MOST / (1.0 + math.exp(-memory))
         s.habits[b, o, HABIT_RHO] = 0.8 + 0.2 * uniform(s.random, b)
@@ -283,8 +283,8 @@ def draw_pod(s: State, b: int, r: Rules) -> None:
 
 
 @_compiled
-def next_arrival(s: State, b: int, r: Rules) -> float:
-    """Time passes to the next pod; returns the GPU's utilisation then, in %.
+def next_arrival(s: State, b: int, r: Rules, utilisation: float) -> float:
+    """Time passes to the next pod; returns the GPU's utilisation then, in %, which was the given one until now.
 
     As in Kubernetes, a pod is sent to the node once its request fits what is free there; until then it waits for others to
     end. So a request can always be granted, and who gives less than was asked for makes room for the next.
@@ -292,7 +292,7 @@ def next_arrival(s: State, b: int, r: Rules) -> float:
     draw_pod(s, b, r)
     arrived = s.time_s[b] - r.mean_gap_s * math.log(1.0 - uniform(s.random, b))
     pods, ask, now = s.pods[b], s.ask[b], arrived
-    n = expire(pods, s.count[b, 1], now)
+    n = expire(pods, s.counters[b, 1], now)
     while not fits(pods, n, ask[ASK_CORES], ask[ASK_MEMORY]):
         now = LARGE
         for i in range(n):
@@ -300,14 +300,16 @@ def next_arrival(s: State, b: int, r: Rules) -> float:
         n = expire(pods, n, now)
     s.time_s[b] = now
     ask[ASK_WAIT] = now - arrived
-    s.count[b, 1] = n
-    return measure(pods, n)
+    if n != s.counters[b, 1]:
+        utilisation = measure(pods, n)
+        s.counters[b, 1] = n
+    return utilisation
 
 
 @_compiled
 def observe(s: State, b: int, utilisation: float, obs: npt.NDArray[np.float32]) -> None:
     """Write the observation: five numbers, and the owner's history where there is room for it."""
-    n = s.count[b, 1]
+    n = s.counters[b, 1]
     used_mb = 0.0
     for i in range(n):
         used_mb += s.pods[b, i, NEED_MB]
@@ -361,9 +363,12 @@ def remember(h: Floats, usage: float, share: float, met: bool, oom: bool, memory
 
 
 @_compiled
-def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> None:
-    """Give the waiting pod what was decided, never more than it asked for; measure, score, remember."""
-    pods, n = s.pods[b], s.count[b, 1]
+def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> float:
+    """Give the waiting pod what was decided, never more than it asked for; measure, score, remember.
+
+    Returns the GPU's utilisation, in %.
+    """
+    pods, n = s.pods[b], s.counters[b, 1]
     ask, out = s.ask[b], s.outcome[b]
     cores, memory = min(cores, ask[ASK_CORES]), min(memory, ask[ASK_MEMORY])
     pod = pods[n]
@@ -371,7 +376,7 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> None:
     pod[CORES], pod[MEMORY] = cores, memory
     characterise(pod, ask, r.apps)
     n += 1
-    measure(pods, n)
+    utilisation = measure(pods, n)
     oom = memory < ask[ASK_NEED_MB]
     usage = 0.0 if oom else pod[USAGE]
     met = pod[MET] > 0.5
@@ -396,7 +401,8 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> None:
     )
     if oom:  # killed: it leaves at once
         n -= 1
-    s.count[b, 1] = n
+        utilisation = measure(pods, n)
+    s.counters[b, 1] = n
     sums = s.sums[b]
     sums[S_RETURN] += out[O_REWARD]
     sums[S_MET] += out[O_MET]
@@ -405,17 +411,18 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> None:
     sums[S_MONOPOLY] += 1.0 if monopoly < 0.0 else 0.0
     sums[S_WAIT] += out[O_WAIT]
     sums[S_STEPS] += 1.0
+    return utilisation
 
 
 @_compiled
 def begin(s: State, b: int, r: Rules, obs: npt.NDArray[np.float32]) -> None:
     """A new episode: an empty GPU, owners nobody has met, the first pod waiting."""
-    s.count[b, 0] = s.count[b, 1] = s.count[b, 2] = 0
+    s.counters[b, 0] = s.counters[b, 1] = s.counters[b, 2] = 0
     s.time_s[b] = 0.0
     s.history[b] = 0.0
     s.sums[b] = 0.0
     draw_owners(s, b, r)
-    observe(s, b, next_arrival(s, b, r), obs)
+    observe(s, b, next_arrival(s, b, r, 0.0), obs)
 
 
 @_compiled
@@ -433,11 +440,11 @@ def step_one(
     memory = min(max(float(action[b, 1]), 0.0), 1.0) * (MAX_MEMORY_MB - MIN_MEMORY_MB) + MIN_MEMORY_MB
     if r.unit_percent > 0:
         cores = math.floor(cores / r.unit_percent + 0.5) * r.unit_percent
-    allocate(s, b, r, cores, math.floor(memory + 0.5))
-    s.count[b, 0] += 1
-    observe(s, b, next_arrival(s, b, r), obs)
-    if s.count[b, 0] >= r.n_arrivals:
-        s.count[b, 2] = 1
+    utilisation = allocate(s, b, r, cores, math.floor(memory + 0.5))
+    s.counters[b, 0] += 1
+    observe(s, b, next_arrival(s, b, r, utilisation), obs)
+    if s.counters[b, 0] >= r.n_arrivals:
+        s.counters[b, 2] = 1
         for k in range(obs.shape[1]):
             last[b, k] = obs[b, k]
         for k in range(N_SUMS):
@@ -461,7 +468,7 @@ def step_range(
 ) -> None:
     """Advance environments first … end−1."""
     for b in range(first, end):
-        steps = s.count[b, 0]
+        steps = s.counters[b, 0]
         step_one(s, b, r, action, obs, last, autoreset)
         reward[b] = s.outcome[b, O_REWARD]
         ended[b] = steps + 1 >= r.n_arrivals
@@ -485,7 +492,7 @@ def oracle_range(first: int, end: int, s: State, r: Rules, action: npt.NDArray[n
     """
     unit = r.unit_percent if r.unit_percent > 0 else 1.0
     for b in range(first, end):
-        pods, n, ask = s.pods[b], s.count[b, 1], s.ask[b]
+        pods, n, ask = s.pods[b], s.counters[b, 1], s.ask[b]
         pod = pods[n]
         memory = min(math.ceil(ask[ASK_NEED_MB]), ask[ASK_MEMORY])
         pod[MEMORY] = memory

@@ -54,7 +54,7 @@ def config_from(options: dict[str, Any]) -> AllocationConfig:
     return AllocationConfig(**options)
 
 
-def single_spaces(n_features: int) -> tuple[spaces.Box, spaces.Box]:
+def single_spaces(n_features: int) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
     """(observation space, action space) of one environment."""
     return spaces.Box(0.0, 1.0, (n_features,), np.float32), spaces.Box(0.0, 1.0, (2,), np.float32)
 
@@ -214,7 +214,7 @@ class GPUAllocationEnv(_Picture, gymnasium.Env[Obs, npt.NDArray[np.float32]]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Obs, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is not None or not self._seeded:
-            self.batch.seed([self.np_random.integers(2**62) if seed is None else seed])
+            self.batch.seed(np.array([self.np_random.integers(2**62) if seed is None else seed], dtype=np.int64))
             self._seeded = True
         self.batch.reset()
         self._start_recording()
@@ -275,7 +275,8 @@ class GPUAllocationVectorEnv(gymnasium.vector.VectorEnv[Obs, npt.NDArray[np.floa
     ) -> tuple[Obs, dict[str, Any]]:
         super().reset(seed=seed if isinstance(seed, int) else None)
         if isinstance(seed, list):
-            self.batch.seed([int(self.np_random.integers(2**62)) if s is None else s for s in seed])
+            seeds = [int(self.np_random.integers(2**62)) if s is None else s for s in seed]
+            self.batch.seed(np.array(seeds, dtype=np.int64))
         elif seed is not None or not self._seeded:
             first = int(self.np_random.integers(2**62)) if seed is None else seed
             self.batch.seed(first + np.arange(self.num_envs))
@@ -368,20 +369,17 @@ class GPUAllocationParallelEnv(_Picture, ParallelEnv[str, Obs, npt.NDArray[np.fl
         self.batch = AllocationBatch.for_nodes(n_nodes, 1, config)
         self.possible_agents = [f"node_{i}" for i in range(n_nodes)]
         self.agents: list[str] = []
-        observation, action = single_spaces(self.batch.n_features)
-        self.observation_spaces = dict.fromkeys(self.possible_agents, observation)
+        self.observation_spaces = dict.fromkeys(self.possible_agents, single_spaces(self.batch.n_features)[0])
         # Each agent its own: seeding one agent's sampler must not seed the others'.
-        self.action_spaces = {
-            agent: spaces.Box(action.low, action.high, dtype=np.float32) for agent in self.possible_agents
-        }
+        self.action_spaces = {agent: single_spaces(self.batch.n_features)[1] for agent in self.possible_agents}
         self.state_space = spaces.Box(0.0, 1.0, (n_nodes * self.batch.n_features,), np.float32)
         self._obs, self._outcome = self.batch.obs.numpy(), self.batch.outcome.numpy()
         self._seeded = False
 
-    def observation_space(self, agent: str) -> spaces.Box:
+    def observation_space(self, agent: str) -> spaces.Space[Any]:
         return self.observation_spaces[agent]
 
-    def action_space(self, agent: str) -> spaces.Box:
+    def action_space(self, agent: str) -> spaces.Space[Any]:
         return self.action_spaces[agent]
 
     def _observe(self) -> dict[str, Obs]:

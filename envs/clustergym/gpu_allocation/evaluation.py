@@ -12,6 +12,7 @@ from clustergym.evaluation import ci95
 from clustergym.gpu_allocation import dynamics
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch
+from clustergym.gpu_allocation.policy import AllocationPolicy
 
 HELD_OUT_SEED = 2**40
 """Streams from this seed on are for evaluation. Trainers draw theirs from 31-bit seeds: the two never meet."""
@@ -57,6 +58,12 @@ def play_rules(
         rule = RULES[name](batch)
         results[name] = play(batch, rule.act, rule.learn, seed)
     return results
+
+
+def play_policy(batch: AllocationBatch, policy: AllocationPolicy, seed: int = HELD_OUT_SEED) -> dict[str, Any]:
+    """A trained policy on the same streams."""
+    policy.reset()
+    return play(batch, lambda: policy.act(batch.obs), seed=seed)
 
 
 def gap_closed(reward: float, rules: Mapping[str, Mapping[str, Any]]) -> float:

@@ -67,7 +67,7 @@ class Recorder:
 
     def before(self) -> npt.NDArray[np.float32]:
         """The pods that run while a decision is taken: call it before the step, whose end may see some of them gone."""
-        n = int(self.batch.state["count"][0, 1])
+        n = int(self.batch.state["counters"][0, 1])
         return self.batch.state["pods"][0, :n].numpy().copy()
 
     def note(self, before: npt.NDArray[np.float32]) -> None:
@@ -90,7 +90,7 @@ class Recorder:
             )
         new = [out[dynamics.O_OWNER], out[dynamics.O_CORES], out[dynamics.O_USAGE], out[dynamics.O_MET], now]
         rows.append(new)
-        running = self.batch.state["pods"][0, : int(self.batch.state["count"][0, 1])].numpy()
+        running = self.batch.state["pods"][0, : int(self.batch.state["counters"][0, 1])].numpy()
         for pod in running:
             self._begun.setdefault((float(pod[dynamics.OWNER]), float(pod[dynamics.END])), now)
         pods = np.array(rows, np.float32)
