@@ -206,7 +206,7 @@ def tuned_eplb(args: Args, simulator: Simulator, train: TokenTrace, folder: Path
         ema, threshold = min(totals, key=totals.__getitem__).split()
         return {"ema": float(ema), "threshold": float(threshold), "totals": totals}
 
-    return cached(folder / "eplb-tuned.json", search)
+    return cached(folder / "tuning.json", search)
 
 
 def holdout(args: Args) -> None:

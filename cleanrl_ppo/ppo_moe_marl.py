@@ -623,10 +623,9 @@ def iterate(
     began = time.perf_counter()
     batch = rollouts.collect()
     collected = time.perf_counter()
-    mean, std = statistics.update(batch.returns, world)
-    if args.norm_value:
-        device = batch.returns.device
-        agent.standardise(torch.tensor(mean, device=device), torch.tensor(std, device=device))
+    mean, std = statistics.update(batch.returns, world) if args.norm_value else (0.0, 1.0)
+    device = batch.returns.device
+    agent.standardise(torch.tensor(mean, device=device), torch.tensor(std, device=device))
     metrics = update(agent, optimizer, batch, rollouts.view.same_node, args, world)
     updated = time.perf_counter()
     elapsed = max(updated - began, 1e-9)

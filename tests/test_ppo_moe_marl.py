@@ -228,11 +228,32 @@ def test_value_normalisation_changes_no_value() -> None:
     inputs = rollouts.view.inputs()
     with torch.no_grad():
         encoded = agent.encode(inputs, rollouts.view.same_node)
+        unknown = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
+        assert bool((unknown == 0).all()), "an untrained critic must not drown the rewards"
+        agent.standardise(torch.tensor(0.1), torch.tensor(0.02))
         before = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
         agent.standardise(torch.tensor(0.3), torch.tensor(0.07))
         after = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
     torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-4)
     assert float(agent.value_std) == pytest.approx(0.07)
+
+
+def test_the_critic_learns_returns_of_any_size() -> None:
+    """Rewards of 1e-4 are what real traces give: a critic that starts in the wrong units never recovers under clipping."""
+    args, agent, rollouts = rollout(num_steps=16, learning_rate=5e-3)
+    step = rollouts.step
+
+    def tiny(expert: torch.Tensor, node: torch.Tensor) -> Any:
+        reward, layer_end, done = step(expert, node)
+        return 1e-4 * reward, layer_end, done
+
+    rollouts.step = tiny
+    optimizer, statistics = marl.make_optimizer(agent, args.learning_rate), marl.ReturnStatistics()
+    found = [
+        marl.iterate(agent, optimizer, rollouts, statistics, args, World())["losses/explained_variance"]
+        for _ in range(10)
+    ]
+    assert np.mean(found[-3:]) > 0.2, found
 
 
 def test_orthogonal_initialisation() -> None:

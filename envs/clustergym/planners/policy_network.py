@@ -145,9 +145,10 @@ class PlacementPolicy(nn.Module):
         self.critic_encoders = Encoders(config) if config.separate_critic else None
         sizes = [4 * hidden + len(PROGRESS)] if config.centralised else [2 * hidden + len(PROGRESS)] * 2
         self.critics = nn.ModuleList(decoder(size, hidden, 1.0) for size in sizes)
-        # Returns are small and their size depends on the trace: the critic predicts them standardised.
+        # Returns are small and their size depends on the trace: the critic predicts them standardised. Until their size is
+        # known every value is 0; a guess of 1 would drown rewards of 1e-4 in the noise of an untrained critic.
         self.register_buffer("value_mean", torch.zeros(()))
-        self.register_buffer("value_std", torch.ones(()))
+        self.register_buffer("value_std", torch.zeros(()))
 
     def encode(self, inputs: Inputs, same_node: Tensor) -> dict[str, Tensor]:
         """Embeddings that both actors and the critic start from."""
@@ -221,8 +222,11 @@ class PlacementPolicy(nn.Module):
 
     @torch.no_grad()
     def standardise(self, mean: Tensor, std: Tensor) -> None:
-        """Take new statistics of the returns, and change the critics' last layers so that no value changes."""
-        for critic in self.critics:
+        """Take new statistics of the returns, and change the critics' last layers so that no value changes.
+
+        The first ones are taken as they are: there is nothing learnt to keep.
+        """
+        for critic in self.critics if float(self.value_std) > 0 else ():
             last = list(critic.children())[-1]
             assert isinstance(last, nn.Linear)
             last.weight.mul_(self.value_std / std)
