@@ -158,7 +158,8 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         if points:
             axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=what)
     axes[1].set(xlabel="size", ylabel="µs a step", title="growth of the cost of a step, 128 environments")
-    axes[1].legend()
+    if rows:
+        axes[1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

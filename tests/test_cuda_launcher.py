@@ -91,8 +91,10 @@ def test_cuda_simulator_plays_the_same(comm: str, norm: int, tmp_path: Path) -> 
             if array.dtype.kind in "iu":
                 np.testing.assert_array_equal(theirs[name], array, err_msg=name)
             else:
-                # float32 observations may differ in the last bit: numpy rounds between operations where compiled code does not.
-                tolerance = 1e-12 if array.dtype == np.float64 else 3e-7
+                # float32 observations, and sums of them, may differ in the last bit: numpy rounds between operations where
+                # compiled code does not.
+                exact = array.dtype == np.float64 and not name.endswith("env/company")
+                tolerance = 1e-12 if exact else 3e-7
                 np.testing.assert_allclose(theirs[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
     # The episode did something: operations of several kinds, rewards, a second episode.
     kinds = {int(k) for name, array in mine.items() if name.endswith("env/op") for k in array[:, 0]}
