@@ -149,6 +149,9 @@ class Connection:
 
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         data = json.dumps(body).encode()
+        if self.reader.at_eof():
+            # The server closes connections that have been quiet for long.
+            await self.__aenter__()
         self.writer.write(
             f"POST {path} HTTP/1.1\r\nHost: agent\r\nAuthorization: Bearer {TOKEN}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -39,17 +40,32 @@ class Args:
     """Where the figures go."""
 
 
+def busy_s() -> float:
+    """Processor seconds that all processes of the machine have used."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.softirq + times.irq)
+
+
+def own_s(pid: int) -> float:
+    """Processor seconds of this process and of the agent with its learning process."""
+    tree = [psutil.Process(), psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    return sum(sum(one.cpu_times()[:2]) for one in tree)
+
+
 def measure(args: Args, learning: bool, store: Path) -> dict[str, Any]:
     with agent_server(store, "--explore", "all" if learning else "off") as server:
         asyncio.run(run_load(server.port, args.connections, args.warmup, seed=1))
         before = server.metrics()
+        busy, own = busy_s(), own_s(server.process.pid)
         load = asyncio.run(run_load(server.port, args.connections, args.seconds, seed=2))
+        # What the measurement had to share the machine with.
+        others = (busy_s() - busy - own_s(server.process.pid) + own) / load.elapsed_s
         after = server.metrics()
     updates = after["clustergym_policy_version"] - before["clustergym_policy_version"]
     if learning and not updates:
         raise RuntimeError("no update ran during the measurement: there was no learning to measure beside")
     every = np.array(load.latencies_s["/allocate"] + load.latencies_s["/feedback"])
-    figures = {"requests": len(every), "errors": len(load.errors), "updates": updates}
+    figures = {"requests": len(every), "errors": len(load.errors), "updates": updates, "cores_used_by_others": others}
     figures["requests_per_s"] = len(every) / load.elapsed_s
     for path, values in (("all", every), *((p, np.array(v)) for p, v in load.latencies_s.items())):
         for q in (50, 99, 99.9, 100):
@@ -71,7 +87,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 found.append(measure(args, name == "learning", Path(folder) / f"store-{i}"))
     table = Table(title=f"{args.connections} connections, {args.seconds:g} s, {args.rounds} round(s)")
-    columns = ["requests/s", "errors", "updates", "p50 ms", "p99 ms", "p99.9 ms", "largest ms"]
+    columns = ["requests/s", "errors", "updates", "p50 ms", "p99 ms", "p99.9 ms", "largest ms", "cores used by others"]
     for column in ["", *columns]:
         table.add_column(column, justify="right" if column else "left")
     for name, found in rows.items():
@@ -82,6 +98,7 @@ def main() -> None:
             f"{np.mean([f['updates'] for f in found]):.0f}",
             f"{np.mean([f['all p50 ms'] for f in found]):.1f}",
             *(f"{max(f[f'all p{q} ms'] for f in found):.1f}" for q in ("99", "99.9", "100")),
+            f"{np.mean([f['cores_used_by_others'] for f in found]):.2f}",
         )
     console.print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)

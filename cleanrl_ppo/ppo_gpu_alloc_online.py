@@ -45,12 +45,11 @@ import torch
 import tyro
 import uvicorn
 from fastapi import FastAPI, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from clustergym.gpu_allocation.history import N_FEATURES, features, new_history, remember
@@ -1041,59 +1040,73 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 
 
+Endpoint = Callable[[Any], Awaitable[Response]]
+
+
 class Gate:
-    """Before anything is parsed: who may ask, and how much. Also the clock of the two paths that matter."""
+    """In front of the application: who may ask, and how much; and a short way to the two endpoints that matter.
 
-    GUARDED = ("/allocate", "/feedback")
+    They are FastAPI's, for their document, but are called from here: routing, dependencies and a stack of middleware take
+    longer than the decision.
+    """
 
-    def __init__(self, app: Any, service: Service, token: Token) -> None:
+    def __init__(
+        self, app: Any, service: Service, token: Token, endpoints: dict[str, tuple[type[BaseModel], Endpoint]]
+    ) -> None:
         self.app, self.service, self.token = app, service, token
-        self.clocks = {path: service.seconds.labels(path) for path in self.GUARDED}
+        self.endpoints = {
+            path: (model, endpoint, service.seconds.labels(path)) for path, (model, endpoint) in endpoints.items()
+        }
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in self.GUARDED:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.endpoints:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
+        model, endpoint, clock = self.endpoints[scope["path"]]
         headers = dict(scope["headers"])
-        limit = self.service.args.max_body_bytes
         if not self.token.accepts(headers.get(b"authorization", b"")):
-            await self._refuse(send, 401, "missing or wrong bearer token", [(b"www-authenticate", b"Bearer")])
-            return
+            response = self.refusal(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
+        else:
+            body = await self.limited_body(headers, receive)
+            if body is None:
+                limit = self.service.args.max_body_bytes
+                response = self.refusal(413, f"the body is longer than {limit} bytes")
+            else:
+                response = await self.answered(model, endpoint, body)
+        await response(scope, receive, send)
+        clock.observe(time.perf_counter() - began)
+
+    async def limited_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        """The body, or None as soon as it is known to be too long."""
+        limit = self.service.args.max_body_bytes
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > limit:
-            await self._refuse(send, 413, f"the body is longer than {limit} bytes")
-            return
-        body = bytearray()
-        while True:
+            return None
+        body, more = b"", True
+        while more and len(body) <= limit:
             message = await receive()
-            if message["type"] == "http.disconnect":
-                return
             body += message.get("body", b"")
-            if len(body) > limit:
-                await self._refuse(send, 413, f"the body is longer than {limit} bytes")
-                return
-            if not message.get("more_body"):
-                break
-        whole = {"type": "http.request", "body": bytes(body), "more_body": False}
-        messages = iter((whole,))
+            more = message.get("more_body", False)
+        return body if len(body) <= limit else None
 
-        async def replay() -> Any:
-            return next(messages, None) or await receive()
+    async def answered(self, model: type[BaseModel], endpoint: Endpoint, body: bytes) -> Response:
+        try:
+            return await endpoint(model.model_validate_json(body))
+        except ValidationError as error:
+            problems = [
+                {"where": list(map(str, one["loc"])), "problem": one["msg"], "type": one["type"]}
+                for one in error.errors()
+            ]
+            return self.refusal(400 if problems[0]["type"] == "json_invalid" else 422, problems)
+        except Unwritable as error:
+            return self.refusal(503, f"the store cannot be written: {error}")
 
-        await self.app(scope, replay, send)
-        self.clocks[scope["path"]].observe(time.perf_counter() - began)
-
-    async def _refuse(
-        self, send: Send, status: int, detail: str, headers: list[tuple[bytes, bytes]] | None = None
-    ) -> None:
+    def refusal(self, status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
         self.service.refused.labels(str(status)).inc()
-        body = json.dumps({"detail": detail}).encode()
-        described = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        # The rest of the body is not read: this connection is of no more use.
-        described += [(b"connection", b"close"), *(headers or [])]
-        await send({"type": "http.response.start", "status": status, "headers": described})
-        await send({"type": "http.response.body", "body": body})
+        # Of a body that is refused unread the rest may still come: the connection is of no more use.
+        closing = {"connection": "close"} if status in (401, 413) else {}
+        return JSONResponse({"detail": detail}, status, closing | (headers or {}))
 
 
 def answer(document: dict[str, Any]) -> Response:
@@ -1163,25 +1176,15 @@ def create_app(service: Service, token: Token, trainer: Trainer | None, checkpoi
         """Prometheus metrics."""
         return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Any, error: RequestValidationError) -> JSONResponse:
-        problems = [
-            {"where": [str(part) for part in one["loc"]], "problem": one["msg"], "type": one["type"]}
-            for one in error.errors()
-        ]
-        code = 400 if any(one["type"] == "json_invalid" for one in problems) else 422
-        service.refused.labels(str(code)).inc()
-        return JSONResponse({"detail": problems}, status_code=code)
-
     @app.exception_handler(Unwritable)
     async def unwritable(_: Any, error: Unwritable) -> JSONResponse:
-        service.refused.labels("503").inc()
         return JSONResponse({"detail": f"the store cannot be written: {error}"}, status_code=503)
 
     document = app.openapi()
     if secured:
         document.setdefault("components", {})["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    app.add_middleware(Gate, service=service, token=token)
+    endpoints = {"/allocate": (AllocateRequest, allocate), "/feedback": (FeedbackRequest, feedback)}
+    app.add_middleware(Gate, service=service, token=token, endpoints=endpoints)
     return app
 
 
@@ -1464,6 +1467,7 @@ def serve(args: Args) -> None:
                 access_log=False,
                 log_config=None,
                 timeout_graceful_shutdown=10,
+                timeout_keep_alive=75,
                 ssl_certfile=args.tls_cert,
                 ssl_keyfile=args.tls_key,
                 ssl_ca_certs=None if args.client_ca is None else str(args.client_ca),

@@ -224,13 +224,13 @@ BEARER = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"
 @pytest.mark.parametrize(
     ("body", "code", "where"),
     [
-        (b"", 422, "body"), (b"{", 400, "body"), (b"[]", 422, "body"), (b"null", 422, "body"), (b"\xff\xfe", 400, "body"),
+        (b"", 400, "EOF"), (b"{", 400, "EOF"), (b"[]", 422, "object"), (b"null", 422, "object"), (b"\xff\xfe", 400, "JSON"),
         (b"{}", 422, "owner"), (json.dumps(ASK | {"cores": 0}).encode(), 422, "cores"),
         (json.dumps(ASK | {"cores": 101}).encode(), 422, "cores"), (json.dumps(ASK | {"cores": "many"}).encode(), 422, "cores"),
         (json.dumps(ASK | {"cores": float("nan")}).encode(), 422, "cores"),
         (json.dumps(ASK | {"memory": float("inf")}).encode(), 422, "memory"),
         (json.dumps(ASK | {"memory": -1}).encode(), 422, "memory"), (json.dumps(ASK | {"owner": ""}).encode(), 422, "owner"),
-        (json.dumps(ASK | {"owner": "x" * 300}).encode(), 422, "owner"), (b"[" * 10_000, 400, "body"),
+        (json.dumps(ASK | {"owner": "x" * 300}).encode(), 422, "owner"), (b"[" * 10_000, 400, "JSON"),
     ],
 )  # fmt: skip
 def test_malformed_bodies_are_refused_with_a_reason(server: Server, body: bytes, code: int, where: str) -> None:
