@@ -82,8 +82,7 @@ class Args:
     resume: bool = False
     """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
     checkpoint_interval: int = 12
-    """Iterations between checkpoints, 0 for none. Environments start anew there, which makes a resume exact: keep it longer than an
-    episode (windows × layers × ops_per_layer steps), or the later windows are never seen."""
+    """Iterations between checkpoints, 0 for none. Environments start anew there: keep it longer than an episode."""
     init: str | None = None
     """Start from this policy (policy.pt, a run folder, or pretrained) in place of fresh weights."""
     save_model: bool = True
