@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: train test lint docs install clean
 
 train: install  ## the main job: two agents learn to place experts on the bundled trace; a table and a plot beside every rule
-	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 2 --eval-windows 5
+	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-windows 5
 
 test: install  ## the whole suite, linters included
 	$(BIN)/ruff check .

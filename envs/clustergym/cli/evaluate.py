@@ -112,23 +112,18 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
         names, [r.migration_us for r in ordered], left=[r.served_us for r in ordered], color="#EE6677", label="migration",
         xerr=errors if any(errors) else None, error_kw={"elinewidth": 1, "capsize": 2},
     )  # fmt: skip
-    for bar, r in zip(served, ordered, strict=True):
-        bars.text(
-            r.total_us + max(errors) + 1,
-            bar.get_y() + bar.get_height() / 2,
-            f"{r.total_us:.1f}",
-            va="center",
-            fontsize=8,
-        )
     low = 0.8 * min(r.served_us for r in ordered)
+    right = max(r.total_us + r.total_ci95_us for r in ordered)
+    for bar, r in zip(served, ordered, strict=True):
+        beside = r.total_us + r.total_ci95_us + 0.01 * (right - low)
+        bars.text(beside, bar.get_y() + bar.get_height() / 2, f"{r.total_us:.1f}", va="center", fontsize=8)
     bars.set(xlabel=f"µs a layer and pass (axis starts at {low:.0f})", title=title)
-    bars.set_xlim(left=low, right=max(r.total_us for r in ordered) * 1.05)
-    bars.legend(loc="upper right")
-    shown = [
-        r for r in ordered if r.planner in ("static", "eplb", "eplb-threshold", "bottleneck-8", "anneal", "oracle")
-    ] or ordered[:6]
-    palette = ["#BBBBBB", "#EE6677", "#CCBB44", "#66CCEE", "#228833", "#AA3377"]
-    for r, colour, marker in zip(shown, palette, "osv^DP", strict=False):
+    bars.set_xlim(left=low, right=right + 0.1 * (right - low))
+    bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
+    told = ("static", "eplb", "eplb-threshold", "bottleneck-8", "anneal", "policy", "oracle")
+    shown = [r for r in ordered if r.planner in told] or ordered[:6]
+    palette = ["#BBBBBB", "#EE6677", "#CCBB44", "#66CCEE", "#228833", "#AA3377", "#000000"]
+    for r, colour, marker in zip(shown, palette, "osv^DPX", strict=False):
         lines.plot(
             range(1, len(r.window_totals_us) + 1),
             r.window_totals_us,
@@ -138,6 +133,7 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
             label=r.planner,
         )
     lines.set(xlabel="window", ylabel="total µs", title="as traffic goes on")
+    lines.xaxis.get_major_locator().set_params(integer=True)
     lines.legend(fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
