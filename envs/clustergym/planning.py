@@ -193,7 +193,7 @@ def make_plan(
     names = list(dict.fromkeys(["static", "eplb", planner]))
     serve = _server(after, simulator, window_tokens, windows, seed)
     observed = _Observed(before, simulator, window_tokens, plan_tokens, seed)
-    outcomes = {}
+    outcomes: dict[str, Outcome] = {}
     for name in names:
         given: dict[str, Any] = {"seed": seed} | ((options or {}) if name == planner else {})
         budget = seconds if name.startswith("anneal") or name == "policy-guided" else None
