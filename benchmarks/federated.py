@@ -254,24 +254,18 @@ def edge(args: Args, console: Console) -> None:
     table = Table(
         title=f"{nodes} edge nodes, {args.edge_steps:,} decisions each, {len(args.seeds)} seeds: mean reward a decision, held-out"
     )
-    for column in ("agents", *(f"node {i}" for i in range(nodes)), "mean", "more than alone"):
+    for column in ("agents", "mean over nodes", "worst node", "nodes, mean over seeds", "more than alone"):
         table.add_column(column, justify="right")
     rows: list[dict[str, Any]] = []
     granted = np.array([[granting(common | {"seed": seed}, i) for i in range(nodes)] for seed in seeds])
-    rows.append({"arm": "grant the request", "reward": granted.tolist()})
-    table.add_row("grant the request", *(spread(c.tolist()) for c in granted.T), spread(granted.mean(1).tolist()), "")
     alone = np.array([reward("alone", seed) for seed in seeds])
-    for arm in arms:
-        found = np.array([reward(arm, seed) for seed in seeds])
+    for arm in ("grant the request", *arms):
+        found = np.array([reward(arm, seed) for seed in seeds]) if arm in arms else granted
         gain = (found - alone).mean(1).tolist()
         rows.append({"arm": arm, "reward": found.tolist(), "gain": gain})
-        cells = [spread(column.tolist()) for column in found.T]
-        table.add_row(
-            arm,
-            *cells,
-            spread(found.mean(1).tolist()),
-            "" if arm == "alone" else f"{np.mean(gain):+.3f} ± {ci95(gain):.2g}",
-        )
+        cells = [f"{each.mean():.4f} ± {ci95(each.tolist()):.4f}" for each in (found.mean(1), found.min(1))]
+        by_node = " ".join(f"{each:.3f}" for each in found.mean(0))
+        table.add_row(arm, *cells, by_node, "" if arm == "alone" else f"{np.mean(gain):+.4f} ± {ci95(gain):.4f}")
     console.print(table)
     console.print("(± 95 % interval over seeds; the last column is paired by seed)")
     write_atomically(folder / "results.json", json.dumps(rows, indent=1) + "\n")
