@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test lint docs install clean
 
-train: install  ## the main job: two agents learn to place experts on the bundled trace; a table and a plot beside every rule
+train: $(VENV)/.trainable  ## the main job: two agents learn to place experts on the bundled trace; a table and a plot beside every rule
 	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-windows 5
 
 test: install  ## the whole suite, linters included
@@ -25,6 +25,12 @@ docs: install  ## the documentation site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 install: $(VENV)/.installed
+
+# Training needs half of the packages that the suite does: a newcomer's first command should not wait for the rest.
+$(VENV)/.trainable: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -e $(VENV)/.installed || $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train]"
+	touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
