@@ -29,6 +29,9 @@ _FILL_TOKENS = 2048
 class LoadWindow(Window):
     """A window of which only the experts' loads are known. Planners that ask for more hear what is missing."""
 
+    _loads: npt.NDArray[np.int64]
+    _n_tokens: int
+
     def __init__(self, loads: npt.NDArray[np.int64], n_tokens: int) -> None:
         object.__setattr__(self, "_loads", loads)
         object.__setattr__(self, "_n_tokens", n_tokens)
@@ -52,16 +55,15 @@ class LoadWindow(Window):
 
     @property
     def n_tokens(self) -> int:
-        return int(self._n_tokens)  # type: ignore[attr-defined]
+        return self._n_tokens
 
     @property
     def n_layers(self) -> int:
-        return len(self._loads)  # type: ignore[attr-defined]
+        return len(self._loads)
 
     def loads(self, n_experts: int) -> npt.NDArray[np.int64]:
-        loads: npt.NDArray[np.int64] = self._loads  # type: ignore[attr-defined]
-        padded = np.zeros((len(loads), n_experts), np.int64)
-        padded[:, : loads.shape[1]] = loads
+        padded = np.zeros((self.n_layers, n_experts), np.int64)
+        padded[:, : self._loads.shape[1]] = self._loads
         return padded
 
 

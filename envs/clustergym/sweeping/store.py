@@ -116,6 +116,6 @@ class Store:
 
 def ranked(runs: list[Run], maximise: bool) -> list[Run]:
     """Runs with a score, best first; those without come after, in the order they were made."""
-    scored = [r for r in runs if r.metric is not None]
-    scored.sort(key=lambda r: -r.metric if maximise else r.metric)  # type: ignore[operator, return-value, arg-type]
-    return scored + [r for r in runs if r.metric is None]
+    scored = [(r.metric, r) for r in runs if r.metric is not None]
+    scored.sort(key=lambda pair: -pair[0] if maximise else pair[0])
+    return [r for _, r in scored] + [r for r in runs if r.metric is None]
