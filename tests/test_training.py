@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_scalars_can_be_read_back_and_a_resumed_run_hides_what_came_after_its_ch
     assert read_scalars(tmp_path, "charts/a") == ([10, 20, 30], [1.0, 2.0, -1.0])
     with pytest.raises(KeyError, match=r"no scalar 'charts/c': it has charts/a, charts/b"):
         read_scalars(tmp_path, "charts/c")
+
+
+def test_a_run_resumed_in_the_second_it_was_killed_in_still_comes_second(tmp_path: Path) -> None:
+    with RunLogger(tmp_path, {}) as logger:
+        for step in (10, 20, 30):
+            logger.scalar("a", step, step)
+    # The killed process had a larger id than the one that goes on: its file would be read last, and would hide nothing.
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    file.rename(tmp_path / f"events.out.tfevents.{int(time.time())}.zzz.999.0")
+    with RunLogger(tmp_path, {}, start_step=20) as logger:
+        logger.scalar("a", -1.0, 30)
+    assert read_scalars(tmp_path, "a") == ([10, 20, 30], [10.0, 20.0, -1.0])
 
 
 def test_other_ranks_log_nothing(tmp_path: Path) -> None:

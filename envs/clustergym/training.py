@@ -122,6 +122,7 @@ class RunLogger:
             return
         from torch.utils.tensorboard import SummaryWriter
 
+        _wait_for_a_later_name(folder)
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
         if not start_step:
             rows = "\n".join(f"|{key}|{value}|" for key, value in config.items())
@@ -168,6 +169,14 @@ class RunLogger:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Event files are read in the order of their names, which begin with the second they were made in and go on with the
+    process id: a run resumed within the second it was killed in could come first and hide nothing. So let that second pass."""
+    stamps = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
+    while int(time.time()) in stamps:
+        time.sleep(0.01)
 
 
 def _init_wandb(folder: Path, config: Mapping[str, Any], project: str, name: str | None = None) -> Any:
