@@ -20,7 +20,9 @@ from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
-_compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
+# Nothing here allocates, so nothing needs counting: reference counts of the arrays' views are atomic, all threads write them to
+# the same cache lines, and they cost as much as the simulation on one thread and more on two.
+_compiled = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
 
 # Columns of a running pod: all that a measurement needs without a table or a division, in one cache line.
 (
