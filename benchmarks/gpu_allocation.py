@@ -32,10 +32,12 @@ from clustergym.training import read_scalars
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 STUDIES: dict[str, tuple[str, ...]] = {
     "history": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocationHistory-v0"),
-    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
+    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
     "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
 """Trainer and flags of each; all else as it comes."""
+ITERATION = {"ppo_gpu_alloc.py": 8192, "ppo_lstm.py": 4096}
+"""Decisions between updates."""
 # Streams of their own: those from HELD_OUT_SEED on are what learning curves and development look at.
 FINAL_SEED = HELD_OUT_SEED + 2**30
 NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO + LSTM, five numbers"}
@@ -45,10 +47,10 @@ NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO 
 class Args:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     only: tuple[Literal["history", "v0", "lstm"], ...] = ("history", "v0", "lstm")
-    history_timesteps: int = 4_000_000
-    """Training steps of a run with history."""
-    v0_timesteps: int = 1_200_000
-    """Training steps of a run on five numbers, with and without LSTM."""
+    timesteps: int = 12_000_000
+    """Decisions in a run of PPO, with history and without."""
+    lstm_timesteps: int = 1_200_000
+    """Decisions in a run with an LSTM: each takes about ten times as long."""
     evaluations: int = 20
     """Points of a learning curve."""
     streams: int = 512
@@ -64,9 +66,8 @@ def train(study: str, seed: int, args: Args) -> dict[str, Any]:
     if kept.exists():
         result: dict[str, Any] = json.loads(kept.read_text())
         return result
-    steps = args.history_timesteps if study == "history" else args.v0_timesteps
-    per_iteration = {"ppo_gpu_alloc.py": 4096, "ppo_lstm.py": 4096}[trainer]
-    every = max(1, steps // per_iteration // args.evaluations)
+    steps = args.lstm_timesteps if study == "lstm" else args.timesteps
+    every = max(1, steps // ITERATION[trainer] // args.evaluations)
     command = [
         sys.executable, str(TRAINERS / trainer), *flags, "--seed", str(seed), "--total-timesteps", str(steps),
         "--eval-interval", str(every), "--run-dir", str(folder), "--resume",

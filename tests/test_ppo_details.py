@@ -188,7 +188,7 @@ def test_scaled_rewards_are_clipped_at_ten() -> None:
 
 def test_scaling_reaches_the_advantages() -> None:
     """What a rollout learns from are scaled rewards: with γ = 0 its returns are just those."""
-    run = rollouts(gpu, gamma=0.0, num_steps=64)
+    run = rollouts(gpu, gamma=0.0, num_steps=64, norm_reward=True)
     scaled: list[Tensor] = []
     scaler = run.scaler
     run.scaler = lambda *inputs: (scaled.append(scaler(*inputs)), scaled[-1])[1]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from clustergym.cli import main
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, play, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
-from clustergym.training import CheckpointError, World, load_checkpoint, save_checkpoint
+from clustergym.training import CheckpointError, World, load_checkpoint, read_scalars, save_checkpoint
 from trainers import FOLDER, load_trainer
 
 ppo = load_trainer("ppo_gpu_alloc")
@@ -122,7 +123,7 @@ def test_seed_parity_is_the_plain_algorithm(tmp_path: Path) -> None:
     expected = {
         "num_envs": 1, "num_steps": 32, "num_minibatches": 1, "update_epochs": 4, "learning_rate": 3e-4, "gamma": 0.99,
         "gae_lambda": 0.95, "clip_coef": 0.2, "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "norm_obs": False,
-        "norm_reward": False, "anneal_lr": False, "action_scale": 1.0, "hidden": 64,
+        "norm_reward": False, "anneal_lr": False, "action_scale": 1.0, "final_std": None, "hidden": 64,
     }  # fmt: skip
     assert {key: used[key] for key in expected} == expected
     shapes = {key: tuple(value.shape) for key, value in state["agent"].items() if key.startswith("actor")}
@@ -134,6 +135,34 @@ def test_seed_parity_is_the_plain_algorithm(tmp_path: Path) -> None:
     agent = ppo.Agent(5, 2, 64, 1.0)
     assert agent.std().tolist() == [1.0, 1.0]
     assert [type(layer).__name__ for layer in agent.actor] == ["Linear", "ReLU", "Linear", "ReLU", "Linear", "Sigmoid"]
+
+
+def test_the_standard_deviation_falls_by_the_same_factor_to_its_end(tmp_path: Path) -> None:
+    """0.1 to 0.001 over the first 8 of 10 iterations: a factor of 10 in 4. The checkpoint holds it; the learning rate follows."""
+    stds = [ppo.scheduled_std(0.1, 0.001, iteration, 10) for iteration in range(1, 11)]
+    assert stds[0] == 0.1
+    assert stds[4] == pytest.approx(0.01)
+    assert stds[8] == stds[9] == pytest.approx(0.001)
+    assert all(b / a == pytest.approx(100 ** (-1 / 8)) for a, b in pairwise(stds[:9]))
+    options = {
+        "total_timesteps": 2560,
+        "action_scale": 0.1,
+        "final_std": 0.001,
+        "eval_streams": 0,
+        "learning_rate": 0.01,
+    }
+    trained("ppo_gpu_alloc", tmp_path / "falls", **options)
+    state = load_checkpoint(tmp_path / "falls" / "checkpoint.pt", "ppo_gpu_alloc")
+    assert (0.1 * state["agent"]["log_std"].exp()).tolist() == pytest.approx([0.001, 0.001])
+    assert read_scalars(tmp_path / "falls", "charts/std_cores")[1] == pytest.approx(stds)
+    rates = [0.01 * (1 - i / 10) * (std / 0.1) ** 0.7 for i, std in enumerate(stds)]
+    assert read_scalars(tmp_path / "falls", "charts/learning_rate")[1] == pytest.approx(rates)
+    trained("ppo_gpu_alloc", tmp_path / "learned", **(options | {"final_std": None}))
+    state = load_checkpoint(tmp_path / "learned" / "checkpoint.pt", "ppo_gpu_alloc")
+    cores, memory = state["agent"]["log_std"].tolist()
+    assert cores != memory
+    with pytest.raises(ValueError, match="final_std is 0: expected more than 0, or None"):
+        trained("ppo_gpu_alloc", tmp_path / "none", **(options | {"final_std": 0}))
 
 
 def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
