@@ -156,6 +156,18 @@ def test_index_lists_the_uses_of_each_expert_in_each_piece() -> None:
                 first = [trace.experts[r, layer][trace.experts[r, layer] >= 0][0] == e for r in rows]
                 entries = [(r - start) << 1 | int(f) for r, f in zip(rows, first, strict=True)]
                 assert index.lst[layer, off[e] : off[e + 1]].tolist() == entries
+        # The same as sets of rows, with the rows that choose the upper of two replicas as one more column.
+        users = np.array([[e in trace.experts[r, layer] for e in range(7)] for r in range(trace.n_tokens)])
+        upper = np.array([token_hash(r) * 2 >> 31 for r in range(trace.n_tokens)], bool)
+        rows = np.unpackbits(index.bits[layer].T.copy().view(np.uint8), axis=1, bitorder="little").astype(bool)
+        np.testing.assert_array_equal(rows[:, 64 : 64 + trace.n_tokens], np.column_stack([users, upper]).T)
+        assert not rows[:, :64].any()
+        assert not rows[:, 64 + trace.n_tokens :].any()
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_popcount(x: int) -> None:
+    assert dynamics.popcount(np.uint64(x)) == x.bit_count()
 
 
 def test_no_index_larger_than_the_trace() -> None:
@@ -171,7 +183,7 @@ def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int,
     trace = trace_of(seed, rng.integers(8, 40, 6).tolist(), 8, 4, layers=1)
     model = ModelSpec("m", 1, 8, 4, 64, 64)
     simulator = Simulator(model, ClusterSpec("c", 2, int(rng.integers(1, 4)), 6), comm)
-    tokens, whole = 50, Window.whole(trace, simulator.n_gpus)
+    tokens, whole = int(rng.choice([50, 64, 150])), Window.whole(trace, simulator.n_gpus)
     if scattered:
         rows = rng.integers(0, trace.n_tokens, tokens)
     else:
@@ -183,7 +195,7 @@ def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int,
     own = simulator.count(window, placement)
     tensors = allocate_sim(
         1, 1, tokens, experts=8, top_k=4, cluster=simulator.cluster, slots=simulator.n_slots, words=simulator.n_words,
-        stay=comm == "stay", index=index_of(trace, 8),
+        mode=simulator.mode, index=index_of(trace, 8),
     )  # fmt: skip
     shared = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
     shared.tok[0, 0], shared.src[0, 0], shared.slots[0] = window.rows, window.home, placement[0]
@@ -191,13 +203,25 @@ def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int,
     dynamics.count_window(shared, 0, 0, window.experts, 0, simulator.net, simulator.mode)
     assert not shared.own[0]
     assert own.own[0]
-    assert_same_counts(shared, own)
+    assert_same_traffic(shared, own, simulator)
     for e, node in rng.integers(0, [8, 3 * simulator.n_gpus], (6, 2)):
         kind, source, target, victim = dynamics.resolve(own, 0, e, node)
         if kind not in (dynamics.OP_NOTHING, dynamics.OP_ILLEGAL):
             for sim in (own, shared):
                 dynamics.change(sim, 0, e, source, target, victim, target, source, simulator.net, simulator.mode, 1)
+        assert_same_traffic(shared, own, simulator)
+
+
+def assert_same_traffic(shared: Sim, own: Sim, simulator: Simulator) -> None:
+    """The trace's index counts by sets of tokens in mode dedup, an own index token by token."""
+    if simulator.comm != "dedup":
         assert_same_counts(shared, own)
+        return
+    assert_same_counts(shared, own._replace(met=shared.met))
+    tokens = np.unpackbits(shared.run[0, 0].view(np.uint8), axis=2, bitorder="little")[:, :, : own.tok.shape[2]]
+    for g in range(simulator.n_gpus):
+        runs = tokens[g, shared.slots[0, g] >= 0].sum(0)
+        np.testing.assert_array_equal(runs, uses_of(own, simulator.net, g)[0, 0])
 
 
 # -- incremental = from scratch ------------------------------------------------------------------------------------

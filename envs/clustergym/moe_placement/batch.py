@@ -193,7 +193,7 @@ class PlacementBatch:
 
         self.sim = allocate_sim(
             batch, 2, config.window_tokens, experts=experts, top_k=self.trace.top_k, cluster=self.cluster, slots=slots,
-            words=self.simulator.n_words, stay=stay, index=index_of(self.trace, self.n_experts), device=self.device,
+            words=self.simulator.n_words, mode=self.rules_host.mode, index=index_of(self.trace, self.n_experts), device=self.device,
         )  # fmt: skip
         self.env = {
             "slots": zeros((layers, gpus, slots), torch.int16),

@@ -12,6 +12,10 @@ into the bits of a few integers (``met``), so that taking one expert away or add
 a handful of instructions however large K is. ``net`` (4·G + 2,) says where: the node of each GPU, bits of a field, GPUs that a
 node has, the word of each GPU, the shift of its field in the word, the bits of its node in the word (see :func:`.specs.network`). A
 table, because integer division would cost more than all the rest.
+
+Environments in MODE_DEDUP that share the index of their trace count by sets of tokens instead, 64 tokens an integer: which run
+the expert of each slot (``run``), are held by each GPU or node, choose the upper of two replicas (``masks``). Whether a token
+visits a GPU is then an OR over the GPU's slots, and an operation is a few dozen of those, whatever tokens it touches.
 The launchers (:mod:`.launchers`) run these functions on all cores or on a CUDA grid. Under numba's CUDA simulator they stay
 plain Python, because simulated device arrays cannot enter compiled code; there, and with NUMBA_DISABLE_JIT, a numpy integer
 keeps its width, so ``int()`` stands where a shift or product needs more bits than the array has.
@@ -77,6 +81,10 @@ SEG_PIECE, SEG_PLACE, SEG_TOKEN = 0, 1, 2
 
 # An index that cannot be negative: numba then leaves out the check for one, which halves the time of the hot loops.
 u = np.uint64
+# Sets of 64 tokens.
+ALL = u(0xFFFFFFFFFFFFFFFF)
+_PAIRS, _FOURS = u(0x5555555555555555), u(0x3333333333333333)
+_EIGHTS, _SUM = u(0x0F0F0F0F0F0F0F0F), u(0x0101010101010101)
 
 
 class Sim(NamedTuple):
@@ -103,6 +111,21 @@ class Sim(NamedTuple):
     """(planes, pieces, E + 1) int32: ``lst[off[e] : off[e + 1]]`` are the uses of expert e in the piece"""
     lst: np.ndarray
     """(planes, rows·K) uint16: place of the token in its piece << 1 | whether the expert is the token's first"""
+    bits: np.ndarray
+    """(planes, blocks, E + 1) uint64: tokens of 64 rows of the trace that use each expert; last those of the upper half (see
+    :func:`half`). Row r is bit r % 64 of block r // 64 + 1."""
+    run: np.ndarray
+    """(B, W, G, S, sets) uint64: set of the window's tokens that run the expert of the slot there; what an empty one has is void"""
+    masks: np.ndarray
+    """(B, W, G + N + 1, sets) uint64: sets of the tokens held by each GPU, by each node, and of the upper half"""
+    moved: np.ndarray
+    """(B, W, 2, sets) uint64 scratch: tokens of two experts whose replicas change"""
+    visitors: np.ndarray
+    """(B, 2, sets) uint64 scratch: tokens that visit a GPU and a node"""
+    columns: np.ndarray
+    """(B, E + 1) uint64 scratch: ``bits`` of 64 tokens of a window"""
+    touched: np.ndarray
+    """(B, G) int8 scratch: 1 where what the GPU runs has changed"""
     met: np.ndarray
     """(B, W, T, words) int64: experts of the token that run on each GPU, a field of bits a GPU"""
     vis: np.ndarray
@@ -143,6 +166,29 @@ def hash31(x):
     x = (x ^ (x >> 16)) * 0x45D9F3B & _MASK31
     x = (x ^ (x >> 15)) * 0x2C1B3C6D & _MASK31
     return x ^ (x >> 16)
+
+
+@device
+def half(token_hash):
+    """Which of two replicas a token chooses, 0 or 1: see :func:`choose`."""
+    return token_hash >> 30
+
+
+if config.ENABLE_CUDASIM or config.DISABLE_JIT:
+
+    def popcount(x):
+        """Bits of a uint64 that are set."""
+        return u(int(x).bit_count())
+
+else:
+
+    @device
+    def popcount(x):
+        """Bits of a uint64 that are set. The compiler knows this way to count them, and makes one instruction of it."""
+        x = x - ((x >> u(1)) & _PAIRS)
+        x = (x & _FOURS) + ((x >> u(2)) & _FOURS)
+        x = (x + (x >> u(4))) & _EIGHTS
+        return (x * _SUM) >> u(56)
 
 
 @device
@@ -269,6 +315,19 @@ def list_uses(experts, tok, off, lst, first, last):
 
 
 @device
+def list_bits(experts, bits):
+    """Write ``Sim.bits`` of one layer, ``experts`` (rows, K)."""
+    for row in range(experts.shape[0]):
+        one, block = u(1) << u(row & 63), u((row >> 6) + 1)
+        for k in range(experts.shape[1]):
+            e = int(experts[row, k])
+            if e >= 0:
+                bits[block, u(e)] |= one
+        if half(hash31(row)):
+            bits[block, u(bits.shape[1] - 1)] |= one
+
+
+@device
 def _own_index(sim, b, w, experts):
     """Index the rows of the window itself in the plane that it has for its own."""
     plane, n_pieces = sim.plane[b, w], sim.off.shape[1]
@@ -278,37 +337,262 @@ def _own_index(sim, b, w, experts):
         sim.seg[b, w, piece, SEG_PIECE] = piece
         sim.seg[b, w, piece, SEG_PLACE] = 0
         sim.seg[b, w, piece, SEG_TOKEN] = first
-    sim.seg[b, w, n_pieces, SEG_TOKEN] = sim.met.shape[2]
+    sim.seg[b, w, n_pieces, SEG_TOKEN] = sim.tok.shape[2]
 
 
 @device
-def find_segments(tok, pieces, seg):
-    """Write the ranges of the trace's index (see ``Sim.seg``) that the rows ``tok`` (T,) of a window are."""
-    n, row, end = 0, -2, -1
-    for t in range(tok.shape[0]):
-        last, row = row, int(tok[u(t)])
-        if row == last + 1 and row < end:
-            continue
-        low, high = 0, pieces.shape[0] - 1
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if pieces[middle] <= row:
-                low = middle
-            else:
-                high = middle
-        end = int(pieces[low + 1])
-        seg[n, SEG_PIECE] = low
-        seg[n, SEG_PLACE] = row - pieces[low]
+def find_segments(tok, src, pieces, seg):
+    """Write the ranges of the trace's index (see ``Sim.seg``) that the rows ``tok`` (T,) of a window are.
+
+    Returns whether tokens of one range are held by several GPUs, ``src`` (T,).
+    """
+    n, t, n_tokens, mixed = 0, 0, tok.shape[0], 0
+    while t < n_tokens:
+        row = int(tok[u(t)])
+        # Mostly nothing has changed since the layer before.
+        piece = int(seg[n, SEG_PIECE])
+        if row < pieces[piece] or row >= pieces[piece + 1]:
+            piece, high = 0, pieces.shape[0] - 1
+            while piece + 1 < high:
+                middle = (piece + high) // 2
+                if pieces[middle] <= row:
+                    piece = middle
+                else:
+                    high = middle
+        last = min(n_tokens, t + int(pieces[piece + 1]) - row)
+        # Without a way out of the loop it takes many tokens at a time.
+        broken, home = 0, int(src[u(t)])
+        for i in range(t, last):
+            broken |= int(tok[u(i)]) ^ (row - t + i)
+            mixed |= int(src[u(i)]) ^ home
+        if broken:
+            # Tokens of other ranges were looked at too: count by token, which is always right.
+            mixed, last = 1, t + 1
+            while tok[u(last)] == row - t + last:
+                last += 1
+        seg[n, SEG_PIECE] = piece
+        seg[n, SEG_PLACE] = row - pieces[piece]
         seg[n, SEG_TOKEN] = t
         n += 1
-    seg[n, SEG_TOKEN] = tok.shape[0]
+        t = last
+    seg[n, SEG_TOKEN] = n_tokens
+    return mixed != 0
+
+
+@device
+def _within(first, last, d):
+    """Tokens ``first`` … ``last``−1 as a set, as far as they are among the 64 of word ``d``, and some are."""
+    return (ALL << u(max(first - 64 * d, 0))) & (ALL >> u(64 - min(last - 64 * d, 64)))
+
+
+@device
+def _write_masks(sim, b, w, mixed, net):
+    """Write the tokens that each GPU and node holds."""
+    masks, src, seg = sim.masks[b, w], sim.src[b, w], sim.seg[b, w]
+    n_gpus, n_tokens = sim.slots.shape[1], sim.tok.shape[2]
+    for i in range(masks.shape[0] - 1):
+        for d in range(masks.shape[1]):
+            masks[u(i), u(d)] = u(0)
+    if mixed:
+        for t in range(n_tokens):
+            home, one = u(src[u(t)]), u(1) << u(t & 63)
+            masks[home, u(t >> 6)] |= one
+            masks[u(n_gpus + int(net[home])), u(t >> 6)] |= one
+        return
+    s = 0
+    while seg[s, SEG_TOKEN] < n_tokens:
+        first, last = int(seg[s, SEG_TOKEN]), int(seg[s + 1, SEG_TOKEN])
+        s += 1
+        home = u(src[u(first)])
+        node = u(n_gpus + int(net[home]))
+        for d in range(first >> 6, (last + 63) >> 6):
+            here = _within(first, last, d)
+            masks[home, u(d)] |= here
+            masks[node, u(d)] |= here
+
+
+@device
+def _write_runs(sim, b, w):
+    """Write to ``run`` all tokens that use the slot's expert, however many replicas it has, and to ``masks`` the upper half.
+
+    The trace's index has them by rows; a segment is moved to its place in the window, all experts at once.
+    """
+    seg, run, slots, columns = sim.seg[b, w], sim.run[b, w], sim.slots[b], sim.columns[b]
+    bits, upper_half = sim.bits[sim.plane[b, w]], sim.masks[b, w, sim.masks.shape[2] - 1]
+    s = 0
+    for d in range(run.shape[2]):
+        for e in range(columns.shape[0]):
+            columns[u(e)] = u(0)
+        last = 0
+        while last < 64 * (d + 1) and last < sim.tok.shape[2]:
+            first, last = int(seg[s, SEG_TOKEN]), int(seg[s + 1, SEG_TOKEN])
+            row = int(sim.pieces[seg[s, SEG_PIECE]]) + int(seg[s, SEG_PLACE]) + 64 * d - first
+            here, shift = _within(first, last, d), u(row & 63)
+            back = u(63) - shift
+            block = (row >> 6) + 1
+            low, high = bits[u(block)], bits[u(block + 1)]
+            for e in range(columns.shape[0]):
+                columns[u(e)] |= ((low[u(e)] >> shift) | (high[u(e)] << back << u(1))) & here
+            s += 1
+        if last > 64 * (d + 1):
+            s -= 1
+        for g in range(slots.shape[0]):
+            for i in range(slots.shape[1]):
+                run[u(g), u(i), u(d)] = columns[u(max(slots[u(g), u(i)], 0))]
+        upper_half[u(d)] = columns[u(columns.shape[0] - 1)]
+
+
+@device
+def _slot_of(sim, b, e, g):
+    """Slot of GPU ``g`` that holds ``e``."""
+    s = 0
+    while sim.slots[b, g, s] != e:
+        s += 1
+    return s
+
+
+@device
+def _lift(sim, b, w, e, which):
+    """Gather the tokens of ``e`` from its replicas into ``moved``."""
+    tokens, pairs = sim.moved[b, w, which], sim.pairs[b, w, e]
+    for i in range(sim.nrep[b, e]):
+        g = sim.rep[b, e, i]
+        pairs[g] = 0
+        run = sim.run[b, w, g, _slot_of(sim, b, e, g)]
+        for d in range(run.shape[0]):
+            tokens[u(d)] = run[u(d)] if i == 0 else tokens[u(d)] | run[u(d)]
+
+
+@device
+def _deal(sim, b, w, e, which, net):
+    """Give each replica of ``e`` its part of the tokens in ``moved``; writes ``run`` and ``pairs``."""
+    tokens, masks, rep, pairs = sim.moved[b, w, which], sim.masks[b, w], sim.rep[b, e], sim.pairs[b, w, e]
+    n, n_gpus, n_sets = int(sim.nrep[b, e]), sim.slots.shape[1], sim.run.shape[4]
+    total, other_total = u(0), u(0)
+    run = sim.run[b, w, rep[0], _slot_of(sim, b, e, rep[0])]
+    if n == 1:
+        for d in range(n_sets):
+            run[u(d)] = tokens[u(d)]
+            total += popcount(tokens[u(d)])
+        pairs[rep[0]] = total
+        return
+    if n == 2:
+        other = sim.run[b, w, rep[1], _slot_of(sim, b, e, rep[1])]
+        one_node = net[rep[0]] == net[rep[1]]
+        near = masks[rep[0] if one_node else n_gpus + net[rep[0]]]
+        far = masks[rep[1] if one_node else n_gpus + net[rep[1]]]
+        upper = masks[masks.shape[0] - 1]
+        for d in range(n_sets):
+            here = tokens[u(d)] & (near[u(d)] | ~(far[u(d)] | upper[u(d)]))
+            there = tokens[u(d)] ^ here
+            run[u(d)] = here
+            other[u(d)] = there
+            total += popcount(here)
+            other_total += popcount(there)
+        pairs[rep[0]] = total
+        pairs[rep[1]] = other_total
+        return
+    for i in range(n):
+        run = sim.run[b, w, rep[i], _slot_of(sim, b, e, rep[i])]
+        for d in range(n_sets):
+            run[u(d)] = u(0)
+        pairs[rep[i]] = 0
+    for d in range(n_sets):
+        left = tokens[u(d)]
+        while left != u(0):
+            one = left & (~left + u(1))
+            left ^= one
+            t = u(64 * d) + popcount(one - u(1))
+            g = choose(rep, int(sim.pick[b, e, sim.src[b, w, t]]), hash31(int(sim.tok[b, w, t])))
+            sim.run[b, w, g, _slot_of(sim, b, e, g), d] |= one
+            pairs[g] += 1
+
+
+@device
+def _carry(sim, b, w, e, g, which, away):
+    """Take what the replica of ``e`` on ``g`` runs away from its slot into ``moved``, or put it into its slot from there.
+
+    So windows that are not brought up to date are right again when the change is undone, though slots may be others then.
+    """
+    if g < 0:
+        return
+    run, tokens = sim.run[b, w, g, _slot_of(sim, b, e, g)], sim.moved[b, w, which]
+    for d in range(run.shape[0]):
+        if away:
+            tokens[u(d)] = run[u(d)]
+        else:
+            run[u(d)] = tokens[u(d)]
+
+
+@device
+def _in_both(some, others):
+    """How many tokens are in two sets."""
+    total = u(0)
+    for d in range(some.shape[0]):
+        total += popcount(some[u(d)] & others[u(d)])
+    return np.int64(total)
+
+
+@device
+def _count_touched(sim, b, w, net):
+    """Count afresh who visits the GPUs that are marked in ``touched``, and their nodes."""
+    n_gpus, n_sets, n_slots = sim.slots.shape[1], sim.run.shape[4], sim.slots.shape[2]
+    slots, run, masks, touched = sim.slots[b], sim.run[b, w], sim.masks[b, w], sim.touched[b]
+    here, near, per_node = sim.visitors[b, 0], sim.visitors[b, 1], int(net[n_gpus + 1])
+    for node in range(sim.nvis.shape[3]):
+        first, any_touched = node * per_node, 0
+        for g in range(first, first + per_node):
+            any_touched |= touched[u(g)]
+        if not any_touched:
+            continue
+        for d in range(n_sets):
+            near[u(d)] = u(0)
+        for g in range(first, first + per_node):
+            for d in range(n_sets):
+                here[u(d)] = u(0)
+            for s in range(n_slots):
+                if slots[u(g), u(s)] >= 0:
+                    tokens = run[u(g), u(s)]
+                    for d in range(n_sets):
+                        here[u(d)] |= tokens[u(d)]
+            for d in range(n_sets):
+                near[u(d)] |= here[u(d)]
+            if touched[u(g)]:
+                for home in range(n_gpus):
+                    sim.vis[b, w, u(home), u(g)] = _in_both(masks[u(home)], here)
+        for home in range(n_gpus):
+            sim.nvis[b, w, u(home), u(node)] = _in_both(masks[u(home)], near)
+
+
+@device
+def _count_sets(sim, b, w, mixed, net):
+    """Count window ``w`` from scratch by sets of tokens."""
+    load, pairs, rep = sim.load[b, w], sim.pairs[b, w], sim.rep[b]
+    _write_masks(sim, b, w, mixed, net)
+    _write_runs(sim, b, w)
+    _clear(pairs)
+    for e in range(pairs.shape[0]):
+        if sim.nrep[b, e] == 1:
+            run = sim.run[b, w, rep[e, 0], _slot_of(sim, b, e, rep[e, 0])]
+            load[e] = _in_both(run, run)
+            pairs[e, rep[e, 0]] = load[e]
+            continue
+        # Each replica has all tokens so far.
+        _lift(sim, b, w, e, 0)
+        _deal(sim, b, w, e, 0, net)
+        load[e] = 0
+        for i in range(sim.nrep[b, e]):
+            load[e] += pairs[e, rep[e, i]]
+    for g in range(sim.slots.shape[1]):
+        sim.touched[b, g] = 1
+    _count_touched(sim, b, w, net)
 
 
 @device
 def _count_uses(sim, b, w, experts):
     """Write ``load``: from the index where a piece is whole, else token by token."""
     load, tok, seg, off = sim.load[b, w], sim.tok[b, w], sim.seg[b, w], sim.off[sim.plane[b, w]]
-    n_tokens = sim.met.shape[2]
+    n_tokens = sim.tok.shape[2]
     for e in range(load.shape[0]):
         load[e] = 0
     s = 0
@@ -352,7 +636,7 @@ def _run_single(experts, tok, met, solo, rep, net):
 @device
 def _gather_uses(sim, b, w, e):
     """Write to ``uses`` the tokens of the window that use ``e``, << 1 | whether it is their first expert; returns how many."""
-    uses, seg, n_tokens = sim.uses[b], sim.seg[b, w], sim.met.shape[2]
+    uses, seg, n_tokens = sim.uses[b], sim.seg[b, w], sim.tok.shape[2]
     off, lst = sim.off[sim.plane[b, w]], sim.lst[sim.plane[b, w]]
     n, s = 0, 0
     while seg[s, SEG_TOKEN] < n_tokens:
@@ -464,7 +748,10 @@ def count_window(sim, b, w, trace, layer, net, mode):
         _own_index(sim, b, w, experts)
     else:
         sim.plane[b, w] = layer
-        find_segments(sim.tok[b, w], sim.pieces, sim.seg[b, w])
+        mixed = find_segments(sim.tok[b, w], sim.src[b, w], sim.pieces, sim.seg[b, w])
+        if mode == MODE_DEDUP:
+            _count_sets(sim, b, w, mixed, net)
+            return
     _count_uses(sim, b, w, experts)
     for e in range(n_experts):
         solo[e + 1] = 1 << int(net[2 * n_gpus + 2 + rep[e, 0]]) if nrep[e] == 1 else 0
@@ -642,17 +929,43 @@ def _remember(sim, b, e, which):
 
 
 @device
+def _touch(sim, b, e):
+    """Mark the GPUs that hold ``e``."""
+    for i in range(sim.nrep[b, e]):
+        sim.touched[b, sim.rep[b, e, i]] = 1
+
+
+@device
 def change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, n_windows):
     """Move a replica of ``e`` and, where v ≥ 0, one of ``v``; a GPU of −1 means nowhere (a new or a dropped replica).
 
-    Its own inverse with from and to exchanged. Windows 0 … n_windows−1 are brought up to date.
+    Its own inverse with from and to exchanged. Windows 0 … n_windows−1 are brought up to date; if there are others, the next change
+    must be the inverse.
     """
-    _remember(sim, b, e, 0)
+    by_sets = sim.own[0] == 0 and mode == MODE_DEDUP
+    if by_sets:
+        for g in range(sim.slots.shape[1]):
+            sim.touched[b, g] = 0
+        _touch(sim, b, e)
+        if v >= 0:
+            _touch(sim, b, v)
+        for w in range(sim.run.shape[1]):
+            if w < n_windows:
+                _lift(sim, b, w, e, 0)
+                if v >= 0:
+                    _lift(sim, b, w, v, 1)
+            else:
+                _carry(sim, b, w, e, e_from, 0, True)
+                if v >= 0:
+                    _carry(sim, b, w, v, v_from, 1, True)
+    else:
+        _remember(sim, b, e, 0)
+        if v >= 0:
+            _remember(sim, b, v, 1)
     count_received(sim, b, e, -1, net)
     if e_from >= 0:
         remove(sim, b, e, e_from)
     if v >= 0:
-        _remember(sim, b, v, 1)
         count_received(sim, b, v, -1, net)
         if v_from >= 0:
             remove(sim, b, v, v_from)
@@ -664,6 +977,21 @@ def change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, n_windows):
         insert(sim, b, e, e_to)
     write_picks(sim, b, e, net)
     count_received(sim, b, e, 1, net)
+    if by_sets:
+        _touch(sim, b, e)
+        if v >= 0:
+            _touch(sim, b, v)
+        for w in range(sim.run.shape[1]):
+            if w < n_windows:
+                _deal(sim, b, w, e, 0, net)
+                if v >= 0:
+                    _deal(sim, b, w, v, 1, net)
+                _count_touched(sim, b, w, net)
+            else:
+                _carry(sim, b, w, e, e_to, 0, False)
+                if v >= 0:
+                    _carry(sim, b, w, v, v_to, 1, False)
+        return
     for w in range(n_windows):
         retarget(sim, b, w, e, 0, net, mode)
         if v >= 0:

@@ -149,7 +149,7 @@ def allocate_sim(
     cluster: ClusterSpec,
     slots: int,
     words: int,
-    stay: bool,
+    mode: int,
     index: Index | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
@@ -157,14 +157,22 @@ def allocate_sim(
 
     Where ``index`` is given they share it; else each window has room for an index of its own rows.
     """
-    gpus, nodes = cluster.n_gpus, cluster.n_nodes
+    gpus, nodes, stay = cluster.n_gpus, cluster.n_nodes, mode == dynamics.MODE_STAY
+    by_sets = index is not None and mode == dynamics.MODE_DEDUP
+    sets = ceil(tokens / 64)
     # Thousands of environments do not fit into the caches: what an operation touches is as narrow as it can be.
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "tok": ((batch, windows, tokens), torch.int32),
         "src": ((batch, windows, tokens), torch.uint8),
         "loc": ((batch, windows, tokens if stay else 1), torch.uint8),
         "load": ((batch, windows, experts), torch.int32),
-        "met": ((batch, windows, tokens, words), torch.int64),
+        "run": ((batch, windows, gpus, slots, sets) if by_sets else (batch, 1, 1, 1, 1), torch.uint64),
+        "masks": ((batch, windows, gpus + nodes + 1, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
+        "moved": ((batch, windows, 2, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
+        "visitors": ((batch, 2, sets) if by_sets else (batch, 1, 1), torch.uint64),
+        "columns": ((batch, experts + 1) if by_sets else (batch, 1), torch.uint64),
+        "touched": ((batch, gpus), torch.int8),
+        "met": ((batch, windows, 1 if by_sets else tokens, words), torch.int64),
         "vis": ((batch, windows, gpus, gpus), torch.int32),
         "nvis": ((batch, windows, gpus, nodes), torch.int32),
         "bvis": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
@@ -186,6 +194,7 @@ def allocate_sim(
         shapes |= {
             "off": ((batch * windows, pieces, experts + 1), torch.int32),
             "lst": ((batch * windows, tokens * top_k), torch.uint16),
+            "bits": ((1, 1, 1), torch.uint64),
         }
     segments = pieces if index is None else tokens
     shapes |= {"seg": ((batch, windows, segments + 1, 3), torch.int32), "plane": ((batch, windows), torch.int32)}
@@ -196,7 +205,7 @@ def allocate_sim(
         tensors["pieces"] = torch.from_numpy(starts).to(device)
         tensors["plane"] += torch.arange(batch * windows, dtype=torch.int32, device=device).view(batch, windows)
     else:
-        shared = {"pieces": index.pieces, "off": index.off, "lst": index.lst}
+        shared = {"pieces": index.pieces, "off": index.off, "lst": index.lst, "bits": index.bits}
         tensors |= {name: torch.from_numpy(array).to(device) for name, array in shared.items()}
     return tensors
 
@@ -324,7 +333,7 @@ class Simulator:
             cluster=self.cluster,
             slots=self.n_slots,
             words=self.n_words,
-            stay=self.mode == dynamics.MODE_STAY,
+            mode=self.mode,
         )
         sim = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
         sim.tok[:, 0] = window.rows

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.dynamics import _MASK31, device, hash31, list_uses
+from clustergym.moe_placement.dynamics import _MASK31, device, hash31, list_bits, list_uses
 from clustergym.traces.token_trace import TokenTrace
 
 SCHEDULES = ("stationary", "drift", "switch", "replay")
@@ -45,6 +45,8 @@ class Index(NamedTuple):
     """(L, pieces, E + 1)"""
     lst: npt.NDArray[np.uint16]
     """(L, rows·K)"""
+    bits: npt.NDArray[np.uint64]
+    """(L, blocks, E + 1): one block before the rows and one after them"""
 
 
 class StreamState(NamedTuple):
@@ -87,14 +89,16 @@ def index_of(trace: TokenTrace, n_experts: int) -> Index | None:
         pieces=np.append(starts, trace.n_tokens).astype(np.int32),
         off=np.zeros((trace.n_layers, len(starts), n_experts + 1), np.int32),
         lst=np.zeros((trace.n_layers, trace.n_tokens * trace.top_k), np.uint16),
+        bits=np.zeros((trace.n_layers, (trace.n_tokens + 63) // 64 + 2, n_experts + 1), np.uint64),
     )
     _index_layers(corpus_of(trace).experts, np.arange(trace.n_tokens, dtype=np.int32), *index)
     return index
 
 
 @device
-def _index_layers(experts, rows, pieces, off, lst):
+def _index_layers(experts, rows, pieces, off, lst, bits):
     for layer in range(off.shape[0]):
+        list_bits(experts[layer], bits[layer])
         for piece in range(off.shape[1]):
             list_uses(experts[layer], rows, off[layer, piece], lst[layer], pieces[piece], pieces[piece + 1])
 

@@ -69,6 +69,8 @@ def step(expert, node, reward, env, sim, stream, obs, corpus, rules):
         [
             *(
                 sim.met,
+                sim.run,
+                sim.masks,
                 sim.src,
                 sim.pairs,
                 sim.vis,
