@@ -79,7 +79,7 @@ class Args:
     """Trainings, figures and plots; what is there is not done again."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Training seeds."""
-    timesteps: int = 49_152
+    timesteps: int = 409_600
     """Operations of each training."""
     streams: int = 20
     """Held-out streams."""

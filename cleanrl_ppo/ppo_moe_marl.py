@@ -17,6 +17,7 @@ decision process, the networks and every metric.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -39,7 +40,7 @@ from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.viewer import draw
 from clustergym.planners import make_planner
 from clustergym.planners.policy import FILE_NAME, Policy, ViewSettings, load_policy, save_policy
-from clustergym.planners.policy_network import NetworkConfig, PlacementPolicy
+from clustergym.planners.policy_network import MASKED_LOGIT, NetworkConfig, PlacementPolicy
 from clustergym.planners.view import LAYER_KEYS, STEP_KEYS, Inputs, PolicyView, gains
 from clustergym.traces import TokenTrace
 from clustergym.training import (
@@ -112,7 +113,7 @@ class Args:
     """Observe the last window with its tokens dealt evenly over the GPUs, or as it was served."""
     lookahead_norm: int = 4
     """Smooth norm over GPUs in the look-ahead; 0 is the true time."""
-    reward_norm: int = 0
+    reward_norm: int = 4
     """As lookahead_norm, for the reward."""
     reward_window: Literal["next", "observed"] = "next"
     """The window whose saving is the reward."""
@@ -130,18 +131,23 @@ class Args:
     """Passes over each layer's states."""
     pretrain_lr: float = 2e-3
     """Adam's step size in the supervised phase."""
-    pretrain_temperature: float = 0.05
+    pretrain_temperature: float = 0.02
     """Targets are a softmax over the savings, in per cent of the layer's time, divided by this."""
 
-    learning_rate: float = 5e-4
+    sharpen: float = 4.0
+    """Scores are multiplied by this before PPO begins, so that it explores around what the policy would do at work."""
+    learning_rate: float = 3e-4
     """Adam's step size (at the start, if annealed)."""
     anneal_lr: bool = True
     """Lower the learning rate linearly to 0."""
     num_envs: int = 64
     """Environments that step side by side, in each process."""
+    twins: int = 8
+    """Environments that play the same stream: what the others of them gained is taken off an advantage. 1 for none; fewer
+    where num_envs is no multiple."""
     num_steps: int = 64
     """Steps of each environment between updates; a multiple of ops_per_layer."""
-    num_minibatches: int = 16
+    num_minibatches: int = 8
     """Parts that a rollout is cut into, shuffled anew in each epoch."""
     update_epochs: int = 2
     """Passes over a rollout."""
@@ -155,7 +161,7 @@ class Args:
     """Range of the ratio, and of the value function's change."""
     clip_vloss: bool = True
     """Clip the value function's change as well."""
-    ent_coef: float = 0.002
+    ent_coef: float = 0.0
     """Weight of the entropy bonus."""
     vf_coef: float = 0.5
     """Weight of the value loss."""
@@ -314,6 +320,10 @@ def make_task(args: Args) -> Task:
         raise ValueError(
             f"{args.num_envs} × {args.num_steps} steps do not divide into {args.num_minibatches} minibatches"
         )
+    if args.twins < 1:
+        raise ValueError(f"twins is {args.twins}: expected at least 1")
+    if args.sharpen <= 0:
+        raise ValueError(f"sharpen is {args.sharpen}: expected more than 0")
     horizon = 1.0 if args.credit == "stream" else args.horizon
     view = ViewSettings(args.homes, args.lookahead_norm, horizon, args.ops_per_layer)
     config = PlacementConfig(
@@ -386,11 +396,23 @@ def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
     return drawn, logprobs.gather(-1, drawn[:, None]).squeeze(-1)
 
 
+def without_luck(advantages: Tensor, twins: int) -> Tensor:
+    """Take off what the other twins gained at the same time of the same stream, (steps, envs) → (steps, envs).
+
+    Most of what varies is what the next window happens to bring, which no critic can know and which twins share. An
+    environment's own actions are not in the mean of the others, so the gradient stays unbiased.
+    """
+    groups = advantages.unflatten(1, (-1, twins))
+    others = (groups.sum(-1, keepdim=True) - groups) / (twins - 1)
+    return (groups - others).flatten(1)
+
+
 class Rollouts:
     """Plays both actors in the batched environment; layers and windows are carried from one rollout to the next."""
 
     def __init__(self, args: Args, agent: PlacementPolicy, task: Task, device: torch.device) -> None:
         self.args, self.agent = args, agent
+        self.twins = math.gcd(args.twins, args.num_envs)
         self.view = PolicyView(PlacementBatch(task.config, args.num_envs, device), args.homes, args.lookahead_norm)
         self.seconds = {"simulator": 0.0, "policy": 0.0}
         self.saved = float("nan")
@@ -398,7 +420,8 @@ class Rollouts:
 
     def restart(self, seed: int) -> None:
         """New episodes from a seed: nothing of the old ones is left, so a resumed run and an uninterrupted one agree."""
-        self.view.batch.seed(derive_seed(seed) * 2**20 + np.arange(self.args.num_envs, dtype=np.int64))
+        stream = np.arange(self.args.num_envs, dtype=np.int64) // self.twins
+        self.view.batch.seed(derive_seed(seed) * 2**20 + stream)
         self.view.reset()
 
     def step(self, expert: Tensor, node: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -452,6 +475,8 @@ class Rollouts:
         advantages, returns = compute_gae(
             rewards, values, ends, ends, next_value, torch.zeros_like(values), args.gamma, args.gae_lambda
         )
+        if self.twins > 1:
+            advantages = without_luck(advantages, self.twins)
         visits = torch.arange(args.num_steps, device=device) // args.ops_per_layer
         visit = visits[:, None] * size + torch.arange(size, device=device)
         return Batch(
@@ -521,7 +546,8 @@ def supervised_step(
     """One step of cross-entropy towards a softmax over what was found: among the experts, and among each one's nodes."""
     rows = view.rows
     worth = torch.where(legal, gains(parts), -torch.inf)
-    best = worth.amax(-1)
+    # Experts that cannot be chosen are no target: the weight of a masked score is 0, not merely small.
+    best = torch.where(inputs["expert_mask"].gather(-1, looked), worth.amax(-1), MASKED_LOGIT)
     encoded = agent.encode(inputs, view.same_node)
     logprobs = agent.expert_logits(inputs, encoded).gather(-1, looked).log_softmax(-1)
     expert_loss = -(logprobs * (best / args.pretrain_temperature).softmax(-1)).sum(-1).mean()
@@ -782,6 +808,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 began = time.perf_counter()
                 losses = imitate(agent, rollouts, args, world)
                 logger.scalars(losses | {"pretrain/seconds": time.perf_counter() - began}, 0)
+            agent.sharpen(args.sharpen)
             stages["supervised"] = PlacementPolicy.from_state(agent.as_state()).eval()
             shown = look(0)
             logger.scalars(shown, 0)

@@ -32,6 +32,7 @@ CLUSTER = ClusterSpec("2x1", 2, 1, 2)
 SMALL: dict[str, Any] = {
     "ops_per_layer": 2, "windows": 1, "window_tokens": 64, "num_envs": 16, "num_steps": 8, "hidden": 16, "graph_layers": 1,
     "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4, "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01,
+    "twins": 4, "sharpen": 1.0, "reward_norm": 0,
 }  # fmt: skip
 
 
@@ -76,8 +77,8 @@ def learn(iterations: int, **changes: Any) -> tuple[Any, Any, Any, int]:
     return agent, task, rollouts, illegal
 
 
-def reached(agent: PlacementPolicy, task: Any) -> tuple[float, float]:
-    """(time of the policy's plan, proven optimum) of a window that training never saw, µs."""
+def reached(agent: PlacementPolicy, task: Any) -> tuple[set[frozenset[int]], float, float]:
+    """(who shares a GPU in the policy's plan, its time, the proven optimum) for a window that training never saw, µs."""
     sim = task.simulator
     free = Simulator(sim.model, sim.cluster, passes_per_window=10**12)
     window = next(Stream(task.test, sim.n_gpus, 64, seed=12345))
@@ -85,16 +86,20 @@ def reached(agent: PlacementPolicy, task: Any) -> tuple[float, float]:
     static = sim.static(1)
     exact.plan([window], static)
     plan = Policy(sim, policy=(agent, task.view)).plan([window], static)
-    return float(free.evaluate(window, plan).time_us.sum()), float(exact.optimum_us.sum())
+    shared = {frozenset(int(expert) for expert in gpu if expert >= 0) for gpu in plan[0]}
+    return shared, float(free.evaluate(window, plan).time_us.sum()), float(exact.optimum_us.sum())
 
 
 ITERATIONS = 25
+TOGETHER = {frozenset({0, 2}), frozenset({1, 3})}
 
 
 def test_the_known_optimum_is_found() -> None:
     agent, task, rollouts, illegal = learn(ITERATIONS)
-    time_us, optimum_us = reached(agent, task)
-    assert time_us == pytest.approx(optimum_us)
+    shared, time_us, optimum_us = reached(agent, task)
+    assert shared == TOGETHER
+    # Which pair lies on which GPU is a matter of where the window's sequences happen to live, worth 1.3 % here.
+    assert time_us == pytest.approx(optimum_us, rel=0.02)
     assert rollouts.saved > 0
     assert illegal == 0
 
@@ -107,7 +112,8 @@ def test_a_broken_reward_sign_misses_it(monkeypatch: pytest.MonkeyPatch) -> None
         return -reward, layer_end, done
 
     monkeypatch.setattr(marl.Rollouts, "step", wrong)
-    time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
+    shared, time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
+    assert shared != TOGETHER
     assert time_us > 1.05 * optimum_us
 
 
@@ -120,7 +126,8 @@ def test_broken_advantages_miss_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return -advantages, returns
 
     monkeypatch.setattr(marl, "compute_gae", wrong)
-    time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
+    shared, time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
+    assert shared != TOGETHER
     assert time_us > 1.05 * optimum_us
 
 
@@ -138,7 +145,8 @@ def test_look_ahead_alone_finds_it_untrained() -> None:
     """The look-ahead enters a node's score directly: it works before anything is learnt."""
     args = marl.Args(**SMALL)
     torch.manual_seed(0)
-    time_us, optimum_us = reached(marl.make_agent(args), tiny_task(args))
+    shared, time_us, optimum_us = reached(marl.make_agent(args), tiny_task(args))
+    assert shared == TOGETHER
     assert time_us == pytest.approx(optimum_us)
 
 
@@ -206,8 +214,8 @@ def test_masked_choices_have_probability_zero_and_no_gradient() -> None:
 
 
 def test_layers_end_episodes_and_advantages_do_not_cross_them() -> None:
-    """With credit by operation, the first layer's last advantage is its reward minus its value."""
-    _, _, rollouts = rollout(num_steps=4)
+    """With credit by operation and no twins, the first layer's last advantage is its reward minus its value."""
+    _, _, rollouts = rollout(num_steps=4, twins=1)
     rewards: list[torch.Tensor] = []
     step = rollouts.step
 
@@ -221,6 +229,56 @@ def test_layers_end_episodes_and_advantages_do_not_cross_them() -> None:
     advantages, values = batch.advantages.view(4, 16), batch.values.view(4, 16)
     for last in (1, 3):
         torch.testing.assert_close(advantages[last], rewards[last] - values[last])
+
+
+def test_twins_share_their_luck_and_nothing_else() -> None:
+    """Hand-worked: of 1, 2, 6 the others' means are 4, 3.5, 1.5."""
+    advantages = torch.tensor([[1.0, 2.0, 6.0, 5.0, 5.0, 5.0]])
+    expected = torch.tensor([[-3.0, -1.5, 4.5, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(marl.without_luck(advantages, 3), expected)
+    # What all twins share falls out, whatever it is.
+    shared = torch.tensor([[7.0, 7.0, 7.0, -2.0, -2.0, -2.0]])
+    torch.testing.assert_close(marl.without_luck(advantages + shared, 3), expected)
+
+
+def test_twins_play_the_same_stream_for_ever() -> None:
+    _, _, rollouts = rollout(twins=4, windows=2, num_steps=16)
+    for _ in range(3):  # episodes of 4 steps: several of them end on the way
+        rollouts.collect()
+        loads = rollouts.view.batch.env["ema"].reshape(4, 4, -1)
+        assert bool((loads == loads[:, :1]).all())
+        assert len(torch.unique(loads[:, 0], dim=0)) > 1, "twins of different streams must differ"
+
+
+def test_sharpening_keeps_the_order_and_narrows_the_choice() -> None:
+    _, agent, rollouts = rollout()
+    view = rollouts.view
+    inputs = view.inputs()
+    expert = torch.zeros(16, dtype=torch.int64)
+    parts, legal = view.look(expert), view.legal(expert)
+
+    def scores() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            encoded = agent.encode(inputs, view.same_node)
+            nodes = agent.node_logits(inputs, encoded, view.same_node, expert, parts, legal)
+            return agent.expert_logits(inputs, encoded), torch.where(legal, nodes, 0.0)
+
+    before = scores()
+    agent.sharpen(3.0)
+    for plain, sharp in zip(before, scores(), strict=True):
+        torch.testing.assert_close(sharp, 3 * plain, atol=1e-5, rtol=1e-5)
+
+
+def test_supervision_does_not_ask_for_experts_that_cannot_be_chosen() -> None:
+    args, agent, rollouts = rollout(pretrain_states=16, pretrain_experts=4)
+    view = rollouts.view
+    looked = torch.arange(4).expand(16, 4)
+    parts, legal = view.look_many(looked), view.batch.obs["joint_mask"].bool()
+    inputs = view.inputs() | {"expert_mask": torch.tensor([[True, True, True, False]]).expand(16, 4)}
+    optimizer = marl.make_optimizer(agent, 1e-3)
+    losses = marl.supervised_step(agent, optimizer, inputs, view, looked, parts, legal, args, World())
+    # Nearly alike scores among three: the cross-entropy is that of a guess among three.
+    assert losses["pretrain/expert_loss"] == pytest.approx(np.log(3), rel=0.05)
 
 
 def test_value_normalisation_changes_no_value() -> None:

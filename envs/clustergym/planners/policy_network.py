@@ -234,6 +234,16 @@ class PlacementPolicy(nn.Module):
         self.value_mean.copy_(mean)
         self.value_std.copy_(std)
 
+    @torch.no_grad()
+    def sharpen(self, factor: float) -> None:
+        """Multiply all scores: the likeliest choice stays, chance departs from it less."""
+        for head in (self.expert_head, self.node_head):
+            last = list(head.children())[-1]
+            assert isinstance(last, nn.Linear)
+            last.weight.mul_(factor)
+            last.bias.mul_(factor)
+        self.look_scale.mul_(factor)
+
     def as_state(self) -> dict[str, Any]:
         """Weights and configuration, fit for a checkpoint."""
         return {"network": asdict(self.config), "weights": self.state_dict()}
