@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -113,7 +114,7 @@ def cached(path: Path, make: Callable[[], Any]) -> Any:
         return json.loads(path.read_text())
     value = make()
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value, indent=1) + "\n")
     temporary.replace(path)
     return value
