@@ -2,6 +2,7 @@
 
     python benchmarks/moe_marl.py train --seeds 1 2 3 4 5     # five trainings (about 5 minutes of one core each)
     python benchmarks/moe_marl.py holdout                     # held-out streams, two models, 4×4, 2×8 and 4×8, every seed
+    python benchmarks/moe_marl.py limit --clusters h800-2x8   # how far search gets with twenty times the steps
     python benchmarks/moe_marl.py guided                      # policy-guided search beside annealing at equal time
     python benchmarks/moe_marl.py decision                    # time of a decision (on an idle machine)
     python benchmarks/moe_marl.py ablations                   # one table
@@ -71,7 +72,7 @@ ABLATIONS: dict[str, list[str]] = {
 @dataclass
 class Args:
     studies: tyro.conf.Positional[
-        tuple[Literal["train", "holdout", "guided", "decision", "ablations", "throughput", "growth"], ...]
+        tuple[Literal["train", "holdout", "limit", "guided", "decision", "ablations", "throughput", "growth"], ...]
     ] = ("train", "holdout", "guided")
     """Which to run, in this order."""
     data: Path = ROOT.parent / "shared" / "data" / "moe"
@@ -239,6 +240,31 @@ def holdout(args: Args) -> None:
                         folder / f"{stage}-{seed}.json", partial(figures, make, stage, test, protocol)
                     )
             args.console.print(holdout_table(found, f"{model} on {cluster}, {args.streams} held-out streams"))
+
+
+def limit(args: Args) -> None:
+    """What is to be had on a cluster: annealing as ``anneal-even`` with its steps, and with twenty times as many."""
+    table = Table("model", "cluster", "planner", "total µs", "÷ best EPLB (streams)", title="how far search alone gets")
+    for model in args.models:
+        _, test = halves(args, model, args.layers)
+        for cluster in args.clusters:
+            simulator = Simulator(model_of(args, model), cluster)
+            protocol = Protocol("drift", args.windows, 2048, streams=args.streams, seed=0)
+            folder = args.output / "holdout" / f"{model}-{cluster}"
+            eplbs = [json.loads(path.read_text()) for path in sorted(folder.glob("eplb*.json"))]
+            if not eplbs:
+                raise SystemExit(f"no figures of EPLB in {folder}: run the study holdout first")
+            best = np.array(min(eplbs, key=lambda each: each["total_us"])["streams"])
+            for name, iterations in (("anneal-even", 3000), ("anneal-even, 60,000 steps", 60_000)):
+                make = partial(make_planner, "anneal-even", simulator, iterations=iterations)
+                streams = np.array(
+                    cached(
+                        args.output / "limit" / f"{model}-{cluster}-{iterations}.json",
+                        partial(figures, make, name, test, protocol),
+                    )["streams"]
+                )
+                table.add_row(model, cluster, name, f"{streams.mean():.1f}", interval(streams / best))
+    args.console.print(table)
 
 
 def stage_streams(found: dict[str, Any], stage: str) -> np.ndarray:
