@@ -2,7 +2,7 @@
 
     python benchmarks/moe_marl.py train --seeds 1 2 3 4 5     # five trainings (about 5 minutes of one core each)
     python benchmarks/moe_marl.py holdout                     # held-out streams, two models, 4×4, 2×8 and 4×8, every seed
-    python benchmarks/moe_marl.py limit --clusters h800-2x8   # how far search gets with twenty times the steps
+    python benchmarks/moe_marl.py limit --clusters h800-2x8   # how far search gets with ten times the steps
     python benchmarks/moe_marl.py guided                      # policy-guided search beside annealing at equal time
     python benchmarks/moe_marl.py decision                    # time of a decision (on an idle machine)
     python benchmarks/moe_marl.py ablations                   # one table
@@ -243,7 +243,7 @@ def holdout(args: Args) -> None:
 
 
 def limit(args: Args) -> None:
-    """What is to be had on a cluster: annealing as ``anneal-even`` with its steps, and with twenty times as many."""
+    """What is to be had on a cluster: annealing as ``anneal-even`` with its steps, and with ten times as many."""
     table = Table("model", "cluster", "planner", "total µs", "÷ best EPLB (streams)", title="how far search alone gets")
     for model in args.models:
         _, test = halves(args, model, args.layers)
@@ -255,7 +255,7 @@ def limit(args: Args) -> None:
             if not eplbs:
                 raise SystemExit(f"no figures of EPLB in {folder}: run the study holdout first")
             best = np.array(min(eplbs, key=lambda each: each["total_us"])["streams"])
-            for name, iterations in (("anneal-even", 3000), ("anneal-even, 60,000 steps", 60_000)):
+            for name, iterations in (("anneal-even", 6000), ("anneal-even, 60,000 steps", 60_000)):
                 make = partial(make_planner, "anneal-even", simulator, iterations=iterations)
                 streams = np.array(
                     cached(
