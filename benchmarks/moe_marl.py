@@ -93,6 +93,8 @@ class Args:
     """Clusters to evaluate on; training is on the first."""
     models: tuple[str, ...] = ("deepseek-v2-lite", "gpt-oss-20b")
     """Models to evaluate on; training is on the first."""
+    operations: tuple[int, ...] = ()
+    """Further numbers of operations a layer to try the trained policy with in the study of held-out streams."""
     trainer_flags: tuple[str, ...] = ()
     """Further arguments of the trainer."""
     ablation_timesteps: int = 16_384
@@ -172,7 +174,9 @@ def stage_policy(args: Args, seed: int, stage: str) -> tuple[PlacementPolicy, Vi
 
 
 def stage_planner(args: Args, simulator: Simulator, seed: int, stage: str) -> Policy:
-    return Policy(simulator, policy=stage_policy(args, seed, stage))
+    """``policy@32`` is the trained policy with 32 operations a layer."""
+    stage, _, operations = stage.partition("@")
+    return Policy(simulator, policy=stage_policy(args, seed, stage), operations=int(operations) if operations else None)
 
 
 def figures(make: Callable[[], Planner], name: str, trace: TokenTrace, protocol: Protocol) -> dict[str, Any]:
@@ -234,7 +238,7 @@ def holdout(args: Args) -> None:
             for seed in args.seeds:
                 if not (seed_folder(args, seed) / "policy.pt").exists():
                     continue
-                for stage in STAGES:
+                for stage in (*STAGES, *(f"policy@{operations}" for operations in args.operations)):
                     make = partial(stage_planner, args, simulator, seed, stage)
                     found[f"{stage} {seed}"] = cached(
                         folder / f"{stage}-{seed}.json", partial(figures, make, stage, test, protocol)
@@ -282,14 +286,15 @@ def holdout_table(found: dict[str, Any], title: str) -> Table:
         title=f"{title}; best EPLB: {best}", caption="means, ± half width of the 95 % interval over streams or training seeds",
     )  # fmt: skip
     for name, each in sorted(found.items(), key=lambda item: -item[1]["total_us"]):
-        if name.split()[0] in STAGES:
+        if name.split("@")[0].split()[0] in STAGES:
             continue
         streams = np.array(each["streams"])
         table.add_row(
             name, f"{streams.mean():.1f}", interval(streams / best_streams), "", interval(streams / every),
             f"{each['migration_us']:.1f}", f"{each['moves']:.1f}", f"{each['decision_ms']:.1f}",
         )  # fmt: skip
-    ours = {stage: stage_streams(found, stage) for stage in STAGES}
+    stages = dict.fromkeys(name.split()[0] for name in found if name.split("@")[0].split()[0] in STAGES)
+    ours = {stage: stage_streams(found, stage) for stage in stages}
     for stage, totals in ours.items():
         if not len(totals):
             continue
@@ -300,7 +305,7 @@ def holdout_table(found: dict[str, Any], title: str) -> Table:
             f"{np.mean([a['migration_us'] for a in about]):.1f}", f"{np.mean([a['moves'] for a in about]):.1f}",
             f"{np.mean([a['decision_ms'] for a in about]):.1f}",
         )  # fmt: skip
-    if len(ours["policy"]):
+    if len(ours.get("policy", ())):
         policy = ours["policy"]
         others = {"supervised": ours["supervised"], "untrained": ours["untrained"]} | {
             name: np.array(found[name]["streams"])[None] for name in found if name.startswith("bottleneck")
