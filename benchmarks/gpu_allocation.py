@@ -32,7 +32,7 @@ from clustergym.training import read_scalars
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 STUDIES: dict[str, tuple[str, ...]] = {
     "history": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocationHistory-v0"),
-    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
+    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0", "--final-std", "0.01"),
     "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
 """Trainer and flags of each; all else as it comes."""
@@ -47,8 +47,10 @@ NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO 
 class Args:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     only: tuple[Literal["history", "v0", "lstm"], ...] = ("history", "v0", "lstm")
-    timesteps: int = 12_000_000
-    """Decisions in a run of PPO, with history and without."""
+    history_timesteps: int = 12_000_000
+    """Decisions in a run with history."""
+    v0_timesteps: int = 10_000_000
+    """Decisions in a run on five numbers."""
     lstm_timesteps: int = 1_200_000
     """Decisions in a run with an LSTM: each takes about ten times as long."""
     evaluations: int = 20
@@ -66,7 +68,7 @@ def train(study: str, seed: int, args: Args) -> dict[str, Any]:
     if kept.exists():
         result: dict[str, Any] = json.loads(kept.read_text())
         return result
-    steps = args.lstm_timesteps if study == "lstm" else args.timesteps
+    steps = {"history": args.history_timesteps, "v0": args.v0_timesteps, "lstm": args.lstm_timesteps}[study]
     every = max(1, steps // ITERATION[trainer] // args.evaluations)
     command = [
         sys.executable, str(TRAINERS / trainer), *flags, "--seed", str(seed), "--total-timesteps", str(steps),

@@ -56,7 +56,7 @@ def sweep_file(args: Args, path: Path) -> Path:
             "total-timesteps": {"value": args.timesteps},
             "seed": {"value": 1},
             "learning-rate": {"distribution": "log_uniform_values", "min": 1e-5, "max": 1e-2},
-            "ent-coef": {"values": [0.0, 0.01]},
+            "clip-coef": {"values": [0.1, 0.2]},
         },
     }
     path.write_text(yaml.safe_dump(config))
@@ -104,13 +104,13 @@ def main(args: Args) -> None:
         ended(start(file, folder / "cut", args.jobs))
         cut = runs_of(folder / "cut")
 
-    print("| run | learning-rate | ent-coef | whole | killed and resumed | state at the kill | starts |")
+    print("| run | learning-rate | clip-coef | whole | killed and resumed | state at the kill | starts |")
     print("| ---: | ---: | ---: | ---: | ---: | --- | ---: |")
     for a, b in zip(whole, cut, strict=True):
         state = at_kill[b.id].state if b.id in at_kill else "not yet made"
         p = b.parameters
         print(
-            f"| {b.id} | {p['learning-rate']:.2e} | {p['ent-coef']} | {a.metric:.4f} | {b.metric:.4f} | {state} | {b.starts} |"
+            f"| {b.id} | {p['learning-rate']:.2e} | {p['clip-coef']} | {a.metric:.4f} | {b.metric:.4f} | {state} | {b.starts} |"
         )
     checks = {
         "same parameters": [r.parameters for r in whole] == [r.parameters for r in cut],

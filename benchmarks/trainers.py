@@ -148,30 +148,33 @@ def allocation(repeats: int) -> Rates:
     from stable_baselines3.common.env_util import make_vec_env
 
     gpu = trainer("ppo_gpu_alloc")
-    env_id, steps = "GPUAllocationHistory-v0", 4096
+    defaults = gpu.Args()
+    num_envs, steps = defaults.num_envs, defaults.num_envs * defaults.num_steps
 
     def ours() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            args = gpu.Args(env_id=env_id, run_dir=Path(folder) / "run", eval_streams=0, total_timesteps=50 * steps)
+            args = gpu.Args(run_dir=Path(folder) / "run", eval_streams=0, total_timesteps=50 * steps)
             return float(gpu.train(args, World())["steps_per_s"])
 
     def theirs(num_envs: int) -> float:
-        envs = make_vec_env(env_id, n_envs=num_envs, seed=1)
-        network = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": nn.ReLU}
+        envs = make_vec_env(defaults.env_id, n_envs=num_envs, seed=1)
+        layers = [defaults.hidden] * 2
+        network = {"net_arch": {"pi": layers, "vf": layers}, "activation_fn": nn.ReLU}
         model = PPO(
-            "MlpPolicy", envs, n_steps=steps // num_envs, batch_size=1024, n_epochs=4, policy_kwargs=network, device="cpu", seed=1
+            "MlpPolicy", envs, n_steps=steps // num_envs, batch_size=steps // defaults.num_minibatches,
+            n_epochs=defaults.update_epochs, policy_kwargs=network, device="cpu", seed=1,
         )  # fmt: skip
         began = time.perf_counter()
-        model.learn(3 * steps)
-        rate = 3 * steps / (time.perf_counter() - began)
+        model.learn(2 * steps)
+        rate = 2 * steps / (time.perf_counter() - began)
         envs.close()
         return rate
 
     return take_turns(
         {
-            "Stable-Baselines3 PPO, 128 environments": lambda: theirs(128),
+            f"Stable-Baselines3 PPO, {num_envs} environments": lambda: theirs(num_envs),
             "Stable-Baselines3 PPO, 1 environment": lambda: theirs(1),
-            "ppo_gpu_alloc.py, defaults (128 environments × 32 steps)": ours,
+            f"ppo_gpu_alloc.py, defaults ({num_envs} environments × {defaults.num_steps} steps)": ours,
         },
         repeats,
     )

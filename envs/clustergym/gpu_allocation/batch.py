@@ -19,7 +19,7 @@ from clustergym.gpu_allocation.specs import APPS, apps_table
 from clustergym.gpu_allocation.workload import NodeMix, Workload, edge_mixes, read_openb, synthetic_workload
 
 # Below this many environments a second thread costs more than it brings.
-SERIAL = 256
+SERIAL = 512
 
 
 @dataclass(frozen=True)
