@@ -187,6 +187,8 @@ def figures(make: Callable[[], Planner], name: str, trace: TokenTrace, protocol:
 
 
 def interval(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{np.mean(values):.3f}"
     return f"{np.mean(values):.3f} ± {ci95(list(values)):.3f}"
 
 

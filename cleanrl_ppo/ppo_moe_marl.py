@@ -133,9 +133,9 @@ class Args:
     """Adam's step size in the supervised phase."""
     pretrain_temperature: float = 0.02
     """Targets are a softmax over the savings, in per cent of the layer's time, divided by this."""
+    pretrain_sharpen: float = 4.0
+    """Scores are multiplied by this after the supervised phase, so that PPO explores around what the policy does at work."""
 
-    sharpen: float = 4.0
-    """Scores are multiplied by this before PPO begins, so that it explores around what the policy would do at work."""
     learning_rate: float = 3e-4
     """Adam's step size (at the start, if annealed)."""
     anneal_lr: bool = True
@@ -322,8 +322,8 @@ def make_task(args: Args) -> Task:
         )
     if args.twins < 1:
         raise ValueError(f"twins is {args.twins}: expected at least 1")
-    if args.sharpen <= 0:
-        raise ValueError(f"sharpen is {args.sharpen}: expected more than 0")
+    if args.pretrain_sharpen <= 0:
+        raise ValueError(f"pretrain_sharpen is {args.pretrain_sharpen}: expected more than 0")
     horizon = 1.0 if args.credit == "stream" else args.horizon
     view = ViewSettings(args.homes, args.lookahead_norm, horizon, args.ops_per_layer)
     config = PlacementConfig(
@@ -808,7 +808,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 began = time.perf_counter()
                 losses = imitate(agent, rollouts, args, world)
                 logger.scalars(losses | {"pretrain/seconds": time.perf_counter() - began}, 0)
-            agent.sharpen(args.sharpen)
+                agent.sharpen(args.pretrain_sharpen)
             stages["supervised"] = PlacementPolicy.from_state(agent.as_state()).eval()
             shown = look(0)
             logger.scalars(shown, 0)

@@ -21,7 +21,7 @@ from clustergym.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig, Simulator, Stream
 from clustergym.moe_placement.dynamics import OP_ILLEGAL
 from clustergym.planners import Exact
-from clustergym.planners.policy import Policy, ViewSettings
+from clustergym.planners.policy import Policy, ViewSettings, load_policy
 from clustergym.planners.policy_network import NetworkConfig, PlacementPolicy
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, World, load_checkpoint
 from trainers import FOLDER, load_trainer
@@ -32,7 +32,7 @@ CLUSTER = ClusterSpec("2x1", 2, 1, 2)
 SMALL: dict[str, Any] = {
     "ops_per_layer": 2, "windows": 1, "window_tokens": 64, "num_envs": 16, "num_steps": 8, "hidden": 16, "graph_layers": 1,
     "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4, "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01,
-    "twins": 4, "sharpen": 1.0, "reward_norm": 0,
+    "twins": 4, "pretrain_sharpen": 1.0, "reward_norm": 0,
 }  # fmt: skip
 
 
@@ -354,6 +354,24 @@ def test_a_run_writes_policy_table_curve_and_result(
     planner = Policy(sim, checkpoint=tmp_path / "run")
     assert planner.settings.operations == 2
     assert evaluate_planner(planner, "policy", trace, trace, Protocol(windows=1, window_tokens=64)).total_us > 0
+
+
+def test_a_policy_to_start_from_is_taken_as_it_is(trace_file: Path, tmp_path: Path) -> None:
+    """Only the supervised phase is followed by sharpening: a trained policy that goes on must not become four times as sure."""
+    common = {
+        "total_timesteps": 0,
+        "pretrain_states": 0,
+        "eval_streams": 0,
+        "eval_interval": 0,
+        "pretrain_sharpen": 4.0,
+    }
+    marl.train(file_args(trace_file, tmp_path / "first", **common), World())
+    first = tmp_path / "first" / "policy.pt"
+    marl.train(file_args(trace_file, tmp_path / "second", init=str(first), seed=2, **common), World())
+    before, after = (
+        load_policy(folder / "policy.pt")[0].state_dict() for folder in (first.parent, tmp_path / "second")
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def states_agree(a: Path, b: Path) -> None:

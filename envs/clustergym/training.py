@@ -174,8 +174,8 @@ class RunLogger:
 def _wait_for_a_later_name(folder: Path) -> None:
     """Event files are read in the order of their names, which begin with the second they were made in and go on with the
     process id: a run resumed within the second it was killed in could come first and hide nothing. So let that second pass."""
-    stamps = [int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")]
-    while int(time.time()) in stamps:
+    stamps = {file.name.split(".")[3] for file in folder.glob("events.out.tfevents.*")}
+    while str(int(time.time())) in stamps:
         time.sleep(0.01)
 
 

@@ -6,6 +6,7 @@ A rule sees what the environment's observation shows, and gets the same feedback
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
@@ -19,14 +20,28 @@ from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MIN_CORES,
 Doubles = npt.NDArray[np.float64]
 
 
-class Rule:
-    """Decides for the waiting pod of every environment; subclasses say how many cores and how much memory."""
+class Rule(ABC):
+    """Acts for the waiting pod of every environment."""
 
     sees_need = False
     """Whether it knows what no agent can."""
 
     def __init__(self, batch: AllocationBatch) -> None:
         self.batch = batch
+
+    @abstractmethod
+    def act(self) -> torch.Tensor:
+        """(B, 2) actions."""
+
+    def learn(self) -> None:
+        """Hear what the last decisions came to: ``batch.outcome``."""
+
+
+class Amounts(Rule):
+    """A rule that says how many cores and how much memory."""
+
+    def __init__(self, batch: AllocationBatch) -> None:
+        super().__init__(batch)
         self.rows = np.arange(batch.num_envs)
         self.groups = batch.config.owners if batch.config.history else 1
 
@@ -42,12 +57,11 @@ class Rule:
     def waiting(self) -> npt.NDArray[np.int64]:
         return self.group(self.batch.state["ask"].numpy()[:, dynamics.ASK_OWNER])
 
+    @abstractmethod
     def decide(self) -> tuple[Doubles, Doubles]:
         """(B,) cores, %, and memory, MB, for the pods that wait."""
-        raise NotImplementedError
 
     def act(self) -> torch.Tensor:
-        """(B, 2) actions."""
         cores, memory = self.decide()
         action = np.stack(
             [(cores - MIN_CORES) / (MAX_CORES - MIN_CORES), (memory - MIN_MEMORY_MB) / (MAX_MEMORY_MB - MIN_MEMORY_MB)],
@@ -55,18 +69,15 @@ class Rule:
         )
         return torch.from_numpy(np.clip(action, 0.0, 1.0).astype(np.float32))
 
-    def learn(self) -> None:
-        """Hear what the last decisions came to: ``batch.outcome``."""
 
-
-class Grant(Rule):
+class Grant(Amounts):
     """Everyone gets what they ask for: Kubernetes without an agent."""
 
     def decide(self) -> tuple[Doubles, Doubles]:
         return self.requests()
 
 
-class Cut(Rule):
+class Cut(Amounts):
     """0.8 of the cores asked for, all of the memory."""
 
     def decide(self) -> tuple[Doubles, Doubles]:
@@ -75,7 +86,7 @@ class Cut(Rule):
         return _round_up(0.8 * cores, self.batch.config.unit_percent), memory
 
 
-class FairShare(Rule):
+class FairShare(Amounts):
     """At most an equal share of the GPU: 100 / pods, the new one included."""
 
     def decide(self) -> tuple[Doubles, Doubles]:
@@ -84,7 +95,7 @@ class FairShare(Rule):
         return np.minimum(cores, MAX_CORES / pods), memory
 
 
-class VPA(Rule):
+class VPA(Amounts):
     """Kubernetes' Vertical Pod Autoscaler: 1.15 × the 90th percentile of a decaying histogram of usage.
 
     Buckets grow by 5 %, a sample's weight halves in 24 h. Memory likewise, and after an OOM kill the larger of 1.2 × and
@@ -144,7 +155,7 @@ class FractionalVPA(VPA):
     per_request = True
 
 
-class Proportional(Rule):
+class Proportional(Amounts):
     """GSLICE's way: each owner's share follows its utilisation towards 90 %, unless it is within 10 % of that.
 
     A pod that missed its objective counts as fully utilised, so that its owner's next one gets more.

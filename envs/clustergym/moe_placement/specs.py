@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from math import ceil
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,13 +115,13 @@ class ClusterSpec:
                 raise ValueError(f"cluster {self.name!r}: {key} is {getattr(self, key)}: expected 0 µs or more")
 
     @classmethod
-    def from_gpus(cls, name: str, n_gpus: int, n_nodes: int, **options: float) -> ClusterSpec:
+    def from_gpus(cls, name: str, n_gpus: int, n_nodes: int, **options: Any) -> ClusterSpec:
         """A cluster of ``n_gpus`` on ``n_nodes`` nodes of equal size."""
         if n_nodes < 1 or n_gpus % n_nodes:
             raise ValueError(
                 f"cluster {name!r}: {n_gpus} GPUs do not divide over {n_nodes} nodes: every node has the same number"
             )
-        return cls(name, n_nodes, n_gpus // n_nodes, **options)  # type: ignore[arg-type]
+        return cls(name, n_nodes, n_gpus // n_nodes, **options)
 
     @property
     def n_gpus(self) -> int:
@@ -185,7 +186,7 @@ def get_model(name: str | ModelSpec) -> ModelSpec:
     return MODELS[name]
 
 
-def get_cluster(name: str | ClusterSpec, **overrides: float | int | None) -> ClusterSpec:
+def get_cluster(name: str | ClusterSpec, **overrides: Any) -> ClusterSpec:
     """A cluster by name, with fields replaced where given (``slots_per_gpu=6``).
 
     Beside the presets any ``gpu-NODESxGPUS`` is a name: ``h800-3x8`` are three nodes of eight.
@@ -203,7 +204,7 @@ def get_cluster(name: str | ClusterSpec, **overrides: float | int | None) -> Clu
         raise ValueError(
             f"a cluster has no field {sorted(unknown)[0]!r}; it has {', '.join(f.name for f in fields(ClusterSpec))}"
         )
-    return replace(name, **overrides) if overrides else name  # type: ignore[arg-type]
+    return replace(name, **overrides) if overrides else name
 
 
 def cost_vector(model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) -> npt.NDArray[np.float64]:

@@ -18,6 +18,10 @@ MISSING = "which experts a token used together, and on which GPU it lived"
 """What counts do not tell."""
 
 
+# Stands for 0 … L−1 where no layer ids are given.
+_IN_ORDER = np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
     """Token counts of the experts, one row a step of the engine.
@@ -34,7 +38,7 @@ class LoadTrace:
     """
 
     counts: npt.NDArray[np.int64]
-    layer_ids: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
+    layer_ids: npt.NDArray[np.int64] = field(default_factory=lambda: _IN_ORDER)
     top_k: int = 0
     model: str | None = None
     name: str = "counts"
@@ -57,7 +61,7 @@ class LoadTrace:
         idle = np.flatnonzero(counts.sum((0, 2)) == 0)
         if len(idle):
             raise ValueError(f"{self.name}: layer {idle[0]} has no token in any step: leave dense layers out")
-        layer_ids = np.arange(counts.shape[1]) if self.layer_ids is None else np.asarray(self.layer_ids)
+        layer_ids = np.arange(counts.shape[1]) if self.layer_ids is _IN_ORDER else np.asarray(self.layer_ids)
         if layer_ids.shape != (counts.shape[1],) or layer_ids.dtype.kind not in "iu":
             raise ValueError(
                 f"{self.name}: layer_ids has shape {layer_ids.shape} and dtype {layer_ids.dtype}: expected one integer "
@@ -120,7 +124,7 @@ class LoadTrace:
             raise ValueError(f"{path}: no array 'counts' in the file, found {sorted(names_of_npz(path))}")
         return cls(
             fields["counts"],
-            layer_ids=fields.get("layer_ids"),  # type: ignore[arg-type]
+            layer_ids=fields.get("layer_ids", _IN_ORDER),
             top_k=one_integer(fields, "top_k", path),
             model=one_string(fields, "model", path),
             name=path.stem,

@@ -109,16 +109,18 @@ def _parse_line(text: bytes, where: str) -> _Line | None:
         raise ValueError(f"{where}: expected an object with the list 'top_indices'")
     if fields.get("stage") != "pre_dispatch":
         return None
-    numbers = {key: fields.get(key) for key in ("step", "rank", "layer", "num_tokens", "topk")}
-    bad = [k for k, v in numbers.items() if not isinstance(v, int) or isinstance(v, bool) or v < 0]
-    if bad:
-        raise ValueError(f"{where}: {bad[0]} is {numbers[bad[0]]!r}: expected an integer of at least 0")
+    numbers: dict[str, int] = {}
+    for key in ("step", "rank", "layer", "num_tokens", "topk"):
+        value = fields.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{where}: {key} is {value!r}: expected an integer of at least 0")
+        numbers[key] = value
     indices = text[begin:end].translate(None, b" \t")
     # What the line claims is believed only where its text bears it out: the result is allocated by it.
     rows = indices.count(b"[") - 1
     if rows != numbers["num_tokens"]:
         raise ValueError(f"{where}: num_tokens is {numbers['num_tokens']}, but top_indices has {rows} rows")
-    return _Line(numbers["step"], numbers["rank"], numbers["layer"], rows, numbers["topk"] if rows else 0, indices)  # type: ignore[arg-type]
+    return _Line(numbers["step"], numbers["rank"], numbers["layer"], rows, numbers["topk"] if rows else 0, indices)
 
 
 def _parse(line: _Line, where: str) -> Ids:

@@ -51,13 +51,14 @@ def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
 
 def _meta(path: Path, options: ReadOptions) -> tuple[int, int]:
     document = parse_json(path.read_bytes(), str(path))
-    values = [document.get(k) if isinstance(document, dict) else None for k in ("num_experts", "num_experts_per_token")]
-    if not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
-        raise ValueError(f"{path}: expected positive num_experts and num_experts_per_token, found {values}")
-    for found, expected, what in zip(values, (options.experts, options.chosen), ("experts", "per token"), strict=True):
-        if expected and found != expected:
-            raise ValueError(f"{path}: {found} ({what}) recorded, expected {expected}")
-    return values[0], values[1]  # type: ignore[return-value]
+    found = [document.get(k) if isinstance(document, dict) else None for k in ("num_experts", "num_experts_per_token")]
+    values = [v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0]
+    if len(values) < 2:
+        raise ValueError(f"{path}: expected positive num_experts and num_experts_per_token, found {found}")
+    for value, expected, what in zip(values, (options.experts, options.chosen), ("experts", "per token"), strict=True):
+        if expected and value != expected:
+            raise ValueError(f"{path}: {value} ({what}) recorded, expected {expected}")
+    return values[0], values[1]
 
 
 def _recorded(path: Path) -> list[tuple[tuple[int, int], npt.NDArray[Any]]]:
