@@ -32,7 +32,7 @@ from clustergym.training import read_scalars
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 STUDIES: dict[str, tuple[str, ...]] = {
     "history": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocationHistory-v0"),
-    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0", "--final-std", "0.01"),
+    "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
     "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
 """Trainer and flags of each; all else as it comes."""

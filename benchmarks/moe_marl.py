@@ -81,7 +81,7 @@ class Args:
     """Trainings, figures and plots; what is there is not done again."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Training seeds."""
-    timesteps: int = 409_600
+    timesteps: int = 614_400
     """Operations of each training."""
     streams: int = 20
     """Held-out streams."""
@@ -485,19 +485,15 @@ class PlainView:
 
 
 def plain_collect(marl: Any, view: PlainView, agent: PlacementPolicy, trainer: Any) -> Any:
-    """The trainer's rollout on the plain view."""
+    """The trainer's rollout on the plain view: every observation is kept whole, and any steps make a minibatch."""
     size = len(view.pipes)
-    steps: dict[str, list[torch.Tensor]] = {key: [] for key in STEP_KEYS}
-    graphs: dict[str, list[torch.Tensor]] = {key: [] for key in LAYER_KEYS}
+    seen: dict[str, list[torch.Tensor]] = {key: [] for key in (*STEP_KEYS, *LAYER_KEYS)}
     taken = []
     with torch.no_grad():
-        for t in range(trainer.num_steps):
+        for _ in range(trainer.num_steps):
             inputs = view.inputs()
-            for key in STEP_KEYS:
-                steps[key].append(inputs[key])
-            if t % trainer.ops_per_layer == 0:
-                for key in LAYER_KEYS:
-                    graphs[key].append(inputs[key])
+            for key, each in inputs.items():
+                seen[key].append(each)
             encoded = agent.encode(inputs, view.same_node)
             expert, first = marl.choose(agent.expert_logits(inputs, encoded))
             values = agent.values(inputs, encoded, view.same_node).mean(-1)
@@ -511,11 +507,9 @@ def plain_collect(marl: Any, view: PlainView, agent: PlacementPolicy, trainer: A
     advantages, returns = marl.compute_gae(
         rewards, values, ends, ends, torch.zeros(size), torch.zeros_like(values), trainer.gamma, trainer.gae_lambda
     )
-    visit = (torch.arange(trainer.num_steps) // trainer.ops_per_layer)[:, None] * size + torch.arange(size)
     return marl.Batch(
-        {key: torch.stack(each).flatten(0, 1) for key, each in steps.items()},
-        {key: torch.stack(each).flatten(0, 1) for key, each in graphs.items()},
-        *(each.flatten(0, 1) for each in (visit, expert, node, parts, legal, logprobs, advantages, returns, values)),
+        *({key: torch.stack(seen[key]).flatten(0, 1) for key in keys} for keys in (STEP_KEYS, LAYER_KEYS)),
+        *(each.flatten(0, 1) for each in (expert, node, parts, legal, logprobs, advantages, returns, values)),
     )
 
 
@@ -533,7 +527,7 @@ def throughput(args: Args) -> None:
         "trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[0],
     }  # fmt: skip
     ours = marl.Args(**common)
-    plain = marl.Args(**common, num_envs=8, num_steps=64)
+    plain = marl.Args(**common, num_envs=8, num_steps=512)  # as many steps an update, in as many minibatches
     world = marl.World()
     rounds: dict[str, list[dict[str, float]]] = {"batched": [], "one process each": []}
     task = marl.make_task(ours)

@@ -121,6 +121,9 @@ class Args:
     final_std: float | None = 0.005
     """Standard deviation that is reached after four fifths of the run, falling geometrically; None: it is learned. A learned one
     falls below the unit that cores are handed out in long before the mean has settled, and then nothing is learned."""
+    initial_mean: float = 0.2
+    """Mean of the actions before training. A pod gets no more than it asked for, so that above its request all actions are equal:
+    from 0.5, small requests have no slope to come down on, and whether they ever do is chance."""
     norm_obs: bool = True
     """Normalise observations by their running mean and variance, clipped at ±10."""
     norm_reward: bool = False
@@ -148,6 +151,7 @@ SEED_PARITY: dict[str, Any] = {
     "norm_reward": False,
     "action_scale": 1.0,
     "final_std": None,
+    "initial_mean": 0.5,
     "hidden": 64,
 }
 """What ``--parity seed`` sets: the plain algorithm on batches of 32."""
@@ -339,6 +343,12 @@ class Agent(nn.Module):
         """Give all actions this standard deviation, and learn it no longer."""
         self.log_std.requires_grad_(False).fill_(np.log(std / self.action_scale))
 
+    def set_mean(self, mean: float) -> None:
+        """Make this the mean of all actions wherever the network's last layer says 0."""
+        last = self.actor[-2]
+        assert isinstance(last, nn.Linear)
+        nn.init.constant_(last.bias, np.log(mean / (1 - mean)))
+
     def get_value(self, obs: Tensor) -> Tensor:
         return self.critic(obs).squeeze(-1)
 
@@ -529,6 +539,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
         args = replace(args, **SEED_PARITY)
     if args.final_std is not None and args.final_std <= 0:
         raise ValueError(f"final_std is {args.final_std}: expected more than 0, or None for a learned one")
+    if not 0 < args.initial_mean < 1:
+        raise ValueError(f"initial_mean is {args.initial_mean}: expected a share between 0 and 1")
     device = world.device
     folder = run_folder(f"ppo_gpu_alloc__{args.env_id}__{args.seed}", args.run_dir, args.resume)
     config = plain_args(args) | {"world_size": world.size}
@@ -541,6 +553,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
 
     torch.manual_seed(args.seed)
     agent = Agent(make_batch(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
+    agent.set_mean(args.initial_mean)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank))
     first = 1

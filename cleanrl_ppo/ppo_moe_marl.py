@@ -148,7 +148,7 @@ class Args:
     num_steps: int = 64
     """Steps of each environment between updates; a multiple of ops_per_layer."""
     num_minibatches: int = 8
-    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    """Parts that a rollout is cut into, whole visits to a layer shuffled anew in each epoch."""
     update_epochs: int = 2
     """Passes over a rollout."""
     gamma: float = 0.99
@@ -174,7 +174,7 @@ class Args:
 
     hidden: int = 32
     """Width of the networks."""
-    graph_layers: int = 2
+    graph_layers: int = 1
     """Rounds of messages in each encoder."""
     encoder: Literal["graph", "mlp"] = "graph"
     """Graph encoders, or nodes that do not exchange messages."""
@@ -316,9 +316,11 @@ def make_task(args: Args) -> Task:
         raise ValueError(
             f"num_steps is {args.num_steps}: expected a multiple of ops_per_layer, which is {args.ops_per_layer}"
         )
-    if (args.num_envs * args.num_steps) % args.num_minibatches:
+    visits = args.num_envs * args.num_steps // args.ops_per_layer
+    if visits % args.num_minibatches:
         raise ValueError(
-            f"{args.num_envs} × {args.num_steps} steps do not divide into {args.num_minibatches} minibatches"
+            f"{visits} visits to a layer ({args.num_envs} environments, {args.num_steps} steps, {args.ops_per_layer} operations each) "
+            f"do not divide into {args.num_minibatches} minibatches: lower --num-minibatches, or take more environments or steps"
         )
     if args.twins < 1:
         raise ValueError(f"twins is {args.twins}: expected at least 1")
@@ -364,11 +366,10 @@ def make_agent(args: Args) -> PlacementPolicy:
 
 @dataclass
 class Batch:
-    """What an update learns from, one row a step; graphs are kept once a layer, ``visit`` says which."""
+    """What an update learns from, one row a step. Steps of a visit to a layer are neighbours and share its graphs."""
 
     steps: Inputs
     graphs: Inputs
-    visit: Tensor
     expert: Tensor
     node: Tensor
     parts: Tensor
@@ -381,10 +382,18 @@ class Batch:
     def __len__(self) -> int:
         return len(self.expert)
 
-    def inputs(self, rows: Tensor) -> Inputs:
-        visit = self.visit[rows]
+    @property
+    def visits(self) -> int:
+        return len(self.graphs[LAYER_KEYS[0]])
+
+    def rows(self, visits: Tensor) -> Tensor:
+        """All steps of some visits."""
+        each = len(self) // self.visits
+        return (visits[:, None] * each + torch.arange(each, device=visits.device)).flatten()
+
+    def inputs(self, visits: Tensor, rows: Tensor) -> Inputs:
         return {key: each[rows] for key, each in self.steps.items()} | {
-            key: each[visit] for key, each in self.graphs.items()
+            key: each[visits] for key, each in self.graphs.items()
         }
 
 
@@ -439,8 +448,8 @@ class Rollouts:
     @torch.no_grad()
     def collect(self) -> Batch:
         """One rollout of num_steps × num_envs steps with advantages."""
-        args, agent, view, size = self.args, self.agent, self.view, self.args.num_envs
-        device, same_node = view.batch.device, view.same_node
+        args, agent, view = self.args, self.agent, self.view
+        same_node = view.same_node
         steps: dict[str, list[Tensor]] = {key: [] for key in STEP_KEYS}
         graphs: dict[str, list[Tensor]] = {key: [] for key in LAYER_KEYS}
         taken: list[tuple[Tensor, ...]] = []
@@ -477,15 +486,15 @@ class Rollouts:
         )
         if self.twins > 1:
             advantages = without_luck(advantages, self.twins)
-        visits = torch.arange(args.num_steps, device=device) // args.ops_per_layer
-        visit = visits[:, None] * size + torch.arange(size, device=device)
+
+        def by_visit(each: Tensor) -> Tensor:
+            """(steps, envs, …) → rows with the steps of a visit next to each other."""
+            return each.unflatten(0, (-1, args.ops_per_layer)).transpose(1, 2).flatten(0, 2)
+
         return Batch(
-            {key: torch.stack(each).flatten(0, 1) for key, each in steps.items()},
+            {key: by_visit(torch.stack(each)) for key, each in steps.items()},
             {key: torch.stack(each).flatten(0, 1) for key, each in graphs.items()},
-            *(
-                each.flatten(0, 1)
-                for each in (visit, expert, node, parts, legal, logprobs, advantages, returns, values)
-            ),
+            *(by_visit(each) for each in (expert, node, parts, legal, logprobs, advantages, returns, values)),
         )
 
     def denormalised(self, values: Tensor) -> Tensor:
@@ -588,11 +597,13 @@ def update(
     old_values = (batch.values - agent.value_mean) / agent.value_std
     returns = (batch.returns - agent.value_mean) / agent.value_std
     for _ in range(args.update_epochs):
-        shuffled = torch.randperm(len(batch), device=batch.expert.device)
-        bounds = np.linspace(0, len(batch), args.num_minibatches + 1).astype(int)
+        # Visits are shuffled and not steps: the pass over a minibatch then multiplies a visit's graphs with all its steps at once.
+        shuffled = torch.randperm(batch.visits, device=batch.expert.device)
+        bounds = np.linspace(0, batch.visits, args.num_minibatches + 1).astype(int)
         for start, end in pairwise(bounds):
-            rows = shuffled[start:end]
-            inputs, legal = batch.inputs(rows), batch.legal[rows]
+            visits = shuffled[start:end]
+            rows = batch.rows(visits)
+            inputs, legal = batch.inputs(visits, rows), batch.legal[rows]
             expert_logits, node_logits, values = agent(inputs, same_node, batch.expert[rows], batch.parts[rows], legal)
             expert_logprobs, node_logprobs = expert_logits.log_softmax(-1), node_logits.log_softmax(-1)
             # Two components of one action: their log-probabilities add up.

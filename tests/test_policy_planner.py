@@ -17,8 +17,16 @@ from clustergym import SyntheticConfig, TokenTrace, synthetic_trace
 from clustergym.evaluation import Protocol, compare
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig, Simulator, Stream, Window
 from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING, change, layer_time, migration_time, resolve
-from clustergym.planners.policy import PRETRAINED, Policy, PolicyGuided, ViewSettings, load_policy, save_policy
-from clustergym.planners.policy_network import NetworkConfig, PlacementPolicy
+from clustergym.planners.policy import (
+    NETWORK_VERSION,
+    PRETRAINED,
+    Policy,
+    PolicyGuided,
+    ViewSettings,
+    load_policy,
+    save_policy,
+)
+from clustergym.planners.policy_network import ExpertLayer, NetworkConfig, NodeLayer, PlacementPolicy, averaging
 from clustergym.planners.search import Anneal, evenly_dealt
 from clustergym.planners.view import UNIT, PolicyView
 from clustergym.training import CheckpointError, save_checkpoint
@@ -204,6 +212,63 @@ def test_renumbering_gpus_with_their_nodes_renumbers_scores(trace: TokenTrace, o
     torch.testing.assert_close(values2, values, atol=1e-4, rtol=0)
 
 
+def test_a_graph_layer_is_the_sum_of_two_torch_geometric_ones() -> None:
+    """Evaluated together, by visits and once a GPU, or layer by layer as the library does it: the same."""
+    torch.manual_seed(0)
+    layer = ExpertLayer(8, True)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight)
+    nodes_layer = NodeLayer(8, True)
+    nodes_layer.load_state_dict(layer.state_dict())
+    visits, steps, experts, gpus = 3, 4, 5, 4
+    x, graphs = torch.randn(visits, experts, steps, 8), torch.rand(2, visits, experts, experts) * 2
+    ours = layer(x, *(averaging(graph) for graph in graphs))
+    for v, t in np.ndindex(visits, steps):
+        alone = x[v : v + 1, :, t]
+        heard = layer.first(alone, graphs[0, v : v + 1]) + layer.second(alone, graphs[1, v : v + 1])
+        torch.testing.assert_close(ours[v : v + 1, :, t], torch.relu(heard) + alone)
+    nodes, traffic, same = torch.randn(2, 3, gpus, 8), torch.rand(2, gpus, gpus), torch.eye(gpus) / 2 + 0.125
+    ours = nodes_layer(nodes, averaging(traffic, copies=3), same / 3).flatten(1, 2)
+    flat = nodes.flatten(1, 2)
+    heard = layer.first(flat, traffic.repeat(1, 3, 3)) + layer.second(flat, same.repeat(3, 3)[None] / 3)
+    torch.testing.assert_close(ours, torch.relu(heard) + flat)
+
+
+def test_the_steps_of_a_visit_may_share_their_graphs(trace: TokenTrace) -> None:
+    view = view_of(trace)
+    (first, about), steps = inputs_of(view), []
+    for seed in (5, 6):
+        generator = torch.Generator().manual_seed(seed)
+        other = {
+            key: first[key] + 0.1 * torch.rand(first[key].shape, generator=generator) for key in ("experts", "gpus")
+        }
+        steps.append(first | other)
+    torch.manual_seed(0)
+    network = PlacementPolicy(NetworkConfig())
+    apart = [scores(network, inputs, view.same_node, **about) for inputs in steps]
+    # Rows of a visit are neighbours.
+    joined = {key: torch.stack([inputs[key] for inputs in steps], 1).flatten(0, 1) for key in first}
+    joined |= {key: first[key] for key in ("coactivation", "similar")}
+    together = scores(
+        network, joined, view.same_node, **{key: each.repeat_interleave(2, 0) for key, each in about.items()}
+    )
+    for found, *known in zip(together, *apart, strict=True):
+        torch.testing.assert_close(found, torch.stack(known, 1).flatten(0, 1), atol=1e-4, rtol=0)
+
+
+def test_settling_is_the_last_step_and_no_more(trace: TokenTrace) -> None:
+    ended, settled = view_of(trace), view_of(trace)
+    for view in (ended, settled):
+        random_steps(view, 2)  # of three
+    expert = ended.inputs()["expert_mask"].float().argmax(-1)
+    node = ended.legal(expert).float().argmax(-1)
+    ended.step(expert, node)
+    settled.settle(expert, node)
+    np.testing.assert_array_equal(settled.batch.env["slots"][:, 0], ended.batch.env["slots"][:, 0])
+    assert (settled.batch.env["clock"][:, 0] == 0).all()
+    assert (ended.batch.env["clock"][:, 0] == 1).all()
+
+
 def test_messages_are_what_the_graph_encoder_adds(trace: TokenTrace) -> None:
     """Without messages an expert's score cannot depend on who is co-active with whom beyond its own features."""
     view = view_of(trace)
@@ -350,8 +415,12 @@ def test_a_policy_comes_back_as_it_was_saved(tmp_path: Path, trace: TokenTrace) 
 
 def test_a_checkpoint_for_other_features_is_refused(tmp_path: Path) -> None:
     network, _ = untrained()
-    save_checkpoint(tmp_path / "policy.pt", "moe-policy", {**network.as_state(), "features": [1, 2, 3]})
+    content = {**network.as_state(), "features": [1, 2, 3], "network_version": NETWORK_VERSION}
+    save_checkpoint(tmp_path / "policy.pt", "moe-policy", content)
     with pytest.raises(CheckpointError, match=r"reads \[1, 2, 3\] features.*train it again"):
+        load_policy(tmp_path / "policy.pt")
+    save_checkpoint(tmp_path / "policy.pt", "moe-policy", network.as_state())
+    with pytest.raises(CheckpointError, match=r"earlier clustergym.*train it again"):
         load_policy(tmp_path / "policy.pt")
     save_checkpoint(tmp_path / "policy.pt", "ppo", {})
     with pytest.raises(CheckpointError, match="belongs to 'ppo'"):

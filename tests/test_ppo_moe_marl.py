@@ -147,7 +147,7 @@ def test_look_ahead_alone_finds_it_untrained() -> None:
     torch.manual_seed(0)
     shared, time_us, optimum_us = reached(marl.make_agent(args), tiny_task(args))
     assert shared == TOGETHER
-    assert time_us == pytest.approx(optimum_us)
+    assert time_us == pytest.approx(optimum_us, rel=0.02)  # as above: which pair lies where is the window's chance
 
 
 def test_supervision_teaches_what_the_simulation_likes() -> None:
@@ -190,8 +190,9 @@ def rollout(**changes: Any) -> tuple[Any, Any, Any]:
 def test_log_probabilities_of_both_choices_add_up_and_the_first_ratio_is_one(changes: dict[str, Any]) -> None:
     args, agent, rollouts = rollout(**changes)
     batch = rollouts.collect()
-    rows = torch.arange(len(batch))
-    inputs = batch.inputs(rows)
+    rows, visits = torch.arange(len(batch)), torch.arange(batch.visits)
+    assert torch.equal(batch.rows(visits), rows)
+    inputs = batch.inputs(visits, rows)
     experts, nodes, values = agent(inputs, rollouts.view.same_node, batch.expert, batch.parts, batch.legal)
     joint = experts.log_softmax(-1)[rows, batch.expert] + nodes.log_softmax(-1)[rows, batch.node]
     torch.testing.assert_close(joint, batch.logprobs, atol=1e-5, rtol=0)
@@ -226,9 +227,10 @@ def test_layers_end_episodes_and_advantages_do_not_cross_them() -> None:
 
     rollouts.step = noted
     batch = rollouts.collect()
-    advantages, values = batch.advantages.view(4, 16), batch.values.view(4, 16)
-    for last in (1, 3):
-        torch.testing.assert_close(advantages[last], rewards[last] - values[last])
+    # Two visits to each environment's layer, one after the other, two steps each.
+    advantages, values = batch.advantages.view(2, 16, 2), batch.values.view(2, 16, 2)
+    for visit, last in enumerate((1, 3)):
+        torch.testing.assert_close(advantages[visit, :, 1], rewards[last] - values[visit, :, 1])
 
 
 def test_twins_share_their_luck_and_nothing_else() -> None:
@@ -458,6 +460,7 @@ def test_the_result_is_the_last_line(trace_file: Path, tmp_path: Path) -> None:
         sys.executable, str(FOLDER / "ppo_moe_marl.py"), "--trace", str(trace_file), "--model", "mixtral-8x7b", "--cluster",
         "h800-2x4", "--run-dir", str(tmp_path / "run"), "--total-timesteps", "0", "--pretrain-states", "0", "--eval-streams", "1",
         "--eval-windows", "1", "--window-tokens", "64", "--eval-planners", "static", "eplb", "--num-envs", "2", "--num-steps", "16",
+        "--num-minibatches", "2",
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     last = run.stdout.strip().splitlines()[-1]

@@ -191,7 +191,7 @@ def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int,
         order = np.concatenate([np.arange(a, a + n) for a, n in zip(trace.seq_starts, trace.seq_lens, strict=True)])
         rows = np.roll(np.resize(order, 400), int(rng.integers(400)))[:tokens]
     window = Window(whole.experts, rows.astype(np.int32), rng.integers(0, simulator.n_gpus, tokens).astype(np.int16))
-    placement = random_placement(rng, 1, simulator.n_gpus, simulator.n_slots, 8, 0.5)
+    placement = random_placement(rng, 1, simulator.n_gpus, simulator.n_slots, 8, float(rng.choice([0.1, 0.5])))
     own = simulator.count(window, placement)
     tensors = allocate_sim(
         1, 1, tokens, experts=8, top_k=4, cluster=simulator.cluster, slots=simulator.n_slots, words=simulator.n_words,
@@ -205,6 +205,11 @@ def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int,
     assert own.own[0]
     assert_same_traffic(shared, own, simulator)
     for e, node in rng.integers(0, [8, 3 * simulator.n_gpus], (6, 2)):
+        ahead = np.zeros((2, 3 * simulator.n_gpus))
+        for sim, result in zip((own, shared), ahead, strict=True):
+            dynamics.look_ahead(sim, 0, e, simulator.cost, simulator.net, simulator.mode, 2, result)
+        np.testing.assert_array_equal(*ahead)
+        assert_same_traffic(shared, own, simulator)
         kind, source, target, victim = dynamics.resolve(own, 0, e, node)
         if kind not in (dynamics.OP_NOTHING, dynamics.OP_ILLEGAL):
             for sim in (own, shared):

@@ -1060,15 +1060,20 @@ def count_copies(sim, b, vis, nvis, net, mode):
 
 
 @device
-def comm_time(sim, b, vis, nvis, intra_us, inter_us, net, mode, doublings):
-    """µs that the busiest GPU needs to send or receive its copies: inside the node, plus between nodes."""
-    count_copies(sim, b, vis, nvis, net, mode)
-    tot = sim.tot[b]
+def copies_time(tot, intra_us, inter_us, doublings):
+    """µs that the busiest GPU needs for the copies in ``tot``: inside the node, plus between nodes."""
     intra, inter = 0.0, 0.0
     for g in range(tot.shape[1]):
         intra = _accumulate(_accumulate(intra, tot[0, g] * intra_us, doublings), tot[1, g] * intra_us, doublings)
         inter = _accumulate(_accumulate(inter, tot[2, g] * inter_us, doublings), tot[3, g] * inter_us, doublings)
     return _root(intra, doublings) + _root(inter, doublings)
+
+
+@device
+def comm_time(sim, b, vis, nvis, intra_us, inter_us, net, mode, doublings):
+    """µs that the busiest GPU needs to send or receive its copies."""
+    count_copies(sim, b, vis, nvis, net, mode)
+    return copies_time(sim.tot[b], intra_us, inter_us, doublings)
 
 
 @device
@@ -1122,6 +1127,22 @@ def layer_time(sim, b, w, cost, net, mode, doublings, scale):
     intra_us += cost[COST_COMBINE_INTRA_US] * scale
     inter_us += cost[COST_COMBINE_INTER_US] * scale
     return time + comm_time(sim, b, sim.vis[b, w], sim.nvis[b, w], intra_us, inter_us, net, mode, doublings)
+
+
+@device
+def smooth_and_true(sim, b, w, cost, net, mode, doublings):
+    """:func:`layer_time` in the smooth norm and as it is, from one count of the copies."""
+    if mode == MODE_STAY:
+        smooth = layer_time(sim, b, w, cost, net, mode, doublings, 1.0)
+        return smooth, layer_time(sim, b, w, cost, net, mode, -1, 1.0)
+    fixed = cost[COST_DISPATCH_US] + cost[COST_COMBINE_US]
+    intra_us = cost[COST_DISPATCH_INTRA_US] + cost[COST_COMBINE_INTRA_US]
+    inter_us = cost[COST_DISPATCH_INTER_US] + cost[COST_COMBINE_INTER_US]
+    count_copies(sim, b, sim.vis[b, w], sim.nvis[b, w], net, mode)
+    smooth = (
+        fixed + compute_time(sim, b, w, cost, doublings, 1.0) + copies_time(sim.tot[b], intra_us, inter_us, doublings)
+    )
+    return smooth, fixed + compute_time(sim, b, w, cost, -1, 1.0) + copies_time(sim.tot[b], intra_us, inter_us, -1)
 
 
 @device

@@ -38,6 +38,12 @@ def _cost(sim, b, cost, net, mode, doublings, scale, migration_weight):
 
 
 @device
+def _costs(first, last, sim, cost, net, mode, doublings, scale, migration_weight, found):
+    for b in range(first, last):
+        found[b] = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
+
+
+@device
 def _draw_expert(key, b, prior):
     """An expert drawn from cumulative weights (E,) that end at 1."""
     x, low, high = _draw(key, b), 0, prior.shape[0] - 1
@@ -305,6 +311,11 @@ def _over_layers(kernel, first, last, *arguments):
     else:
         # Searches end early on some layers: small parts keep the threads even.
         spread(lambda a, b: kernel(first + a, first + b, *arguments), last - first, chunks=last - first)
+
+
+def costs(first, last, *arguments):
+    """What annealing makes small, of layers first … last−1."""
+    _over_layers(_costs, first, last, *arguments)
 
 
 def anneal(first, last, *arguments):

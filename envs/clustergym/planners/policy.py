@@ -32,6 +32,8 @@ FILE_NAME = "policy.pt"
 PRETRAINED = Path(__file__).parent / "pretrained" / FILE_NAME
 # Sizes of what the networks read; a checkpoint made for other features would be nonsense.
 FEATURES = [N_EXPERT_FEATURES, N_GPU_FEATURES, N_PARTS]
+# Counts changes after which the weights of an older file would mean something else.
+NETWORK_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class ViewSettings:
 
 def save_policy(path: Path, network: PlacementPolicy, view: ViewSettings, about: dict[str, Any]) -> None:
     """Write what a planner needs; ``about`` (plain data) says where it comes from."""
-    save_checkpoint(path, KIND, {**network.as_state(), "view": asdict(view), "features": FEATURES, "about": about})
+    content = {**network.as_state(), "view": asdict(view), "features": FEATURES, "about": about}
+    save_checkpoint(path, KIND, content | {"network_version": NETWORK_VERSION})
 
 
 def load_policy(source: str | Path = "pretrained") -> tuple[PlacementPolicy, ViewSettings, dict[str, Any]]:
@@ -72,6 +75,8 @@ def load_policy(source: str | Path = "pretrained") -> tuple[PlacementPolicy, Vie
     if path.is_dir():
         path = path / FILE_NAME
     state = load_checkpoint(path, KIND)
+    if state.get("network_version") != NETWORK_VERSION:
+        raise CheckpointError(f"{path} was written by an earlier clustergym, whose networks differ: train it again")
     if state["features"] != FEATURES:
         raise CheckpointError(
             f"{path} reads {state['features']} features an expert, GPU and look-ahead, this clustergym offers {FEATURES}: "
@@ -148,8 +153,13 @@ class Policy(Planner):
         return self.decode(history[-1], placement)[0]
 
     @torch.no_grad()
-    def decode(self, window: Window, placement: Placement) -> tuple[Placement, npt.NDArray[np.float64]]:
-        """The policy's plan (L, G, S), and how it weighed the experts of each layer (L, E) on the way."""
+    def decode(
+        self, window: Window, placement: Placement, until: float | None = None
+    ) -> tuple[Placement, npt.NDArray[np.float64]]:
+        """The policy's plan (L, G, S), and how it weighed the experts of each layer (L, E) on the way.
+
+        ``until`` (of ``time.perf_counter``) ends it before all operations are done, though not before the first.
+        """
         layers = window.n_layers
         if int(window.experts.max()) < 0:  # no token uses any expert: there is nothing to do
             return placement.astype(np.int16), np.ones((layers, self.simulator.n_experts))
@@ -159,7 +169,7 @@ class Policy(Planner):
         greedy = view.rows < layers  # the first copy of every layer; the others sample
         saved = torch.zeros(view.batch.num_envs)
         weighed = torch.zeros((layers, self.simulator.n_experts))
-        for _ in range(self.settings.operations):
+        for done in range(1, self.settings.operations + 1):
             inputs = view.inputs()
             encoded = network.encode(inputs, same_node)
             logits = network.expert_logits(inputs, encoded)
@@ -169,6 +179,10 @@ class Policy(Planner):
             nodes = network.node_logits(inputs, encoded, same_node, expert, parts, view.legal(expert))
             node = self._choose(nodes, greedy)
             saved += gains(parts)[view.rows, node]
+            if done == self.settings.operations or (until is not None and time.perf_counter() >= until):
+                # No layer follows: each has an environment of its own.
+                view.settle(expert, node)
+                break
             view.step(expert, node)
         best = saved.view(self.samples, layers).argmax(0)
         at = torch.arange(layers)
@@ -191,6 +205,7 @@ class PolicyGuided(Policy):
         seconds: for all layers together, the policy's own time included; None takes ``iterations`` a layer.
         iterations: annealing steps a layer where no time is given.
         guide: share of the steps that concern an expert drawn as the policy weighs them.
+        lead: share of the time that the policy may take before the search, where a time is given.
         heat: temperatures of the annealing.
     """
 
@@ -207,17 +222,18 @@ class PolicyGuided(Policy):
         seconds: float | None = None,
         iterations: int = 3000,
         guide: float = 0.5,
+        lead: float = 0.5,
         heat: tuple[float, float] = (3e-4, 1e-5),
     ) -> None:
         super().__init__(simulator, seed, checkpoint, operations, samples, policy)
-        if not 0 <= guide <= 1:
-            raise ValueError(f"guide is {guide}: expected 0 … 1")
+        if not (0 <= guide <= 1 and 0 <= lead <= 1):
+            raise ValueError(f"guide is {guide} and lead {lead}: expected 0 … 1")
         view = self.settings
         self.search = Anneal(
             simulator, seed, norm=view.norm, iterations=iterations, seconds=seconds, heat=heat,
             migration_weight=1.0 / view.horizon, homes=view.homes,
         )  # fmt: skip
-        self.guide = guide
+        self.guide, self.lead = guide, lead
 
     def reset(self) -> None:
         super().reset()
@@ -227,11 +243,11 @@ class PolicyGuided(Policy):
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         began = time.perf_counter()
         window = history[-1]
-        proposed, weighed = self.decode(window, placement)
+        seconds = self.search.seconds
+        proposed, weighed = self.decode(window, placement, None if seconds is None else began + self.lead * seconds)
         if self.settings.homes == "even":
             window = evenly_dealt(window, self.simulator.n_gpus)
         sim = self.simulator.count(window, proposed, before=placement)
-        seconds = self.search.seconds
         if seconds is not None:
             seconds = max(1e-4, seconds - (time.perf_counter() - began))
         scale = (tokens or window.n_tokens) / window.n_tokens

@@ -11,15 +11,18 @@ Nothing depends on a position: renumbering experts, or GPUs together with their 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch_geometric.nn import DenseGraphConv
 
 from clustergym.moe_placement.episode import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.planners.view import PROGRESS, Inputs, gains
 from clustergym.planners.view_kernels import N_PARTS
+
+Layer = TypeVar("Layer", bound=nn.Module)
 
 MASKED_LOGIT = -1e8
 # Features that the policy derives for each expert: co-active mass on its own and on the best other GPU and node, memory.
@@ -33,7 +36,7 @@ class NetworkConfig:
     """What makes a network; kept in its checkpoint."""
 
     hidden: int = 32
-    graph_layers: int = 2
+    graph_layers: int = 1
     encoder: str = "graph"
     """``graph``, or ``mlp``: nodes do not exchange messages."""
     simultaneous: bool = False
@@ -51,7 +54,7 @@ class NetworkConfig:
             raise ValueError(f"hidden is {self.hidden} and graph_layers {self.graph_layers}: expected at least 1")
 
 
-def orthogonal(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
+def orthogonal(layer: Layer, std: float = 2**0.5) -> Layer:
     """Orthogonal weights scaled by ``std``, biases 0, in every linear layer inside."""
     for part in layer.modules():
         weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
@@ -64,11 +67,33 @@ def orthogonal(layer: nn.Module, std: float = 2**0.5) -> nn.Module:
 
 def decoder(size: int, hidden: int, std: float) -> nn.Sequential:
     """Two layers to one number."""
-    return nn.Sequential(orthogonal(nn.Linear(size, hidden)), nn.Tanh(), orthogonal(nn.Linear(hidden, 1), std))
+    return nn.Sequential(orthogonal(nn.Linear(size, hidden)), nn.ReLU(), orthogonal(nn.Linear(hidden, 1), std))
+
+
+def averaging(graph: Tensor, copies: int = 1) -> Tensor:
+    """The weights with which a node averages its neighbours, as ``DenseGraphConv(aggr="mean")`` has them.
+
+    ``copies`` joins each node to so many equal copies of every neighbour.
+    """
+    return graph / (copies * graph.sum(-1, keepdim=True)).clamp(min=1)
+
+
+def by_visit(each: Tensor, visits: int) -> Tensor:
+    """(B, E, …) rows, those of a visit next to each other → (visits, E, steps, …), a view."""
+    return each.unflatten(0, (visits, -1)).transpose(1, 2)
+
+
+def by_row(each: Tensor) -> Tensor:
+    """(visits, E, steps, …) → (B, E, …)."""
+    return each.transpose(1, 2).flatten(0, 1)
 
 
 class GraphLayer(nn.Module):
-    """Every node hears its neighbours in two weighted graphs; without graphs it only hears itself."""
+    """Every node hears its neighbours in two weighted graphs; without graphs it only hears itself.
+
+    The two torch-geometric layers hold the weights; they are evaluated together, which saves one product in four, and nodes with the
+    same neighbours hear the same message, which is computed once.
+    """
 
     def __init__(self, hidden: int, graph: bool) -> None:
         super().__init__()
@@ -79,13 +104,41 @@ class GraphLayer(nn.Module):
         else:
             self.alone = orthogonal(nn.Linear(hidden, hidden))
 
+    def message(self, first: Tensor, second: Tensor) -> Tensor:
+        """(…, H) of what the neighbours in the two graphs are on average, (…, H) each."""
+        weight = torch.cat([self.first.lin_rel.weight, self.second.lin_rel.weight], -1)
+        return linear(torch.cat([first, second], -1), weight, self.first.lin_rel.bias + self.second.lin_rel.bias)
+
+    def myself(self, x: Tensor) -> Tensor:
+        return linear(x, self.first.lin_root.weight + self.second.lin_root.weight)
+
+
+class ExpertLayer(GraphLayer):
+    """Between experts."""
+
     def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        heard = self.first(x, first) + self.second(x, second) if self.graph else self.alone(x)
-        return torch.tanh(heard) + x
+        """(visits, E, steps, H) with averaging weights (visits, E, E): the steps of a visit share their graphs."""
+        if not self.graph:
+            return torch.relu(self.alone(x)) + x
+        flat, shape = x.flatten(2), x.shape[2:]
+        heard = self.message((first @ flat).unflatten(2, shape), (second @ flat).unflatten(2, shape))
+        return torch.relu(heard + self.myself(x)) + x
+
+
+class NodeLayer(GraphLayer):
+    """Between GPUs, each of them one node or several."""
+
+    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """(B, kinds, G, H) with averaging weights (B, G, G) and (G, G) between GPUs, whatever the kind."""
+        if not self.graph:
+            return torch.relu(self.alone(x)) + x
+        together = x.sum(1)
+        heard = self.message(first @ together, second @ together)
+        return torch.relu(heard[:, None] + self.myself(x)) + x
 
 
 class Encoders(nn.Module):
-    """Embeddings of the experts (B, E, H) and of the GPUs (B, G, H) before any choice."""
+    """Embeddings of the experts (visits, E, steps, H) and of the GPUs (B, G, H) before any choice."""
 
     def __init__(self, config: NetworkConfig) -> None:
         super().__init__()
@@ -93,11 +146,11 @@ class Encoders(nn.Module):
         self.experts_in = orthogonal(nn.Linear(N_EXPERT_FEATURES + N_DERIVED + len(PROGRESS), hidden))
         self.gpus_in = orthogonal(nn.Linear(N_GPU_FEATURES, hidden))
         self.around = orthogonal(nn.Linear(hidden, hidden, bias=False), 1.0) if graph else None
-        self.layers = nn.ModuleList(GraphLayer(hidden, graph) for _ in range(config.graph_layers))
-        self.gpu_layer = GraphLayer(hidden, graph)
+        self.layers = nn.ModuleList(ExpertLayer(hidden, graph) for _ in range(config.graph_layers))
+        self.gpu_layer = NodeLayer(hidden, graph)
 
     def forward(self, inputs: Inputs, near: Tensor, near_node: Tensor, same_node: Tensor) -> tuple[Tensor, Tensor]:
-        n_gpus = same_node.shape[0]
+        n_gpus, visits = same_node.shape[0], len(inputs["coactivation"])
         placement, progress = inputs["placement"], inputs["progress"]
         replicas = placement.sum(-1).clamp(min=1)
         absent = 1 - placement
@@ -112,15 +165,16 @@ class Encoders(nn.Module):
         )
         everywhere = progress[:, None].expand(-1, placement.shape[1], -1)
         experts = self.experts_in(torch.cat([inputs["experts"], derived, inputs["memory"], everywhere], -1))
-        gpus = torch.tanh(self.gpus_in(inputs["gpus"][:, :n_gpus]))
-        gpus = self.gpu_layer(gpus, inputs["traffic"], same_node)
+        gpus = torch.relu(self.gpus_in(inputs["gpus"][:, :n_gpus]))
+        gpus = self.gpu_layer(gpus[:, None], averaging(inputs["traffic"]), same_node)[:, 0]
         if self.around is not None:
             # What the GPUs that hold an expert, and those that hold its company, are like.
             share = placement / replicas[..., None] + near / near.sum(-1, keepdim=True).clamp(min=1e-6)
-            experts = experts + self.around(share @ gpus)
-        experts = torch.tanh(experts)
+            experts = experts + share @ self.around(gpus)
+        experts = torch.relu(by_visit(experts, visits))
+        graphs = averaging(inputs["coactivation"]), averaging(inputs["similar"])
         for layer in self.layers:
-            experts = layer(experts, inputs["coactivation"], inputs["similar"])
+            experts = layer(experts, *graphs)
         return experts, gpus
 
 
@@ -139,7 +193,7 @@ class PlacementPolicy(nn.Module):
         self.nodes_in = orthogonal(nn.Linear(N_GPU_FEATURES + N_PARTS + 4, hidden))
         self.chosen_in = orthogonal(nn.Linear(hidden, hidden, bias=False))
         self.gpus_on = orthogonal(nn.Linear(hidden, hidden, bias=False))
-        self.node_layers = nn.ModuleList(GraphLayer(hidden, graph) for _ in range(config.graph_layers))
+        self.node_layers = nn.ModuleList(NodeLayer(hidden, graph) for _ in range(config.graph_layers))
         self.node_head = decoder(hidden, hidden, 0.01)
         self.look_scale = nn.Parameter(torch.tensor(LOOK_SCALE * 10))
         self.critic_encoders = Encoders(config) if config.separate_critic else None
@@ -151,17 +205,26 @@ class PlacementPolicy(nn.Module):
         self.register_buffer("value_std", torch.zeros(()))
 
     def encode(self, inputs: Inputs, same_node: Tensor) -> dict[str, Tensor]:
-        """Embeddings that both actors and the critic start from."""
-        near = inputs["coactivation"] @ inputs["placement"]
+        """Embeddings that both actors and the critic start from.
+
+        ``coactivation`` and ``similar`` may have fewer rows than the other inputs: those are then so many visits to a layer, each with
+        its steps next to each other in the others' rows.
+        """
+        together, placement = inputs["coactivation"], inputs["placement"]
+        by_layer = by_visit(placement, len(together))
+        near = by_row((together @ by_layer.flatten(2)).unflatten(2, by_layer.shape[2:]))
         near_node = near @ same_node
         experts, gpus = self.encoders(inputs, near, near_node, same_node)
         return {"experts": experts, "gpus": gpus, "near": near, "near_node": near_node}
 
     def expert_logits(self, inputs: Inputs, encoded: dict[str, Tensor]) -> Tensor:
         """(B, E) scores of the experts, masked."""
-        experts = encoded["experts"]
-        overall = experts.mean(1, keepdim=True).expand_as(experts)
-        logits = self.expert_head(torch.cat([experts, overall], -1)).squeeze(-1)
+        experts, (first, activation, last) = encoded["experts"], self.expert_head
+        assert isinstance(first, nn.Linear)
+        # The first layer's part for the mean over experts is the same for all of them.
+        own, overall = first.weight.split(experts.shape[-1], -1)
+        hidden = linear(experts, own) + linear(experts.mean(1, keepdim=True), overall, first.bias)
+        logits = by_row(last(activation(hidden)).squeeze(-1))
         return torch.where(inputs["expert_mask"], logits, MASKED_LOGIT)
 
     def node_logits(
@@ -185,14 +248,17 @@ class PlacementPolicy(nn.Module):
         if config.simultaneous:
             about = torch.zeros_like(about)
         nodes = self.nodes_in(torch.cat([inputs["gpus"], about, legal[..., None].float(), parts.clamp(-5, 5)], -1))
-        nodes = nodes + self.gpus_on(encoded["gpus"]).repeat(1, 3, 1)
+        nodes = nodes.unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
         if not config.simultaneous:
-            nodes = nodes + self.chosen_in(encoded["experts"][rows, expert])[:, None]
-        nodes = torch.tanh(nodes)
-        # The three nodes of a GPU are joined to the nodes of the GPUs that it talks to.
-        traffic, same = inputs["traffic"].repeat(1, 3, 3), same_node.repeat(3, 3) / 3
+            steps = encoded["experts"].shape[2]
+            chosen = encoded["experts"][rows // steps, expert, rows % steps]
+            nodes = nodes + self.chosen_in(chosen)[:, None, None]
+        nodes = torch.relu(nodes)
+        # The three nodes of a GPU are joined to all three of the GPUs that it talks to.
+        traffic, same = averaging(inputs["traffic"], copies=3), same_node / 3
         for layer in self.node_layers:
             nodes = layer(nodes, traffic, same)
+        nodes = nodes.flatten(1, 2)
         logits = self.node_head(nodes).squeeze(-1) + self.look_scale * gains(parts)
         return torch.where(legal, logits, MASKED_LOGIT)
 
@@ -201,7 +267,7 @@ class PlacementPolicy(nn.Module):
         experts, gpus = encoded["experts"], encoded["gpus"]
         if self.critic_encoders is not None:
             experts, gpus = self.critic_encoders(inputs, encoded["near"], encoded["near_node"], same_node)
-        left = torch.cat([experts.mean(1), experts.amax(1)], -1)
+        left = torch.cat([experts.mean(1), experts.amax(1)], -1).flatten(0, 1)
         right = torch.cat([gpus.mean(1), gpus.amax(1)], -1)
         seen = [torch.cat([left, right], -1)] if self.config.centralised else [left, right]
         each = [

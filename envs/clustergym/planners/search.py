@@ -105,7 +105,7 @@ class _Search(Planner):
 
 
 class Anneal(_Search):
-    """Simulated annealing of every layer from the current placement, migration counted.
+    """Simulated annealing of every layer, migration counted, from the current placement or, where that is better, the static one.
 
     Args:
         norm, windows, homes: see above; the 16-norm generalises better to the next window than the true time.
@@ -114,6 +114,8 @@ class Anneal(_Search):
         iterations: a layer.
         seconds: time budget in place of ``iterations`` for all layers together (not reproducible to the last bit).
         heat: temperature at the beginning and the end, as shares of the layer's time.
+        restart: begin with the static placement where it is better, the way there counted. A placement that sends much between nodes is
+            a long way from a good one: few of the moves that lead there pay by themselves.
     """
 
     name = "anneal"
@@ -129,6 +131,7 @@ class Anneal(_Search):
         heat: tuple[float, float] = (3e-4, 1e-5),
         migration_weight: float = 1.0,
         homes: str = "served",
+        restart: bool = True,
     ) -> None:
         super().__init__(simulator, seed, norm, windows, homes)
         if iterations < 1 or (seconds is not None and seconds <= 0):
@@ -138,10 +141,31 @@ class Anneal(_Search):
         if min(heat) <= 0:
             raise ValueError(f"heat is {heat}: both temperatures must be more than 0")
         self.iterations, self.seconds, self.heat, self.migration_weight = iterations, seconds, heat, migration_weight
+        self.restart = restart
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+        began = time.perf_counter()
         window, sim, scale = self.observe(history, placement, tokens)
-        return self.refine(window, sim, scale, self.seconds)
+        # With comm="stay" a layer's time hangs on the layers before it: there is no choosing layer by layer.
+        if self.restart and self.simulator.mode != MODE_STAY:
+            static = self.simulator.static(window.n_layers)
+            other = self.simulator.count(window, static, before=placement)
+            better = self.costs(other, scale) < self.costs(sim, scale)
+            if better.any():
+                start = np.where(better[:, None, None], static, placement)
+                sim = self.simulator.count(window, start, before=placement)
+        left = None if self.seconds is None else max(1e-4, self.seconds - (time.perf_counter() - began))
+        return self.refine(window, sim, scale, left)
+
+    def costs(self, sim: Sim, scale: float) -> npt.NDArray[np.float64]:
+        """(L,) of what is to be made small, as ``sim`` stands."""
+        found = np.empty(len(sim.slots))
+        simulator = self.simulator
+        kernels.costs(
+            0, len(found), sim, simulator.cost, simulator.net, simulator.mode, self.doublings, scale,
+            self.migration_weight, found,
+        )  # fmt: skip
+        return found
 
     def refine(
         self,

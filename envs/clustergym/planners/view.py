@@ -92,6 +92,14 @@ class PolicyView:
         self._begin_layers(began)
         return reward.float(), began
 
+    def settle(self, expert: Tensor, node: Tensor) -> None:
+        """The last choices (B,), (B,) on a layer: they are applied and ``env["slots"]`` is up to date; nothing goes on from there."""
+        batch = self.batch
+        self._run(
+            view_kernels.settle_range, batch.num_envs, batch._array(expert.contiguous()), batch._array(node.contiguous()),
+            batch._env, batch._sim, batch._rules,
+        )  # fmt: skip
+
     def _begin_layers(self, where: Tensor) -> None:
         if not bool(where.any()):
             return

@@ -7,7 +7,16 @@ from typing import Any
 from numba import cuda
 
 from clustergym.moe_placement.launchers.cuda import _launch
-from clustergym.planners.view_kernels import deal_evenly, deal_range, look_ahead_parts, look_range, seat, seat_range
+from clustergym.planners.view_kernels import (
+    deal_evenly,
+    deal_range,
+    look_ahead_parts,
+    look_range,
+    seat,
+    seat_range,
+    settle,
+    settle_range,
+)
 
 
 @cuda.jit
@@ -32,7 +41,14 @@ def _look(expert: Any, result: Any, env: Any, sim: Any, rules: Any, doublings: A
             look_ahead_parts(env, sim, b, rules, expert[b, i], doublings, result[b, i])
 
 
-_KERNELS = {deal_range: _deal, seat_range: _seat, look_range: _look}
+@cuda.jit
+def _settle(expert: Any, node: Any, env: Any, sim: Any, rules: Any) -> None:
+    b = cuda.grid(1)
+    if b < env.clock.shape[0]:
+        settle(env, sim, b, rules, expert[b], node[b])
+
+
+_KERNELS = {deal_range: _deal, seat_range: _seat, look_range: _look, settle_range: _settle}
 
 
 def run(kernel: Any, size: int, *arguments: Any) -> None:

@@ -22,6 +22,7 @@ from clustergym.moe_placement.dynamics import (
     layer_time,
     migration_time,
     resolve,
+    smooth_and_true,
 )
 from clustergym.moe_placement.episode import DONE, LAYER, OP, TIME_SEEN, TIME_SEEN_START
 
@@ -73,8 +74,7 @@ def look_ahead_parts(env: Any, sim: Any, b: Any, rules: Any, e: Any, doublings: 
     """
     cost, net, mode = rules.cost, rules.net, rules.mode
     unit = env.time[b, TIME_SEEN_START]
-    smooth = layer_time(sim, b, 0, cost, net, mode, doublings, 1.0)
-    true = layer_time(sim, b, 0, cost, net, mode, -1, 1.0)
+    smooth, true = smooth_and_true(sim, b, 0, cost, net, mode, doublings)
     moved = migration_time(sim, b, cost)
     for node in range(3 * sim.slots.shape[1]):
         for part in range(N_PARTS):
@@ -83,10 +83,23 @@ def look_ahead_parts(env: Any, sim: Any, b: Any, rules: Any, e: Any, doublings: 
         if kind == OP_NOTHING or kind == OP_ILLEGAL:
             continue
         change(sim, b, e, source, target, victim, target, source, net, mode, 1)
-        result[node, PART_SMOOTH] = (smooth - layer_time(sim, b, 0, cost, net, mode, doublings, 1.0)) / unit
-        result[node, PART_TRUE] = (true - layer_time(sim, b, 0, cost, net, mode, -1, 1.0)) / unit
+        smooth_then, true_then = smooth_and_true(sim, b, 0, cost, net, mode, doublings)
+        result[node, PART_SMOOTH] = (smooth - smooth_then) / unit
+        result[node, PART_TRUE] = (true - true_then) / unit
         result[node, PART_MIGRATION] = (moved - migration_time(sim, b, cost)) / unit
         change(sim, b, e, target, source, victim, source, target, net, mode, 1)
+
+
+@device
+def settle(env: Any, sim: Any, b: Any, rules: Any, expert: Any, node: Any) -> None:
+    """The last operation on a layer: apply it and keep the placement. Nothing is observed and no other layer begins."""
+    kind, source, target, victim = resolve(sim, b, expert, node)
+    if kind != OP_NOTHING and kind != OP_ILLEGAL:
+        change(sim, b, expert, source, target, victim, target, source, rules.net, rules.mode, 2)
+    layer = env.clock[b, LAYER]
+    for g in range(sim.slots.shape[1]):
+        for s in range(sim.slots.shape[2]):
+            env.slots[b, layer, g, s] = sim.slots[b, g, s]
 
 
 @device
@@ -102,6 +115,12 @@ def seat_range(
     """Environment b at layer b mod L: all layers of one window side by side, once or several times."""
     for b in range(first, last):
         seat(env, sim, obs, b, corpus, rules, b % env.slots.shape[1], slots[b], rows, home)
+
+
+@device
+def settle_range(first: Any, last: Any, expert: Any, node: Any, env: Any, sim: Any, rules: Any) -> None:
+    for b in range(first, last):
+        settle(env, sim, b, rules, expert[b], node[b])
 
 
 @device
