@@ -115,13 +115,15 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
             )
         for name, style in zip(shown, (":", "--", "-.", "--", "-.", "-"), strict=True):
             axis.axhline(lines[name]["reward"], ls=style, lw=1.1, color="#000000" if name == "oracle" else "#888888")
+            # Neighbouring lines are named at opposite ends.
+            left = name in ("grant", "cut-0.8")
             axis.annotate(
                 name,
-                (1.0, lines[name]["reward"]),
+                (0.3 if left else 0.99, lines[name]["reward"]),
                 xycoords=("axes fraction", "data"),
                 fontsize=8,
-                ha="right",
-                va="bottom",
+                ha="left" if left else "right",
+                va="top" if name in ("grant", "vpa-fraction") else "bottom",
             )
         axis.set(xlabel="million decisions", title=title)
         axis.legend(loc="lower center", fontsize=9)

@@ -112,6 +112,7 @@ def main(args: Args) -> None:
                         "anneal-max",
                         "anneal",
                         "anneal-4",
+                        "anneal-even",
                         "oracle",
                     ]
                     options = {"eplb-threshold": {"threshold": tuned_threshold(trace, simulator, protocol)}}

@@ -165,6 +165,21 @@ def test_the_standard_deviation_falls_by_the_same_factor_to_its_end(tmp_path: Pa
         trained("ppo_gpu_alloc", tmp_path / "none", **(options | {"final_std": 0}))
 
 
+def test_actions_begin_where_they_are_told_to() -> None:
+    torch.manual_seed(0)
+    agent = ppo.Agent(5)
+    agent.set_mean(0.2)
+    mean = agent.actor(torch.randn(64, 5))
+    torch.testing.assert_close(mean, torch.full_like(mean, 0.2), atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, float("nan")])
+def test_a_start_outside_the_range_is_refused(mean: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="initial_mean is .*: expected a share between 0 and 1"):
+        ppo.train(ppo.Args(initial_mean=mean, run_dir=tmp_path / "run"), World())
+    assert not (tmp_path / "run").exists()
+
+
 def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every pod needs the same part of its request, five numbers say it all: PPO must leave every fixed rule behind."""
     config = AllocationConfig(node_spread=0.0, owner_spread=0.0, pod_spread=0.0, load=1.0)
