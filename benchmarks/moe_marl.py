@@ -5,6 +5,7 @@
     python benchmarks/moe_marl.py limit --clusters h800-2x8   # how far search gets with ten times the steps
     python benchmarks/moe_marl.py guided                      # policy-guided search beside annealing at equal time
     python benchmarks/moe_marl.py decision                    # time of a decision (on an idle machine)
+    python benchmarks/moe_marl.py domains                     # trained on one domain, serving another
     python benchmarks/moe_marl.py ablations                   # one table
     python benchmarks/moe_marl.py throughput                  # beside one environment a process, numpy in and out
     python benchmarks/moe_marl.py growth                      # cost against experts, GPUs, tokens, environments
@@ -52,6 +53,7 @@ STAGES = ("untrained", "supervised", "policy")
 ABLATIONS: dict[str, list[str]] = {
     "as it is": [],
     "MLP encoder": ["--encoder", "mlp"],
+    "two rounds of messages": ["--graph-layers", "2"],
     "simultaneous choice": ["--simultaneous"],
     "reward on the observed window": ["--reward-window", "observed"],
     "decentralised critics": ["--no-centralised"],
@@ -72,7 +74,10 @@ ABLATIONS: dict[str, list[str]] = {
 @dataclass
 class Args:
     studies: tyro.conf.Positional[
-        tuple[Literal["train", "holdout", "limit", "guided", "decision", "ablations", "throughput", "growth"], ...]
+        tuple[
+            Literal["train", "holdout", "limit", "guided", "decision", "domains", "ablations", "throughput", "growth"],
+            ...,
+        ]
     ] = ("train", "holdout", "guided")
     """Which to run, in this order."""
     data: Path = ROOT.parent / "shared" / "data" / "moe"
@@ -97,7 +102,9 @@ class Args:
     """Further numbers of operations a layer to try the trained policy with in the study of held-out streams."""
     trainer_flags: tuple[str, ...] = ()
     """Further arguments of the trainer."""
-    ablation_timesteps: int = 16_384
+    domain_timesteps: int = 204_800
+    """Operations of each training on one domain."""
+    ablation_timesteps: int = 65_536
     """Operations of each ablation."""
     ablation_seeds: tuple[int, ...] = (1, 2)
     """Seeds of each ablation."""
@@ -142,18 +149,22 @@ def model_of(args: Args, model: str) -> str:
     return "deepseek-v2-lite" if sources(args, model) == ["synthetic"] else model
 
 
-def trainer_command(args: Args, folder: Path, seed: int, timesteps: int, flags: Sequence[str]) -> list[str]:
+def trainer_command(
+    args: Args, folder: Path, seed: int, timesteps: int, flags: Sequence[str], traces: Sequence[str]
+) -> list[str]:
     model = args.models[0]
     return [
-        sys.executable, str(TRAINER), "--trace", *sources(args, model), "--model", model_of(args, model), "--cluster", args.clusters[0],
+        sys.executable, str(TRAINER), "--trace", *(traces or sources(args, model)), "--model", model_of(args, model), "--cluster", args.clusters[0],
         "--seed", str(seed), "--total-timesteps", str(timesteps), "--run-dir", str(folder), "--eval-streams", "0", *flags,
     ]  # fmt: skip
 
 
-def train_one(args: Args, folder: Path, seed: int, timesteps: int, flags: Sequence[str] = ()) -> Path:
+def train_one(
+    args: Args, folder: Path, seed: int, timesteps: int, flags: Sequence[str] = (), traces: Sequence[str] = ()
+) -> Path:
     """The run's folder; a training that was cut short goes on where it stopped."""
     if not (folder / "policy.pt").exists():
-        command = trainer_command(args, folder, seed, timesteps, flags)
+        command = trainer_command(args, folder, seed, timesteps, flags, traces)
         args.console.print(" ".join(command), highlight=False, soft_wrap=True)
         subprocess.run([*command, "--resume"], check=True, stdout=subprocess.DEVNULL)
     return folder
@@ -163,9 +174,8 @@ def seed_folder(args: Args, seed: int) -> Path:
     return args.output / "train" / f"seed-{seed}"
 
 
-def stage_policy(args: Args, seed: int, stage: str) -> tuple[PlacementPolicy, ViewSettings]:
+def stage_policy(folder: Path, seed: int, stage: str) -> tuple[PlacementPolicy, ViewSettings]:
     """The network of a training before, between and after its two phases."""
-    folder = seed_folder(args, seed)
     network, view, _ = load_policy(folder if stage == "policy" else folder / "supervised")
     if stage == "untrained":
         torch.manual_seed(seed)
@@ -176,7 +186,11 @@ def stage_policy(args: Args, seed: int, stage: str) -> tuple[PlacementPolicy, Vi
 def stage_planner(args: Args, simulator: Simulator, seed: int, stage: str) -> Policy:
     """``policy@32`` is the trained policy with 32 operations a layer."""
     stage, _, operations = stage.partition("@")
-    return Policy(simulator, policy=stage_policy(args, seed, stage), operations=int(operations) if operations else None)
+    return Policy(
+        simulator,
+        policy=stage_policy(seed_folder(args, seed), seed, stage),
+        operations=int(operations) if operations else None,
+    )
 
 
 def figures(make: Callable[[], Planner], name: str, trace: TokenTrace, protocol: Protocol) -> dict[str, Any]:
@@ -325,7 +339,7 @@ def guided(args: Args) -> None:
         simulator = Simulator(model_of(args, model), args.clusters[0])
         protocol = Protocol("drift", args.windows, 2048, streams=args.streams, seed=0)
         folder = args.output / "guided" / model
-        policy = stage_policy(args, args.seeds[0], "policy")
+        policy = stage_policy(seed_folder(args, args.seeds[0]), args.seeds[0], "policy")
         table = Table(
             "planner", "budget ms", "total µs", "÷ anneal (streams)", "spent ms", title=f"{model}, equal time"
         )
@@ -365,7 +379,7 @@ def decision(args: Args) -> None:
     _, test = halves(args, model, 26)
     simulator = Simulator(model_of(args, model), args.clusters[0])
     protocol = Protocol("drift", 4, 2048, streams=1, seed=0)
-    policy = stage_policy(args, args.seeds[0], "policy")
+    policy = stage_policy(seed_folder(args, args.seeds[0]), args.seeds[0], "policy")
     table = Table("planner", "ms a layer", title=f"decision time, {test.n_layers} layers of {model}")
     planners: dict[str, Callable[[], Planner]] = {
         "policy": lambda: Policy(simulator, policy=policy),
@@ -381,6 +395,38 @@ def decision(args: Args) -> None:
 
         table.add_row(name, f"{cached(args.output / 'decision' / f'{name}.json', measure):.2f}")
     args.console.print(table)
+
+
+def domains(args: Args) -> None:
+    """Train on one domain of the first model and serve another: no sequence and no topic in common."""
+    model, cluster = args.models[0], args.clusters[0]
+    files = sources(args, model)
+    if len(files) < 2:
+        raise SystemExit(f"{model}: expected a trace of each of two domains in {args.data}, found {len(files)}")
+    parts = [TokenTrace.load(path) for path in files[:2]]
+    layers = np.unique(np.linspace(0, parts[0].n_layers - 1, args.layers).round().astype(int)).tolist()
+    train_part, test = parts[0].split(0.5, seed=0)[0].select(layers=layers), parts[1].select(layers=layers)
+    simulator = Simulator(model_of(args, model), cluster)
+    protocol = Protocol("drift", args.windows, 2048, streams=args.streams, seed=0)
+    folder = args.output / "domains"
+    tuned = tuned_eplb(args, simulator, train_part, folder)
+    rules: dict[str, Callable[[], Planner]] = {
+        name: partial(make_planner, name, simulator) for name in (*EPLBS, "static", "bottleneck-8", "anneal")
+    }
+    rules["eplb-tuned"] = partial(EPLB, simulator, ema=tuned["ema"], threshold=tuned["threshold"])
+    found = {
+        name: cached(folder / f"{name}.json", partial(figures, make, name, test, protocol))
+        for name, make in rules.items()
+    }
+    for seed in args.seeds:
+        run = train_one(args, folder / f"seed-{seed}", seed, args.domain_timesteps, args.trainer_flags, files[:1])
+        for stage in STAGES:
+            make = partial(Policy, simulator, policy=stage_policy(run, seed, stage))
+            found[f"{stage} {seed}"] = cached(
+                folder / f"{stage}-{seed}.json", partial(figures, make, stage, test, protocol)
+            )
+    title = f"trained on {Path(files[0]).stem}, serving {Path(files[1]).stem} on {cluster}, {args.streams} streams"
+    args.console.print(holdout_table(found, title))
 
 
 def ablations(args: Args) -> None:
@@ -521,7 +567,7 @@ def load_trainer() -> Any:
 
 
 def throughput(args: Args) -> None:
-    """Steps/s of the same networks and update: the trainer, and one environment a process. Two rounds each, in turns."""
+    """Steps/s of the same networks and update: the trainer, and one environment a process. Four rounds each, in turns."""
     marl, model = load_trainer(), args.models[0]
     common = {
         "trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[0],
@@ -540,7 +586,7 @@ def throughput(args: Args) -> None:
     try:
         marl.iterate(agent, optimizer, rollouts, marl.ReturnStatistics(), ours, world)
         plain_collect(marl, view, agent, plain)
-        for _ in range(2):
+        for _ in range(4):
             found = marl.iterate(agent, optimizer, rollouts, marl.ReturnStatistics(), ours, world)
             rounds["batched"].append({key: found[key] for key in found if key.startswith(("time/", "charts/SPS"))})
             began = time.perf_counter()

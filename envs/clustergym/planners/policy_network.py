@@ -104,13 +104,10 @@ class GraphLayer(nn.Module):
         else:
             self.alone = orthogonal(nn.Linear(hidden, hidden))
 
-    def message(self, first: Tensor, second: Tensor) -> Tensor:
-        """(…, H) of what the neighbours in the two graphs are on average, (…, H) each."""
-        weight = torch.cat([self.first.lin_rel.weight, self.second.lin_rel.weight], -1)
-        return linear(torch.cat([first, second], -1), weight, self.first.lin_rel.bias + self.second.lin_rel.bias)
-
     def myself(self, x: Tensor) -> Tensor:
-        return linear(x, self.first.lin_root.weight + self.second.lin_root.weight)
+        """What a node makes of itself, and the biases."""
+        bias = self.first.lin_rel.bias + self.second.lin_rel.bias
+        return linear(x, self.first.lin_root.weight + self.second.lin_root.weight, bias)
 
 
 class ExpertLayer(GraphLayer):
@@ -120,9 +117,9 @@ class ExpertLayer(GraphLayer):
         """(visits, E, steps, H) with averaging weights (visits, E, E): the steps of a visit share their graphs."""
         if not self.graph:
             return torch.relu(self.alone(x)) + x
-        flat, shape = x.flatten(2), x.shape[2:]
-        heard = self.message((first @ flat).unflatten(2, shape), (second @ flat).unflatten(2, shape))
-        return torch.relu(heard + self.myself(x)) + x
+        one, two = (linear(x, conv.lin_rel.weight).flatten(2) for conv in (self.first, self.second))
+        heard = torch.baddbmm(torch.baddbmm(self.myself(x).flatten(2), first, one), second, two)
+        return torch.relu(heard.unflatten(2, x.shape[2:])) + x
 
 
 class NodeLayer(GraphLayer):
@@ -133,7 +130,8 @@ class NodeLayer(GraphLayer):
         if not self.graph:
             return torch.relu(self.alone(x)) + x
         together = x.sum(1)
-        heard = self.message(first @ together, second @ together)
+        one, two = (linear(together, conv.lin_rel.weight) for conv in (self.first, self.second))
+        heard = first @ one + second @ two
         return torch.relu(heard[:, None] + self.myself(x)) + x
 
 
@@ -171,7 +169,7 @@ class Encoders(nn.Module):
             # What the GPUs that hold an expert, and those that hold its company, are like.
             share = placement / replicas[..., None] + near / near.sum(-1, keepdim=True).clamp(min=1e-6)
             experts = experts + share @ self.around(gpus)
-        experts = torch.relu(by_visit(experts, visits))
+        experts = torch.relu(by_visit(experts, visits).contiguous())
         graphs = averaging(inputs["coactivation"]), averaging(inputs["similar"])
         for layer in self.layers:
             experts = layer(experts, *graphs)
@@ -267,8 +265,8 @@ class PlacementPolicy(nn.Module):
         experts, gpus = encoded["experts"], encoded["gpus"]
         if self.critic_encoders is not None:
             experts, gpus = self.critic_encoders(inputs, encoded["near"], encoded["near_node"], same_node)
-        left = torch.cat([experts.mean(1), experts.amax(1)], -1).flatten(0, 1)
-        right = torch.cat([gpus.mean(1), gpus.amax(1)], -1)
+        left = torch.cat([experts.mean(1), experts.max(1).values], -1).flatten(0, 1)
+        right = torch.cat([gpus.mean(1), gpus.max(1).values], -1)
         seen = [torch.cat([left, right], -1)] if self.config.centralised else [left, right]
         each = [
             critic(torch.cat([part, inputs["progress"]], -1)) for critic, part in zip(self.critics, seen, strict=True)
