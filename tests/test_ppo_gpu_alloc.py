@@ -175,7 +175,7 @@ def test_actions_begin_where_they_are_told_to() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, float("nan")])
 def test_a_start_outside_the_range_is_refused(mean: float, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="initial_mean is .*: expected a share between 0 and 1"):
+    with pytest.raises(ValueError, match=r"initial_mean is .*: expected a share between 0 and 1"):
         ppo.train(ppo.Args(initial_mean=mean, run_dir=tmp_path / "run"), World())
     assert not (tmp_path / "run").exists()
 
