@@ -1,6 +1,7 @@
 """The evidence behind docs/ppo_moe_marl.md: studies of the placement policy, each of which can be stopped and taken up again.
 
     python benchmarks/moe_marl.py train --seeds 1 2 3 4 5     # five trainings (about 5 minutes of one core each)
+    python benchmarks/moe_marl.py curves                      # what those five saved while they learned
     python benchmarks/moe_marl.py holdout                     # held-out streams, two models, 4×4, 2×8 and 4×8, every seed
     python benchmarks/moe_marl.py limit --clusters h800-2x8   # how far search gets with ten times the steps
     python benchmarks/moe_marl.py guided                      # policy-guided search beside annealing at equal time
@@ -43,6 +44,7 @@ from clustergym.planners.policy import Policy, PolicyGuided, ViewSettings, load_
 from clustergym.planners.policy_network import PlacementPolicy
 from clustergym.planners.search import Anneal
 from clustergym.planners.view import LAYER_KEYS, STEP_KEYS, PolicyView
+from clustergym.training import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER = ROOT / "cleanrl_ppo" / "ppo_moe_marl.py"
@@ -75,7 +77,18 @@ ABLATIONS: dict[str, list[str]] = {
 class Args:
     studies: tyro.conf.Positional[
         tuple[
-            Literal["train", "holdout", "limit", "guided", "decision", "domains", "ablations", "throughput", "growth"],
+            Literal[
+                "train",
+                "curves",
+                "holdout",
+                "limit",
+                "guided",
+                "decision",
+                "domains",
+                "ablations",
+                "throughput",
+                "growth",
+            ],
             ...,
         ]
     ] = ("train", "holdout", "guided")
@@ -212,6 +225,37 @@ def interval(values: Sequence[float]) -> str:
 def train(args: Args) -> None:
     for seed in args.seeds:
         train_one(args, seed_folder(args, seed), seed, args.timesteps, args.trainer_flags)
+
+
+def curves(args: Args) -> None:
+    """Learning curves of the trainings: the reward of finished episodes, and the validation streams since the supervised phase."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    colours = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377")
+    for axis, tag, title in (
+        (axes[0], "charts/episodic_saved", "training episodes: share of the static time saved, %"),
+        (axes[1], "validation/saved_vs_eplb", "validation streams: more saved than after the supervised phase, points"),
+    ):
+        found = [read_scalars(seed_folder(args, seed), tag) for seed in args.seeds]
+        steps = np.array(found[0][0])
+        values = np.array([each[1] for each in found])
+        values = 100 * values if axis is axes[0] else values - values[:, :1]
+        # Single rollouts and single looks are noisy: means of the last ten.
+        smooth = np.array([[row[max(0, i - 9) : i + 1].mean() for i in range(len(row))] for row in values])
+        for row, colour, seed in zip(smooth, colours, args.seeds, strict=False):
+            axis.plot(steps / 1000, row, lw=1, color=colour, label=f"seed {seed}")
+        axis.plot(steps / 1000, smooth.mean(0), lw=2.2, color="black", label="mean")
+        axis.set(xlabel="thousand operations", title=title)
+        axis.title.set_fontsize(10)
+    axes[1].axhline(0, color="#BBBBBB", lw=1)
+    axes[0].legend(fontsize=8)
+    figure.savefig(args.output / "curves.png", dpi=110)
+    plt.close(figure)
+    args.console.print(f"plot: {args.output / 'curves.png'}")
 
 
 def tuned_eplb(args: Args, simulator: Simulator, train: TokenTrace, folder: Path) -> dict[str, Any]:
