@@ -123,6 +123,8 @@ class Args:
     """Seeds of each ablation."""
     ablation_streams: int = 5
     """Held-out streams of each ablation."""
+    threads: int = os.cpu_count() or 1
+    """Torch threads of both updates in the study of throughput."""
     budgets_ms: tuple[float, ...] = (3.0, 10.0, 30.0)
     """Time a layer in the study of guided search."""
     console: tyro.conf.Suppress[Console] = field(default_factory=lambda: Console(width=140))
@@ -616,7 +618,7 @@ def throughput(args: Args) -> None:
     common = {
         "trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[0],
     }  # fmt: skip
-    ours = marl.Args(**common)
+    ours = marl.Args(**common, threads=args.threads)
     plain = marl.Args(**common, num_envs=8, num_steps=512)  # as many steps an update, in as many minibatches
     world = marl.World()
     rounds: dict[str, list[dict[str, float]]] = {"batched": [], "one process each": []}
@@ -636,7 +638,9 @@ def throughput(args: Args) -> None:
             began = time.perf_counter()
             batch = plain_collect(marl, view, agent, plain)
             collected = time.perf_counter()
+            torch.set_num_threads(args.threads)
             marl.update(agent, optimizer, batch, view.same_node, plain, world)
+            torch.set_num_threads(1)
             ended = time.perf_counter()
             rounds["one process each"].append(
                 {"charts/SPS": len(batch) / (ended - began), "time/update": (ended - collected) / (ended - began)}
@@ -655,7 +659,7 @@ def throughput(args: Args) -> None:
 
 
 def growth(args: Args) -> None:
-    """µs of one step (simulation, look-ahead, both actors) against each size, the others held at 64 experts, 4×4, 2048, 64."""
+    """Median µs of one step (simulation, look-ahead, both actors) against each size, the others held at 64 experts, 4×4, 2048, 64."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -688,8 +692,8 @@ def growth(args: Args) -> None:
         )
         view = PolicyView(PlacementBatch(config, setting["environments"]))
         view.reset()
-        network, spent = PlacementPolicy().eval(), {"policy": 0.0, "simulator": 0.0}
-        repeats = max(3, 64 // setting["environments"])
+        network, spent = PlacementPolicy().eval(), {"policy": list[float](), "simulator": list[float]()}
+        repeats = max(12, 64 // setting["environments"])
         with torch.no_grad():
             for i in range(repeats + 1):
                 began = time.perf_counter()
@@ -705,9 +709,9 @@ def growth(args: Args) -> None:
                 decided = time.perf_counter()
                 view.step(expert, node)
                 if i:  # the first round compiles
-                    spent["policy"] += chosen - began + decided - looked
-                    spent["simulator"] += looked - chosen + time.perf_counter() - decided
-        return {key: 1e6 * value / repeats / setting["environments"] for key, value in spent.items()}
+                    spent["policy"].append(chosen - began + decided - looked)
+                    spent["simulator"].append(looked - chosen + time.perf_counter() - decided)
+        return {key: 1e6 * float(np.median(each)) / setting["environments"] for key, each in spent.items()}
 
     figure, axes = plt.subplots(1, 4, figsize=(14, 3.4), layout="constrained")
     for axis, (name, values) in zip(axes, sizes.items(), strict=True):

@@ -90,6 +90,8 @@ class Args:
     """Write policy.pt, which the planners ``policy`` and ``policy-guided`` load."""
     cuda: bool = False
     """Simulate and train on the GPU."""
+    threads: int = 1
+    """Torch threads in the update, where products are large: as many as cores where nothing else runs. Playing takes one."""
     compile: bool = False
     """torch.compile the networks' pass over a minibatch."""
     track: bool = False
@@ -322,6 +324,8 @@ def make_task(args: Args) -> Task:
             f"{visits} visits to a layer ({args.num_envs} environments, {args.num_steps} steps, {args.ops_per_layer} operations each) "
             f"do not divide into {args.num_minibatches} minibatches: lower --num-minibatches, or take more environments or steps"
         )
+    if args.threads < 1:
+        raise ValueError(f"threads is {args.threads}: expected at least 1")
     if args.twins < 1:
         raise ValueError(f"twins is {args.twins}: expected at least 1")
     if args.pretrain_sharpen <= 0:
@@ -663,7 +667,9 @@ def iterate(
     mean, std = statistics.update(batch.returns, world) if args.norm_value else (0.0, 1.0)
     device = batch.returns.device
     agent.standardise(torch.tensor(mean, device=device), torch.tensor(std, device=device))
+    torch.set_num_threads(args.threads)
     metrics = update(agent, optimizer, batch, rollouts.view.same_node, args, world)
+    torch.set_num_threads(1)
     updated = time.perf_counter()
     elapsed = max(updated - began, 1e-9)
     return metrics | {
