@@ -113,6 +113,8 @@ class Args:
     """Models to evaluate on; training is on the first."""
     operations: tuple[int, ...] = ()
     """Further numbers of operations a layer to try the trained policy with in the study of held-out streams."""
+    with_guided: bool = False
+    """Also try guided search with its default steps in the study of held-out streams."""
     trainer_flags: tuple[str, ...] = ()
     """Further arguments of the trainer."""
     domain_timesteps: int = 204_800
@@ -156,8 +158,12 @@ def halves(args: Args, model: str, layers: int) -> tuple[TokenTrace, TokenTrace]
     traces = [TokenTrace.load(path) for path in sources(args, model)]
     whole = traces[0] if len(traces) == 1 else TokenTrace.concat(traces, [trace.name for trace in traces])
     train, test = whole.split(0.5, seed=0)
-    picked = np.unique(np.linspace(0, whole.n_layers - 1, min(layers, whole.n_layers)).round().astype(int)).tolist()
-    return train.select(layers=picked), test.select(layers=picked)
+    return evenly_spaced(train, layers), evenly_spaced(test, layers)
+
+
+def evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
+    picked = np.unique(np.linspace(0, trace.n_layers - 1, min(layers, trace.n_layers)).round().astype(int))
+    return trace.select(layers=picked.tolist())
 
 
 def model_of(args: Args, model: str) -> str:
@@ -199,7 +205,9 @@ def stage_policy(folder: Path, seed: int, stage: str) -> tuple[PlacementPolicy, 
 
 
 def stage_planner(args: Args, simulator: Simulator, seed: int, stage: str) -> Policy:
-    """``policy@32`` is the trained policy with 32 operations a layer."""
+    """``policy@32`` is the trained policy with 32 operations a layer, ``guided`` the search that it guides."""
+    if stage == "guided":
+        return PolicyGuided(simulator, policy=stage_policy(seed_folder(args, seed), seed, "policy"))
     stage, _, operations = stage.partition("@")
     return Policy(
         simulator,
@@ -277,6 +285,16 @@ def tuned_eplb(args: Args, simulator: Simulator, train: TokenTrace, folder: Path
     return cached(folder / "tuning.json", search)
 
 
+def rules_for(simulator: Simulator, tuned: dict[str, Any]) -> dict[str, Callable[[], Planner]]:
+    """What the policy is held against."""
+    rules: dict[str, Callable[[], Planner]] = {
+        name: partial(make_planner, name, simulator) for name in (*EPLBS, "static", "bottleneck-8", "anneal")
+    }
+    rules["eplb-tuned"] = partial(EPLB, simulator, ema=tuned["ema"], threshold=tuned["threshold"])
+    rules["bottleneck-8, 16 ops, 16-norm"] = partial(make_planner, "bottleneck-8", simulator, operations=16, norm=16)
+    return rules
+
+
 def holdout(args: Args) -> None:
     """Every seed's policy, its supervised and untrained self, and the rules, on the same held-out streams."""
     for model in args.models:
@@ -286,21 +304,15 @@ def holdout(args: Args) -> None:
             folder = args.output / "holdout" / f"{model}-{cluster}"
             protocol = Protocol("drift", args.windows, 2048, streams=args.streams, seed=0)
             tuned = tuned_eplb(args, simulator, train_part, folder)
-            rules: dict[str, Callable[[], Planner]] = {
-                name: partial(make_planner, name, simulator) for name in (*EPLBS, "static", "bottleneck-8", "anneal")
-            }
-            rules["eplb-tuned"] = partial(EPLB, simulator, ema=tuned["ema"], threshold=tuned["threshold"])
-            rules["bottleneck-8, 16 ops, 16-norm"] = partial(
-                make_planner, "bottleneck-8", simulator, operations=16, norm=16
-            )
             found = {
                 name: cached(folder / f"{name}.json", partial(figures, make, name, test, protocol))
-                for name, make in rules.items()
+                for name, make in rules_for(simulator, tuned).items()
             }
             for seed in args.seeds:
                 if not (seed_folder(args, seed) / "policy.pt").exists():
                     continue
-                for stage in (*STAGES, *(f"policy@{operations}" for operations in args.operations)):
+                further = [f"policy@{operations}" for operations in args.operations] + ["guided"] * args.with_guided
+                for stage in (*STAGES, *further):
                     make = partial(stage_planner, args, simulator, seed, stage)
                     found[f"{stage} {seed}"] = cached(
                         folder / f"{stage}-{seed}.json", partial(figures, make, stage, test, protocol)
@@ -348,14 +360,14 @@ def holdout_table(found: dict[str, Any], title: str) -> Table:
         title=f"{title}; best EPLB: {best}", caption="means, ± half width of the 95 % interval over streams or training seeds",
     )  # fmt: skip
     for name, each in sorted(found.items(), key=lambda item: -item[1]["total_us"]):
-        if name.split("@")[0].split()[0] in STAGES:
+        if name.split("@")[0].split()[0] in (*STAGES, "guided"):
             continue
         streams = np.array(each["streams"])
         table.add_row(
             name, f"{streams.mean():.1f}", interval(streams / best_streams), "", interval(streams / every),
             f"{each['migration_us']:.1f}", f"{each['moves']:.1f}", f"{each['decision_ms']:.1f}",
         )  # fmt: skip
-    stages = dict.fromkeys(name.split()[0] for name in found if name.split("@")[0].split()[0] in STAGES)
+    stages = dict.fromkeys(name.split()[0] for name in found if name.split("@")[0].split()[0] in (*STAGES, "guided"))
     ours = {stage: stage_streams(found, stage) for stage in stages}
     for stage, totals in ours.items():
         if not len(totals):
@@ -450,19 +462,14 @@ def domains(args: Args) -> None:
     if len(files) < 2:
         raise SystemExit(f"{model}: expected a trace of each of two domains in {args.data}, found {len(files)}")
     parts = [TokenTrace.load(path) for path in files[:2]]
-    layers = np.unique(np.linspace(0, parts[0].n_layers - 1, args.layers).round().astype(int)).tolist()
-    train_part, test = parts[0].split(0.5, seed=0)[0].select(layers=layers), parts[1].select(layers=layers)
+    train_part, test = evenly_spaced(parts[0].split(0.5, seed=0)[0], args.layers), evenly_spaced(parts[1], args.layers)
     simulator = Simulator(model_of(args, model), cluster)
     protocol = Protocol("drift", args.windows, 2048, streams=args.streams, seed=0)
     folder = args.output / "domains"
     tuned = tuned_eplb(args, simulator, train_part, folder)
-    rules: dict[str, Callable[[], Planner]] = {
-        name: partial(make_planner, name, simulator) for name in (*EPLBS, "static", "bottleneck-8", "anneal")
-    }
-    rules["eplb-tuned"] = partial(EPLB, simulator, ema=tuned["ema"], threshold=tuned["threshold"])
     found = {
         name: cached(folder / f"{name}.json", partial(figures, make, name, test, protocol))
-        for name, make in rules.items()
+        for name, make in rules_for(simulator, tuned).items()
     }
     for seed in args.seeds:
         run = train_one(args, folder / f"seed-{seed}", seed, args.domain_timesteps, args.trainer_flags, files[:1])

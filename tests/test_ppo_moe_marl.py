@@ -78,7 +78,10 @@ def learn(iterations: int, **changes: Any) -> tuple[Any, Any, Any, int]:
 
 
 def reached(agent: PlacementPolicy, task: Any) -> tuple[set[frozenset[int]], float, float]:
-    """(who shares a GPU in the policy's plan, its time, the proven optimum) for a window that training never saw, µs."""
+    """(who shares a GPU in the policy's plan, its time, the proven optimum) for a window that training never saw, µs.
+
+    Which GPU is which is a matter of where the window's sequences happen to live: the time is that of the plan or of its mirror image.
+    """
     sim = task.simulator
     free = Simulator(sim.model, sim.cluster, passes_per_window=10**12)
     window = next(Stream(task.test, sim.n_gpus, 64, seed=12345))
@@ -87,7 +90,9 @@ def reached(agent: PlacementPolicy, task: Any) -> tuple[set[frozenset[int]], flo
     exact.plan([window], static)
     plan = Policy(sim, policy=(agent, task.view)).plan([window], static)
     shared = {frozenset(int(expert) for expert in gpu if expert >= 0) for gpu in plan[0]}
-    return shared, float(free.evaluate(window, plan).time_us.sum()), float(exact.optimum_us.sum())
+    images = plan, np.ascontiguousarray(plan[:, ::-1])
+    times = [float(free.evaluate(window, image).time_us.sum()) for image in images]
+    return shared, min(times), float(exact.optimum_us.sum())
 
 
 ITERATIONS = 25
@@ -98,8 +103,7 @@ def test_the_known_optimum_is_found() -> None:
     agent, task, rollouts, illegal = learn(ITERATIONS)
     shared, time_us, optimum_us = reached(agent, task)
     assert shared == TOGETHER
-    # Which pair lies on which GPU is a matter of where the window's sequences happen to live, worth 1.3 % here.
-    assert time_us == pytest.approx(optimum_us, rel=0.02)
+    assert time_us == pytest.approx(optimum_us)
     assert rollouts.saved > 0
     assert illegal == 0
 
@@ -147,7 +151,7 @@ def test_look_ahead_alone_finds_it_untrained() -> None:
     torch.manual_seed(0)
     shared, time_us, optimum_us = reached(marl.make_agent(args), tiny_task(args))
     assert shared == TOGETHER
-    assert time_us == pytest.approx(optimum_us, rel=0.02)  # as above: which pair lies where is the window's chance
+    assert time_us == pytest.approx(optimum_us)
 
 
 def test_supervision_teaches_what_the_simulation_likes() -> None:

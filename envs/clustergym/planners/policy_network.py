@@ -170,7 +170,7 @@ class Encoders(nn.Module):
             share = placement / replicas[..., None] + near / near.sum(-1, keepdim=True).clamp(min=1e-6)
             experts = experts + share @ self.around(gpus)
         experts = torch.relu(by_visit(experts, visits).contiguous())
-        graphs = averaging(inputs["coactivation"]), averaging(inputs["similar"])
+        graphs = averaging(inputs["coactivation"]), inputs["similar"]  # whose rows sum to 1
         for layer in self.layers:
             experts = layer(experts, *graphs)
         return experts, gpus

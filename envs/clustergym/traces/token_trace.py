@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read
 FORMAT_VERSION = 1
 MAX_EXPERTS = np.iinfo(np.int16).max
 # Ids checked at once when a trace is validated: temporary copies stay within the caches.
+# Stands for what was not given, until construction puts the default in its place.
+UNGIVEN: Any = None
 _CHECK_IDS = 1 << 18
 
 
@@ -39,9 +41,9 @@ class TokenTrace:
 
     experts: npt.NDArray[np.int16]
     n_experts: int = 0
-    layer_ids: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
-    seq_lens: npt.NDArray[np.int64] = field(default=None)  # type: ignore[arg-type]
-    domains: npt.NDArray[np.str_] = field(default=None)  # type: ignore[arg-type]
+    layer_ids: npt.NDArray[np.int64] = UNGIVEN
+    seq_lens: npt.NDArray[np.int64] = UNGIVEN
+    domains: npt.NDArray[np.str_] = UNGIVEN
     model: str | None = None
     name: str = "array"
 
@@ -143,13 +145,12 @@ class TokenTrace:
             found = names_of_npz(path)
             hint = ": it is a LoadTrace, counts without tokens" if "counts" in found else ""
             raise ValueError(f"{path}: no array 'experts' in the file, found {sorted(found)}{hint}")
-        domains = fields.get("domains", fields.get("category"))
         return cls(
             fields["experts"],
             n_experts=one_integer(fields, "n_experts", path),
-            layer_ids=fields.get("layer_ids"),  # type: ignore[arg-type]
-            seq_lens=fields.get("seq_lens"),  # type: ignore[arg-type]
-            domains=domains,  # type: ignore[arg-type]
+            layer_ids=fields.get("layer_ids", UNGIVEN),
+            seq_lens=fields.get("seq_lens", UNGIVEN),
+            domains=fields.get("domains", fields.get("category", UNGIVEN)),
             model=one_string(fields, "model", path),
             name=path.stem,
         )
