@@ -40,7 +40,10 @@ class Server:
     host: str = "127.0.0.1"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.host}:{self.port}{path}", timeout=10) as response:
+        request = urllib.request.Request(
+            f"http://{self.host}:{self.port}{path}", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:
             text: str = response.read().decode()
             return text
 

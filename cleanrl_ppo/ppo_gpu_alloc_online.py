@@ -1043,6 +1043,11 @@ Send = Callable[[Any], Awaitable[None]]
 Endpoint = Callable[[Any], Awaitable[Response]]
 
 
+PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics")
+"""Read without a token: probes and scrapers have none."""
+DOCUMENT_PATHS = ("/docs", "/openapi.json")
+
+
 class Gate:
     """In front of the application: who may ask, and how much; and a short way to the two endpoints that matter.
 
@@ -1059,21 +1064,40 @@ class Gate:
         }
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.endpoints:
+        """Deny by default: the token and the limits are checked before any route is looked up."""
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
+        reading = method in ("GET", "HEAD")
+        if not (reading and path in PUBLIC_PATHS) and not self.token.accepts(headers.get(b"authorization", b"")):
+            refusal = self.refusal(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
+        elif path in self.endpoints and method == "POST":
+            await self.post(scope, headers, receive, send)
+            return
+        elif path in (*PUBLIC_PATHS, *DOCUMENT_PATHS) and reading:
+            await self.app(scope, receive, send)
+            return
+        elif path in (*self.endpoints, *PUBLIC_PATHS, *DOCUMENT_PATHS):
+            allowed = "POST" if path in self.endpoints else "GET"
+            refusal = self.refusal(405, f"{path} takes {allowed}", {"allow": allowed})
+        else:
+            refusal = self.refusal(404, f"no such path; there are {', '.join((*self.endpoints, *PUBLIC_PATHS))}")
+        await refusal(scope, receive, send)
+
+    async def post(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+        """One of the two endpoints, with a bounded body."""
         began = time.perf_counter()
         model, endpoint, clock = self.endpoints[scope["path"]]
-        headers = dict(scope["headers"])
-        if not self.token.accepts(headers.get(b"authorization", b"")):
-            response = self.refusal(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
+        body = await self.limited_body(headers, receive)
+        if body is None:
+            limit = self.service.args.max_body_bytes
+            response = self.refusal(413, f"the body is longer than {limit} bytes")
         else:
-            body = await self.limited_body(headers, receive)
-            if body is None:
-                limit = self.service.args.max_body_bytes
-                response = self.refusal(413, f"the body is longer than {limit} bytes")
-            else:
-                response = await self.answered(model, endpoint, body)
+            response = await self.answered(model, endpoint, body)
         await response(scope, receive, send)
         clock.observe(time.perf_counter() - began)
 
@@ -1104,8 +1128,8 @@ class Gate:
 
     def refusal(self, status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
         self.service.refused.labels(str(status)).inc()
-        # Of a body that is refused unread the rest may still come: the connection is of no more use.
-        closing = {"connection": "close"} if status in (401, 413) else {}
+        # The body of a request refused before it was read may still arrive: close the connection.
+        closing = {"connection": "close"} if status in (401, 404, 405, 413) else {}
         return JSONResponse({"detail": detail}, status, closing | (headers or {}))
 
 
@@ -1128,7 +1152,7 @@ def create_app(service: Service, token: Token, trainer: Trainer | None, checkpoi
         await asyncio.gather(*tasks, return_exceptions=True)
         service.store.close()
 
-    app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan)
+    app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, redoc_url=None)
     secured = {"security": [{"bearer": []}]} if token.path is not None else {}
 
     @app.post("/allocate", response_model=AllocateResponse, responses=PROBLEMS, openapi_extra=secured)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import os
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -199,12 +201,13 @@ def test_a_gpu_that_is_lost_is_reported_and_decisions_go_on(server: Server, stor
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def raw(server: Server, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, Any]:
+def raw(server: Server, path: str, body: bytes, headers: dict[str, str], method: str = "POST") -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     try:
-        connection.request("POST", path, body, headers)
+        connection.request(method, path, body, headers)
         response = connection.getresponse()
-        return response.status, json.loads(response.read())
+        text = response.read()
+        return response.status, json.loads(text) if text.startswith(b"{") else text
     finally:
         connection.close()
 
@@ -216,6 +219,55 @@ def test_without_the_token_nothing_is_heard(server: Server, path: str, header: s
     status, found = raw(server, path, json.dumps(ASK).encode(), {} if header is None else {"Authorization": header})
     assert (status, found["detail"]) == (401, "missing or wrong bearer token")
     assert server.metrics()["clustergym_allocations_total"] == before
+
+
+ODD_TARGETS = [
+    "/allocate%0a", "/feedback%0A", "/allocate%0d%0a", "/allocate%00", "/allocate%20", "/allocate%09", "//allocate",
+    "/./allocate", "/x/../allocate", "/allocate/", "/allocate//", "/allocate.", "/allocate..", "/allocate;a=1", "/ALLOCATE",
+    "/Allocate", "/%61llocate", "/%2fallocate", "/%252fallocate", "/allocate?x=/healthz", "/allocate%3fx", "/allocate%23x",
+    "/allocate\\", "/allocate%c0%af", "/healthz%0a", "/healthz/../allocate", "/metrics%0a", "/metrics/", "/docs",
+    "/docs/oauth2-redirect", "/redoc", "/openapi.json", "/", "*", "http://127.0.0.1/allocate", "http://healthz/allocate",
+    "127.0.0.1:8080", "allocate", "/" + "a" * 4000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["POST", "GET", "PUT", "OPTIONS", "CONNECT", "HEAD", "post", "PROPFIND"])
+def test_no_odd_path_goes_round_the_token(server: Server, method: str) -> None:
+    before = server.metrics()["clustergym_allocations_total"]
+    body = json.dumps(ASK).encode()
+    for target in ODD_TARGETS:
+        head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            answer = connection.recv(65536).decode()
+        # 400 is the HTTP parser's: the request never reached the application.
+        assert answer.split(" ")[1] in ("400", "401"), (method, target, answer)
+    for path in ("/healthz", "/readyz", "/metrics"):
+        if method not in ("GET", "HEAD"):
+            assert raw(server, path, body, {}, method)[0] in (400, 401)
+    assert server.metrics()["clustergym_allocations_total"] == before
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("POST", "/allocate%0a", 404), ("POST", "/allocate/", 404), ("GET", "/nothing", 404), ("GET", "/redoc", 404),
+        ("GET", "/allocate", 405), ("POST", "/healthz", 405), ("DELETE", "/metrics", 405), ("GET", "/docs", 200),
+    ],
+)  # fmt: skip
+def test_unknown_paths_are_not_found_after_authentication(server: Server, method: str, path: str, code: int) -> None:
+    assert raw(server, path, b"", BEARER, method)[0] == code
+
+
+def test_a_long_body_on_an_odd_path_is_not_read(server: Server) -> None:
+    before = psutil.Process(server.process.pid).memory_info().rss
+    for path in ("/allocate%0a", "/nothing", "/feedback"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 28}\r\n\r\n".encode())
+            with contextlib.suppress(OSError):
+                for _ in range(64):
+                    connection.sendall(b" " * (1 << 20))
+    assert psutil.Process(server.process.pid).memory_info().rss - before < 32 << 20
 
 
 BEARER = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
