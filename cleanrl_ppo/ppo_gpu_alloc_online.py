@@ -1252,25 +1252,43 @@ class Experiences:
     skipped: int = 0
 
 
-def read_experiences(connection: sqlite3.Connection, after: int, version: int, args: Args) -> Experiences | None:
-    """The next experiences that have not been learned from, or None where there are too few yet."""
-    rows = connection.execute(
-        "SELECT f.seq, a.obs, a.action, a.log_prob, f.reward, a.version FROM feedback f JOIN allocations a ON a.seq = f.allocation "
-        "WHERE f.seq > ? AND f.learnable ORDER BY f.seq LIMIT ?",
-        (after, args.max_batch),
-    ).fetchall()
-    fresh = [row for row in rows if version - row[5] <= args.max_policy_lag]
-    if len(fresh) < args.batch_size:
-        return None
-    obs, actions = (np.stack([np.frombuffer(row[i], np.float32) for row in fresh]) for i in (1, 2))
-    return Experiences(
-        torch.from_numpy(obs),
-        torch.from_numpy(actions),
-        torch.tensor([row[3] for row in fresh]),
-        torch.tensor([row[4] for row in fresh]),
-        rows[-1][0],
-        len(rows) - len(fresh),
-    )
+class ExperienceReader:
+    """Reads experiences from the store in the order of their feedback.
+
+    Decisions of policies that are too old are left out by the query itself, so they cannot fill a batch's limit. They stay
+    too old for ever, so the reader remembers how far it has passed over them.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, args: Args) -> None:
+        self.connection, self.args = connection, args
+        self._position = 0
+
+    def read(self, learned_through: int, version: int) -> Experiences | None:
+        """The next experiences that have not been learned from, or None if there are too few yet."""
+        oldest_version = version - self.args.max_policy_lag
+        rows = self.connection.execute(
+            "SELECT f.seq, a.obs, a.action, a.log_prob, f.reward "
+            "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
+            "WHERE f.seq > ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
+            (max(learned_through, self._position), oldest_version, self.args.max_batch),
+        ).fetchall()
+        if rows:
+            self._position = rows[0][0] - 1
+        if len(rows) < self.args.batch_size:
+            return None
+        through = rows[-1][0]
+        (waiting,) = self.connection.execute(
+            "SELECT count(*) FROM feedback WHERE seq > ? AND seq <= ? AND learnable", (learned_through, through)
+        ).fetchone()
+        obs, actions = (np.stack([np.frombuffer(row[i], np.float32) for row in rows]) for i in (1, 2))
+        return Experiences(
+            torch.from_numpy(obs),
+            torch.from_numpy(actions),
+            torch.tensor([row[3] for row in rows]),
+            torch.tensor([row[4] for row in rows]),
+            through,
+            waiting - len(rows),
+        )
 
 
 def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: Args) -> dict[str, float]:
@@ -1366,10 +1384,10 @@ def train_forever(args: Args, parent: int) -> None:
     checkpoint = args.store / CHECKPOINT_NAME
     with locked(args.store / "trainer.lock", wait=True), contextlib.ExitStack() as stack:
         state = load_checkpoint(checkpoint, KIND)
-        connection = connect(args.store, args.durability)
+        reader = ExperienceReader(connect(args.store, args.durability), args)
         logger = None
         while os.getppid() == parent:
-            batch = read_experiences(connection, state["learned_through"], state["version"], args)
+            batch = reader.read(state["learned_through"], state["version"])
             if batch is not None:
                 first = state["version"]
                 state, metrics = learn_once(state, batch, args, device)

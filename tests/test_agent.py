@@ -224,20 +224,21 @@ def accept(store: Any, made: Any, reward: float = 1.0, learnable: bool = True) -
 
 def test_experiences_are_read_once_in_order_and_only_when_there_are_enough(tmp_path: Path) -> None:
     store = online.Store(tmp_path, "process")
-    reader = online.connect(tmp_path, "process")
+    connection = online.connect(tmp_path, "process")
+    reader = online.ExperienceReader(connection, ARGS)
     for i in range(40):
         accept(store, allocation(store), reward=i / 10, learnable=i % 2 == 0)
     store.flush()
-    assert online.read_experiences(reader, 0, 0, ARGS) is None  # 20 of 32
+    assert reader.read(0, 0) is None  # 20 of 32
     for i in range(40, 70):
         accept(store, allocation(store), reward=i / 10)
     store.flush()
-    batch = online.read_experiences(reader, 0, 0, ARGS)
+    batch = reader.read(0, 0)
     expected = [i / 10 for i in range(70) if i >= 40 or i % 2 == 0]
     np.testing.assert_allclose(batch.rewards, expected, rtol=1e-6)
-    assert online.read_experiences(reader, batch.through, 1, ARGS) is None
+    assert reader.read(batch.through, 1) is None
     store.close()
-    reader.close()
+    connection.close()
 
 
 def test_experiences_of_policies_long_gone_are_passed_over(tmp_path: Path) -> None:
@@ -245,8 +246,29 @@ def test_experiences_of_policies_long_gone_are_passed_over(tmp_path: Path) -> No
     for version in [0] * 10 + [5] * 32:
         accept(store, allocation(store, version=version))
     store.flush()
-    batch = online.read_experiences(store.connection, 0, 5 + ARGS.max_policy_lag, ARGS)
+    batch = online.ExperienceReader(store.connection, ARGS).read(0, 5 + ARGS.max_policy_lag)
     assert (len(batch.rewards), batch.skipped, batch.through) == (32, 10, 42)
+    store.close()
+
+
+def test_stale_experiences_at_the_head_do_not_stop_learning(tmp_path: Path) -> None:
+    args = dataclasses.replace(ARGS, max_batch=ARGS.batch_size)
+    store = online.Store(tmp_path, "process")
+    reader = online.ExperienceReader(store.connection, args)
+    for _ in range(3 * args.max_batch):
+        accept(store, allocation(store, version=0))
+    store.flush()
+    version = args.max_policy_lag + 1
+    assert reader.read(0, version) is None  # only stale ones
+    for _ in range(args.batch_size - 1):
+        accept(store, allocation(store, version=1))
+    store.flush()
+    assert reader.read(0, version) is None  # one is missing
+    accept(store, allocation(store, version=1))
+    store.flush()
+    batch = reader.read(0, version)
+    assert (len(batch.rewards), batch.skipped, batch.through) == (32, 96, 128)
+    assert reader.read(batch.through, version) is None
     store.close()
 
 
