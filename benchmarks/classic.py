@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from clustergym.evaluation import ci95
+from clustergym.common.statistics import ci95
 from clustergym.training import read_scalars
 
 TRAINER = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo.py"

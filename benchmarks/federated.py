@@ -32,8 +32,8 @@ from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.utils import parameters_to_vector
 
-from clustergym.evaluation import ci95
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
+from clustergym.common.statistics import ci95
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINER = ROOT / "cleanrl_ppo" / "ppo_federated.py"

@@ -22,8 +22,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from clustergym.evaluation import ci95
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
+from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import clustergym
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
 
 
 @dataclass

@@ -36,14 +36,17 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym import SyntheticConfig, TokenTrace, synthetic_trace
-from clustergym.evaluation import Protocol, ci95, evaluate_planner
+from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ModelSpec, PlacementBatch, PlacementConfig, Simulator
+from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
+from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.search import Anneal
+from clustergym.moe_placement.policy.network import PlacementPolicy
+from clustergym.moe_placement.policy.planner import Policy, PolicyGuided, ViewSettings, load_policy
+from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, PolicyView
 from clustergym.moe_placement.specs import MODELS
-from clustergym.planners import EPLB, Planner, make_planner
-from clustergym.planners.policy import Policy, PolicyGuided, ViewSettings, load_policy
-from clustergym.planners.policy_network import PlacementPolicy
-from clustergym.planners.search import Anneal
-from clustergym.planners.view import LAYER_KEYS, STEP_KEYS, PolicyView
 from clustergym.training import read_scalars
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -36,7 +36,14 @@ HEAVY = (
         "torch.utils.tensorboard",
         "tensorboard.backend.event_processing.event_accumulator",
     ),
-    *("gymnasium", "clustergym.training", "clustergym.evaluation", "hypothesis", "hypothesis.extra.numpy", "tyro"),
+    *(
+        "gymnasium",
+        "clustergym.training",
+        "clustergym.moe_placement.evaluation",
+        "hypothesis",
+        "hypothesis.extra.numpy",
+        "tyro",
+    ),
     *("cv2", "ale_py", "torch_geometric.nn"),
 )
 

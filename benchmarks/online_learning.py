@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Connection, StubGpu, agent_server
-from clustergym.evaluation import ci95
+from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import dynamics
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig

@@ -19,9 +19,9 @@ from rich.console import Console
 
 from clustergym import TokenTrace
 from clustergym.cli.evaluate import plot_results, results_table
-from clustergym.evaluation import Protocol, Result, compare, evaluate_planner, split_for
 from clustergym.moe_placement import Simulator
-from clustergym.planners import EPLB
+from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner, split_for
+from clustergym.moe_placement.planners.heuristics import EPLB
 
 EPLB_NAMES = ("eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tyro
 
-from clustergym.planners.engines import ENGINES, read_plan
+from clustergym.moe_placement.engines import ENGINES, read_plan
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 

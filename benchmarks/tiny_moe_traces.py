@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.moe_placement import Simulator, Window
-from clustergym.planners import make_planner
+from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information
 

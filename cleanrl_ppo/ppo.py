@@ -31,7 +31,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from torch import Tensor, nn
 
 # Importing anything of clustergym registers its environments, so that --env-id finds them.
-from clustergym.evaluation import ci95
+from clustergym.common.statistics import ci95
 from clustergym.training import (
     CHECKPOINT_NAME,
     Progress,

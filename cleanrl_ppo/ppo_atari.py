@@ -29,7 +29,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation, RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from clustergym.evaluation import ci95
+from clustergym.common.statistics import ci95
 from clustergym.training import (
     CHECKPOINT_NAME,
     Progress,

@@ -39,9 +39,10 @@ import tyro
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from clustergym.common.files import write_atomically
+
 # Importing anything of clustergym registers its environments, so that --env-id finds them.
-from clustergym.evaluation import ci95
-from clustergym.files import write_atomically
+from clustergym.common.statistics import ci95
 from clustergym.training import (
     CHECKPOINT_NAME,
     Progress,

@@ -6,7 +6,7 @@
     python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # what the penalty is for
     python cleanrl_ppo/ppo_llm.py --resume                            # after a crash: goes on as if nothing had happened
 
-1. A mixture-of-experts transformer over characters (``clustergym.tiny_moe``) learns the text that ships with Python, or files.
+1. A mixture-of-experts transformer over characters (``clustergym.traces.tiny_moe``) learns the text that ships with Python, or files.
 2. The copy that is then frozen is the reference. A prompt is the state, a character the action, a response the episode.
 3. A response is scored at its end token by a programmatic reward; every token pays kl_coef · log(policy / reference), so that
    the policy earns reward in the reference's neighbourhood instead of forgetting its language.
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 
-from clustergym.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
+from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.training import (
     CHECKPOINT_NAME,
     CheckpointError,

@@ -32,16 +32,17 @@ from torch import Tensor, nn
 
 from clustergym.cli.common import load_traces
 from clustergym.cli.evaluate import plot_results, results_table
-from clustergym.evaluation import Protocol, Result, ci95, evaluate_planner
+from clustergym.common.statistics import ci95
 from clustergym.moe_placement import PlacementBatch, PlacementConfig, Simulator
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
 from clustergym.moe_placement.environment import frame_of
+from clustergym.moe_placement.evaluation import Protocol, Result, evaluate_planner
+from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.policy.network import MASKED_LOGIT, NetworkConfig, PlacementPolicy
+from clustergym.moe_placement.policy.planner import FILE_NAME, Policy, ViewSettings, load_policy, save_policy
+from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, Inputs, PolicyView, gains
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.viewer import draw
-from clustergym.planners import make_planner
-from clustergym.planners.policy import FILE_NAME, Policy, ViewSettings, load_policy, save_policy
-from clustergym.planners.policy_network import MASKED_LOGIT, NetworkConfig, PlacementPolicy
-from clustergym.planners.view import LAYER_KEYS, STEP_KEYS, Inputs, PolicyView, gains
 from clustergym.traces import TokenTrace
 from clustergym.training import (
     CHECKPOINT_NAME,

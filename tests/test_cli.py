@@ -15,12 +15,13 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from clustergym import TokenTrace, cli, files
+from clustergym import TokenTrace, cli
 from clustergym.cli import evaluate as eval_command
 from clustergym.cli import trace as trace_command
 from clustergym.cli.common import load_traces
+from clustergym.common import files
+from clustergym.moe_placement.planner_registry import PLANNERS
 from clustergym.moe_placement.specs import CLUSTERS, MODELS
-from clustergym.planners import PLANNERS
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 SMALL = ["--cluster", "h800-2x4", "--window-tokens", "64", "--windows", "2"]

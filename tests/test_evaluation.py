@@ -10,10 +10,13 @@ import pytest
 from scipy import stats
 
 from clustergym import TokenTrace
-from clustergym.evaluation import Protocol, Result, ci95, compare, evaluate_planner, split_for
+from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window
+from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner, split_for
+from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.heuristics import EPLB
 from clustergym.moe_placement.simulator import Stream
-from clustergym.planners import EPLB, PLANNERS, Planner
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 N_LAYERS, N_EXPERTS, WINDOWS, TOKENS = 2, 8, 4, 64

@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 
 from clustergym import TokenTrace, cli
 from clustergym.moe_placement import Simulator, Window
-from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.specs import ModelSpec, get_cluster
-from clustergym.planners import EPLB, make_planner
-from clustergym.planners.engines import (
+from clustergym.moe_placement.engines import (
     ENGINES,
     EnginePlan,
     PlanError,
@@ -29,7 +26,19 @@ from clustergym.planners.engines import (
     read_plan,
     write_plan,
 )
-from clustergym.planning import LoadWindow, _Observed, fill_empty, first_part, loads_only, make_plan, model_of
+from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planning import (
+    LoadWindow,
+    _Observed,
+    fill_empty,
+    first_part,
+    loads_only,
+    make_plan,
+    model_of,
+)
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.specs import ModelSpec, get_cluster
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 MODEL = ModelSpec("toy", n_layers=3, n_experts=8, top_k=2, hidden=64, intermediate=32, n_dense=2)

@@ -12,23 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.evaluation import Protocol, compare
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window, dynamics
-from clustergym.planners import (
-    EPLB,
-    PLANNERS,
-    Anneal,
-    Bottleneck,
-    EPLBOnce,
-    Exact,
-    Grouping,
-    Incremental,
-    Oracle,
-    Static,
-    SwapGreedy,
-    exact,
-    make_planner,
-)
+from clustergym.moe_placement.evaluation import Protocol, compare
+from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
+from clustergym.moe_placement.planners import exact
+from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
+from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from instances import Instance, random_instance, random_placement
 

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from clustergym import SyntheticConfig, TokenTrace, synthetic_trace
-from clustergym.evaluation import Protocol, compare
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig, Simulator, Stream, Window
 from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING, change, layer_time, migration_time, resolve
-from clustergym.planners.policy import (
+from clustergym.moe_placement.evaluation import Protocol, compare
+from clustergym.moe_placement.planners.search import Anneal, evenly_dealt
+from clustergym.moe_placement.policy.network import ExpertLayer, NetworkConfig, NodeLayer, PlacementPolicy, averaging
+from clustergym.moe_placement.policy.planner import (
     NETWORK_VERSION,
     PRETRAINED,
     Policy,
@@ -26,9 +28,7 @@ from clustergym.planners.policy import (
     load_policy,
     save_policy,
 )
-from clustergym.planners.policy_network import ExpertLayer, NetworkConfig, NodeLayer, PlacementPolicy, averaging
-from clustergym.planners.search import Anneal, evenly_dealt
-from clustergym.planners.view import UNIT, PolicyView
+from clustergym.moe_placement.policy.view import UNIT, PolicyView
 from clustergym.training import CheckpointError, save_checkpoint
 
 MODEL = ModelSpec("small", 2, 12, 3, 1024, 256)

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
+from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.training import CheckpointError, load_checkpoint, read_scalars
 from trainers import FOLDER, load_trainer
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from clustergym import TokenTrace
-from clustergym.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig, Simulator, Stream
 from clustergym.moe_placement.dynamics import OP_ILLEGAL
-from clustergym.planners import Exact
-from clustergym.planners.policy import Policy, ViewSettings, load_policy
-from clustergym.planners.policy_network import NetworkConfig, PlacementPolicy
+from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
+from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.policy.network import NetworkConfig, PlacementPolicy
+from clustergym.moe_placement.policy.planner import Policy, ViewSettings, load_policy
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, World, load_checkpoint
 from trainers import FOLDER, load_trainer
 

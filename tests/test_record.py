@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from clustergym.cli import main
-from clustergym.tiny_moe import TinyMoE, TinyMoEConfig
 from clustergym.traces import TokenTrace
 from clustergym.traces.record import find_routers, record, text_batches
+from clustergym.traces.tiny_moe import TinyMoE, TinyMoEConfig
 
 transformers = pytest.importorskip("transformers")
 

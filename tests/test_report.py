@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import Simulator
+from clustergym.moe_placement.planning import Plan, make_plan
+from clustergym.moe_placement.report import render, write_report
 from clustergym.moe_placement.specs import get_cluster
-from clustergym.planning import Plan, make_plan
-from clustergym.report import render, write_report
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 CHROMIUM = Path("/usr/bin/chromium")

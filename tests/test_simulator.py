@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym import TokenTrace
+from clustergym.common.threads import spread
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator, Window, dynamics
 from clustergym.moe_placement.dynamics import Sim
 from clustergym.moe_placement.eplb import eplb_slots
-from clustergym.moe_placement.launchers.threads import spread
 from clustergym.moe_placement.simulator import allocate_sim, uses_of
 from clustergym.moe_placement.stream import index_of
 from instances import Instance, random_instance, random_placement
@@ -609,7 +609,7 @@ def test_a_change_in_one_kernel_source_renews_the_cache_of_all(tmp_path: Path, m
     for name, matters in (
         ("moe_placement/specs.py", False),
         ("moe_placement/episode.py", True),
-        ("planners/kernels.py", True),
+        ("moe_placement/planners/kernels.py", True),
         ("moe_placement/launchers/prefetch.py", True),
         # Kernels of other tasks are none of these, and compile by themselves.
         ("other/kernels.py", False),

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
+from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.simulator import Simulator, Window
-from clustergym.planners import make_planner
-from clustergym.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information
+from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("tiny_moe", "tiny_moe_ppo")

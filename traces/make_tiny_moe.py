@@ -30,9 +30,9 @@ from types import FunctionType, ModuleType
 import torch
 import tyro
 
-from clustergym.tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 from clustergym.traces import TokenTrace
 from clustergym.traces.record import record, row_batches
+from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 from clustergym.training import load_checkpoint
 
 HERE = Path(__file__).resolve().parent

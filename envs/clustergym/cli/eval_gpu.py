@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from clustergym.cli.common import prepare_outputs
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules

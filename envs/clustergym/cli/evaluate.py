@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from clustergym.cli.common import load_traces, prepare_outputs
-from clustergym.evaluation import Protocol, Result, compare
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
+from clustergym.moe_placement.evaluation import Protocol, Result, compare
+from clustergym.moe_placement.planner_registry import PLANNERS
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
-from clustergym.planners import PLANNERS
 
 DEFAULT_PLANNERS = [name for name in PLANNERS if name != "exact"]
 POLICIES = ("policy", "policy-guided")

@@ -18,13 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
+from clustergym.moe_placement.engines import EnginePlan, check_path, check_plan, get_engine, how_to_load, write_plan
+from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement.planning import Plan, make_plan, model_of
+from clustergym.moe_placement.report import write_report
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
-from clustergym.planners import PLANNERS
-from clustergym.planners.engines import EnginePlan, check_path, check_plan, get_engine, how_to_load, write_plan
-from clustergym.planning import Plan, make_plan, model_of
-from clustergym.report import write_report
 from clustergym.traces import load_any_trace
 
 

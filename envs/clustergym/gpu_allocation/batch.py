@@ -181,7 +181,7 @@ class AllocationBatch:
         if self.num_envs < SERIAL or numba.config.NUMBA_NUM_THREADS == 1:
             function(0, self.num_envs, *arguments)
             return
-        from clustergym.moe_placement.launchers.threads import spread
+        from clustergym.common.threads import spread
 
         spread(function, self.num_envs, *arguments)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from clustergym.evaluation import ci95
+from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import dynamics
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch

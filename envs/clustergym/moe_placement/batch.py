@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from clustergym.common.choices import one_of
+from clustergym.common.compiling import patience
 from clustergym.moe_placement import dynamics, episode
 from clustergym.moe_placement.dynamics import Sim
 from clustergym.moe_placement.episode import Env, Obs, Rules
-from clustergym.moe_placement.launchers.patience import patience
-from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, one_of, zeros_of
+from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, zeros_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
 from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, index_of, stream_keys
 from clustergym.traces.token_trace import TokenTrace, bundled_traces

@@ -33,9 +33,8 @@ from numba import config, njit, types
 
 
 def _fingerprint() -> str:
-    """Hash of all sources that hold functions compiled with :func:`device`: here and in the planners."""
-    folders = [Path(__file__).parents[1] / name for name in ("moe_placement", "planners")]
-    sources = [path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.py"))]
+    """Hash of all sources that hold functions compiled with :func:`device`."""
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     return hashlib.sha256(b"".join(source for source in sources if b"\n@device\n" in source)).hexdigest()
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from clustergym.common.choices import one_of
 from clustergym.moe_placement import dynamics
 from clustergym.moe_placement.dynamics import Sim, static_slots
 from clustergym.moe_placement.launchers import cpu
@@ -33,13 +34,6 @@ from clustergym.traces.token_trace import TokenTrace
 COMM_MODES = {"dedup": dynamics.MODE_DEDUP, "per-expert": dynamics.MODE_PER_EXPERT, "stay": dynamics.MODE_STAY}
 
 Placement = npt.NDArray[np.int16]
-
-
-def one_of(value: str, allowed: Sequence[str], what: str) -> int:
-    """Index of ``value`` among the allowed words."""
-    if value not in allowed:
-        raise ValueError(f"unknown {what} {value!r}; expected one of: {', '.join(allowed)}")
-    return list(allowed).index(value)
 
 
 @dataclass(frozen=True)

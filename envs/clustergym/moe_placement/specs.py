@@ -160,7 +160,7 @@ MODELS: dict[str, ModelSpec] = {
             kernel_start_us=78, kernel_expert_us=3.38, kernel_pair_us=0.084,
         ),
         ModelSpec("olmoe-1b-7b", 16, 64, 8, 2048, 1024),
-        # The model of the bundled traces (clustergym.tiny_moe) as if it had DeepSeek-V2-Lite's widths: at its own (96 and 16)
+        # The model of the bundled traces (clustergym.traces.tiny_moe) as if it had DeepSeek-V2-Lite's widths: at its own (96 and 16)
         # every placement would cost the same, because latency and kernel start are all that there is.
         ModelSpec("tiny-moe", 4, 64, 4, 2048, 1408),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clustergym.files import write_atomically
+from clustergym.common.files import write_atomically
 
 DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 METHODS = ("grid", "random", "bayes")

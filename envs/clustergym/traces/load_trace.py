@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.files import atomic_file
+from clustergym.common.files import atomic_file
 from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npz, write_npz
 from clustergym.traces.token_trace import FORMAT_VERSION, MAX_EXPERTS, TokenTrace
 
@@ -26,7 +26,7 @@ _IN_ORDER = np.empty(0, np.int64)
 class LoadTrace:
     """Token counts of the experts, one row a step of the engine.
 
-    Some engines record only this. It is enough for planners that balance loads (:data:`~clustergym.planners.PLANNERS`
+    Some engines record only this. It is enough for planners that balance loads (:data:`~clustergym.moe_placement.planners.PLANNERS`
     ``eplb`` and its kin); it cannot tell what travels between GPUs.
 
     Args:

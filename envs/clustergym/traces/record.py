@@ -1,4 +1,4 @@
-"""Record token traces from a model that runs in this process: Hugging Face Transformers, or :mod:`clustergym.tiny_moe`.
+"""Record token traces from a model that runs in this process: Hugging Face Transformers, or :mod:`clustergym.traces.tiny_moe`.
 
 The routers themselves say what they chose: a forward hook on every module whose class name ends in ``TopKRouter``,
 ``TopkRouter`` or ``TopKGating`` reads the integer part of its output. Taking the top-k of the router's LOGITS instead would be

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.files import atomic_file
+from clustergym.common.files import atomic_file
 from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npy, read_npz, write_npz
 
 FORMAT_VERSION = 1

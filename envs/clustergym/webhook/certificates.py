@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from clustergym.files import atomic_file
+from clustergym.common.files import atomic_file
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clustergym.common.threads import spread
 from clustergym.moe_placement import episode
 from clustergym.moe_placement.dynamics import (
     MODE_STAY,
@@ -13,7 +14,6 @@ from clustergym.moe_placement.dynamics import (
     take_slots,
 )
 from clustergym.moe_placement.launchers.prefetch import memory_of, prefetch
-from clustergym.moe_placement.launchers.threads import spread
 
 _begin, _step, _look, _look_all = episode.begin_episode, episode.step, episode.look_ahead_one, episode.look_ahead_all
 

@@ -80,7 +80,7 @@ def _recorded(path: Path) -> list[tuple[tuple[int, int], npt.NDArray[Any]]]:
 def _slots(options: ReadOptions) -> dict[int, npt.NDArray[np.int64]] | None:
     if options.slot_plan is None:
         return None
-    from clustergym.planners.engines import read_plan
+    from clustergym.moe_placement.engines import read_plan
 
     plan = read_plan(options.slot_plan, "tensorrt-llm")
     return {layer: np.array(row, np.int64) for layer, row in plan.items()}

@@ -13,16 +13,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from clustergym.common.choices import one_of
+from clustergym.common.compiling import patience
+from clustergym.common.threads import spread
 from clustergym.moe_placement import episode
 from clustergym.moe_placement.batch import PlacementBatch, doublings
 from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING
 from clustergym.moe_placement.launchers import cpu
-from clustergym.moe_placement.launchers.patience import patience
-from clustergym.moe_placement.launchers.threads import spread
-from clustergym.moe_placement.simulator import Placement, Window, one_of
-from clustergym.planners import view_kernels
-from clustergym.planners.search import HOMES
-from clustergym.planners.view_kernels import N_PARTS, PART_MIGRATION, PART_SMOOTH
+from clustergym.moe_placement.planners.search import HOMES
+from clustergym.moe_placement.policy import view_kernels
+from clustergym.moe_placement.policy.view_kernels import N_PARTS, PART_MIGRATION, PART_SMOOTH
+from clustergym.moe_placement.simulator import Placement, Window
 
 # Columns of the environment's progress that hold wherever the policy works; layer and window numbers do not.
 PROGRESS = [1, 3, 4, 5]
@@ -162,7 +163,7 @@ class PolicyView:
             with patience():
                 spread(kernel, size, *arguments)
             return
-        from clustergym.planners import view_cuda
+        from clustergym.moe_placement.policy import view_cuda
 
         view_cuda.run(kernel, size, *(self._on_device(argument) for argument in arguments))
 

@@ -1,16 +1,16 @@
-"""Planners: observed windows and the current placement in, the next placement out."""
+"""Every planner by name: where the command line, benchmarks and trainers find them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
+from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
+from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.simulator import Simulator
-from clustergym.planners.base import Planner
-from clustergym.planners.exact import Exact
-from clustergym.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
-from clustergym.planners.policy import Policy, PolicyGuided
-from clustergym.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
 
 PLANNERS: dict[str, Callable[..., Planner]] = {
     "static": Static,
@@ -42,22 +42,3 @@ def make_planner(name: str, simulator: Simulator, **options: object) -> Planner:
     if name not in PLANNERS:
         raise ValueError(f"unknown planner {name!r}; the planners are: {', '.join(PLANNERS)}")
     return PLANNERS[name](simulator, **options)
-
-
-__all__ = [
-    "EPLB",
-    "PLANNERS",
-    "Anneal",
-    "Bottleneck",
-    "EPLBOnce",
-    "Exact",
-    "Grouping",
-    "Incremental",
-    "Oracle",
-    "Planner",
-    "Policy",
-    "PolicyGuided",
-    "Static",
-    "SwapGreedy",
-    "make_planner",
-]

@@ -19,8 +19,8 @@ from torch.nn.functional import linear
 from torch_geometric.nn import DenseGraphConv
 
 from clustergym.moe_placement.episode import N_EXPERT_FEATURES, N_GPU_FEATURES
-from clustergym.planners.view import PROGRESS, Inputs, gains
-from clustergym.planners.view_kernels import N_PARTS
+from clustergym.moe_placement.policy.view import PROGRESS, Inputs, gains
+from clustergym.moe_placement.policy.view_kernels import N_PARTS
 
 Layer = TypeVar("Layer", bound=nn.Module)
 

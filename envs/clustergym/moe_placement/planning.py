@@ -10,11 +10,14 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.evaluation import ci95
+from clustergym.common.statistics import ci95
 from clustergym.moe_placement.batch import model_for
+from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.heuristics import EPLB, Static
+from clustergym.moe_placement.planners.search import Anneal
 from clustergym.moe_placement.simulator import Placement, Simulator, Stream, Window
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
-from clustergym.planners import EPLB, PLANNERS, Anneal, Planner, Static, make_planner
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 

@@ -7,7 +7,7 @@ from typing import Any
 from numba import cuda
 
 from clustergym.moe_placement.launchers.cuda import _launch
-from clustergym.planners.view_kernels import (
+from clustergym.moe_placement.policy.view_kernels import (
     deal_evenly,
     deal_range,
     look_ahead_parts,

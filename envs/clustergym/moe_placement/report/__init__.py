@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from clustergym.files import write_atomically
-from clustergym.planning import Outcome, Plan
+from clustergym.common.files import write_atomically
+from clustergym.moe_placement.planning import Outcome, Plan
 
-TEMPLATE = "report_template.html"
+TEMPLATE = "template.html"
 
 
 def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -> None:
@@ -24,7 +24,7 @@ def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -
 
 def render(plan: Plan, engine: str, load: str, command: str) -> str:
     """The page. All that is drawn is in it: data, styles, script."""
-    template = resources.files("clustergym").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
     fields = {
         "TITLE": html.escape(f"{plan.model.name} on {plan.simulator.cluster.name}"),
         "HEADLINE": html.escape(_headline(plan)),

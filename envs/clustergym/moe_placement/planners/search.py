@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.common.choices import one_of
 from clustergym.moe_placement.batch import doublings
 from clustergym.moe_placement.dynamics import (
     COST_COMBINE_INTER_US,
@@ -20,10 +21,10 @@ from clustergym.moe_placement.dynamics import (
     count_window,
     write_replicas,
 )
-from clustergym.moe_placement.simulator import Placement, Simulator, Window, one_of
-from clustergym.planners import kernels
-from clustergym.planners.base import Planner
-from clustergym.planners.heuristics import EPLB
+from clustergym.moe_placement.planners import kernels
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.simulator import Placement, Simulator, Window
 
 _COSTS_OF_A_TOKEN = [
     COST_DISPATCH_INTRA_US,

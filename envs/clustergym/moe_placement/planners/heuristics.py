@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.moe_placement.planners import kernels
+from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
-from clustergym.planners import kernels
-from clustergym.planners.base import Planner
 from clustergym.traces.statistics import coactivation_groups
 
 

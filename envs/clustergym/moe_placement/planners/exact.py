@@ -13,8 +13,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from clustergym.moe_placement.dynamics import COST_COMBINE_US, COST_DISPATCH_US, COST_KERNEL_US, MODE_DEDUP, MODE_STAY
+from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
-from clustergym.planners.base import Planner
 
 MAX_BINARIES = 120
 MAX_PLACEMENTS = 300_000

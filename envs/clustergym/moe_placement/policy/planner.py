@@ -13,19 +13,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from clustergym.common.choices import one_of
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig, doublings
 from clustergym.moe_placement.dynamics import MODE_STAY
 from clustergym.moe_placement.episode import N_EXPERT_FEATURES, N_GPU_FEATURES
-from clustergym.moe_placement.simulator import Placement, Simulator, Window, one_of
-from clustergym.planners.base import Planner
-from clustergym.planners.search import HOMES, Anneal, evenly_dealt
-from clustergym.planners.view import PolicyView, gains, trace_of
-from clustergym.planners.view_kernels import N_PARTS
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.search import HOMES, Anneal, evenly_dealt
+from clustergym.moe_placement.policy.view import PolicyView, gains, trace_of
+from clustergym.moe_placement.policy.view_kernels import N_PARTS
+from clustergym.moe_placement.simulator import Placement, Simulator, Window
 from clustergym.traces.token_trace import TokenTrace
-from clustergym.training import CheckpointError, load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
-    from clustergym.planners.policy_network import PlacementPolicy
+    from clustergym.moe_placement.policy.network import PlacementPolicy
 
 KIND = "moe-policy"
 FILE_NAME = "policy.pt"
@@ -68,7 +69,7 @@ def save_policy(path: Path, network: PlacementPolicy, view: ViewSettings, about:
 def load_policy(source: str | Path = "pretrained") -> tuple[PlacementPolicy, ViewSettings, dict[str, Any]]:
     """(network, how it looks at the world, where it comes from) of a policy file, a run folder, or ``pretrained``."""
     try:
-        from clustergym.planners.policy_network import PlacementPolicy
+        from clustergym.moe_placement.policy.network import PlacementPolicy
     except ImportError as error:
         raise ImportError("the policy needs torch-geometric: pip install 'clustergym[train]'") from error
     path = PRETRAINED if str(source) == "pretrained" else Path(source)

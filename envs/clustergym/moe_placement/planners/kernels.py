@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from clustergym.common.threads import spread
 from clustergym.moe_placement.dynamics import (
     OP_ILLEGAL,
     OP_NOTHING,
@@ -21,7 +22,6 @@ from clustergym.moe_placement.dynamics import (
     resolve,
 )
 from clustergym.moe_placement.eplb import eplb_slots
-from clustergym.moe_placement.launchers.threads import spread
 
 
 @device

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.files import atomic_file, write_atomically
+from clustergym.common.files import atomic_file, write_atomically
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec
 

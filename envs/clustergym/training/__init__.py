@@ -36,16 +36,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from clustergym.files import atomic_file
+from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
 
-CHECKPOINT_NAME = "checkpoint.pt"
-_FORMAT = "clustergym-checkpoint"
-_SCHEMA = 1
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message says what was found, where, and what would do."""
-
+__all__ = [
+    "CHECKPOINT_NAME", "CheckpointError", "Progress", "RunLogger", "World", "capture_rng_state", "check_same_args",
+    "choose_device", "derive_seed", "init_distributed", "load_checkpoint", "plain_args", "print_result", "read_scalars",
+    "restore_rng_state", "run_folder", "save_checkpoint",
+]  # fmt: skip
 
 # Run folders
 
@@ -213,54 +210,7 @@ def read_scalars(folder: Path, tag: str) -> tuple[list[int], list[float]]:
     return [event.step for event in found], [event.value for event in found]
 
 
-# Checkpoints
-
-
-def save_checkpoint(path: Path, kind: str, state: Mapping[str, Any]) -> None:
-    """Write ``state`` (tensors, numbers, strings, lists and dicts of them) so that a reader sees the old file or the new one.
-
-    The bytes go to a temporary file in the same folder, are forced to the disk, and take the name in one step: a
-    process killed at any moment leaves a whole checkpoint behind. ``kind`` names the trainer and is checked on loading.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        torch.save({"format": _FORMAT, "schema": _SCHEMA, "kind": kind, "state": dict(state)}, file)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def load_checkpoint(path: Path, kind: str, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state that :func:`save_checkpoint` wrote. Only plain data is read: a checkpoint cannot run code.
-
-    Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is truncated, was not written here, is another trainer's, or comes from a newer clustergym.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no checkpoint here")
-    try:
-        content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as reason:  # torch raises whatever its zip reader and unpickler happen to meet
-        summary = str(reason).partition("\n")[0] or type(reason).__name__
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or no clustergym checkpoint: {summary}"
-        ) from reason
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        found = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} was not written by clustergym: found {found}")
-    if content["schema"] > _SCHEMA:
-        raise CheckpointError(
-            f"{path} has schema {content['schema']}, this clustergym reads up to {_SCHEMA}: update clustergym to load it"
-        )
-    if content["kind"] != kind:
-        raise CheckpointError(f"{path} belongs to {content['kind']!r}, not to {kind!r}")
-    state: dict[str, Any] = content["state"]
-    return state
+# Arguments
 
 
 def plain_args(args: object) -> dict[str, Any]:

@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import t as student
 
-from clustergym.moe_placement.simulator import Placement, Served, Simulator, Stream, Window, one_of
+from clustergym.common.choices import one_of
+from clustergym.common.statistics import ci95
+from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.simulator import Placement, Served, Simulator, Stream, Window
 from clustergym.moe_placement.stream import SCHEDULES
-from clustergym.planners import EPLB, Planner, make_planner
 from clustergym.traces.token_trace import TokenTrace
 
 # Forward passes over which a migration costs nothing that matters.
@@ -75,12 +78,6 @@ class Result:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
-
-
-def ci95(values: Sequence[float]) -> float:
-    """Half width of the 95 % interval of the mean (Student's t); 0 for fewer than two values."""
-    n = len(values)
-    return float(student.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n)) if n > 1 else 0.0
 
 
 def split_for(trace: TokenTrace, protocol: Protocol) -> tuple[TokenTrace, TokenTrace]:

@@ -1,0 +1,1 @@
+"""Shared helpers: atomic files, threads, statistics, checkpoints, drawing. Imports nothing else of clustergym."""

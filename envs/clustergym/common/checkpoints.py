@@ -1,0 +1,67 @@
+"""Checkpoint files: written atomically, checked on loading, free of pickled code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clustergym.common.files import atomic_file
+
+CHECKPOINT_NAME = "checkpoint.pt"
+_FORMAT = "clustergym-checkpoint"
+_SCHEMA = 1
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used. The message says what was found, where, and what to do."""
+
+
+def save_checkpoint(path: Path, kind: str, state: Mapping[str, Any]) -> None:
+    """Write ``state`` (tensors, numbers, strings, lists and dicts of them) so that a reader sees the old file or the new one.
+
+    The bytes go to a temporary file in the same folder, are forced to the disk, and take the name in one step: a
+    process killed at any moment leaves a whole checkpoint behind. ``kind`` names the trainer and is checked on loading.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_file(path) as file:
+        torch.save({"format": _FORMAT, "schema": _SCHEMA, "kind": kind, "state": dict(state)}, file)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def load_checkpoint(path: Path, kind: str, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The state that :func:`save_checkpoint` wrote. Only plain data is read: a checkpoint cannot run code.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointError: it is truncated, was not written here, is another trainer's, or comes from a newer clustergym.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no checkpoint here")
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except Exception as reason:  # torch raises whatever its zip reader and unpickler happen to meet
+        summary = str(reason).partition("\n")[0] or type(reason).__name__
+        raise CheckpointError(
+            f"{path} ({path.stat().st_size} bytes) is truncated or no clustergym checkpoint: {summary}"
+        ) from reason
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        found = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
+        raise CheckpointError(f"{path} was not written by clustergym: found {found}")
+    if content["schema"] > _SCHEMA:
+        raise CheckpointError(
+            f"{path} has schema {content['schema']}, this clustergym reads up to {_SCHEMA}: update clustergym to load it"
+        )
+    if content["kind"] != kind:
+        raise CheckpointError(f"{path} belongs to {content['kind']!r}, not to {kind!r}")
+    state: dict[str, Any] = content["state"]
+    return state

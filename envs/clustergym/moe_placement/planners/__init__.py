@@ -1,0 +1,1 @@
+"""Planners: recorded traffic and the current placement in, the next placement out."""

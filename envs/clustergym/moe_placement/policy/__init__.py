@@ -1,0 +1,1 @@
+"""The learned policy: exported network, planner and guided search."""
