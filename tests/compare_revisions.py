@@ -182,7 +182,7 @@ def trainer(name: str, flags: tuple[str, ...], tree: Path, folder: Path) -> dict
         collect(torch.load(path, weights_only=True)["state"])
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("result "))
     kept = {key: value for key, value in result.items() if not any(word in key for word in TIMES)}
-    kept.pop("policy", None)
+    kept = {key: value for key, value in kept.items() if "/" not in str(value)}
     return {
         f"trainer {name} weights": digest(sorted(tensors)),
         f"trainer {name} result": json.dumps(kept, sort_keys=True),
