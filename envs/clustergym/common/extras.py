@@ -1,0 +1,17 @@
+"""Imports of optional dependencies."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import ``module``, or raise an ImportError that names the extra of clustergym that installs it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        # A module that is installed but lacks a dependency of its own has another problem: show that one.
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise
+        raise ImportError(f"{module} is not installed: pip install 'clustergym[{extra}]'") from error
