@@ -24,6 +24,6 @@ def test_a_missing_module_names_the_extra_in_one_line(module):
 def test_a_broken_module_keeps_its_own_error(tmp_path, monkeypatch):
     (tmp_path / "half_installed.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'no_such_dependency'$"):
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_dependency'$"):
         require("half_installed", "render")
     assert "half_installed" not in sys.modules
