@@ -158,8 +158,8 @@ DETAILS: list[Detail] = [
         ("test_ppo.py::test_clipped_surrogate_by_hand", UPDATE),
         (
             ("ratio.clamp(1 - clip_coef, 1 + clip_coef)", "ratio"),
-            ("return torch.max(plain, clipped).mean()", "return torch.min(plain, clipped).mean()"),
-            ("return torch.max(plain, clipped).mean()", "return clipped.mean()"),
+            ("return torch.max(unclipped, clipped).mean()", "return torch.min(unclipped, clipped).mean()"),
+            ("return torch.max(unclipped, clipped).mean()", "return clipped.mean()"),
             ('clip_coef if args.use_clipping else float("inf")', 'float("inf")'),
         ),
     ),
@@ -167,11 +167,11 @@ DETAILS: list[Detail] = [
         "9",
         "value loss clipped: the larger of the two errors",
         "ppo",
-        "return 0.5 * torch.max(plain, (clipped - returns) ** 2).mean()",
+        "return 0.5 * torch.max(unclipped, (clipped_values - returns) ** 2).mean()",
         ("test_ppo.py::test_value_loss_is_the_larger_of_plain_and_clipped", UPDATE),
         (
-            ("0.5 * torch.max(plain, (clipped", "0.5 * torch.min(plain, (clipped"),
-            ("0.5 * torch.max(plain, (clipped - returns) ** 2)", "0.5 * ((clipped - returns) ** 2)"),
+            ("0.5 * torch.max(unclipped, (clipped_values", "0.5 * torch.min(unclipped, (clipped_values"),
+            ("0.5 * torch.max(unclipped, (clipped_values - returns) ** 2)", "0.5 * ((clipped_values - returns) ** 2)"),
             ("clip_coef if args.clip_vloss else None", "None"),
         ),
     ),
@@ -406,7 +406,7 @@ DETAILS: list[Detail] = [
         (
             ("scaled = (obs - statistics.mean) /", "scaled = obs /"),
             ("(obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)", "(obs - statistics.mean)"),
-            ("gap**2 * self.count * n / total", "0.0 * gap"),
+            ("delta**2 * self.count * n / total", "0.0 * delta"),
             ("                    self.statistics.update(next_obs)\n", "                    pass\n"),
             ('            "statistics": self.statistics.state_dict(),\n            "scaler"', '            "scaler"'),
             (

@@ -122,18 +122,18 @@ class Args:
 NORM_CLIP = 10.0
 
 
-# ALGO LOGIC: parts shared letter for letter with the other trainers
+# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:
-    """Orthogonal weights scaled by ``std`` and a constant bias."""
+    """Initialise a layer with orthogonal weights of gain ``std`` and a constant bias."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
     return layer
 
 
 def anneal(initial: float, iteration: int, num_iterations: int) -> float:
-    """``initial`` in iteration 1, falling linearly towards 0 at the end of the last."""
+    """Linear schedule: ``initial`` in iteration 1, falling to 0 after the last iteration."""
     return initial * (1.0 - (iteration - 1) / num_iterations)
 
 
@@ -147,11 +147,11 @@ def compute_gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) by generalised advantage estimation, all of shape (steps, envs).
+    """Generalised advantage estimation. Returns (advantages, returns), both of shape (steps, envs).
 
-    ``terminations`` and ``dones`` (terminated or truncated) say what step t led to. Where an episode was done at t,
-    ``final_values[t]`` is the value of its last observation: it counts after a truncation and not after a termination.
-    ``next_value`` (envs,) is the value of the observation after the rollout's last step.
+    ``terminations`` and ``dones`` (terminated or truncated) describe the outcome of step t. If an episode ended at step
+    t, ``final_values[t]`` is the value of its last observation. It is used after a truncation, not after a termination.
+    ``next_value`` (envs,) is the value of the observation that follows the last step of the rollout.
     """
     advantages = torch.zeros_like(rewards)
     last = torch.zeros_like(next_value)
@@ -165,43 +165,43 @@ def compute_gae(
 
 
 def normalize_advantages(advantages: Tensor) -> Tensor:
-    """Mean 0, standard deviation 1 within the minibatch."""
+    """Normalise to mean 0 and standard deviation 1 within the minibatch."""
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
 def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """The clipped surrogate: the worse of the plain and the clipped objective, for each sample."""
-    plain = -advantages * ratio
+    """Clipped surrogate loss: for each sample, the larger of the unclipped and the clipped loss."""
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    return torch.max(plain, clipped).mean()
+    return torch.max(unclipped, clipped).mean()
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
-    """Half the squared error; with ``clip_coef`` the larger of it and that of the value clipped around its old self."""
-    plain = (new_values - returns) ** 2
+    """Half the mean squared error. With ``clip_coef``, the larger of the errors of the new and the clipped new value."""
+    unclipped = (new_values - returns) ** 2
     if clip_coef is None:
-        return 0.5 * plain.mean()
-    clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
-    return 0.5 * torch.max(plain, (clipped - returns) ** 2).mean()
+        return 0.5 * unclipped.mean()
+    clipped_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max(unclipped, (clipped_values - returns) ** 2).mean()
 
 
 def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k1, k2, k3) of KL(old ‖ new) for each sample drawn from old, where logratio = log new − log old.
+    """Estimates (k1, k2, k3) of KL(old ‖ new) from samples of the old policy, where logratio = log new − log old.
 
-    k1 = −log r is unbiased but noisy and may be negative; k2 = (log r)² / 2 is biased and quiet; k3 = (r − 1) − log r is
-    unbiased, quiet and never negative (http://joschu.net/blog/kl-approx.html).
+    k1 = −log r is unbiased but has high variance and can be negative. k2 = (log r)² / 2 is biased with low variance.
+    k3 = (r − 1) − log r is unbiased with low variance and never negative. See http://joschu.net/blog/kl-approx.html.
     """
     return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var[returns − values] / Var[returns]: 1 for a perfect value function, 0 for a constant, NaN for constant returns."""
+    """1 − Var[returns − values] / Var[returns]: 1 if the values are perfect, 0 if constant, NaN if returns are constant."""
     variance = returns.var()
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    # On a GPU or CPU alike one fused kernel updates all parameters.
+    # The fused version updates all parameters in one kernel, on CPU and GPU.
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
 
 
@@ -209,17 +209,17 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 
 
 def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of independent normal components: theirs summed (…, components) → (…)."""
+    """Log-density of independent normal components, summed over the last dimension."""
     return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
 
 
 def gaussian_entropy(std: Tensor) -> Tensor:
-    """Entropy of independent normal components, summed."""
+    """Entropy of independent normal components, summed over the last dimension."""
     return (0.5 + 0.5 * np.log(2 * np.pi) + std.log()).sum(-1)
 
 
 class RunningMeanStd:
-    """Mean and variance of all rows seen so far, merged batch by batch (Chan et al.)."""
+    """Running mean and variance of all rows, updated batch by batch (Chan et al., 1979)."""
 
     def __init__(self, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
         self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -227,13 +227,13 @@ class RunningMeanStd:
         self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
 
     def update(self, rows: Tensor) -> None:
-        """Take in a batch (n, *shape)."""
+        """Add a batch of rows (n, *shape)."""
         rows = rows.double()
         n = len(rows)
-        gap = rows.mean(0) - self.mean
+        delta = rows.mean(0) - self.mean
         total = self.count + n
-        spread = self.var * self.count + rows.var(0, correction=0) * n + gap**2 * self.count * n / total
-        self.mean, self.var, self.count = self.mean + gap * n / total, spread / total, total
+        squares = self.var * self.count + rows.var(0, correction=0) * n + delta**2 * self.count * n / total
+        self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"mean": self.mean, "var": self.var, "count": self.count}
@@ -243,13 +243,13 @@ class RunningMeanStd:
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
-    """Mean 0 and variance 1 by the running statistics, clipped at ±10."""
+    """Normalise by the running mean and variance and clip to ±10."""
     scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)
     return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
 
 
 class RewardScaler:
-    """Divides rewards by the standard deviation of the running discounted return; no mean is taken off. Clipped at ±10."""
+    """Divide rewards by the standard deviation of the discounted return (no mean subtracted) and clip to ±10."""
 
     def __init__(self, num_envs: int, gamma: float, device: torch.device | str = "cpu") -> None:
         self.gamma = gamma
@@ -327,17 +327,17 @@ class Agent(nn.Module):
 
 
 def clip_action(raw: Tensor) -> Tensor:
-    """What the environment gets; the policy's own sample is stored unclipped, for its density is that of the raw action."""
+    """Clip an action for the environment. The raw sample is stored, because the log-probability belongs to it."""
     return raw.clamp(0.0, 1.0)
 
 
 def make_batch(args: Args, num_envs: int) -> AllocationBatch:
-    """The environments behind ``--env-id``, as tensors."""
+    """Create the batched environments of ``--env-id``."""
     options = {} if args.workload is None else {"workload": args.workload}
     envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
     batch = getattr(envs.unwrapped, "batch", None)
     if not isinstance(batch, AllocationBatch):
-        raise TypeError(f"{args.env_id} is no allocation task: expected GPUAllocation-v0 or GPUAllocationHistory-v0")
+        raise TypeError(f"{args.env_id} is not an allocation task: use GPUAllocation-v0 or GPUAllocationHistory-v0")
     return batch
 
 

@@ -200,11 +200,11 @@ class Args:
     """Planners in the table at the end, beside the untrained, the supervised and the trained policy."""
 
 
-# ALGO LOGIC: parts that other trainers copy letter for letter
+# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
 
 
 def anneal(initial: float, iteration: int, num_iterations: int) -> float:
-    """``initial`` in iteration 1, falling linearly towards 0 at the end of the last."""
+    """Linear schedule: ``initial`` in iteration 1, falling to 0 after the last iteration."""
     return initial * (1.0 - (iteration - 1) / num_iterations)
 
 
@@ -218,11 +218,11 @@ def compute_gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) by generalised advantage estimation, all of shape (steps, envs).
+    """Generalised advantage estimation. Returns (advantages, returns), both of shape (steps, envs).
 
-    ``terminations`` and ``dones`` (terminated or truncated) say what step t led to. Where an episode was done at t,
-    ``final_values[t]`` is the value of its last observation: it counts after a truncation and not after a termination.
-    ``next_value`` (envs,) is the value of the observation after the rollout's last step.
+    ``terminations`` and ``dones`` (terminated or truncated) describe the outcome of step t. If an episode ended at step
+    t, ``final_values[t]`` is the value of its last observation. It is used after a truncation, not after a termination.
+    ``next_value`` (envs,) is the value of the observation that follows the last step of the rollout.
     """
     advantages = torch.zeros_like(rewards)
     last = torch.zeros_like(next_value)
@@ -236,49 +236,49 @@ def compute_gae(
 
 
 def normalize_advantages(advantages: Tensor) -> Tensor:
-    """Mean 0, standard deviation 1 within the minibatch."""
+    """Normalise to mean 0 and standard deviation 1 within the minibatch."""
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
 def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """The clipped surrogate: the worse of the plain and the clipped objective, for each sample."""
-    plain = -advantages * ratio
+    """Clipped surrogate loss: for each sample, the larger of the unclipped and the clipped loss."""
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    return torch.max(plain, clipped).mean()
+    return torch.max(unclipped, clipped).mean()
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
-    """Half the squared error; with ``clip_coef`` the larger of it and that of the value clipped around its old self."""
-    plain = (new_values - returns) ** 2
+    """Half the mean squared error. With ``clip_coef``, the larger of the errors of the new and the clipped new value."""
+    unclipped = (new_values - returns) ** 2
     if clip_coef is None:
-        return 0.5 * plain.mean()
-    clipped = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
-    return 0.5 * torch.max(plain, (clipped - returns) ** 2).mean()
+        return 0.5 * unclipped.mean()
+    clipped_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.max(unclipped, (clipped_values - returns) ** 2).mean()
 
 
 def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(k1, k2, k3) of KL(old ‖ new) for each sample drawn from old, where logratio = log new − log old.
+    """Estimates (k1, k2, k3) of KL(old ‖ new) from samples of the old policy, where logratio = log new − log old.
 
-    k1 = −log r is unbiased but noisy and may be negative; k2 = (log r)² / 2 is biased and quiet; k3 = (r − 1) − log r is
-    unbiased, quiet and never negative (http://joschu.net/blog/kl-approx.html).
+    k1 = −log r is unbiased but has high variance and can be negative. k2 = (log r)² / 2 is biased with low variance.
+    k3 = (r − 1) − log r is unbiased with low variance and never negative. See http://joschu.net/blog/kl-approx.html.
     """
     return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
 
 
 def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
-    """Entropy over the valid actions, from normalised log-probabilities (…, actions)."""
+    """Entropy over the valid actions, from normalised log-probabilities of shape (…, actions)."""
     terms = logprobs.exp() * logprobs
     return -(terms if mask is None else torch.where(mask, terms, 0.0)).sum(-1)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var[returns − values] / Var[returns]: 1 for a perfect value function, 0 for a constant, NaN for constant returns."""
+    """1 − Var[returns − values] / Var[returns]: 1 if the values are perfect, 0 if constant, NaN if returns are constant."""
     variance = returns.var()
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    # On a GPU or CPU alike one fused kernel updates all parameters.
+    # The fused version updates all parameters in one kernel, on CPU and GPU.
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
 
 

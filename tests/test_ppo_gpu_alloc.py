@@ -197,7 +197,7 @@ def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 256"):
         trained("ppo_gpu_alloc", tmp_path, total_timesteps=5)
-    with pytest.raises(TypeError, match="CartPole-v1 is no allocation task"):
+    with pytest.raises(TypeError, match="CartPole-v1 is not an allocation task"):
         trained("ppo_gpu_alloc", tmp_path, env_id="CartPole-v1", total_timesteps=256)
     with pytest.raises(ValueError, match="num_envs is 8 and num_minibatches 3: whole sequences"):
         trained("ppo_lstm", tmp_path, num_minibatches=3, total_timesteps=256)
