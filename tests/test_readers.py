@@ -340,7 +340,9 @@ class TestESFT:
         logical = files.routing(9, 26, 6, 64)
         trace = tokens_of(files.esft(tmp_path / "x", logical, [4, 5]), "esft")
         expect(trace, logical, first_layer=1)
-        assert (trace.model, trace.n_experts) == ("deepseek-v2-lite", 64)
+        preset = get_model("deepseek-v2-lite")
+        assert (trace.model, trace.n_experts) == ("deepseek-v2-lite", preset.n_experts)
+        assert (trace.n_layers, trace.top_k) == (preset.n_layers, preset.top_k)
 
     def test_refused(self, tmp_path: Path) -> None:
         folder = files.esft(tmp_path / "x", LOGICAL, LENS)

@@ -7,22 +7,40 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.specs import ModelSpec
 from clustergym.traces.token_trace import MAX_EXPERTS
 
 Ids = npt.NDArray[np.int16]
+
+
+class ModelSizes(Protocol):
+    """Sizes of a model, as far as readers need them. :class:`clustergym.moe_placement.ModelSpec` has them all."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def n_layers(self) -> int:
+        """MoE layers."""
+    @property
+    def n_dense(self) -> int:
+        """Dense layers before the first MoE layer."""
+    @property
+    def n_experts(self) -> int:
+        """Logical experts per layer."""
+    @property
+    def top_k(self) -> int:
+        """Experts per token and layer."""
 
 
 @dataclass(frozen=True)
 class ReadOptions:
     """What a file does not say about itself. Most of it follows from the model."""
 
-    model: ModelSpec | None = None
+    model: ModelSizes | None = None
     """Tells number of layers, dense layers, experts and top-k."""
     n_layers: int | None = None
     """Layers that the engine counts, dense ones too."""

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.specs import get_model
 from clustergym.traces.readers.base import Ids, ReadOptions, TokenBlocks, expand, parse_naturals
 from clustergym.traces.token_trace import TokenTrace
 
+# The model that the released scores were recorded from.
+MODEL, N_LAYERS, N_EXPERTS, TOP_K = "deepseek-v2-lite", 26, 64, 6
 _NAME = re.compile(r"expert_weights_(\d+)\.txt")
 # Text parsed at once: enough for numpy to be busy, little enough to stay small.
 _BATCH_BYTES = 4 << 20
@@ -20,8 +21,9 @@ _BATCH_BYTES = 4 << 20
 
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
     """A folder a task: the tasks become the domains. The gate weights behind the ids are counted and left alone."""
-    model = options.model or get_model("deepseek-v2-lite")
-    top_k, n_experts = options.top_k or model.top_k, options.n_experts or model.n_experts
+    model = options.model
+    top_k = options.chosen or TOP_K
+    expected = options.n_layers or (model.n_layers if model else N_LAYERS)
     tasks: dict[Path, dict[int, Path]] = {}
     for path in expand(paths, "expert_weights_*.txt"):
         match = _NAME.fullmatch(path.name)
@@ -31,7 +33,6 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
     blocks = TokenBlocks()
     for folder, layers in tasks.items():
         ordered = sorted(layers)
-        expected = options.n_layers or model.n_layers
         if len(ordered) != expected:
             raise ValueError(
                 f"{folder}: files for {len(ordered)} layers, expected {expected} (--n-layers says how many)"
@@ -48,7 +49,12 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
         assert experts is not None
         assert lengths is not None
         blocks.add(experts, np.array(ordered), lengths.tolist(), folder.name or "all", str(folder))
-    return TokenTrace(**blocks.fields(), n_experts=n_experts, model=model.name, name=options.name)
+    return TokenTrace(
+        **blocks.fields(),
+        n_experts=options.experts or N_EXPERTS,
+        model=model.name if model else MODEL,
+        name=options.name,
+    )
 
 
 def _read_layer(path: Path, top_k: int) -> tuple[Ids, npt.NDArray[np.int64]]:
