@@ -25,12 +25,15 @@ class ModelSizes(Protocol):
     @property
     def n_layers(self) -> int:
         """MoE layers."""
+
     @property
     def n_dense(self) -> int:
         """Dense layers before the first MoE layer."""
+
     @property
     def n_experts(self) -> int:
         """Logical experts per layer."""
+
     @property
     def top_k(self) -> int:
         """Experts per token and layer."""
