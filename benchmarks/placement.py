@@ -20,7 +20,7 @@ from rich.console import Console
 from clustergym import TokenTrace
 from clustergym.cli.evaluate import plot_results, results_table
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner, split_for
+from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
 from clustergym.moe_placement.planners.heuristics import EPLB
 
 EPLB_NAMES = ("eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold")
@@ -59,7 +59,7 @@ def traces(args: Args) -> dict[str, TokenTrace]:
 
 def tuned_threshold(trace: TokenTrace, simulator: Simulator, protocol: Protocol) -> float:
     """The threshold with the least total on streams from the planning part."""
-    train, _ = split_for(trace, protocol)
+    train, _ = protocol.split(trace)
     tuning = Protocol(
         protocol.schedule, protocol.windows, protocol.window_tokens, protocol.rate, 3, protocol.seed + 1000
     )

@@ -12,7 +12,7 @@ from scipy import stats
 from clustergym import TokenTrace
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window
-from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner, split_for
+from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
 from clustergym.moe_placement.planner_registry import PLANNERS
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.heuristics import EPLB
@@ -92,7 +92,7 @@ def the_stream(test: TokenTrace, sim: Simulator, p: Protocol, n: int, stream: in
 @pytest.mark.parametrize("schedule", STREAMED)
 def test_a_planner_sees_only_windows_already_served(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol(schedule, seed=5), Recorder(sim)
-    train, test = split_for(trace, p)
+    train, test = p.split(trace)
     result = evaluate_planner(planner, "recorder", train, test, p)
     windows = the_stream(test, sim, p, WINDOWS + 1)
     assert not any(same_window(a, b) for i, a in enumerate(windows) for b in windows[:i])
@@ -117,7 +117,7 @@ def test_a_planner_sees_only_windows_already_served(schedule: str, trace: TokenT
 @pytest.mark.parametrize("schedule", STREAMED)
 def test_only_hindsight_sees_the_window_to_come(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol(schedule), Clairvoyant(sim)
-    train, test = split_for(trace, p)
+    train, test = p.split(trace)
     evaluate_planner(planner, "clairvoyant", train, test, p)
     windows = the_stream(test, sim, p, WINDOWS + 1)
     for i, seen in enumerate(planner.seen):
@@ -127,7 +127,7 @@ def test_only_hindsight_sees_the_window_to_come(schedule: str, trace: TokenTrace
 
 def test_hindsight_on_the_stationary_schedule_plans_for_each_window(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("stationary"), Clairvoyant(sim)
-    train, test = split_for(trace, p)
+    train, test = p.split(trace)
     evaluate_planner(planner, "clairvoyant", train, test, p)
     assert same_windows([seen[0] for seen in planner.seen], the_stream(test, sim, p, WINDOWS))
     assert {len(seen) for seen in planner.seen} == {1}
@@ -136,7 +136,7 @@ def test_hindsight_on_the_stationary_schedule_plans_for_each_window(trace: Token
 @pytest.mark.parametrize("schedule", STREAMED)
 def test_all_but_static_start_from_eplb_on_the_first_window(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p = protocol(schedule)
-    train, test = split_for(trace, p)
+    train, test = p.split(trace)
     eplb = EPLB(sim)
     first = the_stream(test, sim, p, 1)[0]
     for name, start in (("recorder", eplb.pack(eplb.loads(first))), ("static", sim.static(N_LAYERS))):
@@ -149,7 +149,7 @@ def test_all_but_static_start_from_eplb_on_the_first_window(schedule: str, trace
 
 def test_stationary_plans_once_on_the_whole_planning_part(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("stationary"), Recorder(sim)
-    train, test = split_for(trace, p)
+    train, test = p.split(trace)
     result = evaluate_planner(planner, "recorder", train, test, p)
     assert len(planner.seen) == 1
     (observed,) = planner.seen[0]
@@ -189,7 +189,7 @@ def test_plans_that_break_the_rules_are_refused(trace: TokenTrace, sim: Simulato
 
     p = protocol("drift")
     with pytest.raises(ValueError, match="holds expert 0 twice"):
-        evaluate_planner(Forgetful(sim), "forgetful", *split_for(trace, p), p)
+        evaluate_planner(Forgetful(sim), "forgetful", *p.split(trace), p)
 
 
 # -- the split ------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_parts_are_disjoint_by_sequence(holdout: float) -> None:
     """Every sequence uses an expert of its own, so that the tokens tell where they come from."""
     lengths = np.random.default_rng(0).integers(3, 12, 40)
     trace = TokenTrace(np.repeat(np.arange(40), lengths)[:, None], seq_lens=lengths)
-    train, test = split_for(trace, Protocol(holdout=holdout, seed=4))
+    train, test = Protocol(holdout=holdout, seed=4).split(trace)
     planned, kept = set(train.experts.ravel().tolist()), set(test.experts.ravel().tolist())
     assert not planned & kept
     assert planned | kept == set(range(40))
@@ -250,7 +250,7 @@ def test_totals_add_up(schedule: str, trace: TokenTrace, sim: Simulator) -> None
 
 def test_streams_are_those_of_consecutive_seeds(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("drift", streams=2, seed=9), Recorder(sim)
-    train, test = split_for(trace, p)
+    train, test = p.split(trace)
     evaluate_planner(planner, "recorder", train, test, p)
     assert planner.resets == 2
     for stream in range(2):

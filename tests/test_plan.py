@@ -32,7 +32,6 @@ from clustergym.moe_placement.planning import (
     LoadWindow,
     _Observed,
     fill_empty,
-    first_part,
     loads_only,
     make_plan,
     model_of,
@@ -165,12 +164,12 @@ def broken(change: str) -> EnginePlan:
     ("change", "message"),
     [
         ("empty", "rule 'no empty slot': layer 3, GPU 2"),
-        ("twice", "rule 'once a GPU': layer 3, GPU 2 holds expert"),
+        ("twice", "rule 'once per GPU': layer 3, GPU 2 holds expert"),
         ("unknown", "rule 'known experts': layer 3, GPU 2 holds expert 8"),
         ("missing", r"rule 'every expert somewhere': layer 3: expert \d is on none of GPU 0 … 3"),
         ("layer", r"rule 'every MoE layer': layer 4 has no placement \(1 of 3"),
         ("dense", "rule 'every MoE layer': layer 4"),
-        ("names", "rule 'a row for each layer'"),
+        ("names", "rule 'one row per layer'"),
         ("slots", "rule 'slots divide over GPUs'"),
         ("room", "rule 'room for every expert': 6 slots for the 8 experts"),
     ],
@@ -181,14 +180,14 @@ def test_a_refused_plan_names_the_rule_and_leaves_no_file(
     with pytest.raises(PlanError, match=message):
         write_plan(tmp_path / f"plan{SUFFIX[engine]}", broken(change), engine)
     assert not list(tmp_path.iterdir())
-    check_plan(small_plan(), engine)
+    check_plan(small_plan())
 
 
 def test_wrong_names(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensorrt-llm reads a plan from \.yaml or \.yml, found 'plan.json'"):
         write_plan(tmp_path / "plan.json", small_plan(), "tensorrt-llm")
     with pytest.raises(ValueError, match="unknown engine 'tgi'; the engines are: sglang, tensorrt-llm"):
-        check_plan(small_plan(), "tgi")
+        write_plan(tmp_path / "plan.json", small_plan(), "tgi")
     with pytest.raises(ValueError, match="no plan at"):
         read_plan(tmp_path / "absent.json", "vllm")
 
@@ -196,16 +195,16 @@ def test_wrong_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "text", "message"),
     [
-        ("sglang", '{"physical_to_logical_map": [[0]], "x": 1}', "and no other"),
+        ("sglang", '{"physical_to_logical_map": [[0]], "x": 1}', "expected exactly the key"),
         ("sglang", '{"physical_to_logical_map": [[0], [0, 1]]}', "different numbers of slots"),
-        ("sglang", '{"physical_to_logical_map": [[0.5]]}', "something else than expert ids"),
+        ("sglang", '{"physical_to_logical_map": [[0.5]]}', "something other than expert ids"),
         ("sglang", "[", "not valid JSON"),
         ("vllm", "{}", "expected a list of layers"),
         ("vllm", "[]", "no layers"),
         ("vllm-ascend", "{}", "not an expert map"),
-        ("vllm-ascend", '{"moe_layer_count": 2, "layer_list": [{"device_list": [{"device_id": 0, "device_expert": [0]}]}]}', "agree"),
+        ("vllm-ascend", '{"moe_layer_count": 2, "layer_list": [{"device_list": [{"device_id": 0, "device_expert": [0]}]}]}', "does not match the lists"),
         ("tensorrt-llm", "a: [", "not valid YAML"),
-        ("tensorrt-llm", "num_slots: 1", "and no other"),
+        ("tensorrt-llm", "num_slots: 1", "expected exactly the key"),
         ("tensorrt-llm", "num_slots: 2\nlayer_updates_per_iter: 0\ninitial_global_assignments: {3: [0]}", "layer 3 has 1 slots"),
     ],
 )  # fmt: skip
@@ -236,18 +235,18 @@ def test_the_first_part_comes_first_in_each_domain() -> None:
         seq_lens=[1, 2, 3, 1, 2, 3],
         domains=np.array(["a"] * 3 + ["b"] * 3),  # type: ignore[arg-type]
     )
-    before, after = first_part(trace, 0.5)
+    before, after = trace.split(0.5, seed=None)
     assert before.seq_lens.tolist() == [1, 2, 1, 2]
     assert after.seq_lens.tolist() == [3, 3]
     np.testing.assert_array_equal(before.experts[:, 0, 0], [0, 1, 2, 2, 3, 0])
     with pytest.raises(ValueError, match="one sequence"):
-        first_part(TokenTrace(np.zeros((4, 1), int)), 0.5)
+        TokenTrace(np.zeros((4, 1), int)).split(0.5, seed=None)
 
 
 def test_held_out_traffic_is_not_planned_on() -> None:
     """The second part is replaced by other traffic: the plans stay the same, their times do not."""
     trace = small_trace()
-    before, after = first_part(trace, 0.5)
+    before, after = trace.split(0.5, seed=None)
     other = TokenTrace(
         7 - after.experts.astype(int), n_experts=8, layer_ids=after.layer_ids, seq_lens=after.seq_lens,
         domains=after.domains, model=after.model,
@@ -255,7 +254,7 @@ def test_held_out_traffic_is_not_planned_on() -> None:
     plans = []
     for rest in (after, other):
         joined = TokenTrace.concat([before, rest])
-        np.testing.assert_array_equal(first_part(joined, 0.5)[1].experts, rest.experts)
+        np.testing.assert_array_equal(joined.split(0.5, seed=None)[1].experts, rest.experts)
         plans.append(make_plan(joined, SIMULATOR, "bottleneck", window_tokens=256, windows=2))
     for name in ("static", "eplb", "bottleneck"):
         np.testing.assert_array_equal(plans[0].outcomes[name].placement, plans[1].outcomes[name].placement)
@@ -265,7 +264,7 @@ def test_held_out_traffic_is_not_planned_on() -> None:
 def test_figures_are_the_simulators() -> None:
     trace = small_trace()
     plan = make_plan(trace, SIMULATOR, "anneal", window_tokens=256, windows=3, seconds=0.5)
-    before, _ = first_part(trace, 0.5)
+    before, _ = trace.split(0.5, seed=None)
     eplb = EPLB(SIMULATOR)
     np.testing.assert_array_equal(plan.outcomes["eplb"].placement, eplb.pack(before.loads().astype(float)))
     for o in plan.outcomes.values():
@@ -481,7 +480,7 @@ def test_the_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--checkpoint", "x.pt"], "--checkpoint is for the planner 'policy'"),
         (["--report", "r.pdf"], r"expected a file that ends in \.html"),
         (["--model", "deepseek-v3"], "top-8 of 256"),
-        (["--share", "1"], "share to plan on is 1.0"),
+        (["--share", "1"], "share is 1.0"),
         (["--windows", "0"], "windows is 0"),
         (["--slots", "0"], "slots_per_gpu is 0"),
     ],

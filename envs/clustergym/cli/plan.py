@@ -190,7 +190,7 @@ def run(args: Command, console: Console, line: str) -> None:
     simulator = Simulator(model, get_cluster(args.cluster, **overrides), args.comm)
     # What the engine would refuse whatever the planner does is refused now: the static placement stands in for the plan.
     static = simulator.static(trace.n_layers)
-    check_plan(EnginePlan(static, trace.layer_ids, model), args.engine)
+    check_plan(EnginePlan(static, trace.layer_ids, model))
     prepare(args)
     options = {} if args.checkpoint is None else {"checkpoint": args.checkpoint}
     with steps(console) as shown:
@@ -199,7 +199,7 @@ def run(args: Command, console: Console, line: str) -> None:
             plan_tokens=args.plan_tokens, seconds=args.seconds, seed=args.seed, options=options, announce=shown.announce,
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
-    check_plan(chosen, args.engine)
+    check_plan(chosen)
     console.print(table_of(plan))
     if plan.best.filled:
         console.print(

@@ -52,6 +52,10 @@ class Protocol:
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout is {self.holdout}: expected more than 0 and less than 1")
 
+    def split(self, trace: TokenTrace) -> tuple[TokenTrace, TokenTrace]:
+        """(planning part, held-out part) of a trace; no sequence is in both."""
+        return trace.split(1 - self.holdout, seed=self.seed)
+
 
 @dataclass
 class Result:
@@ -78,15 +82,6 @@ class Result:
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
-
-
-def split_for(trace: TokenTrace, protocol: Protocol) -> tuple[TokenTrace, TokenTrace]:
-    """(planning part, held-out part), disjoint by sequence. A single sequence cannot be split and is refused."""
-    if trace.n_sequences < 2:
-        raise ValueError(
-            f"{trace.name}: the trace has one sequence, so nothing can be held out: give seq_lens, or cut it into several"
-        )
-    return trace.split(1 - protocol.holdout, seed=protocol.seed)
 
 
 class _Tally:
@@ -197,7 +192,7 @@ def compare(
     options: dict[str, dict[str, object]] | None = None,
 ) -> list[Result]:
     """Every named planner on the same held-out streams; ``progress`` hears a planner's name before its turn."""
-    train, test = split_for(trace, protocol)
+    train, test = protocol.split(trace)
     if protocol.schedule == "stationary":
         # The plan is loaded at the start and serves on and on: planners must not weigh the way there either.
         simulator = Simulator(simulator.model, simulator.cluster, simulator.comm, passes_per_window=_FOREVER)

@@ -137,22 +137,6 @@ class Plan:
         return float(relative.mean()), ci95(relative.tolist())
 
 
-def first_part(trace: TokenTrace, share: float) -> tuple[TokenTrace, TokenTrace]:
-    """The first sequences of each domain with about ``share`` of its tokens, and the rest: the past and what came after."""
-    if not 0 < share < 1:
-        raise ValueError(f"the share to plan on is {share}: expected more than 0 and less than 1")
-    if trace.n_sequences < 2:
-        raise ValueError(f"{trace.name}: the trace has one sequence, so nothing can be held out: give seq_lens")
-    first = np.zeros(trace.n_sequences, bool)
-    for domain in trace.domain_names:
-        of = np.flatnonzero(trace.domains == domain)
-        before = np.cumsum(trace.seq_lens[of]) - trace.seq_lens[of]
-        first[of[before < share * trace.seq_lens[of].sum()]] = True
-    if first.all():
-        first[-1] = False
-    return trace.select(sequences=np.flatnonzero(first)), trace.select(sequences=np.flatnonzero(~first))
-
-
 def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> ModelSpec:
     """The model that a trace is of, checked against it."""
     if isinstance(trace, TokenTrace):
@@ -194,7 +178,9 @@ def make_plan(
         announce: hears what begins, and how many seconds it will take where that is known.
     """
     simulator = Simulator(simulator.model, simulator.cluster, simulator.comm, passes_per_window=FOREVER)
-    before, after = first_part(trace, share) if isinstance(trace, TokenTrace) else trace.first(share)
+    if not 0 < share < 1:
+        raise ValueError(f"share is {share}: expected more than 0 and less than 1")
+    before, after = trace.split(share, seed=None) if isinstance(trace, TokenTrace) else trace.split(share)
     names = list(dict.fromkeys(["static", "eplb", planner]))
     serve = _server(after, simulator, window_tokens, windows, seed)
     observed = _Observed(before, simulator, window_tokens, plan_tokens, seed)

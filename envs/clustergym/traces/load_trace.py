@@ -95,8 +95,8 @@ class LoadTrace:
         """(L, E) tokens routed to each expert of each layer, all steps together."""
         return self.counts.sum(0)
 
-    def first(self, fraction: float) -> tuple[LoadTrace, LoadTrace]:
-        """The first steps with about ``fraction`` of them, and the rest."""
+    def split(self, fraction: float = 0.5) -> tuple[LoadTrace, LoadTrace]:
+        """Split into the first steps (about ``fraction`` of them) and the rest."""
         if self.n_steps < 2:
             raise ValueError(f"{self.name}: one step of counts cannot be split: record several")
         cut = min(max(1, round(fraction * self.n_steps)), self.n_steps - 1)

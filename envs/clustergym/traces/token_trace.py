@@ -231,23 +231,33 @@ class TokenTrace:
             name=self.name,
         )
 
-    def split(self, fraction: float = 0.5, seed: int = 0) -> tuple[TokenTrace, TokenTrace]:
-        """Two disjoint parts by sequence, the first with about ``fraction`` of each domain's tokens.
+    def split(self, fraction: float = 0.5, seed: int | None = 0) -> tuple[TokenTrace, TokenTrace]:
+        """Split the sequences into a part to plan or train on and a held-out part.
 
-        The first part is never the smaller one at ``fraction=0.5``. Deterministic in ``seed``.
+        The first part has about ``fraction`` of the tokens of each domain; with 0.5 and a seed it is never the smaller one.
+
+        Args:
+            fraction: share of the tokens in the first part.
+            seed: draws the sequences of the first part. With None it has the first sequences of each domain in the
+                order of the trace: the past, and what came after.
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must lie between 0 and 1, found {fraction}")
         if self.n_sequences < 2:
-            raise ValueError(f"{self.name}: a split needs at least 2 sequences, found {self.n_sequences}")
+            raise ValueError(
+                f"{self.name}: the trace has one sequence, so nothing can be held out: give seq_lens, or cut it into "
+                "several sequences"
+            )
         rng = np.random.default_rng(seed)
         first = np.zeros(self.n_sequences, dtype=bool)
         for domain in self.domain_names:
-            order = rng.permutation(np.flatnonzero(self.domains == domain))
+            order = np.flatnonzero(self.domains == domain)
+            order = order if seed is None else rng.permutation(order)
             before = np.cumsum(self.seq_lens[order]) - self.seq_lens[order]
             first[order[before < fraction * self.seq_lens[order].sum()]] = True
-        if first.all():  # one sequence a domain: the second part gets the shortest, so that it stays the smaller one
-            first[self.seq_lens.argmin()] = False
+        if first.all():
+            # One sequence per domain. Hold out the last one, or the shortest, so that it is the smaller part.
+            first[-1 if seed is None else self.seq_lens.argmin()] = False
         return self.select(sequences=np.flatnonzero(first)), self.select(sequences=np.flatnonzero(~first))
 
     def windows(self, n_tokens: int) -> Iterator[npt.NDArray[np.int64]]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from clustergym.traces.load_trace import LoadTrace
 from clustergym.traces.readers.base import ReadOptions, expand, parse_json, slot_counts_to_logical
+from clustergym.traces.readers.slot_plans import read_tensorrt_llm_plan
 
 _KEY = re.compile(r"(\d+)_(\d+)")
 
@@ -80,9 +81,7 @@ def _recorded(path: Path) -> list[tuple[tuple[int, int], npt.NDArray[Any]]]:
 def _slots(options: ReadOptions) -> dict[int, npt.NDArray[np.int64]] | None:
     if options.slot_plan is None:
         return None
-    from clustergym.moe_placement.engines import read_plan
-
-    plan = read_plan(options.slot_plan, "tensorrt-llm")
+    plan = read_tensorrt_llm_plan(options.slot_plan)
     return {layer: np.array(row, np.int64) for layer, row in plan.items()}
 
 
