@@ -54,75 +54,75 @@ MASKED_LOGIT = -1e8
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"
-    """Gymnasium id with a Discrete action space; "module:Id-v0" imports the module first."""
+    """Gymnasium id of an environment with a Discrete action space. "module:Id-v0" imports the module first."""
     seed: int = 1
-    """Everything random follows from it: weights, environments, actions, minibatches."""
+    """Seed for all random number generators."""
     total_timesteps: int = 500_000
-    """Environment steps in all, over all environments and processes."""
+    """Total number of environment steps, over all environments and processes."""
     run_dir: Path | None = None
-    """Folder for curves and checkpoints; runs/ppo__<env>__<seed> unless given."""
+    """Folder for logs and checkpoints. Default: runs/ppo__<env>__<seed>."""
     resume: bool = False
-    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none. Environments start anew there (bootstrapped, as at a time limit): this makes
-    a resume exact for every environment, at the price of episodes longer than an interval never being seen whole."""
+    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
+    time limit), so that resuming is exact for every environment. Longer episodes are cut."""
     save_model: bool = False
-    """Also write the trained network to model.pt in the run folder."""
+    """Also save the trained network as model.pt in the run folder."""
     cuda: bool = False
     """Train on the GPU."""
     compile: bool = False
-    """torch.compile the network's pass over a minibatch."""
+    """Compile the network with torch.compile."""
     track: bool = False
-    """Log to Weights & Biases as well; offline where there is no account."""
+    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     eval_episodes: int = 32
-    """Held-out episodes played greedily at the end, on seeds that training never used; 0 for none."""
+    """Number of evaluation episodes after training, with greedy actions and unseen seeds. 0 for none."""
 
     learning_rate: float = 2.5e-3
-    """Adam's step size (at the start, if annealed)."""
+    """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0."""
+    """Anneal the learning rate linearly to 0."""
     num_envs: int = 32
-    """Environments that step side by side, in each process."""
+    """Number of parallel environments per process."""
     num_steps: int = 64
-    """Steps of each environment between updates."""
+    """Number of steps per environment between updates."""
     num_minibatches: int = 4
-    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    """Number of minibatches per epoch."""
     update_epochs: int = 4
-    """Passes over a rollout."""
+    """Number of epochs per update."""
     gamma: float = 0.99
-    """Discount."""
+    """Discount factor."""
     gae_lambda: float = 0.95
-    """Weight of longer returns in the advantage."""
+    """Lambda of generalised advantage estimation."""
     returns: Literal["gae", "td"] = "gae"
-    """Target of the value function: advantage + value, or the one-step target r + γ·V(s')."""
+    """Target of the value function: gae is advantage + value, td is the one-step target r + γ·V(s')."""
     bootstrap_truncated: bool = True
-    """At a time limit, value the state that would have come next; otherwise count it as the end."""
+    """Bootstrap from the value of the last observation when an episode is truncated. Otherwise treat it as terminal."""
     norm_adv: bool = True
-    """Normalise advantages in each minibatch."""
+    """Normalise advantages per minibatch."""
     use_clipping: bool = True
-    """The clipped surrogate; without it the plain one, to be used with kl_coef."""
+    """Use the clipped surrogate loss. Without it, limit the policy change with kl_coef."""
     clip_coef: float = 0.2
-    """Range of the ratio, and of the value function's change."""
+    """Clip range of the probability ratio and of the value change."""
     anneal_clip: bool = False
-    """Lower the clip range linearly to 0."""
+    """Anneal the clip range linearly to 0."""
     clip_vloss: bool = True
-    """Clip the value function's change as well."""
+    """Clip the value change as well."""
     ent_coef: float = 0.01
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     kl_coef: float = 0.0
-    """Weight of the penalty on KL(old policy ‖ new policy), estimated by k3."""
+    """Coefficient of the penalty on KL(old policy ‖ new policy), estimated by k3."""
     kl_target: float | None = None
-    """Adapt kl_coef: doubled where an iteration's KL exceeds 1.5 × this, halved below this / 1.5."""
+    """Adapt kl_coef: double it if an iteration's KL exceeds 1.5 × kl_target, halve it below kl_target / 1.5."""
     max_grad_norm: float = 0.5
-    """Global norm that gradients are clipped to."""
+    """Maximum global norm of the gradients."""
     target_kl: float | None = None
-    """Stop an update after the epoch whose approximate KL exceeds this."""
+    """Stop an update after an epoch whose approximate KL exceeds this value."""
     hidden: int = 64
     """Width of the two hidden layers."""
     share_network: bool = False
-    """One trunk for policy and value instead of two networks."""
+    """Share the hidden layers between policy and value function."""
 
 
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)

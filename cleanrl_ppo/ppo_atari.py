@@ -53,63 +53,63 @@ cv2.setNumThreads(1)
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"
-    """An Atari id that neither skips frames nor repeats actions by itself: <Game>NoFrameskip-v4."""
+    """Atari id without frame skip and repeated actions: <Game>NoFrameskip-v4."""
     seed: int = 1
-    """Everything random follows from it: weights, environments, actions, minibatches."""
+    """Seed for all random number generators."""
     total_timesteps: int = 10_000_000
-    """Environment steps in all (of four frames each), over all environments and processes."""
+    """Total number of environment steps (four frames each), over all environments and processes."""
     run_dir: Path | None = None
-    """Folder for curves and checkpoints; runs/ppo_atari__<env>__<seed> unless given."""
+    """Folder for logs and checkpoints. Default: runs/ppo_atari__<env>__<seed>."""
     resume: bool = False
-    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 200
-    """Iterations between checkpoints, 0 for none. Games start anew there (bootstrapped, as at a time limit), which makes a
-    resume exact; games longer than an interval are never seen whole."""
+    """Iterations between checkpoints, 0 for none. Games are reset at each checkpoint (and bootstrapped, as at a time
+    limit), so that resuming is exact. Longer games are cut."""
     save_model: bool = False
-    """Also write the trained network to model.pt in the run folder."""
+    """Also save the trained network as model.pt in the run folder."""
     cuda: bool = False
     """Train on the GPU."""
     compile: bool = False
-    """torch.compile the network."""
+    """Compile the network with torch.compile."""
     track: bool = False
-    """Log to Weights & Biases as well; offline where there is no account."""
+    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     async_envs: bool = False
-    """One process an environment: faster where there are cores to spare."""
+    """Run each environment in its own process. Faster if enough cores are free."""
     eval_episodes: int = 8
-    """Held-out games played with sampled actions at the end, unclipped and with all lives; 0 for none."""
+    """Number of evaluation games after training, with sampled actions, unclipped rewards and all lives. 0 for none."""
 
     learning_rate: float = 2.5e-4
-    """Adam's step size (at the start, if annealed)."""
+    """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0."""
+    """Anneal the learning rate linearly to 0."""
     num_envs: int = 8
-    """Environments that step side by side, in each process."""
+    """Number of parallel environments per process."""
     num_steps: int = 128
-    """Steps of each environment between updates."""
+    """Number of steps per environment between updates."""
     num_minibatches: int = 4
-    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    """Number of minibatches per epoch."""
     update_epochs: int = 4
-    """Passes over a rollout."""
+    """Number of epochs per update."""
     gamma: float = 0.99
-    """Discount."""
+    """Discount factor."""
     gae_lambda: float = 0.95
-    """Weight of longer returns in the advantage."""
+    """Lambda of generalised advantage estimation."""
     norm_adv: bool = True
-    """Normalise advantages in each minibatch."""
+    """Normalise advantages per minibatch."""
     clip_coef: float = 0.1
-    """Range of the ratio, and of the value function's change (at the start, if annealed)."""
+    """Clip range of the probability ratio and of the value change (the initial value if annealed)."""
     anneal_clip: bool = False
-    """Lower the clip range linearly to 0, as the original Atari experiments did."""
+    """Anneal the clip range linearly to 0, as in the original Atari experiments."""
     clip_vloss: bool = True
-    """Clip the value function's change as well."""
+    """Clip the value change as well."""
     ent_coef: float = 0.01
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
-    """Global norm that gradients are clipped to."""
+    """Maximum global norm of the gradients."""
     target_kl: float | None = None
-    """Stop an update after the epoch whose approximate KL exceeds this."""
+    """Stop an update after an epoch whose approximate KL exceeds this value."""
 
 
 # ENVIRONMENT: the wrappers, innermost first

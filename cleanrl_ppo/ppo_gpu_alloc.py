@@ -2,7 +2,7 @@
 
     python cleanrl_ppo/ppo_gpu_alloc.py                                   # GPUAllocationHistory-v0
     python cleanrl_ppo/ppo_gpu_alloc.py --env-id GPUAllocation-v0         # five numbers, no history
-    python cleanrl_ppo/ppo_gpu_alloc.py --parity seed                     # one environment, batches of 32, nothing normalised
+    python cleanrl_ppo/ppo_gpu_alloc.py --preset plain                    # one environment, batches of 32, nothing normalised
     python cleanrl_ppo/ppo_gpu_alloc.py --resume                          # after a crash: goes on as if nothing had happened
 
 Ends with an evaluation on streams of pods that training never saw, beside the rules that operators use and an oracle. The
@@ -49,89 +49,89 @@ class Args:
     env_id: str = "GPUAllocationHistory-v0"
     """GPUAllocationHistory-v0 or GPUAllocation-v0."""
     workload: Path | None = None
-    """A CSV file in openb's format to draw requests and lives from; synthetic ones unless given."""
-    parity: Literal["none", "seed"] = "none"
-    """seed: one environment, batches of 32 in one piece, discount 0.99, learning rate 3e-4, a standard deviation of 1, no
-    annealing, nothing normalised."""
+    """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
+    preset: Literal["tuned", "plain"] = "tuned"
+    """plain: textbook PPO with one environment, batches of 32 and no normalisation (see PLAIN_PRESET)."""
     seed: int = 1
-    """Everything random follows from it: weights, streams of pods, actions, minibatches."""
+    """Seed for all random number generators."""
     total_timesteps: int = 12_000_000
-    """Decisions in all, over all environments and processes."""
+    """Total number of environment steps, over all environments and processes."""
     run_dir: Path | None = None
-    """Folder for curves and checkpoints; runs/ppo_gpu_alloc__<env>__<seed> unless given."""
+    """Folder for logs and checkpoints. Default: runs/ppo_gpu_alloc__<env>__<seed>."""
     resume: bool = False
-    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 50
     """Iterations between checkpoints, 0 for none."""
     eval_interval: int = 0
-    """Iterations between evaluations on held-out streams while training (for learning curves), 0 for none."""
+    """Iterations between evaluations on held-out streams, for learning curves. 0 for none."""
     save_model: bool = False
-    """Also write the trained network to model.pt in the run folder."""
+    """Also save the trained network as model.pt in the run folder."""
     cuda: bool = False
-    """Train on the GPU; the environments stay on the CPU."""
+    """Train on the GPU. The environments stay on the CPU."""
     compile: bool = False
-    """torch.compile the network's pass over a minibatch."""
+    """Compile the network with torch.compile."""
     track: bool = False
-    """Log to Weights & Biases as well; offline where there is no account."""
+    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     eval_streams: int = 256
-    """Held-out streams (one episode each) at the end, 0 for none."""
+    """Number of held-out streams (one episode each) in an evaluation. 0 for no final evaluation."""
 
     learning_rate: float = 5e-3
-    """Adam's step size (at the start, if annealed)."""
+    """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0, and with ``final_std`` also as the standard deviation falls: what moves the mean
-    by a tenth of it early on would move it by several later."""
+    """Anneal the learning rate linearly to 0. With final_std it also falls with the standard deviation, because the
+    same step would move the mean by many standard deviations later."""
     num_envs: int = 256
-    """Environments that step side by side, in each process."""
+    """Number of parallel environments per process."""
     num_steps: int = 32
-    """Steps of each environment between updates."""
+    """Number of steps per environment between updates."""
     num_minibatches: int = 4
-    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    """Number of minibatches per epoch."""
     update_epochs: int = 4
-    """Passes over a rollout."""
+    """Number of epochs per update."""
     gamma: float = 0.0
-    """Discount. A pod is scored at once, and a decision reaches later pods only through the neighbours it leaves them: what
-    is to come is noise to the decision, and 0 learns fastest."""
+    """Discount factor. A pod is rewarded immediately and affects later pods only slightly, so 0 learns fastest."""
     gae_lambda: float = 0.95
-    """Weight of longer returns in the advantage."""
+    """Lambda of generalised advantage estimation."""
     bootstrap_truncated: bool = True
-    """At an episode's end, value the state that would have come next (a node runs on); otherwise count it as the end."""
+    """Bootstrap from the value of the last observation when an episode is truncated. Otherwise treat it as terminal."""
     norm_adv: bool = True
-    """Normalise advantages in each minibatch."""
+    """Normalise advantages per minibatch."""
     clip_coef: float = 0.2
-    """Range of the ratio, and of the value function's change."""
+    """Clip range of the probability ratio and of the value change."""
     anneal_clip: bool = False
-    """Lower the clip range linearly to 0."""
+    """Anneal the clip range linearly to 0."""
     clip_vloss: bool = True
-    """Clip the value function's change as well."""
+    """Clip the value change as well."""
     ent_coef: float = 0.01
-    """Weight of the entropy bonus (at the start, if annealed). It acts on a learned standard deviation alone: ``final_std``."""
+    """Coefficient of the entropy bonus (the initial value if annealed). Only has an effect if the standard deviation is
+    learned (final_std None)."""
     anneal_ent: bool = True
-    """Lower the entropy bonus linearly to 0: what is played in the end is the mean, and noise around it teaches it caution."""
+    """Anneal the entropy bonus linearly to 0. The evaluation uses the mean action, and noise makes the learned mean too
+    cautious."""
     vf_coef: float = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
-    """Global norm that gradients are clipped to."""
+    """Maximum global norm of the gradients."""
     target_kl: float | None = None
-    """Stop an update after the epoch whose approximate KL exceeds this."""
+    """Stop an update after an epoch whose approximate KL exceeds this value."""
     hidden: int = 64
     """Width of the two hidden layers."""
     action_scale: float = 0.1
-    """Standard deviation of an action (of a range of 1) at log std 0, where it starts."""
+    """Initial standard deviation of an action, whose range is 1."""
     final_std: float | None = 0.005
-    """Standard deviation that is reached after four fifths of the run, falling geometrically; None: it is learned. A learned one
-    falls below the unit that cores are handed out in long before the mean has settled, and then nothing is learned."""
+    """Standard deviation after 80 % of the run, reached by a geometric schedule. None: it is learned. A learned one
+    becomes smaller than the unit of the GPU cores before the mean has converged, and learning stops."""
     initial_mean: float = 0.2
-    """Mean of the actions before training. A pod gets no more than it asked for, so that above its request all actions are equal:
-    from 0.5, small requests have no slope to come down on, and whether they ever do is chance."""
+    """Mean of the actions before training. A pod never gets more than it requests, so all actions above the request
+    have the same reward. From 0.5, small requests have no gradient."""
     norm_obs: bool = True
-    """Normalise observations by their running mean and variance, clipped at ±10."""
+    """Normalise observations by their running mean and variance and clip to ±10."""
     norm_reward: bool = False
-    """Divide rewards by the standard deviation of the discounted return, clipped at ±10. Not for a discount of 0: rewards here
-    are near 1.4 and differ by 0.1, so that the clipping would make all good ones equal."""
+    """Divide rewards by the standard deviation of the discounted return and clip to ±10. Do not use it with gamma 0:
+    rewards are near 1.4 and differ by 0.1, so clipping would make all good ones equal."""
 
 
-SEED_PARITY: dict[str, Any] = {
+PLAIN_PRESET: dict[str, Any] = {
     "learning_rate": 3e-4,
     "gamma": 0.99,
     "gae_lambda": 0.95,
@@ -154,7 +154,7 @@ SEED_PARITY: dict[str, Any] = {
     "initial_mean": 0.5,
     "hidden": 64,
 }
-"""What ``--parity seed`` sets: the plain algorithm on batches of 32."""
+"""Values that ``--preset plain`` sets."""
 
 NORM_CLIP = 10.0
 STD_TO_LR = 0.7
@@ -535,8 +535,8 @@ def evaluate(agent: Agent, rollouts: Rollouts, args: Args, device: torch.device)
 
 def train(args: Args, world: World) -> dict[str, Any]:
     """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
-    if args.parity == "seed":
-        args = replace(args, **SEED_PARITY)
+    if args.preset == "plain":
+        args = replace(args, **PLAIN_PRESET)
     if args.final_std is not None and args.final_std <= 0:
         raise ValueError(f"final_std is {args.final_std}: expected more than 0, or None for a learned one")
     if not 0 < args.initial_mean < 1:

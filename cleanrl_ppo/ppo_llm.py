@@ -56,89 +56,89 @@ PRETRAIN, PPO, SCALE, EVALUATE = range(4)
 @dataclass
 class Args:
     seed: int = 1
-    """Everything random follows from it: weights, batches, samples. The split of the text does not."""
+    """Seed for all random number generators, except for the split of the text."""
     run_dir: Path | None = None
-    """Folder for curves and checkpoints; runs/ppo_llm__<reward>__<seed> unless given."""
+    """Folder for logs and checkpoints. Default: runs/ppo_llm__<reward>__<seed>."""
     resume: bool = False
-    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 10
-    """PPO iterations between checkpoints (pre-training writes one whenever it validates); 0 for none."""
+    """PPO iterations between checkpoints, 0 for none. Pre-training writes one after each validation."""
     save_model: bool = False
-    """Also write the policy to model.pt in the run folder (the reference is always written to reference.pt)."""
+    """Also save the policy as model.pt in the run folder. The reference is always saved as reference.pt."""
     cuda: bool = False
     """Train on the GPU."""
     track: bool = False
-    """Log to Weights & Biases as well; offline where there is no account."""
+    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
 
     text: list[Path] = field(default_factory=list)
-    """Text files to learn from; the topics of Python's built-in help unless given. Blank lines part paragraphs."""
+    """Text files to learn from, with paragraphs separated by blank lines. Default: Python's help topics."""
     held_out: float = 0.1
-    """Share of the text that is never trained on: validation loss and the final evaluation use it."""
+    """Share of the text that is held out for the validation loss and the final evaluation."""
     reference: Path | None = None
-    """reference.pt of another run: skip pre-training and take its model (and sizes)."""
+    """reference.pt of another run. Skips pre-training and uses its model and sizes."""
     model: TinyMoEConfig = field(default_factory=TinyMoEConfig)
     """Sizes of the language model."""
     pretrain_steps: int = 500
-    """Updates of pre-training."""
+    """Number of pre-training updates."""
     pretrain_batch: int = 32
-    """Sequences in an update."""
+    """Number of sequences per pre-training update."""
     pretrain_length: int = 128
-    """Characters in a sequence."""
+    """Number of characters per pre-training sequence."""
     pretrain_learning_rate: float = 3e-3
-    """AdamW's peak step size: 50 updates of warm-up, then a cosine down to a twentieth."""
+    """Peak learning rate of AdamW: 50 updates of warm-up, then a cosine down to 5 % of it."""
     weight_decay: float = 0.1
-    """AdamW's weight decay in pre-training."""
+    """Weight decay of AdamW in pre-training."""
     balance_coef: float = 0.003
-    """Weight of the load-balancing loss, in both phases: keeps every expert alive without making the loads even."""
+    """Coefficient of the load-balancing loss in both phases. Keeps all experts in use; their loads still differ."""
     validate_every: int = 100
-    """Updates between two validation losses."""
+    """Updates between validations."""
 
     reward: Literal["vowels", "capitals", "variety", "brevity"] = "vowels"
-    """What a response is scored by; see REWARDS."""
+    """Reward function of a response; see REWARDS."""
     iterations: int = 40
-    """Rollouts, each followed by an update."""
+    """Number of iterations, each with one rollout and one update."""
     batch_size: int = 128
-    """Responses in a rollout."""
+    """Number of responses per rollout."""
     prompt_tokens: int = 32
-    """Characters of a prompt, taken from the text."""
+    """Number of characters in a prompt, taken from the text."""
     response_tokens: int = 48
-    """Most characters in a response; the end token may come sooner."""
+    """Maximum number of characters in a response. The end token can end it earlier."""
     temperature: float = 1.0
-    """Of sampling; the policy that is optimised is the one at 1."""
+    """Sampling temperature. The optimised policy is the one at temperature 1."""
     learning_rate: float = 3e-4
-    """Adam's step size (at the start, if annealed)."""
+    """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0."""
+    """Anneal the learning rate linearly to 0."""
     num_minibatches: int = 4
-    """Parts that a rollout is cut into, shuffled anew in each epoch."""
+    """Number of minibatches per epoch."""
     update_epochs: int = 2
-    """Passes over a rollout."""
+    """Number of epochs per update."""
     gamma: float = 1.0
-    """Discount: 1, for a response is short and scored as a whole."""
+    """Discount factor. 1, because a response is short and rewarded as a whole."""
     gae_lambda: float = 0.95
-    """Weight of longer returns in the advantage."""
+    """Lambda of generalised advantage estimation."""
     norm_adv: bool = True
-    """Whiten advantages in each minibatch, over the tokens that count."""
+    """Normalise advantages per minibatch, over the tokens of the responses."""
     clip_coef: float = 0.2
-    """Range of the ratio, and of the value function's change."""
+    """Clip range of the probability ratio and of the value change."""
     clip_vloss: bool = True
-    """Clip the value function's change as well."""
+    """Clip the value change as well."""
     vf_coef: float = 0.1
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     max_grad_norm: float = 1.0
-    """Global norm that gradients are clipped to."""
+    """Maximum global norm of the gradients."""
     kl_penalty: bool = True
-    """Pay for every token's log(policy / reference). --no-kl-penalty (or --kl-coef 0) only measures it."""
+    """Penalise log(policy / reference) of every token. With --no-kl-penalty (or --kl-coef 0) it is only measured."""
     kl_coef: float = 0.2
-    """Price of a nat, in standard deviations of the reference's reward (at the start, if adapted)."""
+    """Penalty per nat, in standard deviations of the reference's reward (the initial value if adapted)."""
     kl_target: float | None = 6.0
-    """Nats a response that the controller steers to; "None" keeps kl_coef as it is."""
+    """KL per response, in nats, that the controller aims at. "None" keeps kl_coef constant."""
     kl_horizon: float = 10_000.0
-    """Response tokens in which the controller changes kl_coef by at most a fifth."""
+    """Number of response tokens in which the controller changes kl_coef by at most 20 %."""
     eval_prompts: int = 512
-    """Held-out prompts answered at the end by reference and policy."""
+    """Number of held-out prompts in the final evaluation of reference and policy."""
     show: int = 4
-    """Samples printed before and after."""
+    """Number of samples printed before and after training."""
 
 
 # Text and rewards

@@ -48,75 +48,75 @@ class Args:
     env_id: str = "GPUAllocation-v0"
     """GPUAllocation-v0 or GPUAllocationHistory-v0."""
     workload: Path | None = None
-    """A CSV file in openb's format to draw requests and lives from; synthetic ones unless given."""
+    """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
     seed: int = 1
-    """Everything random follows from it: weights, streams of pods, actions, minibatches."""
+    """Seed for all random number generators."""
     total_timesteps: int = 2_000_000
-    """Decisions in all, over all environments and processes."""
+    """Total number of environment steps, over all environments and processes."""
     run_dir: Path | None = None
-    """Folder for curves and checkpoints; runs/ppo_lstm__<env>__<seed> unless given."""
+    """Folder for logs and checkpoints. Default: runs/ppo_lstm__<env>__<seed>."""
     resume: bool = False
-    """Go on from the folder's checkpoint; the result is bit for bit that of a run that was never interrupted."""
+    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 50
     """Iterations between checkpoints, 0 for none."""
     eval_interval: int = 0
-    """Iterations between evaluations on held-out streams while training (for learning curves), 0 for none."""
+    """Iterations between evaluations on held-out streams, for learning curves. 0 for none."""
     save_model: bool = False
-    """Also write the trained network to model.pt in the run folder."""
+    """Also save the trained network as model.pt in the run folder."""
     cuda: bool = False
-    """Train on the GPU; the environments stay on the CPU."""
+    """Train on the GPU. The environments stay on the CPU."""
     compile: bool = False
-    """torch.compile the network's pass over a minibatch."""
+    """Compile the network with torch.compile."""
     track: bool = False
-    """Log to Weights & Biases as well; offline where there is no account."""
+    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     eval_streams: int = 256
-    """Held-out streams (one episode each) at the end, 0 for none."""
+    """Number of held-out streams (one episode each) in an evaluation. 0 for no final evaluation."""
 
     learning_rate: float = 2e-3
-    """Adam's step size (at the start, if annealed)."""
+    """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0."""
+    """Anneal the learning rate linearly to 0."""
     num_envs: int = 32
-    """Environments that step side by side, in each process."""
+    """Number of parallel environments per process."""
     num_steps: int = 128
-    """Steps of each environment between updates: how far back the network learns to remember."""
+    """Number of steps per environment between updates. The LSTM learns dependencies up to this length."""
     num_minibatches: int = 4
-    """Parts that the environments are cut into, shuffled anew in each epoch; each part keeps its whole sequences."""
+    """Number of minibatches per epoch. Each one holds whole sequences, so it must divide num_envs."""
     update_epochs: int = 4
-    """Passes over a rollout."""
+    """Number of epochs per update."""
     gamma: float = 0.0
-    """Discount. A pod is scored at once, and a decision reaches later pods only through the neighbours it leaves them: what
-    is to come is noise to the decision, and 0 learns fastest."""
+    """Discount factor. A pod is rewarded immediately and affects later pods only slightly, so 0 learns fastest."""
     gae_lambda: float = 0.95
-    """Weight of longer returns in the advantage."""
+    """Lambda of generalised advantage estimation."""
     bootstrap_truncated: bool = True
-    """At an episode's end, value the state that would have come next (a node runs on); otherwise count it as the end."""
+    """Bootstrap from the value of the last observation when an episode is truncated. Otherwise treat it as terminal."""
     norm_adv: bool = True
-    """Normalise advantages in each minibatch."""
+    """Normalise advantages per minibatch."""
     clip_coef: float = 0.2
-    """Range of the ratio, and of the value function's change."""
+    """Clip range of the probability ratio and of the value change."""
     anneal_clip: bool = False
-    """Lower the clip range linearly to 0."""
+    """Anneal the clip range linearly to 0."""
     clip_vloss: bool = True
-    """Clip the value function's change as well."""
+    """Clip the value change as well."""
     ent_coef: float = 0.01
-    """Weight of the entropy bonus (at the start, if annealed)."""
+    """Coefficient of the entropy bonus (the initial value if annealed)."""
     anneal_ent: bool = True
-    """Lower the entropy bonus linearly to 0: what is played in the end is the mean, and noise around it teaches it caution."""
+    """Anneal the entropy bonus linearly to 0. The evaluation uses the mean action, and noise makes the learned mean too
+    cautious."""
     vf_coef: float = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
-    """Global norm that gradients are clipped to."""
+    """Maximum global norm of the gradients."""
     target_kl: float | None = None
-    """Stop an update after the epoch whose approximate KL exceeds this."""
+    """Stop an update after an epoch whose approximate KL exceeds this value."""
     hidden: int = 64
-    """Width of the encoder and of the LSTM's state."""
+    """Width of the encoder and of the LSTM state."""
     action_scale: float = 0.2
-    """Standard deviation of an action (of a range of 1) at log std 0, where it starts."""
+    """Initial standard deviation of an action, whose range is 1."""
     norm_obs: bool = True
-    """Normalise observations by their running mean and variance, clipped at ±10."""
+    """Normalise observations by their running mean and variance and clip to ±10."""
     norm_reward: bool = True
-    """Divide rewards by the standard deviation of the discounted return, clipped at ±10."""
+    """Divide rewards by the standard deviation of the discounted return and clip to ±10."""
 
 
 NORM_CLIP = 10.0

@@ -113,9 +113,9 @@ def test_resuming_under_other_arguments_is_refused(tmp_path: Path) -> None:
         trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0, resume=True, learning_rate=0.5)
 
 
-def test_seed_parity_is_the_plain_algorithm(tmp_path: Path) -> None:
+def test_plain_preset_sets_the_textbook_values(tmp_path: Path) -> None:
     """Five inputs, 64-64 ReLU, sigmoid mean, standard deviation 1 to begin with, one batch of 32 for 4 epochs."""
-    args = ppo.Args(parity="seed", env_id="GPUAllocation-v0", run_dir=tmp_path, total_timesteps=64, eval_streams=4)
+    args = ppo.Args(preset="plain", env_id="GPUAllocation-v0", run_dir=tmp_path, total_timesteps=64, eval_streams=4)
     result = ppo.train(args, World())
     assert result["steps"] == 64
     state = load_checkpoint(tmp_path / "checkpoint.pt", "ppo_gpu_alloc")
