@@ -14,12 +14,14 @@ test: install  ## the whole suite, linters included
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 docs: install  ## the documentation site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
@@ -38,4 +40,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
