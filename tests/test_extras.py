@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from clustergym.common.extras import require
+from clustergym.common.extras import MissingExtra, require
 
 
 def test_require_returns_the_module():
@@ -16,7 +16,7 @@ def test_require_returns_the_module():
 
 @pytest.mark.parametrize("module", ["no_such_module", "no_such_module.inside"])
 def test_a_missing_module_names_the_extra_in_one_line(module):
-    with pytest.raises(ImportError) as raised:
+    with pytest.raises(MissingExtra) as raised:
         require(module, "render")
     assert str(raised.value) == f"{module} is not installed: pip install 'clustergym[render]'"
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from clustergym.common.extras import MissingExtra
+
 COMMANDS = {
     "eval": ("evaluate", "compare planners, or allocation policies (--task gpu-allocation), on held-out traffic"),
     "trace": ("trace", "look at token traces, make synthetic ones, import what engines recorded"),
@@ -58,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         module = import_module(f"clustergym.cli.{module_of(argv)}")
         args = tyro.cli(module.Command, args=argv[1:], prog=f"clustergym {argv[0]}")
         module.run(args, console, shlex.join(["clustergym", *argv]))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MissingExtra) as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     return 0

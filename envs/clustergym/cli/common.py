@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from clustergym.common.extras import require
 from clustergym.traces import TokenTrace
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -27,6 +28,8 @@ def prepare_outputs(json: Path | None, plot: Path | None) -> None:
     """Refuse what cannot be written before the work is done, not after."""
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ValueError(f"--plot {plot}: expected a file that ends in {', '.join(PLOT_SUFFIXES)}")
+    if plot is not None:
+        require("matplotlib", "render")
     for path in (json, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

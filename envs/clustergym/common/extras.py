@@ -6,12 +6,16 @@ from importlib import import_module
 from types import ModuleType
 
 
+class MissingExtra(ImportError):
+    """An optional dependency that is not installed. The message says how to install it."""
+
+
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise an ImportError that names the extra of clustergym that installs it."""
+    """Import ``module``, or raise a :class:`MissingExtra` that names the extra of clustergym that installs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         # A module that is installed but lacks a dependency of its own has another problem: show that one.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
-        raise ImportError(f"{module} is not installed: pip install 'clustergym[{extra}]'") from error
+        raise MissingExtra(f"{module} is not installed: pip install 'clustergym[{extra}]'") from error
