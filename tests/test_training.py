@@ -1,7 +1,8 @@
-"""What trainers share: run folders, checkpoints that survive anything, random states, progress and results."""
+"""The infrastructure of the trainers: run folders, checkpoints, logging, random states, progress and results."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -32,26 +33,26 @@ from clustergym.training import (
 )
 
 
-def test_fresh_runs_take_the_next_free_folder_and_resumed_ones_the_last_that_can_be_resumed(
+def test_new_run_takes_the_next_free_folder_and_resume_takes_the_last_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_folder("a") == Path("runs/a")
     assert run_folder("a") == Path("runs/a-2")
     (tmp_path / "runs/a-10").mkdir()
-    (tmp_path / "runs/a-b-99").mkdir()  # another name that begins the same
+    (tmp_path / "runs/a-b-99").mkdir()  # another name with the same prefix
     assert run_folder("a") == Path("runs/a-11")
     (tmp_path / "runs/a-2/checkpoint.pt").touch()
     assert run_folder("a", resume=True) == Path("runs/a-2")
     assert run_folder("b", resume=True) == Path("runs/b")
 
 
-def test_a_given_folder_with_a_checkpoint_is_only_entered_to_resume(tmp_path: Path) -> None:
+def test_run_dir_with_a_checkpoint_is_refused_without_resume(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     assert run_folder("a", folder) == folder
     (folder / "checkpoint.pt").touch()
     assert run_folder("a", folder, resume=True) == folder
-    with pytest.raises(FileExistsError, match="--resume continues that run"):
+    with pytest.raises(FileExistsError, match="use --resume to continue that run"):
         run_folder("a", folder)
 
 
@@ -68,7 +69,7 @@ def test_checkpoint_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["save", "fsync", "replace"])
-def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(
+def test_failed_save_keeps_the_old_checkpoint_and_leaves_no_temporary_file(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "c.pt"
@@ -85,7 +86,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_checkpoints_that_cannot_be_used_say_why(tmp_path: Path) -> None:
+def test_unusable_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
     with pytest.raises(FileNotFoundError, match="no checkpoint here"):
         load_checkpoint(path, "ppo")
@@ -118,7 +119,7 @@ class Malicious:
         return os.mkdir, ("ran",)
 
 
-def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"format": "clustergym-checkpoint", "schema": 1, "kind": "ppo", "state": Malicious()}, "c.pt")
     with pytest.raises(CheckpointError):
@@ -129,7 +130,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not Path("ran").exists()
 
 
-def test_arguments_that_matter_must_not_change() -> None:
+def test_resume_with_other_hyperparameters_is_refused() -> None:
     saved = {"lr": 1.0, "seed": 1, "track": False, "gone": 1}
     check_same_args(saved, saved | {"track": True, "resume": True})
     check_same_args(saved, saved | {"lr": 2.0}, may_differ=["lr"])
@@ -137,7 +138,7 @@ def test_arguments_that_matter_must_not_change() -> None:
         check_same_args(saved, {"lr": 2.0, "seed": 1})
 
 
-def test_random_states_come_back(tmp_path: Path) -> None:
+def test_random_state_round_trip(tmp_path: Path) -> None:
     generator = np.random.default_rng(5)
     generator.standard_normal(3)
     save_checkpoint(tmp_path / "c.pt", "x", {"rng": capture_rng_state(generator)})
@@ -149,14 +150,14 @@ def test_random_states_come_back(tmp_path: Path) -> None:
     assert torch.equal(torch.randn(4), expected[1])
 
 
-def test_derived_seeds_are_stable_distinct_and_fit_everywhere() -> None:
+def test_derived_seeds_are_stable_distinct_and_have_31_bits() -> None:
     seeds = {derive_seed(seed, iteration, rank) for seed in range(10) for iteration in range(50) for rank in range(4)}
     assert len(seeds) == 2000
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3) != derive_seed(3, 2, 1)
 
 
-def test_scalars_can_be_read_back_and_a_resumed_run_hides_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_resumed_run_hides_the_scalars_after_its_checkpoint(tmp_path: Path) -> None:
     with RunLogger(tmp_path, {"lr": 1.0}) as logger:
         for step in (10, 20, 30):
             logger.scalars({"charts/a": step / 10, "charts/b": 0.0}, step)
@@ -167,11 +168,11 @@ def test_scalars_can_be_read_back_and_a_resumed_run_hides_what_came_after_its_ch
         read_scalars(tmp_path, "charts/c")
 
 
-def test_a_run_resumed_in_the_second_it_was_killed_in_still_comes_second(tmp_path: Path) -> None:
+def test_run_resumed_within_the_same_second_is_read_second(tmp_path: Path) -> None:
     with RunLogger(tmp_path, {}) as logger:
         for step in (10, 20, 30):
             logger.scalar("a", step, step)
-    # The killed process had a larger id than the one that goes on: its file would be read last, and would hide nothing.
+    # The file name of the killed process sorts after that of the resumed one, which would then hide nothing.
     (file,) = tmp_path.glob("events.out.tfevents.*")
     file.rename(tmp_path / f"events.out.tfevents.{int(time.time())}.zzz.999.0")
     with RunLogger(tmp_path, {}, start_step=20) as logger:
@@ -179,7 +180,7 @@ def test_a_run_resumed_in_the_second_it_was_killed_in_still_comes_second(tmp_pat
     assert read_scalars(tmp_path, "a") == ([10, 20, 30], [10.0, 20.0, -1.0])
 
 
-def test_other_ranks_log_nothing(tmp_path: Path) -> None:
+def test_disabled_logger_writes_nothing(tmp_path: Path) -> None:
     with RunLogger(tmp_path, {}, enabled=False) as logger:
         logger.scalar("a", 1.0, 1)
         logger.text("b", "c", 1)
@@ -187,7 +188,7 @@ def test_other_ranks_log_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_tracking_works_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_writes_a_local_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with RunLogger(tmp_path / "run", {"lr": 1.0}, track=True) as logger:
@@ -195,7 +196,7 @@ def test_tracking_works_without_a_network(tmp_path: Path, monkeypatch: pytest.Mo
     assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_off_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(1000, start_step=500, line_every_s=1e9) as progress:
         progress.update(600, mean_return=1.0)
         progress.update(1000, mean_return=12.5, missing=math.nan)
@@ -208,7 +209,7 @@ def test_off_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFi
     assert "missing" not in err
 
 
-def test_on_a_terminal_progress_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_on_a_terminal_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "140")
     with Progress(1000) as progress:
@@ -219,7 +220,7 @@ def test_on_a_terminal_progress_is_a_bar(capsys: pytest.CaptureFixture[str], mon
     assert "mean_return 3" in err
 
 
-def test_the_result_is_the_last_line_and_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_result_line_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     print_result(
         {"a": np.float32(1.5), "b": math.nan, "path": Path("x"), "list": (1, np.int64(2)), "deep": {"c": math.inf}}
     )
@@ -234,13 +235,20 @@ def test_the_result_is_the_last_line_and_valid_json(capsys: pytest.CaptureFixtur
     }
 
 
-def test_a_missing_gpu_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(False) == torch.device("cpu")
-    with pytest.raises(RuntimeError, match="torch sees no GPU here"):
+    with pytest.raises(RuntimeError, match="torch finds no GPU"):
         choose_device(True)
 
 
-def test_importing_it_does_not_pull_in_the_simulator() -> None:
-    source = Path(training.__file__).read_text()
-    assert "moe_placement" not in source
+def test_training_imports_only_common() -> None:
+    imported = {
+        node.module or ""
+        for file in Path(training.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom)
+    }
+    ours = {module for module in imported if module.partition(".")[0] == "clustergym"}
+    assert ours
+    assert {module.split(".")[1] for module in ours} <= {"common", "training"}

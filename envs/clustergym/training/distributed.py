@@ -1,0 +1,80 @@
+"""Devices, and training in several processes with ``torchrun``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of a run and this one's rank. Without ``torchrun`` there is one process."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def average_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Replace each gradient by its mean over all ranks, in one message."""
+        if self.size == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        torch.distributed.all_reduce(flat)
+        flat /= self.size
+        for gradient, mean in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+    def mean(self, value: float) -> float:
+        """Mean of a number over all ranks, so that decisions based on it (early stopping) are the same on all ranks."""
+        if self.size == 1:
+            return value
+        total = torch.tensor([value], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return float(total) / self.size
+
+    def broadcast(self, module: torch.nn.Module) -> None:
+        """Copy the parameters and buffers of rank 0 to all ranks."""
+        if self.size > 1:
+            for tensor in module.state_dict().values():
+                torch.distributed.broadcast(tensor, src=0)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            torch.distributed.barrier()
+
+    def close(self) -> None:
+        if self.size > 1:
+            torch.distributed.destroy_process_group()
+
+
+def choose_device(cuda: bool, local_rank: int = 0) -> torch.device:
+    """The GPU of this rank if ``cuda`` is set, otherwise the CPU. Raises RuntimeError if there is no GPU."""
+    if not cuda:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError("--cuda was given, but torch finds no GPU: remove the flag to train on the CPU")
+    return torch.device("cuda", local_rank)
+
+
+def init_distributed(cuda: bool = False, threads: int = 1) -> World:
+    """Set the device and the number of threads. Under ``torchrun``, join the process group (NCCL or Gloo).
+
+    The default is one torch thread per process, because small networks gain nothing from more threads.
+    """
+    torch.set_num_threads(threads)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = choose_device(cuda, int(os.environ.get("LOCAL_RANK", "0")))
+    if size == 1:
+        return World(device=device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return World(torch.distributed.get_rank(), size, device)
