@@ -23,6 +23,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 
 from clustergym import gpu_allocation_v0
 from clustergym.cli import main
+from clustergym.common.canvas import ORANGE, pygame
 from clustergym.gpu_allocation import (
     AllocationBatch,
     AllocationConfig,
@@ -43,8 +44,17 @@ from clustergym.gpu_allocation.baselines import RULES, VPA, Proportional
 from clustergym.gpu_allocation.environment import GPUAllocationEnv
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
 from clustergym.gpu_allocation.specs import APPS, BATCHES, apps_table, corun_latency_ms
-from clustergym.gpu_allocation.viewer import OWNERS, Recorder, Snapshot, chart_area, columns, dim, draw, open_window
-from clustergym.moe_placement.viewer import ORANGE
+from clustergym.gpu_allocation.viewer import (
+    OWNERS,
+    PodShare,
+    Recorder,
+    Snapshot,
+    chart_area,
+    columns,
+    dark,
+    draw,
+    open_window,
+)
 from gpu_reference import Node
 
 IDS = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
@@ -709,25 +719,22 @@ def test_the_reward_is_light_to_import() -> None:
 
 def test_the_picture_shows_shares_use_and_misses() -> None:
     """Two pods on a known GPU: the colours lie where the shares are, and a miss is orange."""
-    fine = [2.0, 40.0, 20.0, 1.0, 0.0]
-    bad = [0.0, 30.0, 30.0, 0.0, 60.0]
-    shots = [
-        Snapshot(0.0, np.array([fine], np.float32), 1.0, 1.0),
-        Snapshot(60.0, np.array([fine, bad], np.float32), -0.1, 0.5),
-    ]
+    half_idle = PodShare(2, 40.0, 20.0, True, 0.0)
+    missed = PodShare(0, 30.0, 30.0, False, 60.0)
+    shots = [Snapshot(0.0, [half_idle], 1.0, 1.0), Snapshot(60.0, [half_idle, missed], -0.1, 0.5)]
     picture, area = draw(shots), chart_area()
     assert np.array_equal(picture, draw(shots))
     first, second = columns(shots, area)
     assert (first.x, second.right) == (area.x, area.right)
 
-    def at(column: object, percent: float) -> tuple[int, ...]:
+    def at(column: pygame.Rect, percent: float) -> tuple[int, ...]:
         y = area.bottom - round(area.h * percent / 100)
-        return tuple(int(c) for c in picture[y, column.centerx])  # type: ignore[attr-defined]
+        return tuple(int(c) for c in picture[y, column.centerx])
 
     assert at(first, 10) == OWNERS[2]
-    assert at(first, 30) == dim(OWNERS[2])
+    assert at(first, 30) == dark(OWNERS[2])
     assert at(second, 60) == OWNERS[0]
-    assert at(first, 60) not in (OWNERS[0], dim(OWNERS[0]))
+    assert at(first, 60) not in (OWNERS[0], dark(OWNERS[0]))
 
     def orange(part: np.ndarray) -> int:
         return int((part == ORANGE).all(-1).sum())
@@ -748,8 +755,8 @@ def test_rendering_follows_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(recorder, Recorder)
     assert len(recorder.snapshots) == 48, "older ones leave the picture"
     for shot in recorder.snapshots:
-        assert shot.pods[:, 1].sum() <= 100.01
-        assert (shot.pods[:, 2] <= shot.pods[:, 1] + 1e-3).all()
+        assert sum(pod.cores for pod in shot.pods) <= 100.01
+        assert all(pod.usage <= pod.cores + 1e-3 for pod in shot.pods)
     env.reset()
     assert np.array_equal(env.render(), empty)
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")

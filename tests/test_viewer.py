@@ -1,4 +1,4 @@
-"""The viewer: what is where, in which colour, and what the operation says."""
+"""The placement picture: positions, colours, the description of the last operation, and the window."""
 
 import hashlib
 import os
@@ -8,28 +8,30 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pygame
 import pytest
 
-from clustergym.moe_placement import viewer
-from clustergym.moe_placement.viewer import Frame, Operation, Window, draw, layout, load_colours, sentence
+from clustergym.common import canvas
+from clustergym.common.canvas import BLUE, CELL, MUTED, ORANGE, WHITE, Canvas, pygame
+from clustergym.moe_placement.viewer import Frame, Operation, describe, draw, open_window, picture
+from clustergym.moe_placement.viewer.layout import layout
+from clustergym.moe_placement.viewer.picture import Painter, load_colours
 
-SHAPES = [(1, 8, 9, 64), (4, 4, 5, 64), (4, 8, 3, 64), (4, 16, 5, 256)]  # nodes, GPUs a node, slots, experts
+SHAPES = [(1, 8, 9, 64), (4, 4, 5, 64), (4, 8, 3, 64), (4, 16, 5, 256)]  # nodes, GPUs per node, slots per GPU, experts
 
 
-def make(nodes: int = 2, per: int = 4, each: int = 3, experts: int = 20, **changes: object) -> Frame:
-    """Expert e in the e-th slot; then the first experts again, as replicas, up to one empty slot at the end."""
+def make(nodes: int = 2, per_node: int = 4, slots_per_gpu: int = 3, experts: int = 20, **changes: object) -> Frame:
+    """Expert e is in slot e. The first experts then repeat as replicas; the last slot is empty."""
     rng = np.random.default_rng(0)
-    gpus = nodes * per
-    held = np.arange(gpus * each) % experts
-    held[-1] = -1
+    gpus = nodes * per_node
+    experts_in_slots = np.arange(gpus * slots_per_gpu) % experts
+    experts_in_slots[-1] = -1
     frame = Frame(
-        slots=held.reshape(gpus, each).astype(np.int16),
+        slots=experts_in_slots.reshape(gpus, slots_per_gpu).astype(np.int16),
         expert_load=np.round(rng.lognormal(5, 1, experts)),
         gpu_pairs=rng.uniform(900, 1100, gpus),
         gpu_compute_us=rng.uniform(60, 90, gpus),
         traffic_bytes=rng.uniform(0, 4e6, (gpus, gpus)),
-        gpus_per_node=per,
+        gpus_per_node=per_node,
         layer=2,
         n_layers=24,
         layer_id=3,
@@ -40,15 +42,15 @@ def make(nodes: int = 2, per: int = 4, each: int = 3, experts: int = 20, **chang
         layer_time_us=700.0,
         start_time_us=750.0,
         static_time_us=800.0,
-        migrated=np.zeros((gpus, each), np.bool_),
+        migrated=np.zeros((gpus, slots_per_gpu), np.bool_),
         last_op=None,
         saved=[0.05, -0.02],
     )
     return replace(frame, **changes)
 
 
-def blank(rect: pygame.Rect) -> tuple[int, int]:
-    """Row and column of a pixel of a tile that neither its label nor its dots reach."""
+def plain_pixel(rect: pygame.Rect) -> tuple[int, int]:
+    """Row and column of a pixel of a tile outside its label and dots."""
     return rect.centery, rect.left + 1
 
 
@@ -56,65 +58,65 @@ def has(picture: np.ndarray, rect: pygame.Rect, colour: tuple[int, int, int]) ->
     return bool((picture[rect.top : rect.bottom, rect.left : rect.right] == colour).all(-1).any())
 
 
-@pytest.mark.parametrize(("nodes", "per", "slots", "experts"), SHAPES)
+@pytest.mark.parametrize(("nodes", "per_node", "slots", "experts"), SHAPES)
 @pytest.mark.parametrize("size", [(1280, 760), (800, 475), (1920, 1080)])
-def test_every_tile_has_the_colour_of_its_expert(nodes, per, slots, experts, size):
-    frame = make(nodes, per, slots, experts)
+def test_tiles_have_the_colours_of_their_experts(nodes, per_node, slots, experts, size):
+    frame = make(nodes, per_node, slots, experts)
     picture = draw(frame, *size)
     assert picture.shape == (size[1], size[0], 3)
     assert picture.dtype == np.uint8
-    where = layout(nodes, per, slots, *size)
+    where = layout(nodes, per_node, slots, *size)
     colours = load_colours(frame.expert_load)
-    for gpu in range(nodes * per):
+    for gpu in range(nodes * per_node):
         for slot in range(slots):
             expert = frame.slots[gpu, slot]
             rect = where.tiles[gpu][slot]
             if expert >= 0:
-                assert picture[blank(rect)].tolist() == colours[expert].tolist(), (gpu, slot)
+                assert picture[plain_pixel(rect)].tolist() == colours[expert].tolist(), (gpu, slot)
             else:
-                assert picture[rect.centery, rect.centerx].tolist() == list(viewer.CELL)
+                assert picture[rect.centery, rect.centerx].tolist() == list(CELL)
 
 
-@pytest.mark.parametrize(("nodes", "per", "slots", "experts"), SHAPES)
+@pytest.mark.parametrize(("nodes", "per_node", "slots", "experts"), SHAPES)
 @pytest.mark.parametrize("size", [(1280, 760), (800, 475), (1000, 900)])
-def test_parts_lie_inside_their_parents_and_apart_from_each_other(nodes, per, slots, experts, size):
-    where = layout(nodes, per, slots, *size)
-    cards = [where.header, where.strip, where.legend, where.times, where.traffic, where.saved, *where.nodes]
+def test_parts_are_inside_their_parents_and_do_not_overlap(nodes, per_node, slots, experts, size):
+    where = layout(nodes, per_node, slots, *size)
+    cards = [where.header, where.last_op, where.legend, where.times, where.traffic, where.saved, *where.nodes]
     for group in (cards, where.gpus, *where.tiles):
         assert all(rect.collidelist(group[i + 1 :]) == -1 for i, rect in enumerate(group))
         assert all(rect.w >= 3 and rect.h >= 3 for rect in group)
     screen = pygame.Rect(0, 0, *size)
     assert all(screen.contains(card) for card in cards)
     for gpu, rect in enumerate(where.gpus):
-        assert where.nodes[gpu // per].contains(rect)
+        assert where.nodes[gpu // per_node].contains(rect)
         assert rect.contains(where.bars[gpu])
         assert all(rect.contains(tile) and not tile.colliderect(where.bars[gpu]) for tile in where.tiles[gpu])
 
 
-@pytest.mark.parametrize(("nodes", "per", "slots", "experts"), SHAPES)
-def test_at_the_usual_size_every_label_fits_its_tile(nodes, per, slots, experts, monkeypatch):
+@pytest.mark.parametrize(("nodes", "per_node", "slots", "experts"), SHAPES)
+def test_every_label_fits_its_tile_at_the_default_size(nodes, per_node, slots, experts, monkeypatch):
     written = []
-    real = viewer._Canvas.text
+    real = Canvas.text
 
     def spy(self, texts, *args, **kwargs):
         wide = real(self, texts, *args, **kwargs)
         written.append((texts, wide))
         return wide
 
-    monkeypatch.setattr(viewer._Canvas, "text", spy)
-    viewer._tile.cache_clear()
-    frame = make(nodes, per, slots, experts)
+    monkeypatch.setattr(Canvas, "text", spy)
+    picture._tile.cache_clear()
+    frame = make(nodes, per_node, slots, experts)
     draw(frame)
     labels = [(text, wide) for text, wide in written if text[:1] == "E" and text[1:].isdigit()]
     assert {text for text, _ in labels} == {f"E{e}" for e in frame.slots.ravel() if e >= 0}
-    assert all(wide > 0 for _, wide in labels)  # 0 is what a text that does not fit its room returns
+    assert all(wide > 0 for _, wide in labels)  # 0 means that the text did not fit
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 8, 10, 128), (8, 8, 2, 96)])
 @pytest.mark.parametrize("size", [(1280, 760), (800, 475), (1920, 1080)])
-def test_text_stays_inside_the_picture_and_off_other_text(shape, size, monkeypatch):
+def test_texts_are_inside_the_picture_and_do_not_overlap(shape, size, monkeypatch):
     boxes = []
-    real = viewer._Painter.text
+    real = Painter.text
 
     def spy(self, texts, x, middle, points, *args, **kwargs):
         wide = real(self, texts, x, middle, points, *args, **kwargs)
@@ -124,7 +126,7 @@ def test_text_stays_inside_the_picture_and_off_other_text(shape, size, monkeypat
             boxes.append(pygame.Rect(left, round(middle - high / 2), wide, round(high)))
         return wide
 
-    monkeypatch.setattr(viewer._Painter, "text", spy)
+    monkeypatch.setattr(Painter, "text", spy)
     draw(make(*shape, last_op=Operation("swap", 5, 1, source=0, victim=0)), *size)
     assert len(boxes) > 40
     for i, box in enumerate(boxes):
@@ -133,17 +135,17 @@ def test_text_stays_inside_the_picture_and_off_other_text(shape, size, monkeypat
         assert hit == -1, (box, boxes[i + 1 + hit])
 
 
-def test_the_scale_runs_from_dark_to_bright_with_the_load():
+def test_colours_get_brighter_with_the_load():
     colours = load_colours(np.array([0.0, 1.0, 4.0, 16.0])).astype(int)
     assert colours[0].tolist() == [0x44, 0x01, 0x54]
     assert colours[3].tolist() == [0xFD, 0xE7, 0x25]
-    assert abs(colours[2] - [0x21, 0x91, 0x8C]).max() <= 1  # a quarter of the load is half way up the square root
+    assert abs(colours[2] - [0x21, 0x91, 0x8C]).max() <= 1  # the square root of 1/4 is the middle of the scale
     luminance = colours @ [0.2126, 0.7152, 0.0722]
     assert (np.diff(luminance) > 0).all()
     assert load_colours(np.zeros(2)).tolist() == [[0x44, 0x01, 0x54]] * 2
 
 
-def test_same_frame_same_picture_in_another_process_too():
+def test_equal_frames_give_equal_pictures_in_another_process():
     frame = make(last_op=Operation("add", 4, 2))
     first = draw(frame)
     assert (first == draw(frame)).all()
@@ -152,8 +154,8 @@ def test_same_frame_same_picture_in_another_process_too():
         "print(hashlib.sha256(t.draw(t.make(last_op=t.Operation('add', 4, 2))).tobytes()).hexdigest())"
     )
     root = os.path.dirname(os.path.dirname(__file__))
-    told = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
-    assert told.strip().splitlines()[-1] == hashlib.sha256(first.tobytes()).hexdigest()
+    output = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert output.strip().splitlines()[-1] == hashlib.sha256(first.tobytes()).hexdigest()
 
 
 def test_only_the_busiest_gpu_is_orange():
@@ -161,35 +163,37 @@ def test_only_the_busiest_gpu_is_orange():
     pairs[5] = 1300.0
     picture = draw(make(gpu_pairs=pairs))
     where = layout(2, 4, 3)
-    assert [gpu for gpu in range(8) if has(picture, where.gpus[gpu], viewer.ORANGE)] == [5]
+    assert [gpu for gpu in range(8) if has(picture, where.gpus[gpu], ORANGE)] == [5]
 
 
 def test_load_bar_length_is_proportional_to_pairs():
-    pairs = np.array([500.0, 1000, 1000, 1000, 1000, 1000, 1000, 1500])  # mean 1000, the busiest 1.5 fills its bar
+    pairs = np.array([500.0, 1000, 1000, 1000, 1000, 1000, 1000, 1500])  # mean 1000; 1.5 times the mean fills the bar
     picture = draw(make(gpu_pairs=pairs))
     where = layout(2, 4, 3)
     for gpu, share in ((0, 1 / 3), (7, 1.0)):
         bar = where.bars[gpu]
         row = picture[bar.centery, bar.left : bar.right]
-        filled = (row == (viewer.ORANGE if gpu == 7 else viewer.MUTED)).all(-1).sum() + (gpu == 7) * 2  # the mean line
+        filled = (row == (ORANGE if gpu == 7 else MUTED)).all(-1).sum() + (
+            gpu == 7
+        ) * 2  # the mean line covers 2 pixels
         assert abs(filled - share * bar.w) <= 3
 
 
-def test_fresh_tile_is_outlined_and_nothing_else_on_the_field_changes():
-    fresh = np.zeros((8, 3), np.bool_)
-    fresh[6, 1] = True
-    before, after = draw(make()), draw(make(migrated=fresh))
+def test_only_the_migrated_tile_gets_an_outline():
+    migrated = np.zeros((8, 3), np.bool_)
+    migrated[6, 1] = True
+    before, after = draw(make()), draw(make(migrated=migrated))
     changed = (before != after).any(-1)
     where = layout(2, 4, 3)
     tile = where.tiles[6][1]
-    assert tuple(after[tile.centery, tile.left]) == viewer.WHITE
-    changed[where.strip.top : where.strip.bottom] = False  # tells how many replicas are to be fetched
+    assert tuple(after[tile.centery, tile.left]) == WHITE
+    changed[where.last_op.top : where.last_op.bottom] = False  # shows the number of replicas to fetch
     changed[tile.top : tile.bottom, tile.left : tile.right] = False
     assert not changed.any()
 
 
-def test_replicas_are_dotted():
-    """Expert 0 once and expert 0 twice differ by their dots alone; both tiles show them."""
+def test_tiles_of_replicas_have_dots():
+    """The tile of expert 0 changes when a second replica of it appears on the other GPU."""
     once = make(1, 2, 2, 4)
     once = replace(once, slots=np.array([[0, 1], [2, 3]], np.int16))
     twice = replace(once, slots=np.array([[0, 1], [0, 3]], np.int16))
@@ -199,7 +203,7 @@ def test_replicas_are_dotted():
 
 
 @pytest.mark.parametrize("kind", ["place", "swap", "add", "delete"])
-def test_an_operation_marks_its_gpus_and_stays_in_the_gutters(kind):
+def test_an_operation_marks_only_its_gpus(kind):
     source = 1 if kind in ("place", "swap") else -1
     op = Operation(kind, 18, 6, source=source, victim=3 if kind == "swap" else -1)
     frame = make()
@@ -207,31 +211,31 @@ def test_an_operation_marks_its_gpus_and_stays_in_the_gutters(kind):
     changed = (before != after).any(-1)
     where = layout(2, 4, 3)
     around = where.gpus[6].inflate(where.gap, where.gap)
-    assert has(after, around, viewer.BLUE)
+    assert has(after, around, BLUE)
     for gpu in range(8):
         inside = where.gpus[gpu].inflate(-6, -6)
         touched = changed[inside.top : inside.bottom, inside.left : inside.right].any()
         assert not touched or gpu in (6, source), gpu
     for card in (where.times, where.traffic, where.saved, where.legend, where.header):
         assert not changed[card.top : card.bottom, card.left : card.right].any()
-    assert changed[where.strip.top : where.strip.bottom].any()
+    assert changed[where.last_op.top : where.last_op.bottom].any()
 
 
 @pytest.mark.parametrize("kind", ["nothing", "illegal"])
-def test_an_operation_without_effect_changes_only_its_sentence(kind):
+def test_an_operation_without_effect_changes_only_the_description(kind):
     frame = make()
     changed = (draw(frame) != draw(replace(frame, last_op=Operation(kind, 3, 6)))).any(-1)
-    strip = layout(2, 4, 3).strip
+    area = layout(2, 4, 3).last_op
     assert changed.any()
-    changed[strip.top : strip.bottom, strip.left : strip.right] = False
+    changed[area.top : area.bottom, area.left : area.right] = False
     assert not changed.any()
 
 
-@pytest.mark.parametrize(("nodes", "per", "slots", "experts"), [*SHAPES, (2, 4, 4, 24), (8, 8, 2, 64)])
-def test_arrows_cross_no_gpu(nodes, per, slots, experts):
-    frame = make(nodes, per, slots, experts)
-    painter = viewer._Painter(frame, 1280, 760)
-    gpus = nodes * per
+@pytest.mark.parametrize(("nodes", "per_node", "slots", "experts"), [*SHAPES, (2, 4, 4, 24), (8, 8, 2, 64)])
+def test_arrows_do_not_cross_gpus(nodes, per_node, slots, experts):
+    frame = make(nodes, per_node, slots, experts)
+    painter = Painter(frame, 1280, 760)
+    gpus = nodes * per_node
     for source, target in np.random.default_rng(0).integers(0, gpus, (200, 2)):
         if source == target:
             continue
@@ -240,12 +244,12 @@ def test_arrows_cross_no_gpu(nodes, per, slots, experts):
             assert ax == bx or ay == by
             line = pygame.Rect(min(ax, bx), min(ay, by), max(1, abs(ax - bx)), max(1, abs(ay - by)))
             assert pygame.Rect(0, 0, 1280, 760).contains(line)
-            crossed = {g for g in range(gpus) if painter.at.gpus[g].inflate(-2, -2).colliderect(line)}
+            crossed = {g for g in range(gpus) if painter.layout.gpus[g].inflate(-2, -2).colliderect(line)}
             assert not crossed, (source, target, route)
 
 
 @pytest.mark.parametrize(
-    ("op", "told"),
+    ("op", "sentence"),
     [
         (Operation("swap", 17, 9, source=3, victim=4), "swap: E17 GPU 3 → GPU 9, E4 back"),
         (Operation("place", 17, 9, source=3), "place: E17 GPU 3 → GPU 9"),
@@ -256,8 +260,8 @@ def test_arrows_cross_no_gpu(nodes, per, slots, experts):
         (Operation("illegal", 17, 9), "illegal: E17, GPU 9 (nothing changed)"),
     ],
 )
-def test_sentence(op, told):
-    assert sentence(op) == told
+def test_describe(op, sentence):
+    assert describe(op) == sentence
 
 
 @pytest.mark.parametrize(
@@ -277,28 +281,28 @@ def test_sentence(op, told):
         ({"saved": [float("nan")]}, "saved holds"),
     ],
 )
-def test_a_bad_frame_says_what_was_found(changes, message):
+def test_an_invalid_frame_raises_and_names_the_field(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**changes)
 
 
-def test_bad_kind_and_size_say_what_was_found():
+def test_an_invalid_kind_or_size_raises():
     with pytest.raises(ValueError, match="kind is 'move', expected one of place, swap"):
         Operation("move", 0, 0)
     with pytest.raises(ValueError, match="picture is 300 x 200, expected at least 800 x 475"):
         draw(make(), 300, 200)
 
 
-def test_empty_cluster_and_long_history_smoke():
+def test_smoke_empty_cluster_and_long_history():
     zeros = {name: np.zeros_like(getattr(make(), name)) for name in ("expert_load", "gpu_pairs", "traffic_bytes")}
-    nothing = make(**zeros, slots=np.full((8, 3), -1, np.int16), saved=[], static_time_us=0.0, start_time_us=0.0)
-    assert not has(draw(nothing), layout(2, 4, 3).gpus[0], viewer.ORANGE)
+    empty = make(**zeros, slots=np.full((8, 3), -1, np.int16), saved=[], static_time_us=0.0, start_time_us=0.0)
+    assert not has(draw(empty), layout(2, 4, 3).gpus[0], ORANGE)
     draw(make(saved=[0.01 * (i % 7 - 3) for i in range(1000)], n_windows=1000))
 
 
-def test_window_opens_shows_and_survives_quit(monkeypatch):
+def test_window_shows_frames_and_stays_closed_after_quit(monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    window = Window()
+    window = open_window()
     window.show(make())
     screen = pygame.display.get_surface()
     assert screen.get_size() == (1280, 760)
@@ -308,29 +312,29 @@ def test_window_opens_shows_and_survives_quit(monkeypatch):
     window.show(make())
     assert window.closed
     assert not pygame.display.get_init()
-    window.show(make())  # closed by its user: stays closed, without an error
+    window.show(make())  # closed by the user: no error, no new window
     assert not pygame.display.get_init()
     window.close()
     window.close()
 
 
-def test_window_closes_and_pictures_outlive_pygame_quit(monkeypatch):
+def test_pictures_are_equal_after_the_window_is_closed_and_after_pygame_quit(monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
-    window = Window(900, 600)
+    window = open_window(900, 600)
     window.show(make())
     window.close()
     assert not pygame.display.get_init()
     expected = draw(make(layer_time_us=612.3))
     pygame.quit()
-    viewer._glyphs.cache_clear()
+    canvas._render_text.cache_clear()
     assert (draw(make(layer_time_us=612.3)) == expected).all()
 
 
-def test_import_and_draw_print_nothing_and_leave_the_environment_alone():
+def test_drawing_prints_nothing_and_changes_no_environment_variable():
     code = (
-        # PettingZoo, which the package needs, sets two variables of its own.
+        # PettingZoo sets two environment variables when it is imported.
         "import os, sys; sys.path.insert(0, 'tests'); import pettingzoo; before = dict(os.environ);"
-        "from clustergym.moe_placement import viewer; assert dict(os.environ) == before, 'import';"
+        "from clustergym.common import canvas; assert dict(os.environ) == before, 'import';"
         "import test_viewer as t; t.draw(t.make()); import pygame;"
         "assert dict(os.environ) == before, 'draw'; assert not pygame.display.get_init()"
     )
@@ -341,3 +345,30 @@ def test_import_and_draw_print_nothing_and_leave_the_environment_alone():
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == ""
+
+
+def test_without_pygame_only_pictures_fail_and_name_the_extra():
+    code = """
+import sys
+sys.path.insert(0, "tests")
+sys.modules["pygame"] = None  # every import of pygame fails
+import gymnasium, clustergym.moe_placement.environment
+from clustergym.moe_placement.viewer import draw, open_window
+env = gymnasium.make("clustergym:GPUAllocation-v0")
+env.reset(seed=1)
+env.step(env.action_space.sample())
+for call in (
+    lambda: draw(None),
+    open_window,
+    lambda: gymnasium.make("GPUAllocation-v0", render_mode="rgb_array").reset(seed=1),
+):
+    try:
+        call()
+    except ImportError as error:
+        assert str(error) == "pygame is not installed: pip install 'clustergym[render]'", error
+    else:
+        raise AssertionError("no error")
+"""
+    root = os.path.dirname(os.path.dirname(__file__))
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

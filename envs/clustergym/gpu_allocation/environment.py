@@ -102,7 +102,7 @@ class _Picture:
         before = None if self._recorder is None else self._recorder.before()
         _, reward, ended = self.batch.step(action, autoreset=False)
         if self._recorder is not None:
-            self._recorder.note(before)
+            self._recorder.after(before)
             self._show()
         return float(reward[0]), bool(ended[0])
 

@@ -1,8 +1,8 @@
-"""Picture of a shared GPU: who held which share of it over time, how much of that was used, and who missed an objective.
+"""Picture of a shared GPU over time: the share of each pod, the used part of it, and missed objectives.
 
-Time runs to the right; between two decisions the pods that ran are stacked from 0 to 100 % of the GPU, one colour an owner:
-full where the share was used, dim where it was idle. A pod that missed its objective is outlined in orange and marked with
-a cross where it began.
+Time runs to the right. Between two decisions the running pods are stacked from 0 to 100 % of the GPU. Each owner has a
+colour: bright for the used part of a share, dark for the idle part. A pod that missed its objective has an orange
+outline, and a cross at its start. Needs the extra ``[render]``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.gpu_allocation import dynamics
-from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.moe_placement.viewer import (
+from clustergym.common.canvas import (
     BACKGROUND,
     CARD,
     FAINT,
@@ -24,92 +23,105 @@ from clustergym.moe_placement.viewer import (
     ORANGE,
     TEXT,
     TRACK,
+    Canvas,
     Colour,
     Window,
-    _Canvas,
     pygame,
+    to_array,
 )
+from clustergym.gpu_allocation import dynamics
+from clustergym.gpu_allocation.batch import AllocationBatch
 
 WIDTH, HEIGHT = 1100, 560
 SHOWN = 48
-"""Decisions in a picture; older ones leave it on the left."""
-# Twelve hues that stay apart from each other on a dark ground; none is the orange of a miss.
+"""Number of decisions in a picture. Older ones are dropped on the left."""
+# Twelve hues that are easy to tell apart on a dark background. None is near orange, the colour of a miss.
 OWNERS: tuple[Colour, ...] = (
-    (120, 170, 240), (110, 200, 140), (205, 140, 220), (90, 200, 210), (225, 200, 110), (150, 150, 240), (160, 210, 100),
-    (230, 140, 170), (130, 180, 180), (180, 170, 140), (110, 140, 200), (200, 200, 200),
+    (120, 170, 240), (110, 200, 140), (205, 140, 220), (90, 200, 210), (225, 200, 110), (150, 150, 240),
+    (160, 210, 100), (230, 140, 170), (130, 180, 180), (180, 170, 140), (110, 140, 200), (200, 200, 200),
 )  # fmt: skip
+
+
+class PodShare(NamedTuple):
+    """The share of one pod, in % of the GPU."""
+
+    owner: int
+    cores: float
+    usage: float
+    met: bool
+    started_s: float
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The GPU just after a decision."""
+    """The GPU directly after a decision."""
 
     time_s: float
-    pods: npt.NDArray[np.float32]
-    """(n, 5): owner, cores, usage, whether the objective is met, when it began (s); the newest last"""
+    pods: list[PodShare]
+    """Running pods; the newest is last."""
     reward: float
     qos: float
-    """Share of decisions so far whose pod met its objective."""
+    """Share of the decisions so far whose pod met its objective."""
 
 
 class Recorder:
-    """Keeps what a picture shows of environment 0 of a batch: call :meth:`note` after each step, :meth:`clear` at a reset."""
+    """Collects snapshots of environment 0 of a batch in one episode: call ``before`` and ``after`` around each step."""
 
     def __init__(self, batch: AllocationBatch) -> None:
         self.batch = batch
         self.snapshots: list[Snapshot] = []
-        self._begun: dict[tuple[float, float], float] = {}
+        self._started_s: dict[tuple[float, float], float] = {}
         self._met = 0
         self._decisions = 0
 
-    def clear(self) -> None:
-        self.snapshots, self._begun, self._met, self._decisions = [], {}, 0, 0
+    def _running(self) -> npt.NDArray[np.float32]:
+        return self.batch.state["pods"][0, : int(self.batch.state["counters"][0, 1])].numpy()
 
     def before(self) -> npt.NDArray[np.float32]:
-        """The pods that run while a decision is taken: call it before the step, whose end may see some of them gone."""
-        n = int(self.batch.state["counters"][0, 1])
-        return self.batch.state["pods"][0, :n].numpy().copy()
+        """The running pods. Some of them may end before the step returns."""
+        return self._running().copy()
 
-    def note(self, before: npt.NDArray[np.float32]) -> None:
-        """Add the GPU as the last decision left it: the pods of before, and the new one."""
+    def after(self, pods_before: npt.NDArray[np.float32]) -> None:
+        """Add the state that the decision led to: the pods from before, and the new one."""
         out = self.batch.outcome[0].numpy()
-        now = float(out[dynamics.O_TIME])
+        now, met = float(out[dynamics.O_TIME]), bool(out[dynamics.O_MET] > 0.5)
         self._decisions += 1
-        self._met += int(out[dynamics.O_MET] > 0.5)
-        rows = []
-        for pod in before:
-            key = (float(pod[dynamics.OWNER]), float(pod[dynamics.END]))
-            rows.append(
-                [
-                    pod[dynamics.OWNER],
-                    pod[dynamics.CORES],
-                    pod[dynamics.USAGE],
-                    pod[dynamics.MET],
-                    self._begun.get(key, 0.0),
-                ]
+        self._met += met
+        pods = [
+            PodShare(
+                int(pod[dynamics.OWNER]),
+                float(pod[dynamics.CORES]),
+                float(pod[dynamics.USAGE]),
+                bool(pod[dynamics.MET] > 0.5),
+                self._started_s.get(_key(pod), 0.0),
             )
-        new = [out[dynamics.O_OWNER], out[dynamics.O_CORES], out[dynamics.O_USAGE], out[dynamics.O_MET], now]
-        rows.append(new)
-        running = self.batch.state["pods"][0, : int(self.batch.state["counters"][0, 1])].numpy()
-        for pod in running:
-            self._begun.setdefault((float(pod[dynamics.OWNER]), float(pod[dynamics.END])), now)
-        pods = np.array(rows, np.float32)
+            for pod in pods_before
+        ]
+        cores, usage = float(out[dynamics.O_CORES]), float(out[dynamics.O_USAGE])
+        pods.append(PodShare(int(out[dynamics.O_OWNER]), cores, usage, met, now))
+        for pod in self._running():
+            self._started_s.setdefault(_key(pod), now)
         self.snapshots.append(Snapshot(now, pods, float(out[dynamics.O_REWARD]), self._met / self._decisions))
         del self.snapshots[:-SHOWN]
 
 
-def dim(colour: Colour) -> Colour:
-    """The colour of a share that its owner holds and does not use."""
+def _key(pod: npt.NDArray[np.float32]) -> tuple[float, float]:
+    """Identifies a pod while it runs: pods have no number of their own."""
+    return float(pod[dynamics.OWNER]), float(pod[dynamics.END])
+
+
+def dark(colour: Colour) -> Colour:
+    """The colour of the idle part of a share."""
     return (colour[0] * 2 // 5, colour[1] * 2 // 5, colour[2] * 2 // 5)
 
 
 def chart_area(width: int = WIDTH, height: int = HEIGHT) -> pygame.Rect:
-    """Where shares over time are drawn."""
+    """Position of the chart of shares over time."""
     return pygame.Rect(64, 92, width - 64 - 24, height - 92 - 108)
 
 
 def columns(snapshots: Sequence[Snapshot], area: pygame.Rect) -> list[pygame.Rect]:
-    """The full-height column of each snapshot: from its decision to the next; the last as wide as the mean."""
+    """The column of each snapshot: from its decision to the next one. The last column has the mean width."""
     times = [shot.time_s for shot in snapshots]
     span = max(times[-1] - times[0], 1.0)
     end = times[-1] + span / max(len(times) - 1, 1)
@@ -121,12 +133,12 @@ def paint(snapshots: Sequence[Snapshot], width: int = WIDTH, height: int = HEIGH
     """The picture as a surface."""
     surface = pygame.Surface((width, height), 0, 32)
     surface.fill(BACKGROUND)
-    canvas = _Canvas(surface, 1.0)
+    canvas = Canvas(surface)
     area = chart_area(width, height)
     canvas.box(area.inflate(12, 12), CARD)
     canvas.text("GPU allocation", 24, 28, 22, TEXT, bold=True)
     if snapshots:
-        _heading(canvas, snapshots, width)
+        _heading(canvas, snapshots[-1], width)
         for shot, column in zip(snapshots, columns(snapshots, area), strict=True):
             _stack(canvas, shot, column)
     for percent in (0, 25, 50, 75, 100):
@@ -139,81 +151,76 @@ def paint(snapshots: Sequence[Snapshot], width: int = WIDTH, height: int = HEIGH
     return surface
 
 
-def _heading(canvas: _Canvas, snapshots: Sequence[Snapshot], width: int) -> None:
-    shot = snapshots[-1]
-    owner, cores, usage, met, _ = shot.pods[-1]
-    told = (
-        f"last: owner {int(owner)} got {cores:.0f} %, used {usage:.0f} %, objective {'met' if met > 0.5 else 'missed'}"
-    )
-    canvas.text(told, 24, 58, 14, TEXT if met > 0.5 else ORANGE)
-    held, used = float(shot.pods[:, 1].sum()), float(shot.pods[:, 2].sum())
-    facts = f"reward {shot.reward:+.2f}    QoS so far {100 * shot.qos:.1f} %    held {held:.0f} %, used {used:.0f} %"
-    canvas.text(facts, width - 24, 28, 14, MUTED, align=1)
+def _heading(canvas: Canvas, shot: Snapshot, width: int) -> None:
+    new = shot.pods[-1]
+    objective = "met" if new.met else "missed"
+    last = f"last: owner {new.owner} got {new.cores:.0f} %, used {new.usage:.0f} %, objective {objective}"
+    canvas.text(last, 24, 58, 14, TEXT if new.met else ORANGE)
+    held, used = sum(pod.cores for pod in shot.pods), sum(pod.usage for pod in shot.pods)
+    totals = f"reward {shot.reward:+.2f}    QoS so far {100 * shot.qos:.1f} %    held {held:.0f} %, used {used:.0f} %"
+    canvas.text(totals, width - 24, 28, 14, MUTED, align=1)
 
 
-def _stack(canvas: _Canvas, shot: Snapshot, column: pygame.Rect) -> None:
-    """The pods of one span of time on top of each other, the longest-running at the bottom."""
+def _stack(canvas: Canvas, shot: Snapshot, column: pygame.Rect) -> None:
+    """The pods of one column on top of each other, in the order of the simulator."""
     bottom = 0.0
-    for owner, cores, usage, met, began in shot.pods:
-        colour = OWNERS[int(owner) % len(OWNERS)]
+    for pod in shot.pods:
+        colour = OWNERS[pod.owner % len(OWNERS)]
         low = column.bottom - round(column.h * bottom / 100)
-        high = column.bottom - round(column.h * (bottom + cores) / 100)
+        high = column.bottom - round(column.h * (bottom + pod.cores) / 100)
         share = pygame.Rect(column.x, high, column.w, max(low - high, 1))
-        used = round(share.h * min(usage / max(cores, 1e-6), 1.0))
-        pygame.draw.rect(canvas.surface, dim(colour), share)
+        used = round(share.h * min(pod.usage / max(pod.cores, 1e-6), 1.0))
+        pygame.draw.rect(canvas.surface, dark(colour), share)
         pygame.draw.rect(canvas.surface, colour, (share.x, share.bottom - used, share.w, used))
-        if met < 0.5:
+        if not pod.met:
             pygame.draw.rect(canvas.surface, ORANGE, share, 2)
-            if began >= shot.time_s:
+            if pod.started_s >= shot.time_s:
                 _cross(canvas.surface, share.x + 7, share.centery)
         else:
             pygame.draw.line(canvas.surface, BACKGROUND, share.topleft, (share.right - 1, share.top))
-        bottom += float(cores)
+        bottom += pod.cores
 
 
 def _cross(surface: pygame.Surface, x: int, y: int) -> None:
-    for a, b in (((-5, -5), (5, 5)), ((-5, 5), (5, -5))):
-        pygame.draw.line(surface, ORANGE, (x + a[0], y + a[1]), (x + b[0], y + b[1]), 3)
+    for dx, dy in ((5, 5), (5, -5)):
+        pygame.draw.line(surface, ORANGE, (x - dx, y - dy), (x + dx, y + dy), 3)
 
 
-def _time_axis(canvas: _Canvas, snapshots: Sequence[Snapshot], area: pygame.Rect) -> None:
-    lanes = columns(snapshots, area)
+def _time_axis(canvas: Canvas, snapshots: Sequence[Snapshot], area: pygame.Rect) -> None:
     every = max(1, len(snapshots) // 8)
-    taken = -100
-    for shot, lane in list(zip(snapshots, lanes, strict=True))[::every]:
-        if lane.x - taken > 60:
-            pygame.draw.line(canvas.surface, FAINT, (lane.x, area.bottom), (lane.x, area.bottom + 5))
-            canvas.text(f"{shot.time_s / 60:.0f} min", lane.x, area.bottom + 16, 11, MUTED, align=0.5)
-            taken = lane.x
+    last_x = -100
+    for shot, column in list(zip(snapshots, columns(snapshots, area), strict=True))[::every]:
+        if column.x - last_x > 60:
+            pygame.draw.line(canvas.surface, FAINT, (column.x, area.bottom), (column.x, area.bottom + 5))
+            canvas.text(f"{shot.time_s / 60:.0f} min", column.x, area.bottom + 16, 11, MUTED, align=0.5)
+            last_x = column.x
 
 
-def _legend(canvas: _Canvas, area: pygame.Rect, snapshots: Sequence[Snapshot]) -> None:
+def _legend(canvas: Canvas, area: pygame.Rect, snapshots: Sequence[Snapshot]) -> None:
     y, x = area.bottom + 52, area.x
-    owners = sorted({int(owner) for shot in snapshots for owner in shot.pods[:, 0]})
+    owners = sorted({pod.owner for shot in snapshots for pod in shot.pods})
     for owner in owners[: len(OWNERS)]:
         pygame.draw.rect(canvas.surface, OWNERS[owner % len(OWNERS)], (x, y - 6, 14, 12))
         x += 20 + canvas.text(f"owner {owner}", x + 20, y, 12, MUTED) + 16
     y, x = y + 26, area.x
-    for word, fill, edge in (
+    for words, fill, outline in (
         ("used", OWNERS[0], None),
-        ("held, idle", dim(OWNERS[0]), None),
+        ("held, idle", dark(OWNERS[0]), None),
         ("objective missed", CARD, ORANGE),
     ):
         pygame.draw.rect(canvas.surface, fill, (x, y - 6, 14, 12))
-        if edge is not None:
-            pygame.draw.rect(canvas.surface, edge, (x, y - 6, 14, 12), 2)
-        x += 20 + canvas.text(word, x + 20, y, 12, MUTED) + 16
+        if outline is not None:
+            pygame.draw.rect(canvas.surface, outline, (x, y - 6, 14, 12), 2)
+        x += 20 + canvas.text(words, x + 20, y, 12, MUTED) + 16
     _cross(canvas.surface, x + 7, y)
     canvas.text("where it began", x + 20, y, 12, MUTED)
 
 
 def draw(snapshots: Sequence[Snapshot], width: int = WIDTH, height: int = HEIGHT) -> npt.NDArray[np.uint8]:
-    """The picture as (height, width, 3) RGB; the same snapshots always give the same picture."""
-    pixels = np.empty((height, width, 3), np.uint8)
-    pygame.image.frombuffer(pixels.data, (width, height), "RGB").blit(paint(snapshots, width, height), (0, 0))
-    return pixels
+    """The picture as (height, width, 3) RGB. Equal snapshots give equal pictures."""
+    return to_array(paint(snapshots, width, height))
 
 
 def open_window(fps: float = 0.0) -> Window:
-    """A window whose ``show`` takes snapshots."""
-    return Window(WIDTH, HEIGHT, fps, paint)
+    """A window whose ``show`` takes a list of snapshots."""
+    return Window(WIDTH, HEIGHT, paint, fps)

@@ -19,8 +19,7 @@ from pettingzoo import ParallelEnv
 from clustergym.moe_placement import episode
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.dynamics import OP_ILLEGAL
-from clustergym.moe_placement.viewer import KINDS, Frame, Operation, draw
-from clustergym.moe_placement.viewer import Window as Screen
+from clustergym.moe_placement.viewer import KINDS, Frame, Operation, draw, open_window
 
 ObsDict = dict[str, npt.NDArray[Any]]
 
@@ -87,7 +86,7 @@ class _Picture:
 
     render_mode: str | None
     batch: PlacementBatch
-    _screen: Screen | None = None
+    _screen: Any = None
     _saved: list[float]
 
     def _note_window(self) -> None:
@@ -112,7 +111,7 @@ class _Picture:
         if self.render_mode == "rgb_array":
             return draw(frame)
         if self._screen is None:
-            self._screen = Screen()
+            self._screen = open_window()
         self._screen.show(frame)
         return None
 
