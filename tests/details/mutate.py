@@ -1,10 +1,10 @@
-"""Break every detail of PPO in a copy of its trainer, in every way that ``details.py`` lists, and report which test noticed.
+"""Mutation test of the 37 details: break each detail in a copy of its trainer and report the test that fails.
 
-Each mutation gets a copy of ``cleanrl_ppo`` and ``tests`` and runs the tests of its row in a forked process (libraries are imported once). A
-mutation that no test of its row notices is a survivor, and the exit status is 1. Takes a few minutes.
+    python tests/details/mutate.py
+    python tests/details/mutate.py --details 5 8 masking
 
-    python benchmarks/mutate_details.py
-    python benchmarks/mutate_details.py --details 5 8 masking
+Each mutation runs the tests of its row on a copy of ``cleanrl_ppo`` and ``tests``, in a forked process. The exit code
+is 1 if a mutation makes no test fail. The whole run takes a few minutes.
 """
 
 from __future__ import annotations
@@ -26,38 +26,26 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from details import DETAILS, ROOT, Detail
+from ledger import DETAILS, ROOT, Detail
 
-# Imported before forking, so that no child pays for them; trainers and tests are not among them, as they are what changes.
+# Imported before forking, so that the children share them. Trainers and tests are not, because they change.
 HEAVY = (
-    *(
-        "torch",
-        "torch.distributions",
-        "torch.utils.tensorboard",
-        "tensorboard.backend.event_processing.event_accumulator",
-    ),
-    *(
-        "gymnasium",
-        "clustergym.training",
-        "clustergym.moe_placement.evaluation",
-        "hypothesis",
-        "hypothesis.extra.numpy",
-        "tyro",
-    ),
-    *("cv2", "ale_py", "torch_geometric.nn"),
-)
+    "torch", "torch.distributions", "torch.utils.tensorboard", "torch_geometric.nn", "tyro", "gymnasium",
+    "cv2", "ale_py", "tensorboard.backend.event_processing.event_accumulator", "hypothesis", "hypothesis.extra.numpy",
+    "clustergym.training", "clustergym.moe_placement.evaluation",
+)  # fmt: skip
 
 
 @dataclass
 class Args:
     details: list[str] = field(default_factory=list)
-    """Numbers or names; all unless given."""
+    """Numbers or names of details. Default: all."""
     timeout_s: int = 120
-    """A mutation whose tests hang counts as noticed after this."""
+    """A mutation counts as detected if its tests take longer than this."""
 
 
 class FirstFailure:
-    """Remembers the first test that failed."""
+    """Pytest plugin that records the first test that failed."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -72,7 +60,7 @@ class FirstFailure:
 
 
 def run_tests(detail: Detail, old: str, new: str, timeout_s: int) -> str:
-    """Name of the first test of the row that failed on the mutated trainer, or nothing."""
+    """Name of the first test of the row that fails on the mutated trainer, or an empty string."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         for part in ("cleanrl_ppo", "tests"):
@@ -87,7 +75,7 @@ def run_tests(detail: Detail, old: str, new: str, timeout_s: int) -> str:
                 f"detail {detail.key}: {old!r} occurs {source.count(old)} times in {trainer.name}, expected once"
             )
         trainer.write_text(source.replace(old, new))
-        answer = root / "answer"
+        result = root / "result"
         child = os.fork()
         if child == 0:
             signal.alarm(timeout_s)
@@ -98,42 +86,39 @@ def run_tests(detail: Detail, old: str, new: str, timeout_s: int) -> str:
                 code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *names], plugins=[failure])
             if code not in (0, 1, 2):
                 failure.name = ""
-            answer.write_text(failure.name if code else "")
+            result.write_text(failure.name if code else "")
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             return f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
-        return answer.read_text()
+        return result.read_text()
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     chosen = [detail for detail in DETAILS if not args.details or detail.key in args.details]
     if not chosen:
-        raise SystemExit(f"none of {args.details}: expected some of {', '.join(detail.key for detail in DETAILS)}")
+        raise SystemExit(f"no detail matches {args.details}: use {', '.join(detail.key for detail in DETAILS)}")
     for name in HEAVY:
         importlib.import_module(name)
     console, began = Console(), time.perf_counter()
-    table = Table("#", "detail", "trainer", "mutation", "noticed by")
+    table = Table("#", "detail", "trainer", "mutation", "detected by")
     survivors = count = 0
     for detail in chosen:
         unchanged = run_tests(detail, detail.code, detail.code, args.timeout_s)
         if unchanged:
-            raise SystemExit(
-                f"detail {detail.key}: {unchanged} fails on the trainer as it is; mutations would prove nothing"
-            )
+            raise SystemExit(f"detail {detail.key}: {unchanged} fails on the unchanged trainer")
         for old, new in detail.mutations:
-            noticed = run_tests(detail, old, new, args.timeout_s)
-            count, survivors = count + 1, survivors + (not noticed)
+            detected = run_tests(detail, old, new, args.timeout_s)
+            count, survivors = count + 1, survivors + (not detected)
             change = f"{' '.join(old.split())} → {' '.join(new.split()) or 'nothing'}"
-            table.add_row(detail.key, detail.name, detail.trainer, change, noticed or "[red]nobody[/red]")
+            table.add_row(detail.key, detail.name, detail.trainer, change, detected or "[red]no test[/red]")
             console.print(
-                f"{detail.key}: {change}: {noticed or 'SURVIVED'}", markup=False, highlight=False, style="dim"
+                f"{detail.key}: {change}: {detected or 'NOT DETECTED'}", markup=False, highlight=False, style="dim"
             )
     console.print(table)
-    console.print(
-        f"{count - survivors} of {count} mutations of {len(chosen)} details noticed, {time.perf_counter() - began:.0f} s"
-    )
+    seconds = time.perf_counter() - began
+    console.print(f"{count - survivors} of {count} mutations of {len(chosen)} details detected, {seconds:.0f} s")
     sys.exit(1 if survivors else 0)
 
 

@@ -1,9 +1,7 @@
-"""The 37 implementation details of PPO as data: which line of which trainer carries each, which tests break without it.
+"""The 37 implementation details of PPO as data: the line of code that implements each, and the tests that check it.
 
-Run it to write ``docs/37-details.md`` anew after a trainer changed (``tests/test_ledger.py`` says when). ``mutate_details.py`` breaks each
-detail in a copy of its trainer, in every way listed here, and demands that the tests named here notice.
-
-    python benchmarks/details.py
+python tests/details/ledger.py     # write docs/37-details.md again after a trainer changed
+python tests/details/mutate.py     # break each detail in a copy of its trainer; the tests listed here must fail
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
 PAGE = ROOT / "docs" / "37-details.md"
 
 AUXILIARY = ("clip annealing", "parallel gradients", "early stop", "masking")
@@ -22,27 +21,27 @@ class Detail:
     """One row of the page."""
 
     key: str
-    """Its number in "The 37 Implementation Details of PPO", or the name of one of the four auxiliary details."""
+    """Number in "The 37 Implementation Details of PPO", or the name of one of the four auxiliary details."""
     name: str
     trainer: str
     """File in cleanrl_ppo, without .py."""
     code: str
-    """Part of the line that carries the detail; occurs on exactly one line of the trainer."""
+    """Text that occurs on exactly one line of the trainer: the line that implements the detail."""
     tests: tuple[str, ...]
-    """``file::function`` in tests; each mutation fails at least one."""
+    """``file::function`` in tests. Each mutation must make at least one of them fail."""
     mutations: tuple[tuple[str, str], ...]
-    """(text, replacement): ways to lose the detail. The text occurs exactly once in the trainer."""
+    """(text, replacement): changes that remove the detail. The text occurs exactly once in the trainer."""
 
     @property
     def source(self) -> Path:
         return ROOT / "cleanrl_ppo" / f"{self.trainer}.py"
 
     def line(self) -> int:
-        """Number of the line that carries the detail."""
+        """Number of the line that implements the detail."""
         found = [number for number, line in enumerate(self.source.read_text().splitlines(), 1) if self.code in line]
         if len(found) != 1:
             raise ValueError(
-                f"detail {self.key}: {self.code!r} is on lines {found} of {self.source.name}, expected one"
+                f"detail {self.key}: {self.code!r} is on lines {found} of {self.source.name}, expected one line"
             )
         return found[0]
 
@@ -63,7 +62,8 @@ DETAILS: list[Detail] = [
         (
             (
                 "        noise = -torch.empty(*shape",
-                "        self.next_obs = flatten(self.space, envs.reset(seed=1)[0])\n        noise = -torch.empty(*shape",
+                "        self.next_obs = flatten(self.space, envs.reset(seed=1)[0])\n"
+                "        noise = -torch.empty(*shape",
             ),
             (
                 "                self.next_done = terminated | truncated\n",
@@ -604,28 +604,30 @@ DETAILS: list[Detail] = [
 
 
 def page() -> str:
-    """The whole of docs/37-details.md."""
+    """The content of docs/37-details.md."""
     rows = [
-        f"| {detail.key} | {detail.name} | `cleanrl_ppo/{detail.trainer}.py:{detail.line()}` | `{detail.code.strip()}` | "
-        + ", ".join(f"`{test}`" for test in detail.tests)
-        + " |"
+        f"| {detail.key} | {detail.name} | `cleanrl_ppo/{detail.trainer}.py:{detail.line()}` "
+        f"| `{detail.code.strip()}` | " + ", ".join(f"`{test}`" for test in detail.tests) + " |"
         for detail in DETAILS
     ]
     mutations = sum(len(detail.mutations) for detail in DETAILS)
     return (
         f"""# The 37 details of PPO, line by line
 
-[The 37 Implementation Details of Proximal Policy Optimization](https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/)
-(Huang et al., ICLR blog track 2022) lists what separates a PPO that works from one that almost does. Each row says which trainer carries a
-detail, on which line, and which tests in `tests/` break when it is lost. 1–13 are core, 14–22 Atari, 23–31 continuous actions, 32–36 LSTM, 37
-MultiDiscrete; the last four are the auxiliary ones. What trainers share (`layer_init`, `compute_gae` …) is the same to the letter in all of them
-(`tests/test_trainers_agree.py`), so a row about one of these holds for all.
+[The 37 Implementation Details of Proximal Policy Optimization][paper] (Huang et al., ICLR blog track 2022) lists the
+details that a PPO implementation needs to reproduce published results. Each row names the trainer and the line that
+implements a detail, and the tests in `tests/` that fail without it. Details 1–13 are core, 14–22 Atari, 23–31
+continuous actions, 32–36 LSTM and 37 MultiDiscrete. The last four rows are the auxiliary details. Functions that
+trainers share (`layer_init`, `compute_gae`, …) are identical in all of them (`tests/test_trainers_agree.py`), so a row
+about one of these functions holds for every trainer.
 
-This page is written by `python benchmarks/details.py`; `tests/test_ledger.py` fails when a line has moved or a test is gone.
-`python benchmarks/mutate_details.py` breaks the details in copies of the trainers, in {mutations} ways, and reports which test noticed:
-all {mutations} are noticed. None of the details is without numerical effect here.
+`python tests/details/ledger.py` writes this page. `tests/details/test_ledger.py` fails if a line has moved or a test is
+missing. `python tests/details/mutate.py` removes the details in copies of the trainers, in {mutations} ways, and
+reports the test that fails. All {mutations} mutations are detected.
 
-| # | detail | line | code | tests that break |
+[paper]: https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
+
+| # | detail | line | code | tests that fail without it |
 | --- | --- | --- | --- | --- |
 """
         + "\n".join(rows)
