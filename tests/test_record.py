@@ -1,4 +1,4 @@
-"""The recorder, on tiny random-weight models of five families that are built from their configs, with nothing downloaded."""
+"""The recorder, on tiny models of five families with random weights. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def build(family: str, head: bool = True) -> nn.Module:
-    """Random weights, with routers that are not all zeros (as some families start them)."""
+    """A model with random weights, also in the routers, which some families initialise with zeros."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**(COMMON | FAMILIES[family]))
     model = getattr(transformers, f"{family}ForCausalLM" if head else f"{family}Model")(config)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         router = any(name.startswith(path + ".") for path in find_routers(model))
         if router:
-            # Correction biases too: with them the choice is not the top-k of the logits.
+            # Random correction biases too, so that the choice is not the top-k of the logits.
             nn.init.normal_(tensor, std=0.5)
     return model.eval()
 
 
 def chosen_by_hand(family: str, router: nn.Module, hidden: torch.Tensor) -> list[set[int]]:
-    """The experts of each row by the family's published rule, one row at a time."""
+    """The experts of each row by the published rule of the family, one row at a time."""
     rows = hidden.reshape(-1, COMMON["hidden_size"]).float()
     found = []
     for row in rows:
@@ -74,7 +74,7 @@ def chosen_by_hand(family: str, router: nn.Module, hidden: torch.Tensor) -> list
         if family == "DeepseekV3":
             bias = router.e_score_correction_bias.tolist()
             logits = [1 / (1 + np.exp(-a)) + b for a, b in zip(logits, bias, strict=True)]
-            groups = [allowed[i : i + 2] for i in range(0, EXPERTS, 2)]  # 4 groups of 2, of which 2 stay
+            groups = [allowed[i : i + 2] for i in range(0, EXPERTS, 2)]  # 4 groups of 2, of which 2 are allowed
             best = sorted(groups, key=lambda group: -sum(logits[e] for e in group))[:2]
             allowed = [e for group in best for e in group]
         found.append(set(sorted(allowed, key=lambda e: -logits[e])[:TOP_K]))
@@ -83,7 +83,7 @@ def chosen_by_hand(family: str, router: nn.Module, hidden: torch.Tensor) -> list
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_recorded_experts_are_those_of_the_published_rule(family: str) -> None:
+def test_recorded_experts_follow_the_published_rule(family: str) -> None:
     model = build(family)
     ids = torch.randint(1, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3, [0] * 2 + [1] * 5])  # padded on the right and on the left
@@ -109,7 +109,7 @@ def test_recorded_experts_are_those_of_the_published_rule(family: str) -> None:
 
 
 def test_deepseek_v3_is_not_the_top_k_of_its_logits() -> None:
-    """The reason why hooks read the choice: the logits alone would give other experts."""
+    """This is why the hook reads the choice of the router: the logits would give other experts."""
     model = build("DeepseekV3")
     router = next(iter(find_routers(model).values()))
     logits, _, chosen = router(torch.randn(200, 32, generator=torch.Generator().manual_seed(2)))
@@ -117,7 +117,7 @@ def test_deepseek_v3_is_not_the_top_k_of_its_logits() -> None:
     assert (chosen.sort(1).values != naive.sort(1).values).any(1).float().mean() > 0.3
 
 
-def test_batches_and_padding_do_not_change_what_a_sequence_routes_to() -> None:
+def test_batches_and_padding_do_not_change_the_routing_of_a_sequence() -> None:
     model = build("Olmoe", head=False)
     ids = torch.randint(1, VOCABULARY, (4, 9), generator=torch.Generator().manual_seed(3))
     together = record(model, [{"input_ids": ids}])
@@ -138,7 +138,7 @@ def test_max_tokens_cuts_the_last_sequence_and_stops() -> None:
     assert calls == [15, 22]
 
 
-def test_model_is_left_as_it_was() -> None:
+def test_the_model_is_left_unchanged() -> None:
     model = build("Qwen3Moe").train()
     record(model, [{"input_ids": torch.ones(1, 3, dtype=torch.long)}])
     assert model.training
@@ -163,7 +163,7 @@ def test_tiny_moe_is_recorded_by_the_same_hook() -> None:
     assert [set(row) for row in trace.experts[:, 0].tolist()] == [set(row.topk(3).indices.tolist()) for row in logits]
 
 
-def test_text_batches_cut_pad_and_share() -> None:
+def test_text_batches_cut_pad_and_divide_tokens_equally() -> None:
     batches = list(text_batches({"a": range(1, 8), "b": range(10, 13)}, sequence_length=3, batch_size=2))
     assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2, 3], [4, 5, 6]], [[7]], [[10, 11, 12]]]
     assert [batch["domains"] for batch in batches] == [["a", "a"], ["a"], ["b"]]
@@ -180,7 +180,7 @@ class PairTopKRouter(nn.Module):
 
 
 class Odd(nn.Module):
-    """A model whose router's output cannot be read, and one that has two routers in a layer."""
+    """A model whose router has an unknown output, or (``twice``) with two routers in one layer."""
 
     def __init__(self, twice: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Odd(nn.Module):
         return self.parts["text"][0](input_ids.float())
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_unsupported_models_and_batches_are_refused() -> None:
     batch = [{"input_ids": torch.ones(1, 2, dtype=torch.long)}]
     with pytest.raises(ValueError, match=r"Linear has no router to record.*TopKRouter"):
         record(nn.Linear(2, 2), batch)
@@ -207,13 +207,13 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         record(model, [batch[0] | {"attention_mask": torch.ones(1, 3)}])
     with pytest.raises(ValueError, match="2 domains for 1 sequences"):
         record(model, [batch[0] | {"domains": ["a", "b"]}])
-    with pytest.raises(ValueError, match="the batches hold no token"):
+    with pytest.raises(ValueError, match="the batches contain no tokens"):
         record(model, [])
 
 
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as save_pretrained writes it, with a character tokenizer."""
+    """A folder that save_pretrained wrote, with a character tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("model")

@@ -1,4 +1,4 @@
-"""The synthetic generator: each parameter does what it says, and the presets look like the real traces."""
+"""The synthetic generator: each parameter has its documented effect, and the presets match the real traces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clustergym.traces.synthetic import _persistent_topics
 SMALL = SyntheticConfig(n_tokens=4000, n_layers=4)
 ROOT = Path(__file__).resolve().parents[1]
 
-# `python benchmarks/trace_statistics.py` on the recorded traces, whose sources docs/traces.md names.
+# From `python benchmarks/trace_statistics.py` on the recorded traces. docs/traces.md names their sources.
 REAL = {
     "deepseek_v2_lite": {
         "max_mean_load": 2.699,
@@ -111,8 +111,8 @@ class TestShape:
         b = synthetic_trace(replace(SMALL, popularity_skew=0.5), seed=1)
         assert np.array_equal(a.experts, b.experts)
 
-    def test_one_parameter_leaves_the_other_draws_alone(self) -> None:
-        """Layers 0 … 2 of a deeper trace are those of a shallow one, and skew does not touch the sequences."""
+    def test_one_parameter_does_not_change_the_other_draws(self) -> None:
+        """More layers do not change the first ones, and popularity_skew does not change the sequences."""
         deep = synthetic_trace(SMALL, n_layers=5)
         shallow = synthetic_trace(SMALL, n_layers=3)
         assert np.array_equal(deep.experts[:, :3], shallow.experts)
@@ -130,7 +130,7 @@ class TestShape:
 
 
 class TestParameters:
-    """Each parameter moves its statistic one way when it is varied alone."""
+    """A statistic rises or falls when only its parameter changes."""
 
     @pytest.mark.parametrize(
         ("parameter", "values", "statistic"),
@@ -144,12 +144,14 @@ class TestParameters:
         ],
     )
     @pytest.mark.parametrize("seed", [0, 1])
-    def test_rises(self, parameter: str, values: list[float], statistic: str, seed: int) -> None:
+    def test_statistic_rises_with_its_parameter(
+        self, parameter: str, values: list[float], statistic: str, seed: int
+    ) -> None:
         found = [synthetic_trace(SMALL, seed, **{parameter: value}).statistics()[statistic] for value in values]
         assert (np.diff(found) > 0).all(), found
 
     @pytest.mark.parametrize("seed", [0, 1])
-    def test_sequence_drift_sets_windows_of_one_domain_apart(self, seed: int) -> None:
+    def test_sequence_drift_makes_windows_of_one_domain_differ(self, seed: int) -> None:
         one = replace(SMALL, n_domains=1, n_tokens=8000)
         traces = [synthetic_trace(one, seed, sequence_drift=value) for value in (0.0, 0.05, 0.2, 0.6)]
         found = [trace.statistics()["window_divergence"] for trace in traces]
@@ -162,32 +164,32 @@ class TestParameters:
             ("topic_strength", [0.0, 0.3, 0.6, 0.9, 1.0], "gpus_per_token_grouped"),
         ],
     )
-    def test_falls(self, parameter: str, values: list[float], statistic: str) -> None:
+    def test_statistic_falls_with_its_parameter(self, parameter: str, values: list[float], statistic: str) -> None:
         found = [synthetic_trace(SMALL, 0, **{parameter: value}).statistics()[statistic] for value in values]
         assert (np.diff(found) < 0).all(), found
 
-    def test_nothing_switched_on_is_uniform_routing(self) -> None:
+    def test_all_effects_off_is_uniform_routing(self) -> None:
         trace = synthetic_trace(
             SMALL, popularity_skew=0.0, topic_strength=0.0, layer_affinity=0.0, n_tokens=20_000, n_layers=2
         )
         stats = trace.statistics()
-        # Drawn without repeats from 64: lift 64/63, a share 6/64 guessed, and loads even up to sampling noise.
+        # Drawn without repeats from 64: lift 64/63, 6/64 predicted by chance, and even loads up to sampling noise.
         assert stats["coactivation_lift"] == pytest.approx(64 / 63, abs=0.01)
         assert stats["next_layer_predictability"] == pytest.approx(6 / 64, abs=0.01)
         assert stats["next_token_overlap"] == pytest.approx(6 / 64, abs=0.01)
         assert stats["max_mean_load"] == pytest.approx(1.0, abs=0.1)
         assert stats["domain_divergence"] == pytest.approx(0.0, abs=1e-3)
 
-    def test_drift_is_no_sampling_noise(self) -> None:
-        """The same labels without drift show none, and with drift much more than shuffled labels do."""
+    def test_domain_drift_is_more_than_sampling_noise(self) -> None:
+        """Without drift the divergence is about 0. With drift it is much larger than with shuffled labels."""
         assert abs(synthetic_trace(SMALL, domain_drift=0.0).statistics()["domain_divergence"]) < 0.01
         stats = synthetic_trace(SMALL, n_tokens=20_000).statistics()
         assert stats["domain_divergence"] > 10 * stats["domain_divergence_shuffled"]
 
     @pytest.mark.parametrize("seed", [0, 1, 2])
-    def test_grouping_learnt_on_half_of_the_sequences_helps_the_other_half(self, seed: int) -> None:
+    def test_grouping_by_half_of_the_sequences_helps_on_the_other_half(self, seed: int) -> None:
         stats = synthetic_trace(replace(SMALL, n_tokens=10_000), seed).statistics(n_gpus=8)
-        # The real DeepSeek-V2-Lite traces go from 4.56 to 3.31, at a busiest GPU of 1.70 times the mean.
+        # On the real DeepSeek-V2-Lite traces: from 4.56 to 3.31, with 1.70 times the mean load on the busiest GPU.
         assert stats["gpus_per_token"] == pytest.approx(4.56, rel=0.03)
         assert stats["gpus_per_token_grouped"] == pytest.approx(3.31, rel=0.05)
         assert stats["grouped_max_mean_load"] == pytest.approx(1.70, rel=0.15)
@@ -204,19 +206,19 @@ class TestPresets:
         assert (config.n_layers, config.n_experts, config.top_k, config.model) == (24, 32, 4, "gpt-oss-20b")
 
     @pytest.mark.parametrize("preset", sorted(REAL))
-    def test_statistics_of_the_real_trace(self, preset: str) -> None:
+    def test_presets_have_the_statistics_of_the_real_traces(self, preset: str) -> None:
         trace = synthetic_trace(getattr(SyntheticConfig, preset)())
         stats = trace.statistics()
         for key, real in REAL[preset].items():
-            # The median over some twenty or forty window pairs varies by a sixth from seed to seed; the rest hardly.
+            # The median over 20 to 40 pairs of windows varies by a sixth between seeds, the others hardly.
             assert stats[key] == pytest.approx(real, rel=0.35 if key == "window_divergence" else 0.15), key
 
-    def test_the_bundled_sample_is_what_its_script_makes(self) -> None:
+    def test_the_bundled_sample_is_the_output_of_its_script(self) -> None:
         made = runpy.run_path(str(ROOT / "traces" / "make_synthetic.py"))["bundled_sample"]()
         bundled = TokenTrace.load("synthetic")
         assert np.array_equal(made.seq_lens, bundled.seq_lens)
         assert np.array_equal(made.domains, bundled.domains)
-        # Another processor may add up the scores in another order and break a tie the other way.
+        # Another processor may sum the scores in another order and break ties differently.
         assert (made.experts == bundled.experts).mean() > 0.999
         assert (ROOT / "traces" / "synthetic.npz").stat().st_size < 900_000
 
@@ -251,11 +253,11 @@ class TestBadParameters:
             ({"skew": 1.0}, "unknown parameter 'skew' of a synthetic trace; the parameters are: n_tokens, n_layers"),
         ],
     )
-    def test_refused_with_what_was_found_and_what_is_allowed(self, overrides: dict[str, Any], message: str) -> None:
+    def test_errors_name_the_value_and_the_allowed_range(self, overrides: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             synthetic_trace(**overrides)
 
-    def test_numpy_scalars_are_numbers(self) -> None:
+    def test_numpy_scalars_are_accepted(self) -> None:
         assert synthetic_trace(SMALL, n_tokens=np.int64(40), popularity_skew=np.float32(0.5)).n_tokens == 40
 
     def test_every_parameter_is_explained_in_the_docs(self) -> None:

@@ -1,4 +1,4 @@
-"""The traces recorded from the small language model: what the data card says is what the files hold."""
+"""The traces recorded from the small language model agree with their data card."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def maker() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -53,7 +53,7 @@ def test_shape_and_domains(name: str, maker: ModuleType) -> None:
     assert model_for(trace, None).name == "tiny-moe"
 
 
-def test_both_traces_read_the_same_text() -> None:
+def test_both_traces_are_of_the_same_text() -> None:
     before, after = (TokenTrace.load(name) for name in NAMES)
     text = before.domains != "generated"
     assert np.array_equal(before.seq_lens[text], after.seq_lens[after.domains != "generated"])
@@ -63,7 +63,7 @@ def test_both_traces_read_the_same_text() -> None:
 
 
 @pytest.mark.parametrize("column", [0, 1])
-def test_statistics_in_the_data_card_are_those_of_the_files(column: int) -> None:
+def test_the_data_card_has_the_statistics_of_the_files(column: int) -> None:
     trace = TokenTrace.load(NAMES[column])
     card = (ROOT / "traces" / "README.md").read_text().split("## The small language model")[1]
     rows = re.findall(r"^\| `(\w+)` \| ([-.\d]+) \| ([-.\d]+) \|$", card, flags=re.M)
@@ -77,21 +77,21 @@ def test_statistics_in_the_data_card_are_those_of_the_files(column: int) -> None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_adjacent_layers_know_of_each_other(name: str) -> None:
+def test_adjacent_layers_share_information(name: str) -> None:
     found, shuffled = layer_information(TokenTrace.load(name))
     assert found > 20 * shuffled
     assert found > 0.2
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_load_is_skewed_and_drifts_between_domains(name: str) -> None:
+def test_loads_are_uneven_and_differ_between_domains(name: str) -> None:
     statistics = TokenTrace.load(name).statistics()
     assert statistics["max_mean_load"] > 1.5
     assert statistics["domain_divergence"] > 10 * statistics["domain_divergence_shuffled"]
 
 
-def test_placement_matters_on_it() -> None:
-    """Under the preset's sizes balance and traffic are a good part of the time, and EPLB saves some of it on unseen text."""
+def test_placement_matters_on_the_trace() -> None:
+    """With the preset, balance and traffic are a large part of the time, and EPLB saves some of it on held-out text."""
     trace = TokenTrace.load("tiny_moe")
     plan_on, serve = trace.split(0.5)
     simulator = Simulator("tiny-moe", "h800-4x4")
@@ -110,25 +110,19 @@ def test_files_are_small() -> None:
     assert sum(path.stat().st_size for path in (ROOT / "traces").glob("*.npz")) < 5_000_000
 
 
-# Mutual information of adjacent layers
-
-
 def test_layer_information_by_hand() -> None:
     here = np.repeat(np.arange(8), 500)
     copied, shuffled = layer_information(TokenTrace(np.stack([here, (here + 3) % 8], 1)))
-    assert copied == pytest.approx(3.0)  # one of eight experts tells the other one for sure: 3 bits
+    assert copied == pytest.approx(3.0)  # one of eight experts determines the other: 3 bits
     assert 0 < shuffled < 0.02
     grid = np.stack(np.meshgrid(np.arange(8), np.arange(8)), -1).reshape(-1, 2)
     assert layer_information(TokenTrace(grid))[0] == pytest.approx(0.0, abs=1e-6)
     blocks = np.array([[[0, 1], [2, 3]], [[2, 3], [0, 1]]])
     assert layer_information(TokenTrace(blocks))[0] == pytest.approx(1.0)  # which of two blocks
-    assert layer_information(TokenTrace(np.array([[0], [1]]))) == (0.0, 0.0)  # one layer has no next
+    assert layer_information(TokenTrace(np.array([[0], [1]]))) == (0.0, 0.0)  # one layer has no next layer
 
 
-# The script
-
-
-def test_reserved_text_is_never_learnt(maker: ModuleType) -> None:
+def test_reserved_text_is_not_trained_on(maker: ModuleType) -> None:
     pieces = [f"piece {i}" for i in range(100)]
     learn, reserved = maker.reserve(pieces, random.Random(0))
     assert sorted(learn + reserved) == sorted(pieces)
@@ -147,13 +141,13 @@ def test_sequences_keep_the_order_of_the_text(maker: ModuleType) -> None:
         maker.sequences(["ab"], 10, random.Random(1))
 
 
-def test_places_and_addresses_are_taken_out(maker: ModuleType) -> None:
+def test_paths_and_addresses_are_removed(maker: ModuleType) -> None:
     assert maker.tidy("<object at 0x7f0123456789>") == "<object at 0x0>"
     assert maker.tidy('<code f at 0x7fffffff, file "/somewhere/a.py", line 3>') == "<code f at 0x0, line 3>"
     assert maker.tidy('<a href="file:/somewhere/a.py">/somewhere/a.py</a>x') == "x"
 
 
-def test_every_domain_has_text_enough(maker: ModuleType) -> None:
+def test_every_domain_has_enough_text(maker: ModuleType) -> None:
     for name in ("help", "names"):
         pieces = maker.paragraphs(maker.DOMAINS[name]())
         _, reserved = maker.reserve(pieces, random.Random(0))

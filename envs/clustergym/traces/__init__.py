@@ -1,4 +1,4 @@
-"""Token traces: loading, checking, slicing, statistics, a synthetic generator, and readers for what engines record."""
+"""Token traces: loading, checks, slices, statistics, a synthetic generator, and readers for recordings of engines."""
 
 from clustergym.traces.load_trace import LoadTrace, load_any_trace
 from clustergym.traces.synthetic import SyntheticConfig, synthetic_trace

@@ -1,7 +1,7 @@
-"""Arrays in files, read with suspicion: no pickles, no more memory than the file can honestly hold.
+"""Read and write arrays in files that may be hostile: no pickles, and sizes are checked before memory is allocated.
 
-A ``.npz`` is a zip of ``.npy`` members. Both say in a header how much is to come, and both may lie: a few kilobytes can claim a
-terabyte, or really unpack to one. So sizes are checked against each other before anything is allocated.
+A ``.npz`` file is a zip archive of ``.npy`` members. The headers of both announce sizes, and both may be wrong: a few
+kilobytes can claim a terabyte, or unpack to one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 SMALL_BYTES = 256 << 20
-"""Unpacks to this much: allowed, however well it was packed."""
+"""A file may always unpack to this size."""
 MAX_RATIO = 64
-"""Beyond that, a file may unpack to this many times its own size. Expert ids pack 2 to 4 times, a bomb a thousand times."""
+"""A larger file may unpack to this many times its own size. Expert ids compress 2 to 4 times, a zip bomb 1000 times."""
 _CHUNK = 1 << 20
 
 
 def read_npz(path: Path, wanted: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
-    """The named arrays of a ``.npz`` file, those that are there. Others are not even unpacked."""
+    """The arrays named in ``wanted`` that a ``.npz`` file contains. Other arrays are not unpacked."""
     try:
         with zipfile.ZipFile(path) as archive:
             found = {Path(info.filename).stem: info for info in archive.infolist()}
@@ -34,24 +34,24 @@ def read_npz(path: Path, wanted: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
                 with archive.open(info) as file:
                     fields[key] = read_npy(file, info.file_size, f"{path}, array {key!r}")
             return fields
-    # An encrypted member is a RuntimeError, an unknown compression a NotImplementedError (which is one too).
+    # zipfile raises RuntimeError for encryption, and NotImplementedError (a subclass) for unknown compression.
     except (zipfile.BadZipFile, RuntimeError) as error:
         raise ValueError(
-            f"{path}: not a whole .npz file ({error}); was it truncated, or saved in another format?"
+            f"{path}: not a complete .npz file ({error}); was it truncated, or saved in another format?"
         ) from error
 
 
 def check_unpacked(path: Path, members: Iterable[zipfile.ZipInfo]) -> None:
-    """Refuse a zip bomb by its directory. (A member that holds more than the directory says is cut there by ``zipfile``.)"""
+    """Refuse a zip bomb by the sizes in its directory. ``zipfile`` never unpacks more of a member than that."""
     total, packed = sum(info.file_size for info in members), path.stat().st_size
     if total > SMALL_BYTES and total > MAX_RATIO * packed:
         raise ValueError(
-            f"{path}: {packed} bytes that would unpack to {total}: more than {MAX_RATIO} times as many look like a zip bomb"
+            f"{path}: {packed} bytes would unpack to {total}, more than {MAX_RATIO} times as many: a zip bomb?"
         )
 
 
 def names_of_npz(path: Path) -> list[str]:
-    """Names of the arrays in a ``.npz`` file, without reading them; none where it is not such a file."""
+    """Names of the arrays in a ``.npz`` file, without reading them. Empty if it is not such a file."""
     try:
         with zipfile.ZipFile(path) as archive:
             return [Path(name).stem for name in archive.namelist()]
@@ -60,15 +60,15 @@ def names_of_npz(path: Path) -> list[str]:
 
 
 def read_npy(file: IO[bytes], n_bytes: int, where: str) -> npt.NDArray[Any]:
-    """Read one array, after checking that its header and its size agree (a lying header could ask for any memory)."""
+    """Read one array from a file of ``n_bytes``. Memory is allocated only if the header agrees with that size."""
     try:
         version = np.lib.format.read_magic(file)
         header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
         if header is None:
-            raise ValueError(f"format version {version} is not known")
+            raise ValueError(f"unknown format version {version}")
         shape, fortran, dtype = header(file)
         if dtype.hasobject:
-            raise ValueError("it holds pickled Python objects, which are never loaded: save a plain integer array")
+            raise ValueError("it contains pickled Python objects, which are never loaded: save a plain integer array")
         expected = int(np.prod(shape, dtype=object)) * dtype.itemsize
         found = n_bytes - file.tell()
         if found != expected:
@@ -81,7 +81,7 @@ def read_npy(file: IO[bytes], n_bytes: int, where: str) -> npt.NDArray[Any]:
                 raise ValueError(f"truncated: expected {expected} bytes, found {filled}")
             data[filled : filled + len(piece)] = np.frombuffer(piece, np.uint8)
             filled += len(piece)
-        if file.read(1):  # zipfile compares the checksum when it meets the end
+        if file.read(1):  # zipfile checks the checksum when it reaches the end of a member
             raise ValueError(f"more than the {expected} bytes that the header announces")
     except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{where}: not a readable .npy array: {error}") from error
@@ -97,7 +97,7 @@ def write_npz(file: IO[bytes], fields: Mapping[str, Any]) -> None:
 
 
 def one_integer(fields: Mapping[str, npt.NDArray[Any]], key: str, path: Path) -> int:
-    """A positive integer among the fields, 0 where it is absent."""
+    """The positive integer ``fields[key]``, or 0 if it is absent."""
     if key not in fields:
         return 0
     value = fields[key]
@@ -107,7 +107,7 @@ def one_integer(fields: Mapping[str, npt.NDArray[Any]], key: str, path: Path) ->
 
 
 def one_string(fields: Mapping[str, npt.NDArray[Any]], key: str, path: Path) -> str | None:
-    """A string among the fields, None where it is absent or empty."""
+    """The string ``fields[key]``, or None if it is absent or empty."""
     value = fields.get(key, np.array(""))
     if value.size != 1 or value.dtype.kind != "U":
         raise ValueError(f"{path}: {key} must be one string, found {value.dtype} of shape {value.shape}")

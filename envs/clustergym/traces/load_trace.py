@@ -1,4 +1,4 @@
-"""Load traces: how often each expert was used, step by step, without the tokens behind it."""
+"""Load traces: how many tokens used each expert in each step, without the tokens themselves."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read
 from clustergym.traces.token_trace import FORMAT_VERSION, MAX_EXPERTS, TokenTrace
 
 MISSING = "which experts a token used together, and on which GPU it lived"
-"""What counts do not tell."""
+"""What the counts cannot tell."""
 
-
-# Stands for 0 … L−1 where no layer ids are given.
+# Default of layer_ids. Construction replaces it by 0 … L−1.
 _IN_ORDER = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """Token counts of the experts, one row a step of the engine.
+    """Token counts of the experts, one row per step of the engine.
 
-    Some engines record only this. It is enough for planners that balance loads (:data:`~clustergym.moe_placement.planners.PLANNERS`
-    ``eplb`` and its kin); it cannot tell what travels between GPUs.
+    Some engines record only this. It is enough for planners that balance loads, such as EPLB. It says nothing about
+    the traffic between GPUs.
 
     Args:
         counts: (W, L, E) tokens routed to each expert of each layer in each step. A 2-D (L, E) array is one step.
-        layer_ids: (L,) global index of each layer; by default 0 … L−1.
-        top_k: experts a token uses, where known (0 where not).
+        layer_ids: (L,) global index of each layer. Default: 0 … L−1.
+        top_k: experts per token and layer, 0 if unknown.
         model: name of the model preset, if known.
         name: where the trace came from, for messages.
     """
@@ -111,11 +110,9 @@ class LoadTrace:
             )
         return LoadTrace(counts, self.layer_ids, self.top_k, self.model, self.name)
 
-    # -- files ---------------------------------------------------------------------------------------------------
-
     @classmethod
     def load(cls, source: str | os.PathLike[str]) -> LoadTrace:
-        """Load what :meth:`save` wrote. Pickled objects are never loaded."""
+        """Load a file that :meth:`save` wrote. Pickled objects are never loaded."""
         path = Path(source)
         if not path.is_file():
             raise ValueError(f"no load trace at {path}")
@@ -131,7 +128,7 @@ class LoadTrace:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a compressed ``.npz`` atomically. Returns the path."""
+        """Write a compressed ``.npz`` file atomically. Returns the path."""
         path = Path(path)
         if path.suffix != ".npz":
             raise ValueError(f"traces are saved as .npz, found {path.name!r}")
@@ -149,7 +146,7 @@ class LoadTrace:
 
 
 def load_any_trace(source: str | os.PathLike[str]) -> TokenTrace | LoadTrace:
-    """A token trace, by file or bundled name, or a load trace."""
+    """Load a token trace, by file or bundled name, or a load trace."""
     path = Path(source)
     names = names_of_npz(path) if path.suffix == ".npz" else []
     return LoadTrace.load(path) if "counts" in names and "experts" not in names else TokenTrace.load(source)

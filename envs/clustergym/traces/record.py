@@ -1,8 +1,8 @@
-"""Record token traces from a model that runs in this process: Hugging Face Transformers, or :mod:`clustergym.traces.tiny_moe`.
+"""Record token traces from a PyTorch model: Hugging Face Transformers, or :mod:`clustergym.traces.tiny_moe`.
 
-The routers themselves say what they chose: a forward hook on every module whose class name ends in ``TopKRouter``,
-``TopkRouter`` or ``TopKGating`` reads the integer part of its output. Taking the top-k of the router's LOGITS instead would be
-wrong for models that choose by something else, such as DeepSeek-V3 with its correction bias and its groups.
+A forward hook on every router (a module whose class name ends in ``TopKRouter``, ``TopkRouter`` or ``TopKGating``)
+reads the integer tensor in its output: the chosen experts. The top-k of the logits would be wrong for models that
+choose by other values, such as DeepSeek-V3 with its correction bias and its groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUTER_CLASSES = ("TopKRouter", "TopkRouter", "TopKGating")
 
 @dataclass
 class RouterTap:
-    """One router, and what it chose in the forward pass under way."""
+    """Forward hook of one router. Keeps the experts that it chose in the current forward pass."""
 
     path: str
     """Name of the module in the model, such as ``model.layers.3.mlp.gate``."""
@@ -40,8 +40,8 @@ class RouterTap:
         if len(integers) != 1:
             found = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in tensors) or "none"
             raise ValueError(
-                f"router {self.path} ({type(module).__name__}) gave {len(integers)} two-dimensional integer outputs, expected one "
-                f"with the chosen experts (tokens, top-k); its two-dimensional outputs: {found}"
+                f"router {self.path} ({type(module).__name__}) gave {len(integers)} two-dimensional integer outputs, "
+                f"expected one with the chosen experts (tokens, top-k); its two-dimensional outputs: {found}"
             )
         scores = [each.shape[1] for each in tensors if each.is_floating_point()]
         self.n_experts = int(getattr(module, "num_experts", 0) or max(scores, default=0))
@@ -53,24 +53,24 @@ def _is_matrix(value: Any) -> bool:
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model by the name of the module, in the order of their layers.
+    """The routers of a model by module name, in the order of their layers.
 
     Raises:
-        ValueError: there is none, or a layer has several.
+        ValueError: there is no router, or a layer has several.
     """
     found = {path: module for path, module in model.named_modules() if type(module).__name__.endswith(ROUTER_CLASSES)}
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no router to record: no module's class name ends in {', '.join(ROUTER_CLASSES)} "
-            "(is it a mixture-of-experts model?)"
+            f"{type(model).__name__} has no router to record: no class name of a module ends in "
+            f"{', '.join(ROUTER_CLASSES)} (is it a mixture-of-experts model?)"
         )
     layers = {path: _layer_of(path, ordinal) for ordinal, path in enumerate(found)}
     for layer in layers.values():
-        twins = [other for other, same in layers.items() if same == layer]
-        if len(twins) > 1:
+        paths = [path for path, other in layers.items() if other == layer]
+        if len(paths) > 1:
             raise ValueError(
-                f"{type(model).__name__} has {len(twins)} routers in layer {layer} ({', '.join(twins)}): pass the part of the "
-                "model to record, such as model.language_model"
+                f"{type(model).__name__} has {len(paths)} routers in layer {layer} ({', '.join(paths)}): pass the part "
+                "of the model to record, such as model.language_model"
             )
     return {path: found[path] for path in sorted(found, key=layers.__getitem__)}
 
@@ -82,7 +82,7 @@ def _layer_of(path: str, ordinal: int) -> int:
 
 @contextmanager
 def tapped(model: nn.Module) -> Iterator[list[RouterTap]]:
-    """Hooks on all routers, and the model in evaluation mode, until the block ends."""
+    """Context in which every router has a hook and the model is in evaluation mode."""
     taps, handles = [], []
     was_training = model.training
     model.eval()
@@ -111,15 +111,15 @@ def record(
     """Run the batches through the model and return which experts every token used.
 
     Args:
-        model: a Transformers model (the bare ``AutoModel`` suffices and saves the output head), or any module whose
-            routers look like theirs. It is called with ``input_ids`` and ``attention_mask``.
-        batches: mappings with ``input_ids`` (B, T) and, where rows are padded, ``attention_mask`` (B, T), as a
-            tokenizer returns them; ``domains`` may give one label a row. A row is a sequence of the trace; padding is
-            left out, on whichever side it is.
-        max_tokens: stop when the trace has that many; the last sequence is cut to fit.
+        model: a Transformers model (``AutoModel`` is enough: the output head is not needed), or any module with similar
+            routers. It is called with ``input_ids`` and ``attention_mask``.
+        batches: mappings with ``input_ids`` (B, T) and, if rows are padded, ``attention_mask`` (B, T), as a tokenizer
+            returns them. ``domains`` may give one label per row. Each row becomes a sequence of the trace, without its
+            padding on either side.
+        max_tokens: stop after this number of tokens. The last sequence is cut to fit.
         preset: name of the model preset to write into the trace.
-        name: of the trace, for messages.
-        on_batch: called after each batch with the tokens recorded so far.
+        name: name of the trace, for messages.
+        on_batch: called after each batch with the number of tokens recorded so far.
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}: expected at least 1")
@@ -136,7 +136,7 @@ def record(
                 tap.chosen.clear()
             model(input_ids=ids.to(device), attention_mask=mask.to(device).long(), use_cache=False)
             experts = _stack(taps, ids.numel())
-            # Rows of a router's output are the batch flattened, padding included.
+            # The rows of a router output are the flattened batch, including padding.
             experts = experts[mask.flatten().numpy()]
             lengths = mask.sum(1).tolist()
             room = len(experts) if max_tokens is None else max_tokens - sum(seq_lens)
@@ -153,9 +153,9 @@ def record(
             if max_tokens is not None and sum(seq_lens) >= max_tokens:
                 break
     if not seq_lens:
-        raise ValueError("nothing was recorded: the batches hold no token")
+        raise ValueError("nothing was recorded: the batches contain no tokens")
     if len(set(n_experts)) > 1:
-        raise ValueError(f"the layers have different numbers of experts ({n_experts}): a trace has one")
+        raise ValueError(f"the layers have different numbers of experts ({n_experts}): a trace needs the same in all")
     width = max(block.shape[2] for block in blocks)
     padded = [np.pad(b, ((0, 0), (0, 0), (0, width - b.shape[2])), constant_values=-1) for b in blocks]
     return TokenTrace(
@@ -172,10 +172,10 @@ def record(
 def text_batches(
     token_ids: Mapping[str, Sequence[int]], sequence_length: int, batch_size: int, max_tokens: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Batches for :func:`record` of texts that are tokenised already, one domain each.
+    """Batches for :func:`record` from tokenised texts, one domain per text.
 
-    Every text is cut into sequences of ``sequence_length``; the rest is a shorter, padded one. Of ``max_tokens`` each
-    domain gets the same share (a shorter text leaves its rest unused).
+    Every text is cut into sequences of ``sequence_length``. The last one may be shorter and is padded. Each domain gets
+    an equal share of ``max_tokens``. If a text is shorter than its share, the rest of the share is not used.
     """
     if sequence_length < 1 or batch_size < 1:
         raise ValueError(f"sequence_length {sequence_length} and batch_size {batch_size} must be at least 1")
@@ -187,7 +187,7 @@ def text_batches(
 
 
 def row_batches(rows: Sequence[Sequence[int]], domain: str, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Batches for :func:`record` of tokenised sequences of one domain, padded on the right."""
+    """Batches for :func:`record` from tokenised sequences of one domain, padded on the right."""
     for i in range(0, len(rows), batch_size):
         part = rows[i : i + batch_size]
         width = max(map(len, part))
@@ -212,12 +212,12 @@ def _checked_batch(batch: Mapping[str, Any], number: int) -> tuple[torch.Tensor,
         )
     labels = [str(label) for label in batch.get("domains", ["all"] * len(ids))]
     if len(labels) != len(ids):
-        raise ValueError(f"batch {number}: {len(labels)} domains for {len(ids)} sequences: give one a sequence")
+        raise ValueError(f"batch {number}: {len(labels)} domains for {len(ids)} sequences: give one per sequence")
     return ids, mask, labels
 
 
 def _stack(taps: Sequence[RouterTap], n_rows: int) -> npt.NDArray[np.int16]:
-    """(rows, L, K) of what the routers chose in one forward pass; a layer with a smaller top-k is padded by −1."""
+    """(rows, L, K) experts chosen in one forward pass. A layer with a smaller top-k is padded with −1."""
     for tap in taps:
         rows = [len(each) for each in tap.chosen]
         if rows != [n_rows]:

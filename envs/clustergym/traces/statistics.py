@@ -1,4 +1,4 @@
-"""What a placement feels of a token trace, in a handful of numbers."""
+"""Statistics of token traces that matter for a placement."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ if TYPE_CHECKING:
     from clustergym.traces.token_trace import TokenTrace
 
 
-# Domains compared pair by pair, the largest ones: 66 pairs.
+# Only the largest domains are compared: 12 domains are 66 pairs.
 MAX_DOMAINS = 12
-# Shuffles of the domain labels that are averaged for the noise floor of the domain divergence.
+# Shuffles of the domain labels to average over for the noise floor of the domain divergence.
 N_SHUFFLES = 8
-# Tokens in a window for the window divergence: a small batch of prefill or a few seconds of decoding.
+# Window of the window divergence: about a small batch of prefill or a few seconds of decoding.
 WINDOW_TOKENS = 1024
 
 
 def trace_statistics(trace: TokenTrace, n_gpus: int = 16) -> dict[str, float]:
     """Statistics of a trace, each a mean over layers.
 
-    - ``max_mean_load``: load of the busiest expert over the mean load (1 = perfectly even).
+    - ``max_mean_load``: load of the busiest expert divided by the mean load (1: perfectly even).
     - ``load_gini``: Gini coefficient of the expert loads.
-    - ``gpus_per_token``: distinct GPUs a token visits when experts lie contiguously on ``n_gpus`` GPUs.
-    - ``gpus_per_token_independent``: the same if each expert were drawn by its load alone, so that a lower
-      ``gpus_per_token`` means that experts which fire together lie together.
-    - ``gpus_per_token_grouped``: the same on held-out sequences when the experts are grouped by how often they
-      fire together (:func:`coactivation_groups`) in the other half of the sequences.
-    - ``grouped_max_mean_load``: load of the busiest GPU over the mean, on those sequences in that grouping: what
-      grouping costs in balance.
-    - ``coactivation_lift``: mean over pairs of a token of P(i, j) / (P(i) P(j)), 1 for independent experts.
-    - ``next_layer_predictability``: share of next-layer experts guessed by the K likeliest successors of the
-      token's experts in this layer (half of the tokens teach, the other half test).
-    - ``next_layer_chance``: the same share if the K most loaded experts of the next layer are always guessed.
-    - ``next_token_overlap``: share of a token's experts that the token before it in the sequence used too.
+    - ``gpus_per_token``: distinct GPUs that a token visits if experts are placed contiguously on ``n_gpus`` GPUs.
+    - ``gpus_per_token_independent``: the same if each expert were drawn by its load alone. A lower ``gpus_per_token``
+      means that experts on the same GPU are often used together.
+    - ``gpus_per_token_grouped``: the same on held-out sequences if the experts are grouped by how often they are used
+      together (:func:`coactivation_groups`) in the other half of the sequences.
+    - ``grouped_max_mean_load``: load of the busiest GPU divided by the mean load, for the same sequences and grouping:
+      the price of grouping in balance.
+    - ``coactivation_lift``: mean of P(i, j) / (P(i) P(j)) over the pairs of experts of a token (1: independent).
+    - ``next_layer_predictability``: share of the experts in the next layer that are among the K most likely successors
+      of the token's experts in this layer. Half of the tokens train the prediction, the other half test it.
+    - ``next_layer_chance``: the same share if the prediction is always the K experts with the largest loads.
+    - ``next_token_overlap``: share of the experts of a token that the previous token of the sequence used too.
     - ``domain_divergence``: mean Jensen–Shannon divergence (bits) between the expert loads of two domains (of the
-      12 largest), less ``domain_divergence_shuffled``: about 0 when the labels tell nothing.
-    - ``domain_divergence_shuffled``: the same divergence when the labels are shuffled among the sequences: what
-      sampling and the differences between sequences alone would give.
+      12 largest), minus ``domain_divergence_shuffled``. About 0 if the labels carry no information.
+    - ``domain_divergence_shuffled``: the same divergence with shuffled labels: the part that comes from sampling and
+      from differences between sequences.
     - ``window_divergence``: median Jensen–Shannon divergence (bits) between the loads of consecutive windows of
-      1024 tokens (half of the trace, if it is shorter), sampling noise included.
+      1024 tokens (or half of the trace, if that is shorter), sampling noise included.
     """
     loads = trace.loads().astype(float)
-    # A layer that holds only pads has no load to be uneven.
+    # A layer with only padding has no loads.
     shares = _shares(loads[loads.any(1)])
     predicted, chance = next_layer_predictability(trace)
     grouped, grouped_load = held_out_grouping(trace, n_gpus)
@@ -68,11 +68,11 @@ def trace_statistics(trace: TokenTrace, n_gpus: int = 16) -> dict[str, float]:
 
 
 def coactivation_groups(together: npt.NDArray[np.floating[Any]], n_gpus: int) -> npt.NDArray[np.int64]:
-    """(E,) GPU of each expert: each GPU in turn takes the busiest expert left, then those that fire with it most.
+    """(E,) GPU of each expert. Each GPU in turn takes the busiest remaining expert, then those most used with it.
 
     Args:
-        together: (E, E) how often two experts fire together, with the expert's own load on the diagonal.
-        n_gpus: GPUs, which get the same number of experts (to within one).
+        together: (E, E) how often two experts are used by the same token, with the load of each expert on the diagonal.
+        n_gpus: number of GPUs. Their numbers of experts differ by at most one.
     """
     n_experts = len(together)
     loads = np.diag(together).astype(float)
@@ -82,32 +82,32 @@ def coactivation_groups(together: npt.NDArray[np.floating[Any]], n_gpus: int) ->
         attraction = loads
         for _ in range(size):
             expert = int(np.where(gpu < 0, attraction, -1.0).argmax())
-            # The first pick is by load; from then on by the times fired together with the experts already here.
+            # The first expert is chosen by load, the others by how often they are used with the experts already here.
             attraction = together[expert].astype(float) if attraction is loads else attraction + together[expert]
             gpu[expert] = g
     return gpu
 
 
 def held_out_grouping(trace: TokenTrace, n_gpus: int) -> tuple[float, float]:
-    """(distinct GPUs a token, busiest GPU's load over the mean) of a grouping learnt on half of the sequences.
+    """(distinct GPUs per token, load of the busiest GPU divided by the mean) of a grouping by half of the sequences.
 
-    Both are measured on the other half. A trace of one sequence teaches and is tested by the same tokens.
+    Both are measured on the other half. A trace of one sequence uses the same tokens for both.
     """
-    teach, test = trace.split(0.5) if trace.n_sequences > 1 else (trace, trace)
+    train, test = trace.split(0.5) if trace.n_sequences > 1 else (trace, trace)
     distinct, balance = [], []
     for l in range(trace.n_layers):
-        here = _one_hot(teach, l)
+        here = _one_hot(train, l)
         gpu = coactivation_groups(here.T @ here, n_gpus)
         visits = _one_hot(test, l) @ np.eye(n_gpus, dtype=np.float32)[gpu]
         distinct.append(float((visits > 0).sum(1).mean()))
         load = visits.sum(0, dtype=float)
-        # A held-out half may hold nothing but pads in a layer: no load is an even load.
+        # In the held-out half a layer may have only padding: then there is no imbalance.
         balance.append(float(load.max() / load.mean()) if load.any() else 1.0)
     return float(np.mean(distinct)), float(np.mean(balance))
 
 
 def domain_divergence(trace: TokenTrace) -> tuple[float, float]:
-    """(mean divergence in bits between the loads of two domains, the same with shuffled labels); 0 for one domain."""
+    """(mean divergence in bits between the loads of two domains, the same with shuffled labels). 0 for one domain."""
     names, label = np.unique(trace.domains, return_inverse=True)
     if len(names) < 2:
         return 0.0, 0.0
@@ -122,7 +122,7 @@ def domain_divergence(trace: TokenTrace) -> tuple[float, float]:
 
 
 def window_divergence(trace: TokenTrace) -> float:
-    """Median divergence (bits) between the loads of consecutive windows; 0 for a single token."""
+    """Median divergence (bits) between the loads of consecutive windows. 0 for a single token."""
     if trace.n_tokens < 2:
         return 0.0
     size = min(WINDOW_TOKENS, trace.n_tokens // 2)
@@ -133,9 +133,9 @@ def window_divergence(trace: TokenTrace) -> float:
 
 
 def next_layer_predictability(trace: TokenTrace) -> tuple[float, float]:
-    """(share of next-layer experts guessed from this layer's, share guessed from loads alone), means over layers.
+    """(share of next-layer experts predicted from this layer, share predicted from loads alone), means over layers.
 
-    Layers whose test tokens are all pads are left out; (0, 0) if none is left.
+    Layers without test tokens are left out. (0, 0) if no layer is left.
     """
     train = np.arange(trace.n_tokens) % 2 == 0
     hits, chance = [], []
@@ -156,11 +156,11 @@ def next_layer_predictability(trace: TokenTrace) -> tuple[float, float]:
 
 
 def layer_information(trace: TokenTrace) -> tuple[float, float]:
-    """(bits that one of a token's experts tells about one in the next layer, the same when tokens are shuffled).
+    """(mutual information in bits between the experts of adjacent layers, the same with shuffled tokens).
 
-    The mutual information of the expert of a random pick in layer l and of one in layer l + 1 of the same token, a mean
-    over adjacent layers. Shuffling the tokens of the next layer keeps both loads and cuts the link: what is left is the
-    bias of a finite sample. (0, 0) for a single layer.
+    The mutual information between a random expert of a token in layer l and a random expert of the same token in layer
+    l + 1, a mean over adjacent layers. Shuffling the tokens of the next layer keeps the loads of both layers and
+    removes the dependence: what is left is the bias of a finite sample. (0, 0) for a single layer.
     """
     rng = np.random.default_rng(0)
     found, shuffled = [], []
@@ -171,7 +171,7 @@ def layer_information(trace: TokenTrace) -> tuple[float, float]:
 
 
 def _mutual_bits(here: npt.NDArray[np.float32], after: npt.NDArray[np.float32]) -> float:
-    """Mutual information of a random expert of each row of two multi-hot tables (T, E); rows of pads alone count for nothing."""
+    """Mutual information between random experts of the same row of two multi-hot tables (T, E). Empty rows count 0."""
     counts = [np.maximum(table.sum(1, keepdims=True), 1) for table in (here, after)]
     joint = np.asarray((here / counts[0]).T @ (after / counts[1]), dtype=np.float64)
     if not joint.any():
@@ -183,7 +183,10 @@ def _mutual_bits(here: npt.NDArray[np.float32], after: npt.NDArray[np.float32]) 
 
 
 def next_token_overlap(trace: TokenTrace) -> float:
-    """Share of the experts that the sequence's token before used too, a mean over layers; 0 if there is none before."""
+    """Share of the experts that the previous token of the sequence used too, a mean over layers.
+
+    0 if every sequence has one token.
+    """
     after = np.delete(np.arange(trace.n_tokens), trace.seq_starts)
     shares = []
     for l in range(trace.n_layers):
@@ -205,7 +208,7 @@ def _shares(loads: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
 
 def _grouped_loads(trace: TokenTrace, group: npt.NDArray[np.int64], n_groups: int) -> npt.NDArray[np.int64]:
-    """(n_groups, L, E) loads of the tokens of each group; a token of group -1 is left out."""
+    """(n_groups, L, E) loads of the tokens of each group. Tokens of group -1 are left out."""
     loads = np.zeros((n_groups, trace.n_layers, trace.n_experts), dtype=np.int64)
     tokens = np.flatnonzero(group >= 0)
     offset = group[tokens, None] * trace.n_experts
@@ -217,7 +220,7 @@ def _grouped_loads(trace: TokenTrace, group: npt.NDArray[np.int64], n_groups: in
 
 
 def _mean_divergence(trace: TokenTrace, label: npt.NDArray[np.int64], n_labels: int) -> float:
-    """Mean over pairs of labels of the divergence between their loads; ``label`` has one entry a sequence."""
+    """Mean divergence between the loads of two labels, over all pairs. ``label`` has one entry per sequence."""
     shares = _shares(_grouped_loads(trace, np.repeat(label, trace.seq_lens), n_labels))
     return float(np.mean([_js_bits(a, b) for i, a in enumerate(shares) for b in shares[i + 1 :]]))
 
@@ -231,7 +234,7 @@ def _gpus_per_token(trace: TokenTrace, n_gpus: int) -> float:
 
 
 def _independent_gpus_per_token(used: npt.NDArray[np.float64], n_gpus: int) -> float:
-    """Distinct GPUs a token if it uses expert e of layer l with probability ``used[l, e]``, whatever the others."""
+    """Distinct GPUs per token if it uses expert e of layer l with probability ``used[l, e]``, independently."""
     n_layers, n_experts = used.shape
     gpu = np.arange(n_experts) * n_gpus // n_experts
     missed = np.ones((n_layers, n_gpus))
@@ -249,13 +252,13 @@ def _coactivation_lift(trace: TokenTrace) -> float:
         together = table.T @ table / trace.n_tokens
         alone = np.diag(together).copy()
         np.fill_diagonal(together, 0.0)
-        if not together.any():  # padded down to one expert a token: there is no pair to compare
+        if not together.any():  # every token used one expert, so there are no pairs
             lifts.append(1.0)
             continue
         expected = np.outer(alone, alone)
         np.fill_diagonal(expected, 0.0)
-        # Each pair is weighted by how often it occurs. A token never uses an expert twice, so that 'independent'
-        # draws give (K−1)/K.
+        # Each pair is weighted by how often it occurs. A token never uses an expert twice, so independent draws would
+        # give (K−1)/K.
         lift = np.divide(together, expected, out=np.zeros_like(together), where=expected > 0)
         lifts.append((together * lift).sum() / together.sum() * trace.top_k / (trace.top_k - 1))
     return float(np.mean(lifts))

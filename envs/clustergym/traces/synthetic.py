@@ -17,42 +17,42 @@ from clustergym.traces.token_trace import MAX_EXPERTS, TokenTrace
 class SyntheticConfig:
     """Parameters of :func:`synthetic_trace`. The defaults give the statistics of DeepSeek-V2-Lite.
 
-    Every parameter does one thing when it is varied alone, with the seed held: the draws of the other parts stay
-    the same.
+    Each parameter has its own random stream: with the same seed, changing one parameter does not change the draws for
+    the others.
     """
 
     n_tokens: int = 20_000
-    """Tokens in the trace, at least one a domain."""
+    """Tokens in the trace, at least one per domain."""
     n_layers: int = 26
-    """Recorded mixture-of-experts layers, 1 or more."""
+    """Recorded MoE layers, 1 or more."""
     first_layer: int = 1
-    """Global index of the first recorded layer, 0 or more: ``layer_ids`` count on from it."""
+    """Global index of the first recorded layer, 0 or more. The other ``layer_ids`` follow it."""
     n_experts: int = 64
-    """Experts in each layer, from ``top_k`` to 32767."""
+    """Experts per layer, from ``top_k`` to 32767."""
     top_k: int = 6
-    """Experts a token uses in each layer, from 1 to ``n_experts``."""
+    """Experts per token and layer, from 1 to ``n_experts``."""
     mean_seq_len: float = 103.0
-    """Mean tokens in a sequence, 1 or more (each domain's last sequence is cut to fit)."""
+    """Mean tokens per sequence, 1 or more. The last sequence of each domain is cut to fit."""
     seq_len_spread: float = 0.86
-    """Standard deviation of the sequence lengths over their mean, 0 … 10: log-normal lengths, 0 = all alike."""
+    """Standard deviation of the log-normal sequence lengths divided by their mean, 0 … 10. 0: all have equal length."""
     n_domains: int = 4
-    """Domains, 1 or more, labelled ``domain0``, ``domain1``, …: equal shares of the tokens, one after the other."""
+    """Domains, 1 or more, labelled ``domain0``, ``domain1``, … Each has an equal share of the tokens."""
     popularity_skew: float = 0.18
-    """Standard deviation of the experts' popularity, 0 … 100, in units of a token's own score: 0 = no favourites."""
+    """Standard deviation of the popularity of the experts, 0 … 100, relative to the rest of a score. 0: all equal."""
     n_topics: int = 6
-    """Dimensions of a token's topic, 1 or more: the fewer, the more often the same experts fire together."""
+    """Dimensions of a topic vector, 1 or more. With fewer dimensions the same experts are used together more often."""
     topic_strength: float = 0.94
-    """Share of a token's score that its topic explains, 0 … 1; noise of its own for each expert explains the rest."""
+    """Share of the variance of a score that the topic explains, 0 … 1. Independent noise explains the rest."""
     topic_persistence: float = 0.37
-    """Correlation of a token's topic with that of the token before it in the sequence, 0 … 1 (1 excluded)."""
+    """Correlation between the topics of consecutive tokens of a sequence, 0 … 1 (1 excluded)."""
     layer_affinity: float = 0.98
-    """Correlation of a token's topic and noise with those of the layer before, 0 … 1: how well this layer's experts
-    foretell the next layer's. At 0 the layers share only what the domain and the sequence fix."""
+    """Correlation between the topics, and between the noise, of consecutive layers, 0 … 1: how well the experts of one
+    layer predict those of the next. At 0 the layers share only the parts of the domain and the sequence."""
     domain_drift: float = 0.16
-    """Share of the topic's variance that the domain fixes, 0 … 1: how different the loads of two domains are."""
+    """Share of the variance of a topic that the domain explains, 0 … 1: how much the loads of two domains differ."""
     sequence_drift: float = 0.013
-    """Share of the topic's variance that the sequence fixes beyond its domain, 0 … 1 − ``domain_drift``: how
-    different the loads of two sequences of one domain are."""
+    """Share of the variance of a topic that the sequence explains in addition to its domain, 0 … 1 − ``domain_drift``:
+    how much the loads of two sequences of one domain differ."""
     model: str = "deepseek-v2-lite"
     """Name of the model preset to write into the trace."""
 
@@ -85,12 +85,12 @@ class SyntheticConfig:
 
     @classmethod
     def deepseek_v2_lite(cls) -> SyntheticConfig:
-        """Prefill of DeepSeek-V2-Lite (the defaults): 26 layers, top-6 of 64, even loads, strong topics."""
+        """Prefill with DeepSeek-V2-Lite (the defaults): 26 layers, top-6 of 64, even loads, strong topics."""
         return cls()
 
     @classmethod
     def gpt_oss_20b(cls) -> SyntheticConfig:
-        """Decoding with gpt-oss-20b: 24 layers, top-4 of 32, skewed loads, long sequences that differ a lot."""
+        """Decoding with gpt-oss-20b: 24 layers, top-4 of 32, uneven loads, long sequences that differ a lot."""
         return cls(
             n_tokens=40_000,
             n_layers=24,
@@ -112,19 +112,19 @@ class SyntheticConfig:
 
 
 def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **overrides: Any) -> TokenTrace:
-    """Draw a trace. Deterministic in ``config`` and ``seed``.
+    """Draw a trace. The same ``config`` and ``seed`` always give the same trace.
 
-    Every token has a topic vector: a part of its domain, a part of its sequence, and a part of its own that
-    wanders from token to token and from layer to layer. Every expert of every layer has a direction among the
-    topics and a popularity. A token's score for an expert is
+    Every token has a topic vector, the sum of a part of its domain, a part of its sequence, and a part of its own that
+    changes from token to token and from layer to layer. Every expert of every layer has a direction in the same vector
+    space, and a popularity. The score of an expert for a token is
 
         popularity + √strength · (direction · topic) + √(1 − strength) · noise
 
-    and it uses the ``top_k`` experts of highest score. Experts whose directions are close fire together.
+    The token uses the ``top_k`` experts with the highest scores. Experts with similar directions are used together.
 
     Args:
-        config: the parameters; by default those of DeepSeek-V2-Lite.
-        seed: of every random draw.
+        config: the parameters. Default: those of DeepSeek-V2-Lite.
+        seed: for all random draws.
         overrides: fields of :class:`SyntheticConfig` to replace: ``synthetic_trace(n_tokens=2048, top_k=2)``.
     """
     known = [f.name for f in fields(SyntheticConfig)]
@@ -132,7 +132,7 @@ def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **over
         if name not in known:
             raise ValueError(f"unknown parameter {name!r} of a synthetic trace; the parameters are: {', '.join(known)}")
     c = replace(config if config is not None else SyntheticConfig(), **overrides)
-    # One stream for each part, so that varying one parameter leaves the draws of the others as they were.
+    # One random stream for each part: changing one parameter does not change the draws of the other parts.
     length_rng, domain_rng, sequence_rng, token_rng, noise_rng, expert_rng = (
         np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(6)
     )
@@ -156,11 +156,11 @@ def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **over
     own_topic = draw_topics()
     noise = noise_rng.standard_normal((c.n_tokens, c.n_experts), dtype=np.float32)
     for l in range(c.n_layers):
-        # The expert of this layer that inherits each noise of the layer before; ids of two layers are unrelated.
-        heir = expert_rng.permutation(c.n_experts)
+        # Each expert continues the noise of a random expert of the previous layer: ids of two layers are unrelated.
+        predecessor = expert_rng.permutation(c.n_experts)
         if l > 0:
             own_topic = kept * own_topic + fresh * draw_topics()
-            noise = noise[:, heir]
+            noise = noise[:, predecessor]
             noise *= kept
             noise += fresh * noise_rng.standard_normal(noise.shape, dtype=np.float32)
         directions = expert_rng.standard_normal((c.n_topics, c.n_experts))
@@ -170,7 +170,7 @@ def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **over
         scores += noise_weight * noise
         scores += popularity.astype(np.float32)
         experts[:, l] = np.argpartition(scores, c.n_experts - c.top_k, axis=1)[:, c.n_experts - c.top_k :]
-    # Sorted ids, as the order within a token means nothing and sorted files compress better.
+    # The order of the ids of a token has no meaning, and sorted ids compress better.
     experts.sort(axis=2)
     return TokenTrace(
         experts,
@@ -184,7 +184,7 @@ def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **over
 
 
 def _sequence_lengths(n_tokens: int, mean: float, spread: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Log-normal lengths of at least 1 that sum to ``n_tokens``, the last one cut."""
+    """Log-normal lengths of at least 1 that sum to ``n_tokens``. The last one is cut to fit."""
     variance = np.log1p(spread**2)
     lengths = np.zeros(0, dtype=np.int64)
     while lengths.sum() < n_tokens:
@@ -199,9 +199,9 @@ def _sequence_lengths(n_tokens: int, mean: float, spread: float, rng: np.random.
 
 
 def _domain_topics(n_domains: int, n_topics: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-    """(D, n_topics) topic of each domain, of unit variance a dimension; at right angles while there is room.
+    """(D, n_topics) topic of each domain, with unit variance per dimension; orthogonal if D ≤ n_topics.
 
-    Right angles keep every pair of domains equally far apart, so that the drift hardly depends on the seed.
+    Orthogonal topics are all equally far apart, so the drift hardly depends on the seed.
     """
     drawn = rng.standard_normal((n_domains, n_topics))
     if n_domains <= n_topics:
@@ -223,7 +223,7 @@ def _persistent_topics(
         if persistence == 0.0:
             return steps.astype(np.float32)
         topics = lfilter([1.0], [1.0, -persistence], steps, axis=0)
-        # The filter ran on through the ends of the sequences: take away what each inherited from the one before.
+        # The filter does not stop at the end of a sequence: subtract what each sequence got from the one before.
         inherited = np.concatenate([np.zeros((1, n_topics)), topics[starts[1:] - 1]])
         topics -= decay * np.repeat(inherited, seq_lens, axis=0)
         return np.asarray(topics, dtype=np.float32)
@@ -242,7 +242,7 @@ def _require_integer(name: str, value: Any, low: int, high: int | None = None) -
 def _require_number(name: str, value: Any, low: float, high: float = np.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise ValueError(f"{name} must be a number, found {value!r}")
-    # Written so that nan fails; an infinite value is no number to compute with either.
+    # The comparison is False for nan. Infinite values are refused too.
     if not (low <= value <= high and np.isfinite(value)):
         limits = f"{low:g} … {high:g}" if np.isfinite(high) else f"finite and at least {low:g}"
         raise ValueError(f"{name} must be {limits}, found {value}")

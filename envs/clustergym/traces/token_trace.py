@@ -16,27 +16,28 @@ from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read
 
 FORMAT_VERSION = 1
 MAX_EXPERTS = np.iinfo(np.int16).max
-# Ids checked at once when a trace is validated: temporary copies stay within the caches.
-# Stands for what was not given, until construction puts the default in its place.
+# Default of the optional arrays. None would not fit their type; construction replaces it.
 UNGIVEN: Any = None
+# Expert ids validated at a time, few enough that temporary copies fit into the CPU caches.
 _CHECK_IDS = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
 class TokenTrace:
-    """Routing decisions of a mixture-of-experts model, one row a token.
+    """Routing decisions of a mixture-of-experts model, one row per token.
 
     Args:
-        experts: (T, L, K) integer array of logical expert ids; −1 pads a token that used fewer than K experts.
-            A 2-D (T, L) array is the top-1 case, K = 1.
-        n_experts: experts in each layer; by default the largest id + 1.
-        layer_ids: (L,) global index of each recorded layer (dense layers are not recorded); by default 0 … L−1.
-        seq_lens: (S,) tokens in each sequence, in order, summing to T; by default one sequence.
-        domains: (S,) a label for each sequence; by default all ``"all"``.
+        experts: (T, L, K) integer array of logical expert ids. −1 is padding for a token that used fewer than K
+            experts. A 2-D (T, L) array means K = 1.
+        n_experts: experts per layer. Default: the largest id + 1.
+        layer_ids: (L,) global index of each recorded layer (dense layers are not recorded). Default: 0 … L−1.
+        seq_lens: (S,) tokens in each sequence, in order. They sum to T. Default: one sequence.
+        domains: (S,) label of each sequence. Default: all ``"all"``.
         model: name of the model preset that the trace was recorded from, if known.
         name: where the trace came from, for messages.
 
-    Whatever is wrong is refused on construction by a ``ValueError`` that names the place.
+    Raises:
+        ValueError: something is wrong with the arrays. The message names the place.
     """
 
     experts: npt.NDArray[np.int16]
@@ -57,7 +58,7 @@ class TokenTrace:
         if layer_ids.shape != (n_layers,):
             raise ValueError(
                 f"{self.name}: layer_ids has shape {layer_ids.shape}, but experts has {n_layers} layers: "
-                "give one id a layer"
+                "give one id per layer"
             )
         if len(np.unique(layer_ids)) != n_layers or layer_ids.min() < 0:
             raise ValueError(f"{self.name}: layer_ids must be distinct and not negative, found {layer_ids.tolist()}")
@@ -67,7 +68,7 @@ class TokenTrace:
             raise ValueError(
                 f"{self.name}: seq_lens must be a list of lengths of at least 1, found {seq_lens.tolist()[:8]}"
             )
-        # The second test alone could be met by a sum that overflows.
+        # The second check alone would pass for a sum that overflows.
         if (seq_lens > n_tokens).any() or seq_lens.sum() != n_tokens:
             raise ValueError(f"{self.name}: seq_lens sums to {seq_lens.sum()}, but experts has {n_tokens} tokens")
         set_(self, "seq_lens", seq_lens)
@@ -75,13 +76,11 @@ class TokenTrace:
         if domains.shape != seq_lens.shape:
             raise ValueError(
                 f"{self.name}: domains has shape {domains.shape}, but there are {len(seq_lens)} sequences: "
-                "give one label a sequence"
+                "give one label per sequence"
             )
         if domains.dtype.kind != "U":
             raise ValueError(f"{self.name}: domains must be strings, found dtype {domains.dtype}")
         set_(self, "domains", domains)
-
-    # -- shape ---------------------------------------------------------------------------------------------------
 
     @property
     def n_tokens(self) -> int:
@@ -116,13 +115,11 @@ class TokenTrace:
             f"domains {self.domain_names[:6]}, model {self.model})"
         )
 
-    # -- files ---------------------------------------------------------------------------------------------------
-
     @classmethod
     def load(cls, source: str | os.PathLike[str]) -> TokenTrace:
         """Load a ``.npz`` or ``.npy`` file, or a bundled trace by name (``TokenTrace.load("synthetic")``).
 
-        A ``.npy`` file holds the bare (T, L) or (T, L, K) array. A ``.npz`` file holds ``experts`` and may hold
+        A ``.npy`` file contains the (T, L) or (T, L, K) array. A ``.npz`` file contains ``experts`` and optionally
         ``n_experts``, ``layer_ids``, ``seq_lens``, ``domains`` (or ``category``) and ``model``. Pickled objects are
         never loaded.
         """
@@ -156,7 +153,7 @@ class TokenTrace:
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a compressed ``.npz`` atomically: readers see the old file or the whole new one. Returns the path."""
+        """Write a compressed ``.npz`` file atomically. Returns the path."""
         path = Path(path)
         if path.suffix != ".npz":
             raise ValueError(f"traces are saved as .npz, found {path.name!r}")
@@ -178,10 +175,8 @@ class TokenTrace:
     def _small_dtype(self) -> type[np.integer[Any]]:
         if self.n_experts <= np.iinfo(np.int8).max + 1:
             return np.int8
-        # A byte holds 256 ids, and then no pad.
+        # uint8 has room for 256 ids, but not for the padding −1.
         return np.uint8 if self.n_experts <= np.iinfo(np.uint8).max + 1 and self.experts.min() >= 0 else np.int16
-
-    # -- slices --------------------------------------------------------------------------------------------------
 
     def select(
         self,
@@ -190,10 +185,10 @@ class TokenTrace:
         domains: Sequence[str] | str | None = None,
         layers: Sequence[int] | None = None,
     ) -> TokenTrace:
-        """The part of the trace in the given sequences (by index), domains (by label) and layers (by position)."""
+        """The part of the trace with the given sequences (by index), domains (by label) and layers (by position)."""
         keep = np.arange(self.n_sequences)
         if sequences is not None:
-            # A mask read as indices would silently repeat sequences 0 and 1.
+            # Used as indices, a boolean mask would silently repeat sequences 0 and 1.
             if np.asarray(sequences).dtype == bool:
                 raise ValueError(f"{self.name}: sequences are chosen by index, found a mask: give np.flatnonzero(mask)")
             keep = np.asarray(sequences, dtype=np.int64)
@@ -211,7 +206,7 @@ class TokenTrace:
                 )
             keep = keep[np.isin(self.domains[keep], wanted)]
         if not keep.size:
-            raise ValueError(f"{self.name}: the selection holds no sequence")
+            raise ValueError(f"{self.name}: no sequence is selected")
         lengths = self.seq_lens[keep]
         tokens = np.repeat(self.seq_starts[keep] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
         positions = np.arange(self.n_layers)
@@ -234,12 +229,13 @@ class TokenTrace:
     def split(self, fraction: float = 0.5, seed: int | None = 0) -> tuple[TokenTrace, TokenTrace]:
         """Split the sequences into a part to plan or train on and a held-out part.
 
-        The first part has about ``fraction`` of the tokens of each domain; with 0.5 and a seed it is never the smaller one.
+        The first part has about ``fraction`` of the tokens of each domain. With 0.5 and a seed it is never the smaller
+        part.
 
         Args:
             fraction: share of the tokens in the first part.
-            seed: draws the sequences of the first part. With None it has the first sequences of each domain in the
-                order of the trace: the past, and what came after.
+            seed: for drawing the sequences of the first part. With None, the first part has the earliest sequences of
+                each domain, in the order of the trace.
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must lie between 0 and 1, found {fraction}")
@@ -261,7 +257,7 @@ class TokenTrace:
         return self.select(sequences=np.flatnonzero(first)), self.select(sequences=np.flatnonzero(~first))
 
     def windows(self, n_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Token indices of consecutive windows of ``n_tokens``, in trace order; a shorter rest is left out."""
+        """Token indices of consecutive windows of ``n_tokens``, in trace order. A shorter rest is left out."""
         if not 1 <= n_tokens <= self.n_tokens:
             raise ValueError(f"{self.name}: windows of {n_tokens} tokens asked for, but the trace has {self.n_tokens}")
         for start in range(0, self.n_tokens - n_tokens + 1, n_tokens):
@@ -269,7 +265,7 @@ class TokenTrace:
 
     @staticmethod
     def concat(traces: Sequence[TokenTrace], domains: Sequence[str] | None = None) -> TokenTrace:
-        """Join traces of one model. ``domains`` names one domain a trace; by default each keeps its own labels."""
+        """Join traces of one model. ``domains`` gives each trace one domain. Default: each trace keeps its labels."""
         if not traces:
             raise ValueError("nothing to join: the list of traces is empty")
         first = traces[0]
@@ -288,14 +284,14 @@ class TokenTrace:
         models = sorted({t.model for t in traces if t.model is not None})
         if len(models) > 1:
             raise ValueError(
-                f"the traces are from different models ({', '.join(models)}): only one model's can be joined"
+                f"the traces are from different models ({', '.join(models)}): only traces of one model can be joined"
             )
         if domains is None:
             labels = [t.domains for t in traces]
         elif len(domains) == len(traces):
             labels = [np.full(t.n_sequences, d) for t, d in zip(traces, domains, strict=True)]
         else:
-            raise ValueError(f"{len(domains)} domains given for {len(traces)} traces: give one a trace")
+            raise ValueError(f"{len(domains)} domains given for {len(traces)} traces: give one per trace")
         return TokenTrace(
             np.concatenate([t.experts for t in traces]),
             n_experts=first.n_experts,
@@ -306,8 +302,6 @@ class TokenTrace:
             name="+".join(t.name for t in traces),
         )
 
-    # -- statistics ----------------------------------------------------------------------------------------------
-
     def loads(self) -> npt.NDArray[np.int64]:
         """(L, E) tokens routed to each expert of each layer."""
         counts = np.zeros((self.n_layers, self.n_experts), dtype=np.int64)
@@ -317,14 +311,14 @@ class TokenTrace:
         return counts
 
     def statistics(self, n_gpus: int = 16) -> dict[str, float]:
-        """What a placement feels of the trace; see :mod:`clustergym.traces.statistics`."""
+        """Statistics of the trace that matter for a placement. See :mod:`clustergym.traces.statistics`."""
         from clustergym.traces.statistics import trace_statistics
 
         return trace_statistics(self, n_gpus=n_gpus)
 
 
 def bundled_traces() -> dict[str, Path]:
-    """Names and files of the sample traces, in an installed wheel and in a checkout alike."""
+    """Names and files of the sample traces, both in an installed wheel and in a checkout."""
     here = Path(__file__).resolve()
     folders = [here.parent / "bundled", here.parents[3] / "traces"]
     return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("[!.]*.npz"))}
@@ -334,7 +328,8 @@ def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray
     experts = np.asarray(array)
     if experts.dtype == object:
         raise ValueError(
-            f"{name}: experts has dtype object (ragged rows?): give a rectangular integer array, padded with -1"
+            f"{name}: experts has dtype object (rows of different lengths?): give a rectangular integer array, padded "
+            "with -1"
         )
     if experts.dtype.kind not in "iu":
         raise ValueError(f"{name}: experts has dtype {experts.dtype}: expert ids must be integers")
@@ -351,10 +346,10 @@ def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray
         where = np.argwhere(experts < -1)[0]
         raise ValueError(
             f"{name}: trace has expert id {experts[tuple(where)]} at token {where[0]}, layer {where[1]}: "
-            "ids are 0 or more, and -1 pads"
+            "ids are 0 or more, and -1 is padding"
         )
     if high < 0:
-        raise ValueError(f"{name}: the trace is empty: every entry is the pad -1")
+        raise ValueError(f"{name}: the trace is empty: every entry is the padding -1")
     if n_experts == 0:
         n_experts = high + 1
     if not 1 <= n_experts <= MAX_EXPERTS:
@@ -365,12 +360,12 @@ def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray
             f"{name}: trace has expert id {experts[tuple(where)]} at token {where[0]}, layer {where[1]}, "
             f"but n_experts is {n_experts}"
         )
-    # An array that nobody may write to is shared: readers hand over millions of ids this way without a second copy.
+    # A read-only array is shared, not copied: readers pass millions of ids this way.
     experts = experts.astype(np.int16, copy=experts.flags.writeable)
     rows = max(1, _CHECK_IDS // (experts.shape[1] * experts.shape[2]))
     for start in range(0, len(experts) if experts.shape[2] > 1 else 0, rows):
         block = experts[start : start + rows]
-        if not _has_twins(block):
+        if not _has_repeats(block):
             continue
         ordered = np.sort(block, axis=2)
         token, layer, k = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0))[0]
@@ -381,8 +376,8 @@ def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray
     return experts, n_experts
 
 
-def _has_twins(block: npt.NDArray[np.int16]) -> bool:
-    """Whether some token has an expert twice. Pairs of columns are compared: K²/2 passes beat sorting short rows."""
+def _has_repeats(block: npt.NDArray[np.int16]) -> bool:
+    """Whether some token uses an expert twice. Comparing all pairs of columns is faster than sorting short rows."""
     columns = np.ascontiguousarray(block.reshape(-1, block.shape[2]).T)
     for i, column in enumerate(columns):
         for other in columns[i + 1 :]:

@@ -1,8 +1,8 @@
-"""Readers for what serving engines and trainers record, one module an engine.
+"""Readers for recordings of serving engines and trainers, one module per engine.
 
-``read_trace(paths, engine)`` gives a :class:`~clustergym.traces.TokenTrace` where tokens were recorded, and a
-:class:`~clustergym.traces.LoadTrace` where only counts were. Files come from elsewhere: they are checked before they are believed, no code in
-them runs, and no memory is taken that they do not bear out.
+:func:`read_trace` returns a :class:`~clustergym.traces.TokenTrace` if tokens were recorded, and a
+:class:`~clustergym.traces.LoadTrace` if only counts were. Files may be hostile: their content is validated, code in
+them never runs, and sizes are validated before memory is allocated.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from clustergym.traces.readers.detect import detect
 from clustergym.traces.token_trace import TokenTrace
 
 ENGINES = {
-    "sglang": "recorder dumps (stat, per_pass, per_token: .pt), routed experts over HTTP (.json, .jsonl, one base64 a line)",
-    "vllm": "routed_experts as .npy, or as base64 over HTTP (.json, .jsonl, one a line)",
+    "sglang": "recorder dumps (stat, per_pass, per_token: .pt), or HTTP responses (.json, .jsonl, base64 lines)",
+    "vllm": "routed_experts as .npy, or HTTP responses (.json, .jsonl, base64 lines)",
     "tensorrt-llm": "expert statistics: the folder with meta_info.json and rank*.safetensors",
     "megatron": "router_trace_rank*.jsonl",
     "esft": "TASK/expert_weights_LAYER.txt",
 }
-"""Engine → what it writes."""
+"""Engine → files that it writes."""
 
 
 def read_trace(
     paths: Sequence[str | Path], engine: str | None = None, options: ReadOptions | None = None
 ) -> TokenTrace | LoadTrace:
-    """The trace in the files or folders; the engine is found out where it is not named."""
+    """Read the trace in the files or folders. Without ``engine``, it is detected from the files."""
     if not paths:
         raise ValueError("no files given: nothing to import")
     found = [Path(path) for path in paths]

@@ -1,4 +1,4 @@
-"""What readers share: options, layers that are dense, blocks of tokens, numbers in text."""
+"""Shared code of the readers: options, dense layers, blocks of tokens, slot maps, numbers in text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ids = npt.NDArray[np.int16]
 
 
 class ModelSizes(Protocol):
-    """Sizes of a model, as far as readers need them. :class:`clustergym.moe_placement.ModelSpec` has them all."""
+    """The sizes of a model that readers need. :class:`clustergym.moe_placement.ModelSpec` has them."""
 
     @property
     def name(self) -> str: ...
@@ -41,45 +41,55 @@ class ModelSizes(Protocol):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What a file does not say about itself. Most of it follows from the model."""
+    """Facts that a file does not contain. Most of them follow from the model."""
 
     model: ModelSizes | None = None
-    """Tells number of layers, dense layers, experts and top-k."""
+    """Sizes of the model. The other options override them."""
     n_layers: int | None = None
-    """Layers that the engine counts, dense ones too."""
+    """Number of layers that the engine counts, including dense ones."""
     dense_layers: tuple[int, ...] | None = None
-    """Which of them are dense, by global index."""
+    """Global indices of the dense layers."""
     top_k: int | None = None
-    """Experts a token uses in each layer."""
+    """Experts per token and layer."""
     n_experts: int | None = None
-    """Logical experts in each layer."""
+    """Logical experts per layer."""
     slot_plan: Path | None = None
-    """The plan that the engine ran with, where it counted slots and not experts."""
+    """The plan that the engine ran with, if it counted tokens per slot and not per expert."""
     name: str = "imported"
+    """Name of the trace."""
 
     @property
-    def experts(self) -> int:
-        """Logical experts, 0 where nobody said."""
+    def model_name(self) -> str | None:
+        return self.model.name if self.model else None
+
+    @property
+    def expected_experts(self) -> int:
+        """Logical experts per layer, 0 if unknown."""
         return self.n_experts or (self.model.n_experts if self.model else 0)
 
     @property
-    def all_layers(self) -> int:
-        """Layers that the engine counts, 0 where nobody said."""
+    def expected_layers(self) -> int:
+        """Layers that the engine counts, 0 if unknown."""
         return self.n_layers or (self.model.n_layers + self.model.n_dense if self.model else 0)
 
     @property
-    def chosen(self) -> int:
-        """Experts a token uses, 0 where nobody said."""
+    def expected_top_k(self) -> int:
+        """Experts per token and layer, 0 if unknown."""
         return self.top_k or (self.model.top_k if self.model else 0)
+
+    def check_moe_layers(self, found: int) -> None:
+        """Refuse a recording whose number of MoE layers is not that of the model."""
+        if self.model is not None and found != self.model.n_layers:
+            raise ValueError(f"{found} MoE layers recorded, but {self.model.name} has {self.model.n_layers}")
 
 
 def moe_layers(found: int, options: ReadOptions, where: str) -> npt.NDArray[np.int64] | None:
-    """(found,) global index of each recorded layer, −1 where it is dense; None where only the data can tell."""
+    """(found,) global index of each recorded layer, −1 if it is dense. None if the options do not tell."""
     ids = np.arange(found)
     if options.dense_layers is not None:
         bad = [l for l in options.dense_layers if not 0 <= l < found]
         if bad:
-            raise ValueError(f"{where}: layer {bad[0]} is said to be dense, but layers 0 … {found - 1} were recorded")
+            raise ValueError(f"{where}: dense layer {bad[0]} given, but layers 0 … {found - 1} were recorded")
         ids[list(options.dense_layers)] = -1
         return ids
     if options.model is None:
@@ -97,9 +107,10 @@ def moe_layers(found: int, options: ReadOptions, where: str) -> npt.NDArray[np.i
 
 
 class TokenBlocks:
-    """Blocks of routed tokens, gathered without holding them twice.
+    """Blocks of routed tokens, joined without keeping a second copy of all of them.
 
-    A block is (tokens, layers, K) with −1 for pads, dense layers left out. All blocks have the same layers; K may differ, pads fill up.
+    A block is a (tokens, layers, K) array without dense layers, with −1 as padding. All blocks have the same layers. K
+    may differ: narrower blocks are padded.
     """
 
     def __init__(self) -> None:
@@ -115,7 +126,7 @@ class TokenBlocks:
             self.layer_ids = layer_ids
         elif not np.array_equal(self.layer_ids, layer_ids):
             raise ValueError(
-                f"{where}: layers {layer_ids.tolist()} recorded, but the files before have {self.layer_ids.tolist()}: "
+                f"{where}: layers {layer_ids.tolist()} recorded, but earlier files have {self.layer_ids.tolist()}: "
                 "import the files of one model together"
             )
         if not len(block):
@@ -125,7 +136,7 @@ class TokenBlocks:
         self._domains.append(np.full(len(seq_lens), domain))
 
     def fields(self) -> dict[str, Any]:
-        """Arguments of a TokenTrace. The blocks are given up one by one while the whole grows."""
+        """Arguments of a TokenTrace. Each block is freed as soon as it is copied, so this works only once."""
         if not self._blocks:
             raise ValueError("no tokens in the files: nothing to import")
         tokens, width = sum(len(b) for b in self._blocks), max(b.shape[2] for b in self._blocks)
@@ -146,29 +157,29 @@ class TokenBlocks:
 
 @dataclass
 class DenseZeros:
-    """Leaves out the dense layers of recordings in which these read 0, as if every token had used expert 0 K times."""
+    """Removes dense layers from recordings that fill them with 0, as if every token used expert 0 K times."""
 
     options: ReadOptions
     kept: npt.NDArray[np.int64] | None = field(default=None)
 
     def strip(self, ids: npt.NDArray[np.integer[Any]], where: str) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """((tokens, MoE layers, K) int16, their global indices) of a recording of all layers."""
+        """((tokens, MoE layers, K) int16, global indices of these layers) from a recording of all layers."""
         tokens, layers, top_k = ids.shape
-        if (expected := self.options.chosen) and top_k != expected:
-            raise ValueError(f"{where}: {top_k} experts a token recorded, expected top-{expected}")
+        if (expected := self.options.expected_top_k) and top_k != expected:
+            raise ValueError(f"{where}: {top_k} experts per token recorded, expected top-{expected}")
         if self.kept is None:
             self.kept = self._decide(ids, where)
         if layers != len(self.kept):
-            raise ValueError(f"{where}: {layers} layers recorded, but the files before have {len(self.kept)}")
+            raise ValueError(f"{where}: {layers} layers recorded, but earlier files have {len(self.kept)}")
         used = np.argwhere(ids[:, self.kept < 0] > 0)
         if len(used):
             token, layer = int(used[0][0]), int(np.flatnonzero(self.kept < 0)[used[0][1]])
             raise ValueError(
-                f"{where}: layer {layer} is taken for a dense one, but token {token} uses expert "
+                f"{where}: layer {layer} is treated as dense, but token {token} uses expert "
                 f"{ids[token, layer].max()} there: give --dense-layers"
             )
         if ids.dtype.itemsize > 1 and tokens and (int(ids.max()) > MAX_EXPERTS or int(ids.min()) < -1):
-            raise ValueError(f"{where}: expert ids from {ids.min()} to {ids.max()}: not routed experts")
+            raise ValueError(f"{where}: expert ids from {ids.min()} to {ids.max()}: these are not routed experts")
         return ids[:, self.kept >= 0].astype(np.int16), self.kept[self.kept >= 0]
 
     def _decide(self, ids: npt.NDArray[np.integer[Any]], where: str) -> npt.NDArray[np.int64]:
@@ -178,8 +189,8 @@ class DenseZeros:
         zero = (ids == 0).all((0, 2))
         if zero.any() and ids.shape[2] == 1:
             raise ValueError(
-                f"{where}: layer {int(np.flatnonzero(zero)[0])} reads 0 for every token: dense, or always expert 0? "
-                "Give --model or --dense-layers"
+                f"{where}: layer {int(np.flatnonzero(zero)[0])} is 0 for every token: is it dense, or is it always "
+                "expert 0? Give --model or --dense-layers"
             )
         return np.where(zero, -1, np.arange(ids.shape[1]))
 
@@ -187,26 +198,26 @@ class DenseZeros:
 def to_logical(
     physical: npt.NDArray[np.integer[Any]], slots: npt.NDArray[np.integer[Any]], layer: int, where: str
 ) -> Ids:
-    """Logical ids of physical slots (−1 stays) in one layer, whose slots hold the logical experts ``slots`` (P,)."""
+    """Logical ids of physical slots of one layer. ``slots`` (P,) has the logical expert of each slot. −1 stays −1."""
     low, high = (int(physical.min()), int(physical.max())) if physical.size else (-1, -1)
     if low < -1 or high >= len(slots):
         raise ValueError(
             f"{where}: physical expert {low if low < -1 else high} in layer {layer}, but there are {len(slots)} slots"
         )
-    # The pad −1 picks the last entry.
+    # Index −1, the padding, picks the appended −1.
     return np.append(slots, -1).astype(np.int16)[physical]
 
 
 def slot_counts_to_logical(counts: npt.NDArray[Any], slots: npt.NDArray[Any], n_experts: int) -> npt.NDArray[np.int64]:
-    """(E,) counts of logical experts from (P,) counts of slots that hold the experts ``slots`` (P,)."""
+    """(E,) counts of logical experts from (P,) counts of slots. ``slots`` (P,) has the logical expert of each slot."""
     if len(slots) and slots.max() >= n_experts:
         raise ValueError(f"a slot holds expert {slots.max()}, but there are {n_experts} experts")
-    # Exact: sums of integers far below 2⁵³.
+    # float64 sums of integers are exact below 2⁵³.
     return np.bincount(slots, weights=counts, minlength=n_experts).astype(np.int64)
 
 
 def check_slot_map(slots: npt.NDArray[Any], where: str) -> npt.NDArray[np.int64]:
-    """(L, P) physical → logical, checked."""
+    """(L, P) validated map from physical slot to logical expert."""
     if slots.ndim != 2 or slots.dtype.kind not in "iu":
         raise ValueError(f"{where}: physical → logical map of shape {slots.shape}: expected (layers, slots) integers")
     if slots.size == 0 or slots.min() < 0 or slots.max() >= min(MAX_EXPERTS, slots.shape[1]):
@@ -218,7 +229,7 @@ def check_slot_map(slots: npt.NDArray[Any], where: str) -> npt.NDArray[np.int64]
 
 
 def expand(paths: Iterable[Path], *patterns: str) -> list[Path]:
-    """The files among the paths, and in folders those that match; in natural order (rank 2 before rank 10)."""
+    """The given files, and the matching files in given folders, in natural order (rank 2 before rank 10)."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -234,12 +245,12 @@ def expand(paths: Iterable[Path], *patterns: str) -> list[Path]:
 
 
 def natural(path: Path) -> list[tuple[int, int, str]]:
-    """Sort key: numbers in names by value."""
+    """Sort key that compares numbers in names by value."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def parse_json(text: str | bytes, where: str) -> Any:
-    """JSON, or a ValueError that says where; one nested deep enough to exhaust the stack is refused too."""
+    """Parse JSON. Invalid JSON, and nesting that would exhaust the stack, is a ValueError that names the place."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -247,29 +258,28 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def parse_naturals(text: bytes, where: str) -> npt.NDArray[np.int32]:
-    """The numbers in a text of digits and separators, all at once: numpy's own text parser takes ten times as long."""
+    """The numbers in a text of digits and separators. Vectorised: ten times as fast as numpy's text parser."""
     data = np.frombuffer(text, np.uint8)
-    digits = data - np.uint8(ord("0"))  # anything else wraps around to more than 9
+    digits = data - np.uint8(ord("0"))  # other characters wrap around to more than 9
     is_digit = digits < 10
-    # A number ends where a digit is not followed by one.
     ends = np.flatnonzero(is_digit & ~np.append(is_digit[1:], False))
     starts = np.flatnonzero(is_digit & ~np.append(False, is_digit[:-1]))
     lengths = ends - starts + 1
     longest = int(lengths.max()) if len(lengths) else 0
     if longest > len(str(MAX_EXPERTS)):
         at = int(starts[lengths.argmax()])
-        raise ValueError(f"{where}: {text[at : at + 24].decode('ascii', 'replace')!r} is no expert id")
+        raise ValueError(f"{where}: {text[at : at + 24].decode('ascii', 'replace')!r} is not an expert id")
     values = digits[ends].astype(np.int32)
     for place in range(1, longest):
         has = lengths > place
         values[has] += digits[ends[has] - place].astype(np.int32) * 10**place
     if len(values) and values.max() > MAX_EXPERTS:
-        raise ValueError(f"{where}: {values.max()} is no expert id")
+        raise ValueError(f"{where}: {values.max()} is not an expert id")
     return values
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line without its end) of a file, empty lines left out."""
+    """(line number from 1, line without its end) of a file. Empty lines are left out."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line := line.strip():

@@ -1,4 +1,4 @@
-"""Which engine wrote a file, by its name and its first bytes."""
+"""Detect which engine wrote a file from its name and its first bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD = 1 << 16
 
 
 def detect(paths: Sequence[Path]) -> str:
-    """The engine whose recording the paths are, or a ValueError that says what was seen."""
+    """The engine that wrote the files. Raises a ValueError if it is unknown or the files are from several engines."""
     engines = {path: _engine_of(path) for path in paths}
     names = sorted(set(engines.values()))
     if len(names) > 1:
@@ -28,12 +28,12 @@ def _engine_of(path: Path) -> str:
         for file in sorted(path.rglob("*")):
             if file.is_file() and (engine := _of_file(file)):
                 return engine
-        raise ValueError(f"{path}: no recording of an engine that is known in this folder: name the engine")
+        raise ValueError(f"{path}: no recording of a known engine in this folder: name the engine")
     if not path.is_file():
         raise ValueError(f"no file or folder at {path}")
     engine = _of_file(path)
     if engine is None:
-        raise ValueError(f"{path}: not like any recording that is known: name the engine before the files")
+        raise ValueError(f"{path}: not a recording of a known engine: name the engine before the files")
     return engine
 
 
@@ -52,7 +52,7 @@ def _of_file(path: Path) -> str | None:
         head = file.read(_HEAD).decode("ascii", "replace")
     if '"top_indices"' in head:
         return "megatron"
-    # Both send base64; vLLM's is that of a .npy file.
+    # Both engines send base64. vLLM sends a .npy file.
     answer = re.search(rf'"{KEY}"\s*:\s*"(.{{0,8}})', head) or re.match(r"\s*([A-Za-z0-9+/]{8})", head)
     if answer is None:
         return None

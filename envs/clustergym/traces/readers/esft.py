@@ -1,4 +1,4 @@
-"""ESFT expert scores (deepseek-ai/ESFT): ``TASK/expert_weights_LAYER.txt``, one line a sequence."""
+"""ESFT expert scores (deepseek-ai/ESFT): ``TASK/expert_weights_LAYER.txt``, one line per sequence."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import numpy.typing as npt
 from clustergym.traces.readers.base import Ids, ReadOptions, TokenBlocks, expand, parse_naturals
 from clustergym.traces.token_trace import TokenTrace
 
-# The model that the released scores were recorded from.
+# The model of the released scores.
 MODEL, N_LAYERS, N_EXPERTS, TOP_K = "deepseek-v2-lite", 26, 64, 6
 _NAME = re.compile(r"expert_weights_(\d+)\.txt")
-# Text parsed at once: enough for numpy to be busy, little enough to stay small.
+# Text parsed at a time: large enough for vectorised code, small enough to save memory.
 _BATCH_BYTES = 4 << 20
 
 
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
-    """A folder a task: the tasks become the domains. The gate weights behind the ids are counted and left alone."""
-    model = options.model
-    top_k = options.chosen or TOP_K
-    expected = options.n_layers or (model.n_layers if model else N_LAYERS)
+    """Read one folder per task. Tasks become domains. Gate weights are counted but not used."""
+    top_k = options.expected_top_k or TOP_K
+    expected = options.n_layers or (options.model.n_layers if options.model else N_LAYERS)
     tasks: dict[Path, dict[int, Path]] = {}
     for path in expand(paths, "expert_weights_*.txt"):
         match = _NAME.fullmatch(path.name)
@@ -35,7 +34,7 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
         ordered = sorted(layers)
         if len(ordered) != expected:
             raise ValueError(
-                f"{folder}: files for {len(ordered)} layers, expected {expected} (--n-layers says how many)"
+                f"{folder}: files for {len(ordered)} layers, expected {expected} (--n-layers changes this)"
             )
         experts: Ids | None = None
         lengths: npt.NDArray[np.int64] | None = None
@@ -44,15 +43,15 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
             if experts is None or lengths is None:
                 experts, lengths = np.empty((len(ids), len(ordered), top_k), np.int16), seq_lens
             elif not np.array_equal(seq_lens, lengths):
-                raise ValueError(f"{layers[layer]}: its sequences are not those of {layers[ordered[0]].name}")
+                raise ValueError(f"{layers[layer]}: its sequences differ from those of {layers[ordered[0]].name}")
             experts[:, column] = ids
         assert experts is not None
         assert lengths is not None
         blocks.add(experts, np.array(ordered), lengths.tolist(), folder.name or "all", str(folder))
     return TokenTrace(
         **blocks.fields(),
-        n_experts=options.experts or N_EXPERTS,
-        model=model.name if model else MODEL,
+        n_experts=options.expected_experts or N_EXPERTS,
+        model=options.model_name or MODEL,
         name=options.name,
     )
 
@@ -67,12 +66,12 @@ def _read_layer(path: Path, top_k: int) -> tuple[Ids, npt.NDArray[np.int64]]:
         pieces.append(ids.astype(np.int16))
         lengths += counts
     if not pieces:
-        raise ValueError(f"{path}: no sequence in it")
+        raise ValueError(f"{path}: no sequence in the file")
     return np.concatenate(pieces).reshape(-1, top_k), np.array(lengths)
 
 
 def _batches(path: Path, top_k: int) -> Iterator[tuple[bytes, list[int]]]:
-    """Ids of some sequences joined by tabs, and the tokens of each."""
+    """(ids of some sequences joined by tabs, number of tokens in each of these sequences)."""
     parts: list[bytes] = []
     counts: list[int] = []
     size = 0
@@ -83,9 +82,11 @@ def _batches(path: Path, top_k: int) -> Iterator[tuple[bytes, list[int]]]:
                 continue
             n = ids.count(b"\t") + 1
             if not gap or weights.count(b"\t") + 1 != n or not weights:
-                raise ValueError(f"{path}, line {number}: expected ids, two tabs, and as many gate weights: cut short?")
+                raise ValueError(
+                    f"{path}, line {number}: expected ids, two tabs, and as many gate weights: is the file truncated?"
+                )
             if n % top_k:
-                raise ValueError(f"{path}, line {number}: {n} ids are not whole tokens of top-{top_k}")
+                raise ValueError(f"{path}, line {number}: {n} ids are not a multiple of top-{top_k}")
             if ids.translate(None, b"0123456789\t"):
                 raise ValueError(f"{path}, line {number}: expert ids must be numbers, found {ids[:40]!r}")
             parts.append(ids)

@@ -23,7 +23,7 @@ _FIELD = b'"top_indices"'
 
 @dataclass
 class _Line:
-    """Where the routing of one layer in one forward pass of one rank goes."""
+    """The routing of one layer in one forward pass of one rank."""
 
     step: int
     rank: int
@@ -31,13 +31,13 @@ class _Line:
     n_tokens: int
     top_k: int
     indices: bytes
-    """The nested list, as text."""
+    """The nested list of expert ids, not parsed yet."""
 
 
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
-    """Read twice: first what there is, then, into its place, what it says. Memory is the result and one line."""
+    """Read the files twice: first to find the size of the trace, then to fill it. Keeps one line in memory."""
     files = expand(paths, "router_trace_rank*.jsonl")
-    # A pass is (step, rank, how often that layer was seen before: micro-batches).
+    # A forward pass is (step, rank, micro-batch). The micro-batch is the number of earlier lines of the same layer.
     passes: dict[tuple[int, int, int], int] = {}
     widths: set[int] = set()
     layers: dict[int, None] = {}
@@ -46,26 +46,26 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
         key = (line.step, line.rank, nth)
         if passes.setdefault(key, line.n_tokens) != line.n_tokens:
             raise ValueError(
-                f"{path}, line {number}: {line.n_tokens} tokens in layer {line.layer} of step {line.step}, rank {line.rank}, "
-                f"but {passes[key]} in another"
+                f"{path}, line {number}: {line.n_tokens} tokens in layer {line.layer} of step {line.step}, "
+                f"rank {line.rank}, but {passes[key]} in another layer"
             )
         widths.add(line.top_k)
         layers[line.layer] = None
         filled.add((*key, line.layer))
-    widths.discard(0)  # of a pass without tokens
+    widths.discard(0)  # a forward pass without tokens
     if not widths:
         raise ValueError("no routed tokens in the files: nothing to import")
-    if len(widths) > 1 or (options.chosen and widths != {options.chosen}):
-        expected = f", expected {options.chosen}" if options.chosen else ": import one model at a time"
+    top_k = options.expected_top_k
+    if len(widths) > 1 or (top_k and widths != {top_k}):
+        expected = f", expected {top_k}" if top_k else ": import one model at a time"
         raise ValueError(f"the files have top-k {sorted(widths)}{expected}")
     ordered = sorted(layers)
     for key in passes:
         for layer in ordered:
             if (*key, layer) not in filled:
-                raise ValueError(f"step {key[0]}, rank {key[1]} has no line for layer {layer}: is a file cut short?")
-    model = options.model
-    if model is not None and len(ordered) != model.n_layers:
-        raise ValueError(f"{len(ordered)} layers recorded, but {model.name} has {model.n_layers} MoE layers")
+                step, rank, _ = key
+                raise ValueError(f"step {step}, rank {rank} has no line for layer {layer}: is a file truncated?")
+    options.check_moe_layers(len(ordered))
     order = sorted(passes)
     starts = dict(zip(order, np.cumsum([0] + [passes[k] for k in order[:-1]]).tolist(), strict=True))
     experts = np.empty((sum(passes.values()), len(ordered), widths.pop()), np.int16)
@@ -78,16 +78,16 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
     experts.setflags(write=False)
     return TokenTrace(
         experts,
-        n_experts=options.experts,
+        n_experts=options.expected_experts,
         layer_ids=np.array(ordered),
         seq_lens=np.array([passes[k] for k in order if passes[k]]),
-        model=model.name if model else None,
+        model=options.model_name,
         name=options.name,
     )
 
 
 def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, _Line, int]]:
-    """(file, line number, line, how often its step, rank and layer came before)."""
+    """(file, line number, line, number of earlier lines with the same step, rank and layer)."""
     seen: dict[tuple[int, int, int], int] = {}
     for path in files:
         for number, text in lines_of(path):
@@ -99,11 +99,11 @@ def _lines(files: Sequence[Path]) -> Iterator[tuple[Path, int, _Line, int]]:
 
 
 def _parse_line(text: bytes, where: str) -> _Line | None:
-    """The line without its long list, which stays text; None for another stage than the one before dispatch."""
+    """Parse a line, except for its long list of ids. None for lines of other stages than ``pre_dispatch``."""
     at = text.find(_FIELD)
     begin, end = text.find(b"[", at), text.rfind(b"]") + 1
     if at < 0 or begin < 0 or end <= begin:
-        raise ValueError(f"{where}: no list 'top_indices': expected Megatron's router trace, found {text[:60]!r}")
+        raise ValueError(f"{where}: no list 'top_indices': expected a router trace of Megatron, found {text[:60]!r}")
     fields = parse_json(text[:begin] + b"0" + text[end:], where)
     if not isinstance(fields, dict) or fields.get("top_indices") != 0:
         raise ValueError(f"{where}: expected an object with the list 'top_indices'")
@@ -116,7 +116,7 @@ def _parse_line(text: bytes, where: str) -> _Line | None:
             raise ValueError(f"{where}: {key} is {value!r}: expected an integer of at least 0")
         numbers[key] = value
     indices = text[begin:end].translate(None, b" \t")
-    # What the line claims is believed only where its text bears it out: the result is allocated by it.
+    # The result is allocated by num_tokens, so it must match the number of rows in the text.
     rows = indices.count(b"[") - 1
     if rows != numbers["num_tokens"]:
         raise ValueError(f"{where}: num_tokens is {numbers['num_tokens']}, but top_indices has {rows} rows")

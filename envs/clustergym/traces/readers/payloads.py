@@ -1,4 +1,4 @@
-"""Routed experts as engines send them over HTTP: base64 in a JSON answer, in a file of answers, or bare, one a line."""
+"""Routed experts as engines send them over HTTP: base64 text in JSON responses, or one base64 text per line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from clustergym.traces.readers.base import lines_of, parse_json
 
 KEY = "routed_experts"
 NPY_BASE64 = base64.b64encode(b"\x93NUMPY")[:8].decode()
-"""How the base64 of a ``.npy`` file begins."""
+"""First characters of the base64 of a ``.npy`` file."""
 
 
 def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
-    """(where, decoded bytes) of every answer in the file, in order."""
+    """(place, decoded bytes) of every response in the file, in order."""
     for where, text in texts(path):
         try:
             yield where, base64.b64decode(text, validate=True)
@@ -25,10 +25,10 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def texts(path: Path) -> Iterator[tuple[str, str]]:
-    """(where, base64 text) of every answer: the value of each ``routed_experts`` in ``.json`` and ``.jsonl``, else each line."""
+    """(place, base64 text) of every response: each ``routed_experts`` in JSON, otherwise each line."""
     if path.suffix == ".json":
         document = parse_json(path.read_bytes(), str(path))
-        yield from ((f"{path}, answer {i}", text) for i, text in enumerate(_find(document, str(path)), 1))
+        yield from ((f"{path}, response {i}", text) for i, text in enumerate(_find(document, str(path)), 1))
         return
     for number, line in lines_of(path):
         where = f"{path}, line {number}"
@@ -39,7 +39,7 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _find(document: Any, where: str) -> list[str]:
-    """Values of ``routed_experts`` anywhere in a document, in order."""
+    """All values of ``routed_experts`` in a document, at any depth, in order."""
     found, pending = [], [document]
     while pending:
         item = pending.pop()
@@ -52,5 +52,5 @@ def _find(document: Any, where: str) -> list[str]:
         elif isinstance(item, list):
             pending.extend(reversed(item))
     if not found:
-        raise ValueError(f"{where}: no {KEY!r} in it: ask the engine for them (return_routed_experts)")
+        raise ValueError(f"{where}: no {KEY!r} found: request them from the engine (return_routed_experts)")
     return found

@@ -1,4 +1,4 @@
-"""SGLang: expert distribution recorder (``stat``, ``per_pass``, ``per_token``) and routed experts over HTTP."""
+"""SGLang: dumps of its expert distribution recorder (``stat``, ``per_pass``, ``per_token``), or HTTP responses."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ from clustergym.traces.readers.torch_files import load_tensors
 from clustergym.traces.token_trace import TokenTrace
 
 PHASES = {1: "prefill", 2: "decode", 3: "mixed"}
-"""Values of the engine's ForwardMode that have a name of their own here."""
+"""SGLang's ForwardMode → domain of the trace."""
 
 
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadTrace:
+    """A token trace from ``per_token`` dumps and HTTP responses, a load trace from ``stat`` and ``per_pass`` dumps."""
     files = expand(paths, "*.pt", "*.json", "*.jsonl")
     if all(f.suffix == ".pt" for f in files):
-        return _recorded(files, options)
+        return _read_dumps(files, options)
     if any(f.suffix == ".pt" for f in files):
-        raise ValueError("recorder dumps (.pt) and HTTP answers are imported one kind at a time")
-    return _routed(files, options)
+        raise ValueError("the files are recorder dumps (.pt) and HTTP responses: import one kind at a time")
+    return _read_responses(files, options)
 
 
-# -- recorder dumps ----------------------------------------------------------------------------------------------
-
-
-def _recorded(files: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadTrace:
+def _read_dumps(files: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadTrace:
     kinds: dict[str, Path] = {}
     counts: dict[object, npt.NDArray[np.int64]] = {}
     blocks, seen = TokenBlocks(), _Seen()
     for path in files:
         dump = load_tensors(path)
         if not isinstance(dump, dict):
-            raise ValueError(f"{path}: holds a {type(dump).__name__}: expected the dict that SGLang's recorder writes")
+            raise ValueError(f"{path}: contains a {type(dump).__name__}: expected the dict of SGLang's recorder")
         kind = _kind(dump, path)
         kinds.setdefault(kind, path)
         if len(kinds) > 1:
-            (a, at), (b, other) = list(kinds.items())[:2]
-            raise ValueError(f"{at} is a {a} dump and {other} a {b} dump: import one kind at a time")
+            (first, first_path), (second, second_path) = kinds.items()
+            raise ValueError(
+                f"{first_path} is a {first} dump and {second_path} a {second} dump: import one kind at a time"
+            )
         if kind == "stat":
             _add_stat(dump, path, counts)
         elif kind == "per_pass":
@@ -64,8 +64,8 @@ def _recorded(files: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadT
     if "per_token" in kinds:
         return TokenTrace(
             **blocks.fields(),
-            n_experts=options.experts or seen.n_experts,
-            model=options.model.name if options.model else None,
+            n_experts=options.expected_experts or seen.n_experts,
+            model=options.model_name,
             name=options.name,
         )
     return _loads(counts, options)
@@ -96,7 +96,7 @@ def _tensor(value: Any, dims: int, what: str, where: str) -> npt.NDArray[Any]:
 
 def _add_stat(dump: dict[Any, Any], path: Path, counts: dict[object, npt.NDArray[np.int64]]) -> None:
     recorded = _tensor(dump["logical_count"], 3, "logical_count (buffer, layers, experts)", str(path))
-    # The buffer is a ring: steps that were never filled read 0.
+    # Steps of the ring buffer that were never filled are 0.
     for step in np.flatnonzero(recorded.any((1, 2))):
         counts[(str(path), int(step))] = recorded[step].astype(np.int64)
 
@@ -105,7 +105,7 @@ def _add_passes(
     dump: dict[Any, Any], path: Path, counts: dict[object, npt.NDArray[np.int64]], options: ReadOptions
 ) -> None:
     slots = check_slot_map(_tensor(dump["last_physical_to_logical_map"], 2, "the slot map", str(path)), str(path))
-    n_experts = options.experts or int(slots.max()) + 1
+    n_experts = options.expected_experts or int(slots.max()) + 1
     for i, record in enumerate(dump["records"]):
         where = f"{path}, record {i}"
         physical = _tensor(record.get("global_physical_count"), 2, "global_physical_count (layers, slots)", where)
@@ -114,7 +114,7 @@ def _add_passes(
         logical = np.stack(
             [slot_counts_to_logical(row, to, n_experts) for row, to in zip(physical, slots, strict=True)]
         )
-        # Each rank writes a file about its own tokens: a pass is the sum over ranks.
+        # Each rank writes a file with its own tokens: sum the counts of a forward pass over ranks.
         key = record.get("forward_pass_id", i)
         counts[key] = counts[key] + logical if key in counts else logical
 
@@ -126,29 +126,28 @@ def _loads(counts: dict[object, npt.NDArray[np.int64]], options: ReadOptions) ->
     if len(shapes) > 1:
         raise ValueError(f"the files have counts of different shapes {sorted(shapes)}: import one model at a time")
     whole = np.stack(list(counts.values()))
-    layers = np.flatnonzero(whole.any((0, 2)))  # dense layers have rows of zeros
+    layers = np.flatnonzero(whole.any((0, 2)))  # dense layers are 0
     if not len(layers):
         raise ValueError("every layer of the recording is empty: nothing to import")
-    model = options.model
-    if model is not None and len(layers) != model.n_layers:
-        raise ValueError(f"{len(layers)} layers with tokens, but {model.name} has {model.n_layers} MoE layers")
-    return LoadTrace(whole[:, layers], layers, options.chosen, model.name if model else None, options.name)
+    options.check_moe_layers(len(layers))
+    return LoadTrace(whole[:, layers], layers, options.expected_top_k, options.model_name, options.name)
 
 
 class _Seen:
-    """Passes that were read already: without data-parallel attention every rank records the same tokens."""
+    """Forward passes that were read before. Without data-parallel attention every rank records the same tokens."""
 
     def __init__(self) -> None:
         self.n_experts = 0
         self._passes: set[tuple[object, bytes]] = set()
 
-    def again(self, pass_id: object, positions: bytes, block: Ids) -> bool:
+    def add(self, pass_id: object, positions: bytes, block: Ids) -> bool:
+        """Remember a forward pass. Returns whether it is new."""
         digest = hashlib.blake2b(positions)
         digest.update(np.ascontiguousarray(block).data)
         key = (pass_id, digest.digest())
-        again = key in self._passes
+        new = key not in self._passes
         self._passes.add(key)
-        return again
+        return new
 
 
 def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Seen, options: ReadOptions) -> None:
@@ -160,16 +159,16 @@ def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Se
         routed = _tensor(record.get("topk_ids_of_layer"), 3, "topk_ids_of_layer (layers, tokens, 8)", where)
         if len(routed) != len(slots):
             raise ValueError(f"{where}: {len(routed)} layers routed, but the slot map has {len(slots)}")
-        # Dense layers are −1 throughout. A pass without tokens cannot tell.
+        # Dense layers are −1 everywhere, but so are all layers of a forward pass without tokens.
         here = np.flatnonzero((routed >= 0).any((1, 2)))
         if not len(here):
             continue
         moe = here if moe is None else moe
         if not np.array_equal(here, moe):
-            raise ValueError(f"{where}: tokens in layers {here.tolist()}, but before in {moe.tolist()}")
-        # The 8 columns are filled from the left; a pass may also be padded with rows that belong to no token.
+            raise ValueError(f"{where}: tokens in layers {here.tolist()}, but earlier in {moe.tolist()}")
+        # The 8 columns are filled from the left. Rows without experts are padding.
         first = routed[moe[0]]
-        width = options.chosen or max(int((routed[l] >= 0).sum(1).max()) for l in moe)
+        width = options.expected_top_k or max(int((routed[l] >= 0).sum(1).max()) for l in moe)
         rows = np.flatnonzero((first >= 0).any(1))
         block = np.empty((len(rows), len(moe), width), np.int16)
         for column, layer in enumerate(moe):
@@ -178,7 +177,7 @@ def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Se
                 raise ValueError(f"{where}: layer {layer} uses more than top-{width} experts")
             block[:, column] = to_logical(ids[:, :width], slots[layer], int(layer), where)
         positions = np.asarray(_listed(record.get("positions"))).tobytes()
-        if seen.again(record.get("forward_pass_id", (str(path), i)), positions, block):
+        if not seen.add(record.get("forward_pass_id", (str(path), i)), positions, block):
             continue
         mode = _number(record.get("forward_mode"))
         phase = PHASES.get(mode, f"mode {mode}")
@@ -196,39 +195,37 @@ def _number(value: Any) -> int:
 
 
 def _sequences(record: dict[Any, Any], rows: npt.NDArray[np.int64], n_rows: int, where: str) -> list[int]:
-    """Lengths of the sequences among the kept rows. A decoded token stands alone: the dump does not say whose it is."""
+    """Lengths of the sequences in ``rows``. Each decoded token is its own sequence: the dump has no request ids."""
     lengths = _listed(record.get("extend_seq_lens"))
     if not lengths:
         return [1] * len(rows)
     if min(lengths) < 0 or sum(lengths) > n_rows:
         raise ValueError(f"{where}: extend_seq_lens sums to {sum(lengths)}, but there are {n_rows} tokens")
-    lengths.append(n_rows - sum(lengths))  # rows behind the last sequence, pads as a rule
+    lengths.append(n_rows - sum(lengths))  # rows after the last sequence, usually padding
     kept = np.bincount(np.repeat(np.arange(len(lengths)), lengths)[rows], minlength=len(lengths))
     return [int(n) for n in kept if n]
 
 
-# -- routed experts over HTTP ------------------------------------------------------------------------------------
-
-
-def _routed(files: Sequence[Path], options: ReadOptions) -> TokenTrace:
-    """Raw int32 of (tokens, all layers, K), logical ids, no header: the sizes must come from the model or the caller."""
-    layers, top_k = options.all_layers, options.chosen
+def _read_responses(files: Sequence[Path], options: ReadOptions) -> TokenTrace:
+    """Each response is int32 logical ids (tokens, all layers, K) without a header: the options must have the sizes."""
+    layers, top_k = options.expected_layers, options.expected_top_k
     if not layers or not top_k:
         raise ValueError(
-            "SGLang sends routed experts without their shape: give --model, or --n-layers (dense ones too) and --top-k"
+            "SGLang sends routed experts without their shape: give --model, or --n-layers (including dense layers) "
+            "and --top-k"
         )
     blocks, dense = TokenBlocks(), DenseZeros(options)
     for path in files:
         for where, data in payloads(path):
             if len(data) % (4 * layers * top_k):
                 raise ValueError(
-                    f"{where}: {len(data)} bytes are not whole tokens of {layers} layers × top-{top_k} × 4 bytes"
+                    f"{where}: {len(data)} bytes are not a multiple of {layers} layers × top-{top_k} × 4 bytes"
                 )
             block, layer_ids = dense.strip(np.frombuffer(data, "<i4").reshape(-1, layers, top_k), where)
             blocks.add(block, layer_ids, [len(block)] if len(block) else [], "all", where)
     return TokenTrace(
         **blocks.fields(),
-        n_experts=options.experts,
-        model=options.model.name if options.model else None,
+        n_experts=options.expected_experts,
+        model=options.model_name,
         name=options.name,
     )

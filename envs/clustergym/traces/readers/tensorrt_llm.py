@@ -1,4 +1,4 @@
-"""TensorRT-LLM: the expert statistics that ``EXPERT_STATISTIC_PATH`` collects."""
+"""TensorRT-LLM: the expert statistics that it writes to the folder ``EXPERT_STATISTIC_PATH``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.common.extras import require
 from clustergym.traces.load_trace import LoadTrace
 from clustergym.traces.readers.base import ReadOptions, expand, parse_json, slot_counts_to_logical
 from clustergym.traces.readers.slot_plans import read_tensorrt_llm_plan
@@ -18,16 +19,17 @@ _KEY = re.compile(r"(\d+)_(\d+)")
 
 
 def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
-    """``meta_info.json`` and ``rank*.safetensors`` of one folder: counts by iteration and global layer, summed over ranks."""
+    """Read ``meta_info.json`` and ``rank*.safetensors`` of one folder. Counts are summed over ranks."""
     files = [f for f in expand(paths, "rank*.safetensors", "meta_info.json") if not f.stem.endswith("_raw")]
     ranks = [f for f in files if f.suffix == ".safetensors"]
     if not ranks:
-        raise ValueError("no rank*.safetensors among the files: give the folder that EXPERT_STATISTIC_PATH named")
+        raise ValueError("no rank*.safetensors among the files: give the folder of EXPERT_STATISTIC_PATH")
     meta = [f for f in files if f.name == "meta_info.json"]
     meta = meta or [f.with_name("meta_info.json") for f in ranks[:1] if f.with_name("meta_info.json").is_file()]
-    n_experts, top_k = _meta(meta[0], options) if meta else (options.experts, options.chosen)
+    expected = options.expected_experts, options.expected_top_k
+    n_experts, top_k = _meta(meta[0], expected) if meta else expected
     if not n_experts:
-        raise ValueError(f"no meta_info.json beside {ranks[0]}: give it, --model, or --n-experts")
+        raise ValueError(f"no meta_info.json next to {ranks[0]}: give it, --model, or --n-experts")
     slots = _slots(options)
     counts: dict[tuple[int, int], npt.NDArray[np.int64]] = {}
     for path in ranks:
@@ -39,42 +41,41 @@ def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
     for step in steps:
         for layer in layers:
             if (step, layer) not in counts:
-                raise ValueError(f"iteration {step} has no counts for layer {layer} in any rank: is a file cut short?")
+                raise ValueError(f"iteration {step} has no counts for layer {layer} in any rank: is a file truncated?")
     whole = np.array([[counts[step, layer] for layer in layers] for step in steps], np.int64)
     whole = whole[whole.any((1, 2))]
     if not len(whole):
         raise ValueError("every iteration is empty: nothing to import")
-    model = options.model
-    if model is not None and len(layers) != model.n_layers:
-        raise ValueError(f"{len(layers)} layers recorded, but {model.name} has {model.n_layers} MoE layers")
-    return LoadTrace(whole, np.array(layers), top_k, model.name if model else None, options.name)
+    options.check_moe_layers(len(layers))
+    return LoadTrace(whole, np.array(layers), top_k, options.model_name, options.name)
 
 
-def _meta(path: Path, options: ReadOptions) -> tuple[int, int]:
+def _meta(path: Path, expected: tuple[int, int]) -> tuple[int, int]:
+    """(experts, experts per token) in ``meta_info.json``. ``expected`` has the same two, 0 if unknown."""
     document = parse_json(path.read_bytes(), str(path))
     found = [document.get(k) if isinstance(document, dict) else None for k in ("num_experts", "num_experts_per_token")]
     values = [v for v in found if isinstance(v, int) and not isinstance(v, bool) and v > 0]
     if len(values) < 2:
         raise ValueError(f"{path}: expected positive num_experts and num_experts_per_token, found {found}")
-    for value, expected, what in zip(values, (options.experts, options.chosen), ("experts", "per token"), strict=True):
-        if expected and value != expected:
-            raise ValueError(f"{path}: {value} ({what}) recorded, expected {expected}")
+    for value, known, what in zip(values, expected, ("experts", "experts per token"), strict=True):
+        if known and value != known:
+            raise ValueError(f"{path}: {value} {what} recorded, expected {known}")
     return values[0], values[1]
 
 
 def _recorded(path: Path) -> list[tuple[tuple[int, int], npt.NDArray[Any]]]:
-    from safetensors import SafetensorError, safe_open
-
+    """((iteration, layer), counts) of every tensor in the file."""
+    safetensors = require("safetensors", "engines")
     found = []
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safetensors.safe_open(path, framework="numpy") as file:
             for key in sorted(file.keys()):
                 match = _KEY.fullmatch(key)
                 if match is None:
                     raise ValueError(f"{path}: tensor {key!r}: expected ITERATION_LAYER")
                 found.append(((int(match[1]), int(match[2])), file.get_tensor(key)))
-    except (SafetensorError, OSError, TypeError) as error:
-        raise ValueError(f"{path}: not a whole .safetensors file: {error}") from error
+    except (safetensors.SafetensorError, OSError, TypeError) as error:
+        raise ValueError(f"{path}: not a complete .safetensors file: {error}") from error
     return found
 
 
@@ -93,12 +94,11 @@ def _logical(
     if slots is None:
         if len(recorded) != n_experts:
             raise ValueError(
-                f"{path}: layer {layer} has {len(recorded)} counts for {n_experts} experts: with its load balancer on, "
-                "TensorRT-LLM counts slots: give --slot-plan with the plan it ran with"
+                f"{path}: layer {layer} has {len(recorded)} counts for {n_experts} experts. With its load balancer on, "
+                "TensorRT-LLM counts tokens per slot: give --slot-plan with the plan that it ran with"
             )
         return recorded.astype(np.int64)
-    if layer not in slots or len(slots[layer]) != len(recorded):
-        raise ValueError(
-            f"{path}: layer {layer} has {len(recorded)} counts, but the slot plan has {layer in slots and len(slots[layer])}"
-        )
+    planned = len(slots[layer]) if layer in slots else 0
+    if planned != len(recorded):
+        raise ValueError(f"{path}: layer {layer} has {len(recorded)} counts, but {planned} slots in the slot plan")
     return slot_counts_to_logical(recorded, slots[layer], n_experts)

@@ -1,7 +1,8 @@
-"""``.pt`` files from strangers: looked through before torch touches them.
+"""Load ``.pt`` files from untrusted sources. They are checked before torch opens them.
 
-``weights_only=True`` keeps torch from running code. It does not keep a file from asking for memory: an entry may be packed a thousand
-times, a byte array may be made from one number, and a tensor may claim a shape its storage does not have.
+With ``weights_only=True`` torch runs no code of a file. But a file can still make it allocate any amount of memory: an
+entry may be compressed a thousand times, a byte array may be created from its length, and a tensor may have a shape
+that is larger than its storage.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ _STORAGES = ("Byte", "Char", "Short", "Int", "Long", "Bool", "Half", "BFloat16",
 _GLOBALS |= {f"torch {kind}Storage" for kind in _STORAGES}
 
 
+class _RefusedError(ValueError):
+    """The pickle in a file does something that no recording needs."""
+
+
 def load_tensors(path: Path) -> Any:
-    """What ``torch.save`` wrote there: dicts and lists of tensors, numbers and strings, and nothing else. Storages are mapped."""
+    """Load dicts and lists of tensors, numbers and strings that ``torch.save`` wrote. Storages are memory-mapped."""
     try:
         _check_archive(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    # torch answers broken files with all of these.
+    # Broken files make torch raise any of these.
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, IndexError, AttributeError) as error:
         reason = str(error).split("\n")[0][:200]
         raise ValueError(f"{path}: not a readable torch file: {reason}") from error
@@ -40,35 +45,35 @@ def _check_archive(path: Path) -> None:
             if packed:
                 raise ValueError(f"{path}: {packed[0]} is compressed, which torch.save never does: refused")
             if sum(m.file_size for m in members) > path.stat().st_size:
-                raise ValueError(f"{path}: its entries are together longer than the file: refused")
+                raise ValueError(f"{path}: its entries are larger than the file: refused")
             programs = [m for m in members if m.filename.endswith("/data.pkl")]
             if len(programs) != 1:
-                raise ValueError(f"{path}: not a file of torch.save")
+                raise ValueError(f"{path}: not a file that torch.save wrote")
             _check_program(archive.read(programs[0]), path)
     except zipfile.BadZipFile as error:
-        raise ValueError(f"{path}: not a whole file of torch.save ({error}); was it truncated?") from error
+        raise ValueError(f"{path}: not a complete file of torch.save ({error}); was it truncated?") from error
 
 
 def _check_program(program: bytes, path: Path) -> None:
-    """Only what tensors, dicts and lists need may be named in the pickle."""
+    """Refuse a pickle that names anything but the globals that tensors, dicts and lists need."""
     try:
         for operation, argument, _ in pickletools.genops(program):
             if operation.name == "GLOBAL" and argument not in _GLOBALS:
-                raise ValueError(
-                    f"{path}: the file wants {str(argument).replace(' ', '.')}, which no recording needs: refused"
+                raise _RefusedError(
+                    f"{path}: the file names {str(argument).replace(' ', '.')}, which no recording needs: refused"
                 )
             if operation.name in ("STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
-                raise ValueError(
-                    f"{path}: the file makes objects ({operation.name}), which no recording needs: refused"
+                raise _RefusedError(
+                    f"{path}: the file creates objects ({operation.name}), which no recording needs: refused"
                 )
-    except ValueError as error:
-        if str(error).startswith(str(path)):
-            raise
+    except _RefusedError:
+        raise
+    except ValueError as error:  # pickletools cannot parse the program
         raise ValueError(f"{path}: not a readable torch file: {error}") from error
 
 
 def _check_tensors(value: Any, where: str) -> None:
-    """No tensor may be larger than what is stored of it."""
+    """Refuse tensors that are larger than their storage."""
     pending, seen = [value], set()
     while pending:
         item = pending.pop()
@@ -76,8 +81,8 @@ def _check_tensors(value: Any, where: str) -> None:
             stored = item.untyped_storage().nbytes()
             if item.numel() * item.element_size() > stored:
                 raise ValueError(
-                    f"{where}: a tensor of shape {tuple(item.shape)} with only {stored} bytes stored: refused"
+                    f"{where}: a tensor of shape {tuple(item.shape)} has a storage of only {stored} bytes: refused"
                 )
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
-            seen.add(id(item))  # a list may hold itself
+            seen.add(id(item))  # a list may contain itself
             pending.extend(item.values() if isinstance(item, dict) else item)

@@ -1,4 +1,4 @@
-"""vLLM: ``CompletionOutput.routed_experts`` saved as ``.npy``, or as an HTTP server sends it: base64 of a ``.npy``."""
+"""vLLM: ``CompletionOutput.routed_experts`` saved as ``.npy``, or HTTP responses with the base64 of a ``.npy`` file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from clustergym.traces.token_trace import TokenTrace
 
 
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
-    """Each answer is one sequence, (tokens, all layers, K) logical ids; dense layers read 0."""
+    """Each response is one sequence: (tokens, all layers, K) logical ids, with 0 in dense layers."""
     blocks, dense = TokenBlocks(), DenseZeros(options)
     for path in expand(paths, "*.npy", "*.json", "*.jsonl"):
-        for where, ids in _answers(path):
+        for where, ids in _responses(path):
             if ids.ndim != 3 or ids.dtype.kind not in "iu" or 0 in ids.shape[1:]:
                 raise ValueError(
                     f"{where}: {ids.dtype} of shape {ids.shape}: expected integers (tokens, layers, top-k)"
@@ -28,13 +28,13 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
             blocks.add(block, layer_ids, [len(block)] if len(block) else [], "all", where)
     return TokenTrace(
         **blocks.fields(),
-        n_experts=options.experts,
-        model=options.model.name if options.model else None,
+        n_experts=options.expected_experts,
+        model=options.model_name,
         name=options.name,
     )
 
 
-def _answers(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+def _responses(path: Path) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     if path.suffix == ".npy":
         with open(path, "rb") as file:
             yield str(path), read_npy(file, path.stat().st_size, str(path))
