@@ -1,11 +1,10 @@
-"""How long importing takes and how much memory it needs: ten million token-layer entries in each engine's format.
+"""Time and memory for importing ten million token-layer entries in the format of each engine.
 
     python benchmarks/import_traces.py
     python benchmarks/import_traces.py --entries 1_000_000 --formats vllm megatron
 
-The recordings are written first (not timed), each import then runs in a process of its own, whose CPU time and largest resident
-memory are read when it ends. ``result`` is the size of the trace in memory; the memory of a process that imports the readers and
-nothing else is taken off. DeepSeek-V3's shape: 58 MoE layers after 3 dense ones, top-8 of 256.
+The recordings are written first, which is not timed. Then each import runs in its own process, which reports its CPU
+time and the growth of its peak memory. The shape is that of DeepSeek-V3: 58 MoE and 3 dense layers, top-8 of 256.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ if paths:
     result = trace.experts.nbytes
     read_s, read_cpu = time.perf_counter() - began, time.process_time() - cpu
     trace.save(out)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps({"read_s": read_s, "read_cpu_s": read_cpu, "s": time.perf_counter() - began,
-        "cpu_s": time.process_time() - cpu, "peak_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024,
+        "cpu_s": time.process_time() - cpu, "peak_mb": (peak - base) / 1024,
         "result_mb": result / 2**20, "tokens": trace.n_tokens, "sum": int(trace.experts.sum(dtype="int64"))}))
 """
 
@@ -49,15 +49,15 @@ if paths:
 @dataclass
 class Args:
     entries: int = 10_000_000
-    """Token-layer entries, each with its eight experts."""
+    """Number of token-layer entries, each with eight experts."""
     formats: list[str] = field(default_factory=lambda: ["vllm", "sglang-tokens", "sglang-http", "megatron", "esft"])
-    """Which of them."""
+    """Formats to measure."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this file."""
 
 
 def write(kind: str, logical: np.ndarray, folder: Path) -> tuple[str, list[Path]]:
-    """(engine, files) of a recording of the routing."""
+    """Write a recording of the routing. Returns (engine, files)."""
     n = len(logical)
     sequences = np.array_split(np.arange(n), max(1, n // 1000))
     if kind == "vllm":
@@ -111,16 +111,18 @@ def main(args: Args) -> None:
                 check=True,
             )
             row = json.loads(done.stdout)
-            assert (row.pop("tokens"), row.pop("sum")) == (tokens, checksum), f"{kind}: not what was written"
+            assert (row.pop("tokens"), row.pop("sum")) == (tokens, checksum), (
+                f"{kind}: the imported trace differs from the one written"
+            )
             rows.append({"format": kind, "files_mb": size / 2**20, "trace_mb": out.stat().st_size / 2**20, **row})
         print(f"{kind}: {rows[-1]['s']:.1f} s", file=sys.stderr)
     print(f"\n{tokens * LAYERS:,} token-layer entries, top-{TOP_K} of {EXPERTS}\n")
-    print("| format | files MB | read s | CPU s | read and saved s | CPU s | peak memory MB | of the result |")
+    print("| format | files MB | read s | CPU s | read and save s | CPU s | peak memory MB | peak / result |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for r in rows:
         print(
-            f"| {r['format']} | {r['files_mb']:.0f} | {r['read_s']:.1f} | {r['read_cpu_s']:.1f} | {r['s']:.1f} | {r['cpu_s']:.1f} "
-            f"| {r['peak_mb']:.0f} | {r['peak_mb'] / r['result_mb']:.1f} × |"
+            f"| {r['format']} | {r['files_mb']:.0f} | {r['read_s']:.1f} | {r['read_cpu_s']:.1f} | {r['s']:.1f} "
+            f"| {r['cpu_s']:.1f} | {r['peak_mb']:.0f} | {r['peak_mb'] / r['result_mb']:.1f} × |"
         )
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)

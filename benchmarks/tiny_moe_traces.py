@@ -1,9 +1,9 @@
-"""What the recorded routing of the small language model is like, and how PPO changed it.
+"""Statistics of the recorded routing of the small language model, and how PPO changed it.
 
     python benchmarks/tiny_moe_traces.py
 
-Prints the statistics of both bundled traces, the mutual information of adjacent layers beside a shuffled control, and how far
-the loads of each domain moved from before to after PPO beside how far domains are apart. Writes a JSON file and a plot.
+Prints the statistics of both bundled traces, the mutual information of adjacent layers with a shuffled control, and how
+much PPO changed the loads of each domain compared with the difference between domains. Writes a JSON file and a plot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ("tiny_moe", "tiny_moe_ppo")
 @dataclass
 class Args:
     n_gpus: int = 16
-    """GPUs for the statistics that need some."""
+    """GPUs for the statistics on GPUs per token and on grouping."""
     output: Path = Path("runs/tiny_moe_traces")
     """Prefix of the .json and .png files."""
 
@@ -48,13 +48,13 @@ def divergence(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def changed(before: TokenTrace, after: TokenTrace) -> float:
-    """Share of a token's experts that are not the ones from before; the two traces must hold the same tokens."""
+    """Share of the experts of a token that changed. Both traces must have the same tokens."""
     same = (before.experts[:, :, :, None] == after.experts[:, :, None, :]).any(3)
     return float(1 - same.mean())
 
 
 def compare(before: TokenTrace, after: TokenTrace) -> dict[str, dict[str, float]]:
-    """Domain by domain: load skew, how far the loads moved, how far they are from the other domains'."""
+    """For each domain: load imbalance, how much PPO changed the loads, and how much they differ from other domains."""
     table = {}
     for domain in dict.fromkeys(before.domains.tolist()):
         a, b = before.select(domains=domain), after.select(domains=domain)
@@ -66,7 +66,7 @@ def compare(before: TokenTrace, after: TokenTrace) -> dict[str, dict[str, float]
             "moved_by_ppo_bits": divergence(shares(a), shares(b)),
             "from_other_domains_bits": float(np.mean([divergence(shares(a), other) for other in others])),
         }
-        # Only text that both models read can be compared token by token.
+        # The generated text differs between the traces, so it cannot be compared token by token.
         if domain != "generated":
             row["experts_changed"] = changed(a, b)
         table[domain] = row
@@ -74,10 +74,10 @@ def compare(before: TokenTrace, after: TokenTrace) -> dict[str, dict[str, float]
 
 
 def served_after_ppo(before: TokenTrace, after: TokenTrace) -> dict[str, float]:
-    """µs a layer on held-out text after PPO (h800-4x4) of EPLB that planned on the routing of before, and of after, PPO."""
+    """µs per layer on held-out text after PPO (h800-4x4), for EPLB plans on the routing before and after PPO."""
     simulator = Simulator("tiny-moe", "h800-4x4")
     text = [domain for domain in before.domain_names if domain != "generated"]
-    # The same sequences in both, so that the same split holds the same text out.
+    # Both traces have the same sequences, so the split holds out the same text.
     (plan_before, _), (plan_after, serve) = (t.select(domains=text).split(0.5) for t in (before, after))
     unseen = Window.whole(serve, simulator.n_gpus)
     static = simulator.static(before.n_layers)
@@ -138,7 +138,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     console.print(table)
     served = served_after_ppo(*traces.values())
-    console.print("served after PPO, µs a layer: " + ", ".join(f"{name} {time:.1f}" for name, time in served.items()))
+    console.print("served after PPO, µs per layer: " + ", ".join(f"{name} {time:.1f}" for name, time in served.items()))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     plot(*traces.values(), args.output.with_suffix(".png"))
     text = json.dumps(

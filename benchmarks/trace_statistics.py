@@ -1,10 +1,10 @@
-"""Statistics of synthetic token traces beside those of the real traces that they imitate.
+"""Statistics of synthetic token traces next to those of the real traces that they imitate.
 
     python benchmarks/trace_statistics.py
     python benchmarks/trace_statistics.py --markdown table.md --json table.json
 
-The real columns appear only where the recorded traces are: ``deepseek_v2_lite_{intent,law}.npz`` (from the expert
-scores of ESFT) and ``gpt_oss_20b_decode.npz`` (from GPT-OSS-MoE-ExpertFingerprinting) in the folder ``--data``.
+The columns of the real traces need the files ``deepseek_v2_lite_{intent,law}.npz`` (from the expert scores of ESFT) and
+``gpt_oss_20b_decode.npz`` (from GPT-OSS-MoE-ExpertFingerprinting) in the folder ``--data``.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ COMMAND = "python benchmarks/trace_statistics.py"
 @dataclass
 class Args:
     data: Path = ROOT / ".." / "shared" / "data" / "moe"
-    """folder of the real traces; without it only the synthetic columns are shown"""
+    """Folder of the real traces. If it is missing, only the synthetic columns are shown."""
     seeds: int = 5
-    """synthetic traces a preset, with seeds 0, 1, …: their mean and standard deviation are shown"""
+    """Number of synthetic traces per preset, with seeds 0, 1, … The table has their mean and standard deviation."""
     n_gpus: int = 16
-    """GPUs for the statistics on distinct GPUs a token and on grouping"""
+    """GPUs for the statistics on GPUs per token and on grouping."""
     json: Path | None = None
-    """file to write the numbers to"""
+    """Write the numbers to this file."""
     markdown: Path | None = None
-    """file to write the table to, as a Markdown fragment"""
+    """Write the table to this file, in Markdown."""
 
 
 @dataclass
 class Column:
-    """One column of the table: a statistic's mean and, over seeds, its standard deviation (0 for a real trace)."""
+    """One column of the table: the mean and standard deviation of each statistic over seeds."""
 
     title: str
     mean: dict[str, float]
@@ -74,7 +74,6 @@ def synthetic_column(title: str, config: SyntheticConfig, args: Args) -> Column:
     found = [synthetic_trace(config, seed=seed).statistics(args.n_gpus) for seed in range(args.seeds)]
     values = {key: [one[key] for one in found] for key in found[0]}
     mean = {key: float(np.mean(v)) for key, v in values.items()}
-    # The spread of one seed is not known; the sample deviation of several is.
     spread = {key: float(np.std(v, ddof=1)) if len(v) > 1 else 0.0 for key, v in values.items()}
     return Column(title, mean, spread, args.seeds)
 

@@ -696,7 +696,7 @@ def test_eval_compares_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--env-id", "CartPole-v1"], "unknown --env-id 'CartPole-v1'"),
         (["--policy", "luck"], "unknown policy 'luck'; the rules are: grant"),
         (["--streams", "0"], "--streams is 0"),
-        (["--checkpoint", "nowhere.pt"], "no checkpoint here"),
+        (["--checkpoint", "nowhere.pt"], "no checkpoint at"),
         (["--plot", "bars.txt"], "expected a file that ends in .png"),
     ],
 )

@@ -208,7 +208,7 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no allocation policy: .* belongs to 'ppo'"):
         AllocationPolicy.load(tmp_path / "x.pt")
     (tmp_path / "y.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match="truncated or no clustergym checkpoint"):
+    with pytest.raises(CheckpointError, match="truncated or not a clustergym checkpoint"):
         AllocationPolicy.load(tmp_path / "y.pt")
     policy = AllocationPolicy(ppo.Agent(5).state_dict(), None)
     with pytest.raises(ValueError, match=r"observations have shape \(3, 19\), but the policy was trained on \(…, 5\)"):

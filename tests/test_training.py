@@ -88,14 +88,16 @@ def test_failed_save_keeps_the_old_checkpoint_and_leaves_no_temporary_file(
 
 def test_unusable_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "c.pt"
-    with pytest.raises(FileNotFoundError, match="no checkpoint here"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         load_checkpoint(path, "ppo")
 
     save_checkpoint(path, "ppo", state())
     whole = path.read_bytes()
     for cut in (0, 10, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:cut])
-        with pytest.raises(CheckpointError, match=rf"c\.pt \({cut} bytes\) is truncated or no clustergym checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=rf"c\.pt \({cut} bytes\) is truncated or not a clustergym checkpoint"
+        ):
             load_checkpoint(path, "ppo")
 
     torch.save({"model": torch.zeros(2)}, path)
@@ -106,7 +108,7 @@ def test_unusable_checkpoint_is_refused_with_a_reason(tmp_path: Path) -> None:
         load_checkpoint(path, "ppo")
 
     torch.save({"format": "clustergym-checkpoint", "schema": 99, "kind": "ppo", "state": {}}, path)
-    with pytest.raises(CheckpointError, match="has schema 99, this clustergym reads up to 1: update clustergym"):
+    with pytest.raises(CheckpointError, match="has schema 99, but this clustergym reads up to 1: update clustergym"):
         load_checkpoint(path, "ppo")
 
     save_checkpoint(path, "ppo_lstm", state())

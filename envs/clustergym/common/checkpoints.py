@@ -1,4 +1,4 @@
-"""Checkpoint files: written atomically, checked on loading, free of pickled code."""
+"""Checkpoint files: written atomically, validated on loading, without pickled code."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CheckpointError(ValueError):
 
 
 def save_checkpoint(path: Path, kind: str, state: Mapping[str, Any]) -> None:
-    """Write ``state`` (tensors, numbers, strings, lists and dicts of them) so that a reader sees the old file or the new one.
+    """Write ``state`` (tensors, numbers, strings, lists and dicts of them) atomically.
 
-    The bytes go to a temporary file in the same folder, are forced to the disk, and take the name in one step: a
-    process killed at any moment leaves a whole checkpoint behind. ``kind`` names the trainer and is checked on loading.
+    A process that is killed at any moment leaves a complete checkpoint. ``kind`` names the trainer and is checked on
+    loading.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,28 +38,29 @@ def save_checkpoint(path: Path, kind: str, state: Mapping[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, kind: str, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The state that :func:`save_checkpoint` wrote. Only plain data is read: a checkpoint cannot run code.
+    """Load the state that :func:`save_checkpoint` wrote. Only plain data is loaded: a checkpoint cannot run code.
 
     Raises:
-        FileNotFoundError: there is none.
-        CheckpointError: it is truncated, was not written here, is another trainer's, or comes from a newer clustergym.
+        FileNotFoundError: the file does not exist.
+        CheckpointError: the file is truncated, is not a clustergym checkpoint, belongs to another trainer, or comes
+            from a newer clustergym.
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no checkpoint here")
+        raise FileNotFoundError(f"no checkpoint at {path}")
     try:
         content = torch.load(path, map_location=device, weights_only=True)
-    except Exception as reason:  # torch raises whatever its zip reader and unpickler happen to meet
+    except Exception as reason:  # a broken file can raise almost anything in torch
         summary = str(reason).partition("\n")[0] or type(reason).__name__
         raise CheckpointError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or no clustergym checkpoint: {summary}"
+            f"{path} ({path.stat().st_size} bytes) is truncated or not a clustergym checkpoint: {summary}"
         ) from reason
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         found = ", ".join(map(str, list(content)[:5])) if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} was not written by clustergym: found {found}")
     if content["schema"] > _SCHEMA:
         raise CheckpointError(
-            f"{path} has schema {content['schema']}, this clustergym reads up to {_SCHEMA}: update clustergym to load it"
+            f"{path} has schema {content['schema']}, but this clustergym reads up to {_SCHEMA}: update clustergym"
         )
     if content["kind"] != kind:
         raise CheckpointError(f"{path} belongs to {content['kind']!r}, not to {kind!r}")

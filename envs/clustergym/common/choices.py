@@ -1,4 +1,4 @@
-"""Checks of options that take one of a few words."""
+"""Checks for options with a fixed set of values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def one_of(value: str, allowed: Sequence[str], what: str) -> int:
-    """Index of ``value`` among the allowed words."""
+    """Index of ``value`` in ``allowed``. Raises a ValueError that lists the allowed values."""
     if value not in allowed:
         raise ValueError(f"unknown {what} {value!r}; expected one of: {', '.join(allowed)}")
     return list(allowed).index(value)

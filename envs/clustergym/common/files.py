@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import IO, Any
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """A file to write to that takes the place of ``path`` when the block ends well; otherwise nothing is left of it.
+    """A temporary file that replaces ``path`` when the block ends. If the block raises, ``path`` is left unchanged.
 
-    Readers, and whoever comes after a crash, see the old file or the whole new one.
+    Readers see either the old file or the complete new one, also after a crash.
     """
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -31,6 +31,6 @@ def atomic_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Replace the text of a file as a whole."""
+    """Replace the text of a file atomically."""
     with atomic_file(path, "w") as file:
         file.write(text)
