@@ -18,10 +18,11 @@ import tyro
 from rich.console import Console
 
 from clustergym import TokenTrace
-from clustergym.cli.evaluate import plot_results, results_table
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
 from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.report.plots import plot_results
+from clustergym.moe_placement.report.tables import results_table
 
 EPLB_NAMES = ("eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold")
 

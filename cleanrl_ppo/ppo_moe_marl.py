@@ -30,8 +30,6 @@ import tyro
 from rich.console import Console
 from torch import Tensor, nn
 
-from clustergym.cli.common import load_traces
-from clustergym.cli.evaluate import plot_results, results_table
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import PlacementBatch, PlacementConfig, Simulator
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
@@ -41,9 +39,11 @@ from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.policy.network import MASKED_LOGIT, NetworkConfig, PlacementPolicy
 from clustergym.moe_placement.policy.planner import FILE_NAME, Policy, ViewSettings, load_policy, save_policy
 from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, Inputs, PolicyView, gains
+from clustergym.moe_placement.report.plots import plot_results
+from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.viewer import draw
-from clustergym.traces import TokenTrace
+from clustergym.traces import TokenTrace, load_traces
 from clustergym.training import (
     CHECKPOINT_NAME,
     CheckpointError,

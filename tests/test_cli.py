@@ -18,11 +18,10 @@ import pytest
 from clustergym import TokenTrace, cli
 from clustergym.cli import evaluate as eval_command
 from clustergym.cli import trace as trace_command
-from clustergym.cli.common import load_traces
 from clustergym.common import files
 from clustergym.moe_placement.planner_registry import PLANNERS
 from clustergym.moe_placement.specs import CLUSTERS, MODELS
-from clustergym.traces import SyntheticConfig, synthetic_trace
+from clustergym.traces import SyntheticConfig, load_traces, synthetic_trace
 
 SMALL = ["--cluster", "h800-2x4", "--window-tokens", "64", "--windows", "2"]
 FIGURES = {
@@ -242,7 +241,7 @@ def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
 def test_unwritable_places_are_refused_before_the_work(
     flag: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval_command, "compare", lambda *_: pytest.fail("the planners ran for nothing"))
+    monkeypatch.setattr(eval_command, "compare", lambda *_, **__: pytest.fail("the planners ran for nothing"))
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder.png").mkdir()
     for path in (tmp_path / "file" / "o.png", tmp_path / "folder.png"):

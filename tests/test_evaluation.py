@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from clustergym import TokenTrace
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window
 from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement.planner_registry import PLANNERS, Entry
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.heuristics import EPLB
 from clustergym.moe_placement.simulator import Stream
@@ -26,7 +26,7 @@ STREAMED = ("drift", "switch", "replay")
 class Recorder(Planner):
     """Remembers all that it is shown, and passes each GPU's experts on to the next GPU, so that everything moves."""
 
-    name = "recorder"
+    made: ClassVar[list[Recorder]] = []
 
     def __init__(self, simulator: Simulator, seed: int = 0) -> None:
         super().__init__(simulator, seed)
@@ -35,6 +35,7 @@ class Recorder(Planner):
         self.plans: list[Placement] = []
         self.tokens: list[int | None] = []
         self.resets = 0
+        self.made.append(self)
 
     def reset(self) -> None:
         self.resets += 1
@@ -48,8 +49,11 @@ class Recorder(Planner):
 
 
 class Clairvoyant(Recorder):
-    name = "clairvoyant"
-    sees_future = True
+    needs_future = True
+
+
+class KeepsPlacement(Recorder):
+    keeps_placement = True
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,7 @@ def test_only_hindsight_sees_the_window_to_come(schedule: str, trace: TokenTrace
     windows = the_stream(test, sim, p, WINDOWS + 1)
     for i, seen in enumerate(planner.seen):
         assert same_windows(seen, windows[: i + 2])
-    assert [name for name, make in PLANNERS.items() if make(sim).sees_future] == ["oracle"]
+    assert [name for name, entry in PLANNERS.items() if entry.planner.needs_future] == ["oracle"]
 
 
 def test_hindsight_on_the_stationary_schedule_plans_for_each_window(trace: TokenTrace, sim: Simulator) -> None:
@@ -139,9 +143,10 @@ def test_all_but_static_start_from_eplb_on_the_first_window(schedule: str, trace
     train, test = p.split(trace)
     eplb = EPLB(sim)
     first = the_stream(test, sim, p, 1)[0]
-    for name, start in (("recorder", eplb.pack(eplb.loads(first))), ("static", sim.static(N_LAYERS))):
-        planner = Recorder(sim)
-        evaluate_planner(planner, name, train, test, p)
+    assert [name for name, entry in PLANNERS.items() if entry.planner.keeps_placement] == ["static"]
+    for kind, start in ((Recorder, eplb.pack(eplb.loads(first))), (KeepsPlacement, sim.static(N_LAYERS))):
+        planner = kind(sim)
+        evaluate_planner(planner, "recorder", train, test, p)
         np.testing.assert_array_equal(planner.placements[0], start)
         for plan, placement in zip(planner.plans, planner.placements[1:], strict=False):
             np.testing.assert_array_equal(plan, placement)
@@ -167,17 +172,11 @@ def test_stationary_planners_do_not_weigh_migration(
     trace: TokenTrace, sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is paid for getting to the plan, so a planner that shrinks from it would be handicapped."""
-    made: list[Recorder] = []
-
-    def make(simulator: Simulator, seed: int = 0) -> Recorder:
-        made.append(Recorder(simulator, seed))
-        return made[-1]
-
-    monkeypatch.setitem(PLANNERS, "recorder", make)
+    monkeypatch.setitem(PLANNERS, "recorder", Entry(Recorder))
     window, static = Window.whole(trace, sim.n_gpus), sim.static(N_LAYERS)
     for schedule in ("stationary", "drift"):
         compare(trace, sim, ["recorder"], protocol(schedule))
-        cost = made[-1].simulator.evaluate(window, np.roll(static, 1, axis=1), static)
+        cost = Recorder.made[-1].simulator.evaluate(window, np.roll(static, 1, axis=1), static)
         assert (cost.migration_us < 1e-6).all() == (schedule == "stationary")
         assert cost.time_us == pytest.approx(sim.evaluate(window, np.roll(static, 1, axis=1)).time_us)
 

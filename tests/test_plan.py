@@ -26,13 +26,13 @@ from clustergym.moe_placement.engines import (
     read_plan,
     write_plan,
 )
-from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
 from clustergym.moe_placement.planners.heuristics import EPLB
 from clustergym.moe_placement.planning import (
     LoadWindow,
-    _Observed,
+    Observed,
     fill_empty,
-    loads_only,
     make_plan,
     model_of,
 )
@@ -226,7 +226,8 @@ def small_trace(**changes: Any) -> TokenTrace:
     return synthetic_trace(SyntheticConfig(**(options | changes)), seed=1)
 
 
-SIMULATOR = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
+CLUSTER = get_cluster("h800-2x4", slots_per_gpu=2)
+SIMULATOR = Simulator("mixtral-8x7b", CLUSTER, passes_per_window=PASSES_OF_A_PERMANENT_PLAN)
 
 
 def test_the_first_part_comes_first_in_each_domain() -> None:
@@ -279,8 +280,8 @@ def test_figures_are_the_simulators() -> None:
     assert 0.4 < plan.best.decision_s < 10
 
 
-def observed_of(trace: TokenTrace, simulator: Simulator) -> _Observed:
-    return _Observed(trace, simulator, 256, 4096, 0)
+def observed_of(trace: TokenTrace, simulator: Simulator) -> Observed:
+    return Observed(trace, simulator, 256, 4096, 0)
 
 
 def test_an_empty_slot_gets_the_replica_that_helps_most() -> None:
@@ -313,7 +314,7 @@ def test_filling_ends_lawfully(seed: int, empty: int, counts: bool) -> None:
     placement = np.concatenate([placement, np.roll(placement, 3, axis=1)], axis=2)
     for l in range(2):
         placement[l, rng.permutation(8)[:empty], 1] = -1
-    filled = fill_empty(SIMULATOR, _Observed(part, SIMULATOR, 256, 4096, 0), placement)
+    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, 256, 4096, 0), placement)
     assert (filled >= 0).all()
     assert (filled[placement >= 0] == placement[placement >= 0]).all()
     SIMULATOR.check(filled)
@@ -340,14 +341,14 @@ def counts_trace(steps: int = 6) -> LoadTrace:
 
 
 def test_planners_on_loads_take_counts_and_the_others_say_what_is_missing() -> None:
-    assert loads_only() == [
+    assert planners_on_loads() == [
         "static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
     ]  # fmt: skip
     for name in ("anneal", "grouping", "bottleneck", "swap-greedy"):
         with pytest.raises(ValueError, match=rf"'{name}' needs to know which experts a token used together.*eplb"):
             make_plan(counts_trace(), SIMULATOR, name)
         # A library user who hands the window over hears it too.
-        with pytest.raises(ValueError, match="only the experts' loads are known here, not which experts"):
+        with pytest.raises(ValueError, match="only the load of each expert is known, not which experts"):
             make_planner(name, SIMULATOR).plan([LoadWindow(counts_trace().loads(), 100)], SIMULATOR.static(32))
 
 
@@ -368,7 +369,7 @@ def test_models_of_counts() -> None:
     assert model_of(counts_trace(), None).name == "mixtral-8x7b"
     with pytest.raises(ValueError, match="32 layers × 8 experts, but gpt-oss-20b has 24 × 32"):
         model_of(counts_trace(), "gpt-oss-20b")
-    with pytest.raises(ValueError, match="do not say of which model"):
+    with pytest.raises(ValueError, match="do not name their model"):
         model_of(dataclasses.replace(counts_trace(), model=None), None)
     with pytest.raises(ValueError, match="one step of counts cannot be split"):
         make_plan(counts_trace(1), SIMULATOR, "eplb")
@@ -463,7 +464,7 @@ def test_the_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixtu
         str(tmp_path / "p.json"),
     ]
     assert cli.main(arguments) == 0
-    assert "counts tell no traffic" in capsys.readouterr().out
+    assert "counts do not show the traffic" in " ".join(capsys.readouterr().out.split())
     assert '"exact":false' in report.read_text()
     assert cli.main(["plan", str(source), *SMALL, "--planner", "anneal", "-o", str(tmp_path / "q.json")]) == 2
     assert "counts only" in capsys.readouterr().err
@@ -477,7 +478,7 @@ def test_the_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--planner", "oracle"], "makes no plan to load"),
         (["--engine", "tgi"], "unknown engine 'tgi'"),
         (["--engine", "tensorrt-llm"], r"tensorrt-llm reads a plan from \.yaml or \.yml"),
-        (["--checkpoint", "x.pt"], "--checkpoint is for the planner 'policy'"),
+        (["--checkpoint", "x.pt"], "--checkpoint is for the planners policy and policy-guided, not for 'eplb'"),
         (["--report", "r.pdf"], r"expected a file that ends in \.html"),
         (["--model", "deepseek-v3"], "top-8 of 256"),
         (["--share", "1"], "share is 1.0"),

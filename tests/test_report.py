@@ -14,7 +14,7 @@ import pytest
 
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.planning import Plan, make_plan
-from clustergym.moe_placement.report import render, write_report
+from clustergym.moe_placement.report.html import render, write_report
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 

@@ -1,5 +1,7 @@
-"""The command line. Each command is a module here with a ``Command`` (its flags) and a ``run``; only the one asked for is
-imported, so that ``clustergym webhook`` needs neither torch nor numba."""
+"""The command line. Each command is a module with a ``Command`` (its flags) and a ``run``.
+
+Only the module of the given command is imported, so ``clustergym webhook`` needs neither torch nor numba.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,20 @@ from clustergym.common.extras import MissingExtra
 
 COMMANDS = {
     "eval": ("evaluate", "compare planners, or allocation policies (--task gpu-allocation), on held-out traffic"),
-    "trace": ("trace", "look at token traces, make synthetic ones, import what engines recorded"),
-    "plan": ("plan", "choose a placement that an engine loads, with a report on held-out traffic"),
-    "sweep": ("sweep", "run a wandb sweep file locally, resume it, show its leaderboard"),
+    "trace": ("trace", "inspect token traces, generate synthetic ones, import recordings of engines"),
+    "plan": ("plan", "choose a placement, measure it on held-out traffic, and write it for an engine"),
+    "sweep": ("sweep", "run a wandb sweep file on this machine, resume it, show its leaderboard"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
 }
 """Command → (module, what it does)."""
 
 
 def module_of(argv: list[str]) -> str:
-    """The module behind a command line. ``eval`` has one for each task, because their flags differ."""
+    """The module of a command line. ``eval`` has one module per task, because their flags differ."""
     name, rest = argv[0], argv[1:]
-    given = [after for flag, after in pairwise(rest) if flag == "--task"]
-    given += [flag.removeprefix("--task=") for flag in rest if flag.startswith("--task=")]
-    return "eval_gpu" if name == "eval" and given == ["gpu-allocation"] else COMMANDS[name][0]
+    tasks = [value for flag, value in pairwise(rest) if flag == "--task"]
+    tasks += [flag.removeprefix("--task=") for flag in rest if flag.startswith("--task=")]
+    return "eval_gpu" if name == "eval" and tasks == ["gpu-allocation"] else COMMANDS[name][0]
 
 
 def _overview(console: Console) -> None:
@@ -41,26 +43,24 @@ def _overview(console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of ``clustergym``. Wrong input ends with a sentence and status 2, not with a traceback."""
+    """Entry point of ``clustergym``. Invalid input gives a one-line error and exit code 2, not a traceback."""
     argv = sys.argv[1:] if argv is None else argv
-    # Piped output has no width of its own: leave room for the whole table.
+    # Piped output has no width of its own: leave room for a whole table.
     console = Console() if sys.stdout.isatty() else Console(width=130)
-    errors = Console(stderr=True)
+
+    def fail(message: str) -> int:
+        Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        return 2
+
     if not argv or argv[0] in ("-h", "--help"):
         _overview(console)
         return 0 if argv else 2
     if argv[0] not in COMMANDS:
-        errors.print(
-            f"[red]error:[/] unknown command {escape(repr(argv[0]))}; the commands are: {', '.join(COMMANDS)}",
-            highlight=False,
-            soft_wrap=True,
-        )
-        return 2
+        return fail(f"unknown command {argv[0]!r}; the commands are: {', '.join(COMMANDS)}")
     try:
         module = import_module(f"clustergym.cli.{module_of(argv)}")
         args = tyro.cli(module.Command, args=argv[1:], prog=f"clustergym {argv[0]}")
         module.run(args, console, shlex.join(["clustergym", *argv]))
     except (ValueError, OSError, MissingExtra) as error:
-        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        return 2
+        return fail(str(error))
     return 0

@@ -1,4 +1,4 @@
-"""What several commands need."""
+"""Helpers of several commands."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import os
 from pathlib import Path
 
 from clustergym.common.extras import require
-from clustergym.traces import TokenTrace
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def load_traces(sources: list[str]) -> TokenTrace:
-    """One trace, or several joined with one domain each."""
-    twice = sorted({source for source in sources if sources.count(source) > 1})
-    if twice:
-        raise ValueError(f"trace {twice[0]!r} is given twice: what is held out of one would be planned on in the other")
-    traces = [TokenTrace.load(source) for source in sources]
-    if len(traces) == 1:
-        return traces[0]
-    names = [t.name for t in traces]
-    # Files of the same name in different folders are still domains of their own.
-    return TokenTrace.concat(traces, domains=names if len(set(names)) == len(names) else sources)
-
-
-def prepare_outputs(json: Path | None, plot: Path | None) -> None:
-    """Refuse what cannot be written before the work is done, not after."""
-    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"--plot {plot}: expected a file that ends in {', '.join(PLOT_SUFFIXES)}")
-    if plot is not None:
-        require("matplotlib", "render")
-    for path in (json, plot):
+def prepare_files(*paths: Path | None) -> None:
+    """Create the folders of output files. Raise a ValueError if a file cannot be written, before the work is done."""
+    for path in paths:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir() or not os.access(path.parent, os.W_OK):
                 raise ValueError(f"cannot write {path}: it is a folder, or its folder is not writable")
+
+
+def prepare_outputs(json: Path | None, plot: Path | None) -> None:
+    """Check ``--json`` and ``--plot`` before the work is done."""
+    if plot is not None:
+        if plot.suffix not in PLOT_SUFFIXES:
+            raise ValueError(f"--plot {plot}: expected a file that ends in {', '.join(PLOT_SUFFIXES)}")
+        require("matplotlib", "render")
+    prepare_files(json, plot)
+
+
+def check_trace_output(path: Path) -> None:
+    """Check ``--output`` of commands that write a trace before the work is done."""
+    if path.suffix != ".npz":
+        raise ValueError(f"traces are saved as .npz, found {path.name!r}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"cannot write {path}: it is a folder, or its folder does not exist or is not writable")

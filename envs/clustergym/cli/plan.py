@@ -1,9 +1,8 @@
-"""``clustergym plan``: a placement that an engine can load, with the evidence on traffic it was not chosen on."""
+"""``clustergym plan``: choose a placement, measure it on held-out traffic, and write it for an engine."""
 
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +15,15 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from clustergym.cli.common import prepare_files
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.engines import EnginePlan, check_path, check_plan, get_engine, how_to_load, write_plan
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement.engines import EnginePlan, check_layers, check_path, how_to_load, write_plan
+from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.planning import Plan, make_plan, model_of
-from clustergym.moe_placement.report import write_report
+from clustergym.moe_placement.report.html import write_report
+from clustergym.moe_placement.report.tables import plan_table
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.traces import load_any_trace
@@ -30,61 +31,61 @@ from clustergym.traces import load_any_trace
 
 @dataclass
 class Command:
-    """Choose a placement on the first part of a trace, measure it on the rest, and write it as an engine loads it.
+    """Choose a placement on the first part of a trace, measure it on the rest, and write a plan file for an engine.
 
-    Every rule of the engine is checked first: a plan that it would refuse is not written. Slots that the planner leaves empty get the
-    replicas that help most.
+    All rules of the engine are checked, so it does not refuse the plan. Slots that the planner leaves empty are filled
+    with the replicas that help most.
 
-    Example: clustergym plan trace.npz --model deepseek-v2-lite --cluster h800-4x4 --planner anneal --engine sglang -o plan.json
+    Example: clustergym plan trace.npz --cluster h800-4x4 --planner anneal --engine sglang -o plan.json
     """
 
     trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
-    """A trace (.npz, .npy, bundled name), or a load trace: counts only."""
+    """A token trace (.npz, .npy or bundled name), or a load trace, which has only counts."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """The plan to write: .json or .pt for sglang, .yaml for tensorrt-llm, .json for vllm-ascend and vllm."""
+    """Plan file to write: .json or .pt for sglang, .yaml for tensorrt-llm, .json for vllm-ascend and vllm."""
     engine: str = "sglang"
     """sglang, tensorrt-llm, vllm-ascend or vllm."""
     planner: str = "anneal"
-    """anneal, eplb, policy or another planner's name."""
+    """Name of a planner, for example anneal, eplb or policy."""
     checkpoint: Path | None = None
-    """Of the planner 'policy'."""
+    """Policy of the planners 'policy' and 'policy-guided'. Default: the pretrained one."""
     model: str | None = None
-    """Model preset; by default the one that the trace names."""
+    """Model preset. Default: the model that the trace names."""
     cluster: str = "h800-4x4"
-    """Cluster preset: gpu-NODESxGPUS."""
+    """Cluster preset GPU-NODESxGPUS, for example h800-4x4."""
     slots: int | None = None
-    """Experts of a layer that a GPU holds; by default about a quarter more than needed."""
+    """Experts per layer that a GPU can hold. Default: about a quarter more than needed."""
     comm: str = "dedup"
-    """dedup (DeepEP's normal mode) or per-expert (its low-latency mode)."""
+    """dedup: DeepEP's normal mode. per-expert: its low-latency mode."""
     share: float = 0.5
-    """Share of the trace, from its beginning, to plan on; the rest is held out."""
+    """Share of the trace, from its beginning, to plan on. The rest is held out."""
     seconds: float = 30.0
-    """Time that annealing takes."""
+    """Time budget of annealing, in seconds."""
     plan_tokens: int = 8192
-    """Most tokens in the window that planners on tokens see."""
+    """Maximum number of tokens to plan on, for planners that look at tokens."""
     window_tokens: int = 2048
-    """Tokens that the cluster serves in one pass."""
+    """Number of tokens that the cluster serves in one pass."""
     windows: int = 8
-    """Held-out windows to measure on."""
+    """Number of held-out windows to measure on."""
     seed: int = 0
-    """Of the windows and of planners that draw."""
+    """Seed of the windows and of planners that draw random numbers."""
     report: Path | None = None
     """Write a self-contained HTML report to this file."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this JSON file."""
 
 
-class Steps:
-    """What is going on, with a bar where it is known how long it will take."""
+class ProgressBar:
+    """The current step, with a bar if its duration is known."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar, self.task = bar, bar.add_task("reading", total=None)
         self.began, self.seconds = time.monotonic(), 0.0
         self.done = threading.Event()
 
-    def announce(self, what: str, seconds: float | None) -> None:
+    def begin(self, step: str, seconds: float | None) -> None:
         self.began, self.seconds = time.monotonic(), seconds or 0.0
-        self.bar.reset(self.task, description=what, total=seconds)
+        self.bar.reset(self.task, description=step, total=seconds)
 
     def tick(self) -> None:
         while not self.done.wait(0.2):
@@ -93,11 +94,11 @@ class Steps:
 
 
 @contextmanager
-def steps(console: Console) -> Iterator[Steps]:
+def progress_bar(console: Console) -> Iterator[ProgressBar]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        shown = Steps(bar)
-        # The planners hold no lock while they search, so that a thread can move the bar.
+        shown = ProgressBar(bar)
+        # Planners release the GIL while they search, so a thread can move the bar.
         thread = threading.Thread(target=shown.tick, daemon=True)
         thread.start()
         try:
@@ -107,58 +108,25 @@ def steps(console: Console) -> Iterator[Steps]:
             thread.join()
 
 
-def prepare(args: Command) -> None:
-    """Refuse what cannot come to a good end before the work, not after."""
-    get_engine(args.engine)
+def check_arguments(args: Command) -> None:
+    """Raise a ValueError for arguments that cannot work, before the work is done."""
     check_path(args.output, args.engine)
-    if args.planner not in PLANNERS:
-        raise ValueError(f"unknown planner {args.planner!r}; the planners are: {', '.join(PLANNERS)}")
-    if args.planner in ("oracle", "exact"):
-        raise ValueError(
-            f"planner {args.planner!r} is for comparison on small or known traffic: it makes no plan to load"
-        )
-    if args.checkpoint is not None and not args.planner.startswith("policy"):
-        raise ValueError(f"--checkpoint is for the planner 'policy', not for {args.planner!r}")
+    planner = planner_class(args.planner)
+    if planner.needs_future or planner.small_only:
+        raise ValueError(f"planner {args.planner!r} is for comparison only: it makes no plan to load")
+    if args.checkpoint is not None and not planner.takes_checkpoint:
+        takers = " and ".join(name for name, entry in PLANNERS.items() if entry.planner.takes_checkpoint)
+        raise ValueError(f"--checkpoint is for the planners {takers}, not for {args.planner!r}")
     if args.report is not None and args.report.suffix not in (".html", ".htm"):
         raise ValueError(f"--report {args.report}: expected a file that ends in .html")
     for key in ("windows", "window_tokens", "plan_tokens"):
         if getattr(args, key) < 1:
             raise ValueError(f"{key} is {getattr(args, key)}: expected at least 1")
-    for path in (args.output, args.report, args.json):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or not os.access(path.parent, os.W_OK):
-                raise ValueError(f"cannot write {path}: it is a folder, or its folder is not writable")
+    prepare_files(args.output, args.report, args.json)
 
 
-def table_of(plan: Plan) -> Table:
-    what = (
-        "µs of one layer in one forward pass"
-        if plan.exact
-        else "µs of the expert kernels alone: counts tell no traffic"
-    )
-    table = Table(
-        title=escape(f"{plan.trace} on {plan.simulator.cluster.name}, held out: {plan.held_out}"), caption=what
-    )
-    for column in ("planner", "time", "vs static", "vs eplb", "balance", "GPUs/token", "inter-node MB", "decision s"):
-        table.add_column(column, justify="left" if column == "planner" else "right")
-    fastest = min(o.served_us for o in plan.outcomes.values())
-    for name, o in plan.outcomes.items():
-        table.add_row(
-            name,
-            f"{o.served_us:.1f}",
-            *(f"{100 * (o.served_us / plan.outcomes[other].served_us - 1):+.1f} %" for other in ("static", "eplb")),
-            f"{o.balancedness:.3f}",
-            "" if o.gpus_per_token is None else f"{o.gpus_per_token:.2f}",
-            "" if o.inter_node_mb is None else f"{o.inter_node_mb:.2f}",
-            f"{o.decision_s:.3f}",
-            style="bold green" if o.served_us == fastest else None,
-        )
-    return table
-
-
-def figures(plan: Plan, args: Command, line: str) -> dict[str, Any]:
-    against = {other: dict(zip(("mean", "ci95"), plan.versus(other), strict=True)) for other in ("static", "eplb")}
+def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
+    versus = {other: dict(zip(("mean", "ci95"), plan.versus(other), strict=True)) for other in ("static", "eplb")}
     return {
         "planner": plan.chosen,
         "engine": args.engine,
@@ -170,12 +138,12 @@ def figures(plan: Plan, args: Command, line: str) -> dict[str, Any]:
         "planned_on": plan.planned_on,
         "held_out": plan.held_out,
         "exact": plan.exact,
-        "versus": against,
+        "versus": versus,
         "planners": [
             {
-                "planner": o.planner, "served_us": o.served_us, "window_us": o.window_us, "balancedness": o.balancedness,
-                "gpus_per_token": o.gpus_per_token, "inter_node_mb": o.inter_node_mb, "decision_s": o.decision_s,
-                "filled_slots": o.filled,
+                "planner": o.planner, "served_us": o.served_us, "window_us": o.window_us,
+                "balancedness": o.balancedness, "gpus_per_token": o.gpus_per_token,
+                "inter_node_mb": o.inter_node_mb, "decision_s": o.decision_s, "filled_slots": o.filled,
             }
             for o in plan.outcomes.values()
         ],
@@ -186,43 +154,37 @@ def figures(plan: Plan, args: Command, line: str) -> dict[str, Any]:
 def run(args: Command, console: Console, line: str) -> None:
     trace = load_any_trace(args.trace)
     model = model_of(trace, args.model)
-    overrides = {} if args.slots is None else {"slots_per_gpu": args.slots}
-    simulator = Simulator(model, get_cluster(args.cluster, **overrides), args.comm)
-    # What the engine would refuse whatever the planner does is refused now: the static placement stands in for the plan.
-    static = simulator.static(trace.n_layers)
-    check_plan(EnginePlan(static, trace.layer_ids, model))
-    prepare(args)
-    options = {} if args.checkpoint is None else {"checkpoint": args.checkpoint}
-    with steps(console) as shown:
+    cluster = get_cluster(args.cluster, **({} if args.slots is None else {"slots_per_gpu": args.slots}))
+    simulator = Simulator(model, cluster, args.comm, PASSES_OF_A_PERMANENT_PLAN)
+    check_layers(trace.layer_ids, model)
+    check_arguments(args)
+    with progress_bar(console) as shown:
         plan = make_plan(
             trace, simulator, args.planner, share=args.share, window_tokens=args.window_tokens, windows=args.windows,
-            plan_tokens=args.plan_tokens, seconds=args.seconds, seed=args.seed, options=options, announce=shown.announce,
+            plan_tokens=args.plan_tokens, seconds=args.seconds, seed=args.seed, progress=shown.begin,
+            options={} if args.checkpoint is None else {"checkpoint": args.checkpoint},
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
-    check_plan(chosen)
-    console.print(table_of(plan))
+    write_plan(args.output, chosen, args.engine)
+    console.print(plan_table(plan))
     if plan.best.filled:
-        console.print(
-            f"{plan.best.filled} slots that {args.planner} left empty were filled with the replicas that help most"
-        )
-    relative, half = plan.versus("eplb")
+        console.print(f"{args.planner} left {plan.best.filled} slots empty: filled with the replicas that help most")
     if args.planner != "eplb":
+        relative, half = plan.versus("eplb")
         interval = f" ± {100 * half:.1f}" if half else ""
         console.print(
             f"{args.planner} against EPLB on held-out traffic: {100 * relative:+.1f}{interval} % time", highlight=False
         )
         if relative > 0:
             console.print(
-                "[yellow]EPLB's plan serves the held-out traffic faster: consider --planner eplb, or a longer trace[/]"
+                "[yellow]EPLB's plan serves the held-out traffic faster: try --planner eplb, or a longer trace[/]"
             )
-    write_plan(args.output, chosen, args.engine)
+    usage = how_to_load(args.output, chosen, args.engine)
     console.print(escape(f"plan: {args.output}"))
-    console.print(
-        escape(f"load it with: {how_to_load(args.output, chosen, args.engine)}"), highlight=False, soft_wrap=True
-    )
+    console.print(escape(f"load it with: {usage}"), highlight=False, soft_wrap=True)
     if args.report is not None:
-        write_report(args.report, plan, args.engine, how_to_load(args.output, chosen, args.engine), line)
+        write_report(args.report, plan, args.engine, usage, line)
         console.print(escape(f"report: {args.report}"))
     if args.json is not None:
-        write_atomically(args.json, json.dumps(figures(plan, args, line), indent=2) + "\n")
-        console.print(escape(f"figures: {args.json}"))
+        write_atomically(args.json, json.dumps(results(plan, args, line), indent=2) + "\n")
+        console.print(escape(f"results: {args.json}"))

@@ -1,4 +1,4 @@
-"""``clustergym sweep``: a wandb sweep file, run on this machine."""
+"""``clustergym sweep``: run a wandb sweep file on this machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from clustergym.sweeping.store import ranked
 class RunSweep:
     """Run a sweep file: propose parameters, start the program, read its scores, rank the runs.
 
-    The same file works unmodified with ``wandb sweep``. An interrupted sweep (even by SIGKILL) goes on when the command is repeated: ended
-    runs stay, interrupted ones are continued under their own number.
+    The same file works unmodified with ``wandb sweep``. To resume an interrupted sweep (even after SIGKILL), repeat the
+    command: finished runs are kept, and interrupted runs continue under their own number.
 
     Example: clustergym sweep run sweeps/ppo.yaml --count 8 --jobs 2
     """
@@ -33,29 +33,29 @@ class RunSweep:
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """A wandb sweep file (.yaml)."""
     count: int | None = None
-    """Runs in all; by default until the file's run_cap or the end of the grid."""
+    """Total number of runs. Default: until run_cap of the file or the end of the grid."""
     jobs: int = 1
-    """Runs at a time."""
+    """Number of runs at the same time."""
     folder: Path | None = None
-    """For the database and the runs; by default runs/sweep-FILE."""
+    """Folder for the database and the runs. Default: runs/sweep-FILE."""
     proposer: str = "sweeps"
-    """sweeps (wandb's own search) or optuna."""
+    """Search algorithm: sweeps (that of wandb) or optuna."""
     seed: int = 0
-    """Of the proposals."""
+    """Seed of the search algorithm."""
     run_dir_flag: str = "--run-dir"
-    """Flag by which the program takes its folder; 'none' for a program without one."""
+    """Flag of the program that sets its run folder, or 'none' if it has no such flag."""
 
 
 @dataclass
 class Show:
-    """The leaderboard of a sweep, while it runs or after."""
+    """Show the leaderboard of a sweep, while it runs or afterwards."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
-    """Folder of the sweep."""
+    """Folder of a sweep, by default runs/sweep-FILE."""
 
 
 def leaderboard(runs: Sequence[Run], metric: str | None, maximise: bool, title: str) -> Table:
-    """Best first; the parameters that differ between runs, with their values."""
+    """The runs, best first, with the parameters that differ between them."""
     names = list(dict.fromkeys(key for run in runs for key in run.parameters))
     varied = [n for n in names if len({repr(run.parameters.get(n)) for run in runs}) > 1] or names
     table = Table("", "run", metric or "metric", *varied, "state", "s", title=escape(title))
@@ -85,7 +85,9 @@ def run_sweep(args: RunSweep, console: Console, line: str) -> None:
     if args.count is None and sweep.run_cap is None and sweep.method != "grid":
         raise ValueError(f"{args.file}: a {sweep.method} search has no end: give --count, or run_cap in the file")
     if sweep.uses_program and not Path(sweep.program).is_file():
-        raise ValueError(f"{args.file}: no program at {sweep.program}: run the command where that path leads to it")
+        raise ValueError(
+            f"{args.file}: no program at {sweep.program}: run the command from the folder that this path starts from"
+        )
     folder = (args.folder or Path("runs") / f"sweep-{args.file.stem}").resolve()
 
     def show(runs: Sequence[Run]) -> Table:
@@ -102,7 +104,7 @@ def run_sweep(args: RunSweep, console: Console, line: str) -> None:
         try:
             runs = Runner(sweep, folder, args.jobs, args.proposer, args.seed, flag, watch=watch).run(args.count)
         except KeyboardInterrupt:
-            console.print("interrupted: repeat the command to go on", highlight=False)
+            console.print("interrupted: repeat the command to resume", highlight=False)
             raise SystemExit(130) from None
     console.print(show(runs))
     for run in runs:
@@ -116,7 +118,7 @@ def run_sweep(args: RunSweep, console: Console, line: str) -> None:
 
 
 class _terminable:
-    """Within, SIGTERM ends the sweep as Ctrl-C does: its runs are ended too and can be resumed."""
+    """While active, SIGTERM ends the sweep as Ctrl-C does: its runs are stopped too, and can be resumed."""
 
     def __enter__(self) -> None:
         def stop(number: int, frame: FrameType | None) -> None:
@@ -136,14 +138,14 @@ def run_show(args: Show, console: Console, line: str) -> None:
     found, runs = store.config(), store.runs()
     store.close()
     if found is None:
-        raise ValueError(f"{path}: no sweep began here")
+        raise ValueError(f"{path}: no sweep was started in this folder")
     metric = found[1].get("metric", {})
     console.print(leaderboard(runs, metric.get("name"), metric.get("goal") == "maximize", found[0]))
 
 
 @dataclass
 class Command:
-    """Run a wandb sweep file on this machine, or look at one that ran."""
+    """Run a wandb sweep file on this machine, or show its results."""
 
     command: Annotated[
         Annotated[RunSweep, tyro.conf.subcommand("run", prefix_name=False)]

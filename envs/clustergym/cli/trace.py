@@ -1,4 +1,4 @@
-"""``clustergym trace``: look at token traces, make synthetic ones, import what engines recorded."""
+"""``clustergym trace``: inspect token traces, generate synthetic ones, import recordings of engines, record a model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, load_any_t
 
 @dataclass
 class Info:
-    """What a trace holds: size, domains, load skew, co-activation, predictability, drift."""
+    """Show the size, domains and statistics of a trace: load skew, co-activation, predictability, drift."""
 
     trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
-    """A .npz or .npy file or the name of a bundled trace."""
+    """A .npz or .npy file, or the name of a bundled trace."""
     gpus: int = 16
-    """GPUs for the statistics that need some."""
+    """Number of GPUs for the statistics that depend on it."""
 
 
 @dataclass
 class Synth:
-    """Generate a synthetic trace whose statistics resemble a real model's."""
+    """Generate a synthetic trace with statistics like those of a real model."""
 
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """The .npz file to write."""
     config: Annotated[SyntheticConfig, tyro.conf.arg(name="")] = field(default_factory=SyntheticConfig)
     seed: int = 0
-    """Of all draws: the same seed and parameters give the same trace."""
+    """Seed of the generator. The same seed and parameters give the same trace."""
 
 
 def run_info(args: Info, console: Console, line: str) -> None:
@@ -42,9 +42,7 @@ def run_info(args: Info, console: Console, line: str) -> None:
     console.print(trace)
     if isinstance(trace, LoadTrace):
         loads = trace.loads()
-        console.print(
-            f"busiest expert over the mean, layer by layer: {(loads.max(1) / loads.mean(1)).round(2).tolist()}"
-        )
+        console.print(f"load of the busiest expert over the mean, per layer: {(loads.max(1) / loads.mean(1)).round(2)}")
         return
     table = Table("statistic", "value", title=escape(f"{trace.name}, for {args.gpus} GPUs"))
     for name, value in trace.statistics(args.gpus).items():
@@ -57,18 +55,18 @@ def run_synth(args: Synth, console: Console, line: str) -> None:
     console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))
 
 
-# A subcommand and what runs it. One that needs an extra imports it when it runs.
 RUN: dict[type, Callable[..., None]] = {
     Info: run_info,
     Synth: run_synth,
     trace_import.Import: trace_import.run,
     trace_record.Record: trace_record.run,
 }
+"""The function of each subcommand."""
 
 
 @dataclass
 class Command:
-    """Look at traces, make synthetic ones, import what an engine recorded, record a model."""
+    """Inspect traces, generate synthetic ones, import recordings of engines, record a model."""
 
     command: Annotated[
         Annotated[Info, tyro.conf.subcommand("info", prefix_name=False)]

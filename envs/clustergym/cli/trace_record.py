@@ -1,4 +1,4 @@
-"""``clustergym trace record``: the routing of a Hugging Face Transformers model on text files."""
+"""``clustergym trace record``: record the routing of a Hugging Face Transformers model on text files."""
 
 from __future__ import annotations
 
@@ -12,49 +12,51 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from clustergym.cli.common import check_trace_output
+from clustergym.common.extras import require
 from clustergym.traces import TokenTrace
 
 
 @dataclass
 class Record:
-    """Record a trace from a Hugging Face Transformers model on text files, one domain a file (extra: record).
+    """Record a trace of a Hugging Face Transformers model on text files, one domain per file (extra: record).
 
     Example: clustergym trace record --model allenai/OLMoE-1B-7B-0924 --text law.txt code.txt -o olmoe.npz
     """
 
     model: str
-    """A local folder that save_pretrained wrote, or the name of a model on the hub."""
+    """A local folder written by save_pretrained, or the name of a model on the hub."""
     text: list[Path]
-    """Text files; the name without suffix becomes the domain."""
+    """Text files. The file name without suffix is the domain."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The .npz file to write."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; by default the model's."""
+    """Folder or hub name of the tokenizer. Default: that of the model."""
     max_tokens: int | None = None
-    """Most tokens in the trace, shared evenly among the files; by default all of the text."""
+    """Maximum number of tokens in the trace, divided evenly among the files. Default: the whole text."""
     sequence_length: int = 512
-    """Tokens in a sequence."""
+    """Tokens per sequence."""
     batch_size: int = 4
-    """Sequences in a forward pass."""
+    """Sequences per forward pass."""
     preset: str | None = None
-    """Model preset to write into the trace; by default the one with the recorded layers, experts and top-k, if only one has."""
+    """Model preset to write into the trace. Default: the only preset with these layers, experts and top-k, if any."""
     device: str = "cpu"
-    """Where the model runs: cpu, cuda, cuda:1 …"""
+    """Device to run the model on: cpu, cuda, cuda:1 …"""
     dtype: str = "auto"
-    """Of the weights: auto (as saved), float32, bfloat16 …"""
+    """Data type of the weights: auto (as saved), float32, bfloat16 …"""
 
 
 def matching_preset(trace: TokenTrace) -> str | None:
-    """The one preset with the trace's layers, experts and top-k, or None."""
+    """The only preset with the layers, experts and top-k of the trace, or None."""
     from clustergym.moe_placement.specs import MODELS
 
     shape = (trace.n_layers, trace.n_experts, trace.top_k)
-    alike = [name for name, spec in MODELS.items() if (spec.n_layers, spec.n_experts, spec.top_k) == shape]
-    return alike[0] if len(alike) == 1 else None
+    matches = [name for name, spec in MODELS.items() if (spec.n_layers, spec.n_experts, spec.top_k) == shape]
+    return matches[0] if len(matches) == 1 else None
 
 
 def read_domains(files: Sequence[Path]) -> dict[str, str]:
-    """Text by domain, one a file."""
+    """Domain → text, one domain per file."""
     texts: dict[str, str] = {}
     for file in files:
         if file.stem in texts:
@@ -68,32 +70,27 @@ def read_domains(files: Sequence[Path]) -> dict[str, str]:
 
 
 def tokenise(tokenizer: Any, texts: Mapping[str, str]) -> dict[str, list[int]]:
-    # Sequences are cut afterwards, so that the tokenizer's warning about its longest input does not apply.
+    # The text is cut into sequences later, so the tokenizer's warning about long inputs does not apply.
     return {name: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for name, text in texts.items()}
 
 
 def run(args: Record, console: Console, line: str) -> None:
-    try:
-        import torch
-        from transformers import AutoModel, AutoTokenizer
-    except ImportError as error:
-        raise ValueError(
-            f"recording needs Hugging Face Transformers ({error}): pip install 'clustergym[record]'"
-        ) from error
+    transformers = require("transformers", "record")
+    import torch
+
     from clustergym.moe_placement.specs import get_model
     from clustergym.traces.record import record, text_batches
 
-    if args.output.suffix != ".npz":
-        raise ValueError(f"traces are saved as .npz, found {args.output.name!r}")
+    check_trace_output(args.output)
     if args.preset is not None:
         get_model(args.preset)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype, None)
     if not isinstance(dtype, str | torch.dtype):
         raise ValueError(f"unknown dtype {args.dtype!r}: give auto, float32, bfloat16 or float16")
     texts = read_domains(args.text)
-    token_ids = tokenise(AutoTokenizer.from_pretrained(args.tokenizer or args.model), texts)
-    # Without the output head: routing does not need it, and it is the largest activation of all.
-    model = AutoModel.from_pretrained(args.model, dtype=dtype).to(args.device)
+    token_ids = tokenise(transformers.AutoTokenizer.from_pretrained(args.tokenizer or args.model), texts)
+    # Without the output head: routing does not need it, and it has the largest activation.
+    model = transformers.AutoModel.from_pretrained(args.model, dtype=dtype).to(args.device)
     batches = list(text_batches(token_ids, args.sequence_length, args.batch_size, args.max_tokens))
     columns = (TextColumn("recording"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -1,4 +1,4 @@
-"""Planners side by side on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks."""
+"""Compares planners on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from clustergym.moe_placement.simulator import Placement, Served, Simulator, Str
 from clustergym.moe_placement.stream import SCHEDULES
 from clustergym.traces.token_trace import TokenTrace
 
-# Forward passes over which a migration costs nothing that matters.
-_FOREVER = 10**12
+PASSES_OF_A_PERMANENT_PLAN = 10**12
+"""Forward passes served by a plan that is loaded at startup: so many that migration costs nothing."""
 
 
 @dataclass(frozen=True)
 class Protocol:
     """How planners are compared.
 
-    On the ``stationary`` schedule a planner sees the planning part of the trace as one window, plans once, and serves windows
-    from the held-out part with that plan, loaded at the start: no migration. On the others it sees each window of a
-    stream from the held-out part after it was served and may move experts before the next; all but ``static`` begin
-    with EPLB on the first window, which is observed and not counted.
+    With the ``stationary`` schedule, a planner sees the planning part of the trace as one window and plans once. That
+    plan serves all windows of the held-out part. It is loaded at startup, so there is no migration. With the other
+    schedules, a planner sees each window of a held-out stream after it was served, and may move experts before the next
+    one. The first window is only observed; all planners but ``static`` start from EPLB's placement for it.
     """
 
     schedule: str = "drift"
     windows: int = 7
-    """Windows served and counted in each stream."""
+    """Number of windows per stream that are served and counted."""
     window_tokens: int = 2048
     rate: float = 0.5
-    """Step of the mixture walk (drift), chance of another domain (switch)."""
+    """Step of the mixture walk (drift) or probability of another domain (switch)."""
     streams: int = 1
-    """Independent streams; results are means over them."""
+    """Number of independent streams. Results are means over them."""
     seed: int = 0
     holdout: float = 0.5
-    """Share of each domain's tokens that plans are never made on."""
+    """Share of the tokens of each domain that is held out from planning."""
 
     def __post_init__(self) -> None:
         one_of(self.schedule, SCHEDULES, "schedule")
@@ -59,128 +59,114 @@ class Protocol:
 
 @dataclass
 class Result:
-    """One planner's figures: means over layers, windows and streams. Times are µs of a layer in one forward pass."""
+    """Results of one planner: means over layers, windows and streams. Times are µs per layer and forward pass."""
 
     planner: str
     served_us: float
     migration_us: float
     total_us: float
     total_ci95_us: float
-    """Half width of the 95 % interval of the total over streams (0 for a single one)."""
+    """Half width of the 95 % confidence interval of the total over streams (0 for one stream)."""
     balancedness: float
-    """Mean over max of the GPUs' token-expert pairs."""
+    """Mean over maximum of the GPUs' token-expert pairs."""
     gpus_per_token: float
     inter_node_mb: float
-    """Dispatched between nodes in one layer and pass."""
+    """MB dispatched between nodes per layer and pass."""
     moves: float
-    """Replicas fetched for one layer and window."""
+    """Replicas fetched per layer and window."""
     decision_ms: float
-    """Planning time for one layer and window."""
+    """Planning time per layer and window."""
     stream_totals_us: list[float] = field(default_factory=list)
     window_totals_us: list[float] = field(default_factory=list)
-    """Total of each window, mean over layers and streams: how the planner does as traffic goes on."""
+    """Total of each window, mean over layers and streams."""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-class _Tally:
-    """Collects what windows cost."""
+class _Run:
+    """One planner on all streams of a protocol."""
 
-    def __init__(self) -> None:
+    def __init__(self, planner: Planner, protocol: Protocol) -> None:
+        self.planner, self.simulator, self.protocol = planner, planner.simulator, protocol
         self.served: list[list[Served]] = []
+        """Of each stream, its windows."""
         self.decision_s: list[float] = []
 
+    def plan(self, history: Sequence[Window], placement: Placement) -> Placement:
+        """A timed and checked decision."""
+        began = time.perf_counter()
+        plan = self.planner.plan(history, placement, self.protocol.window_tokens)
+        self.decision_s.append(time.perf_counter() - began)
+        return self.simulator.check(plan)
+
+    def serve_stationary(self, stream: Stream, plan: Placement | None) -> None:
+        """Serve each window on ``plan``. Without one, the planner sees each window in advance and plans for it."""
+        served = []
+        for window in stream.take(self.protocol.windows):
+            chosen = self.plan([window], self.simulator.static(window.n_layers)) if plan is None else plan
+            served.append(self.simulator.evaluate(window, chosen))
+        self.served.append(served)
+
+    def serve_stream(self, stream: Stream) -> None:
+        """Plan again before each window, migration included."""
+        history = [next(stream)]
+        placement = self.simulator.static(history[0].n_layers)
+        if not self.planner.keeps_placement:
+            eplb = EPLB(self.simulator)
+            placement = eplb.pack(eplb.loads(history[0]))
+        served = []
+        for _ in range(self.protocol.windows):
+            window = next(stream)
+            plan = self.plan([*history, window] if self.planner.needs_future else history, placement)
+            served.append(self.simulator.evaluate(window, plan, placement))
+            placement = plan
+            history.append(window)
+        self.served.append(served)
+
     def result(self, name: str, n_layers: int) -> Result:
-        flat = [s for stream in self.served for s in stream]
-
         def mean(pick: Callable[[Served], npt.NDArray[np.floating]]) -> float:
-            return float(np.mean([pick(s).mean() for s in flat]))
+            return float(np.mean([pick(window).mean() for stream in self.served for window in stream]))
 
-        totals = [float(np.mean([(s.time_us + s.migration_us).mean() for s in stream])) for stream in self.served]
-        windows = np.array([[(s.time_us + s.migration_us).mean() for s in stream] for stream in self.served])
+        totals = np.array([[(s.time_us + s.migration_us).mean() for s in stream] for stream in self.served])
+        streams = [float(np.mean(windows)) for windows in totals]
         return Result(
             planner=name,
             served_us=mean(lambda s: s.time_us),
             migration_us=mean(lambda s: s.migration_us),
-            total_us=float(np.mean(totals)),
-            total_ci95_us=ci95(totals),
+            total_us=float(np.mean(streams)),
+            total_ci95_us=ci95(streams),
             balancedness=mean(lambda s: s.balancedness),
             gpus_per_token=mean(lambda s: s.gpus_per_token),
             inter_node_mb=mean(lambda s: s.inter_node_bytes) / 1e6,
             moves=mean(lambda s: s.moves.astype(float)),
-            decision_ms=1e3 * float(np.mean(self.decision_s)) / n_layers if self.decision_s else 0.0,
-            stream_totals_us=totals,
-            window_totals_us=[float(x) for x in windows.mean(0)],
+            decision_ms=1e3 * float(np.mean(self.decision_s)) / n_layers,
+            stream_totals_us=streams,
+            window_totals_us=totals.mean(0).tolist(),
         )
-
-
-def _timed_plan(
-    planner: Planner, history: Sequence[Window], placement: Placement, tokens: int, tally: _Tally
-) -> Placement:
-    began = time.perf_counter()
-    plan = planner.plan(history, placement, tokens)
-    tally.decision_s.append(time.perf_counter() - began)
-    return planner.simulator.check(plan)
 
 
 def evaluate_planner(planner: Planner, name: str, train: TokenTrace, test: TokenTrace, protocol: Protocol) -> Result:
-    """One planner on all streams of the protocol."""
-    sim, tally = planner.simulator, _Tally()
-    stationary = protocol.schedule == "stationary"
-    plan = None
-    if stationary and not planner.sees_future:
-        # One plan, whatever the stream: it is made before any of them begins.
+    """One planner on all streams of the protocol. ``name`` is the name in the result."""
+    run, simulator = _Run(planner, protocol), planner.simulator
+    stationary, plan = protocol.schedule == "stationary", None
+    if stationary and not planner.needs_future:
+        # One plan for all streams, made before any of them begins.
         planner.reset()
-        observed = Window.whole(train, sim.n_gpus)
-        plan = _timed_plan(planner, [observed], sim.static(train.n_layers), protocol.window_tokens, tally)
-    for i in range(protocol.streams):
-        stream = Stream(
-            test, sim.n_gpus, protocol.window_tokens, protocol.schedule, protocol.rate, seed=protocol.seed + i
-        )
+        plan = run.plan([Window.whole(train, simulator.n_gpus)], simulator.static(train.n_layers))
+    for seed in range(protocol.seed, protocol.seed + protocol.streams):
+        stream = Stream(test, simulator.n_gpus, protocol.window_tokens, protocol.schedule, protocol.rate, seed)
         if stationary:
-            tally.served.append(_serve_stationary(planner, plan, stream, protocol, tally))
+            run.serve_stationary(stream, plan)
         else:
             planner.reset()
-            tally.served.append(_serve_stream(planner, name, stream, protocol, tally))
-    return tally.result(name, train.n_layers)
+            run.serve_stream(stream)
+    return run.result(name, train.n_layers)
 
 
-def _serve_stationary(
-    planner: Planner, plan: Placement | None, stream: Stream, protocol: Protocol, tally: _Tally
-) -> list[Served]:
-    """Windows of the stream on the plan, or, without one, each on what the planner makes of it beforehand."""
-    sim, served = planner.simulator, []
-    for window in stream.take(protocol.windows):
-        chosen = plan
-        if chosen is None:
-            chosen = _timed_plan(planner, [window], sim.static(window.n_layers), protocol.window_tokens, tally)
-        served.append(sim.evaluate(window, chosen))
-    return served
-
-
-def _serve_stream(planner: Planner, name: str, stream: Stream, protocol: Protocol, tally: _Tally) -> list[Served]:
-    sim, history = planner.simulator, [next(stream)]
-    placement = sim.static(history[0].n_layers)
-    if name != "static":
-        eplb = EPLB(sim)
-        placement = eplb.pack(eplb.loads(history[0]))
-    served = []
-    for _ in range(protocol.windows):
-        window = next(stream)
-        seen = [*history, window] if planner.sees_future else history
-        plan = _timed_plan(planner, seen, placement, protocol.window_tokens, tally)
-        served.append(sim.evaluate(window, plan, placement))
-        placement = plan
-        history.append(window)
-    return served
-
-
-def _warm_up(planner: Planner, trace: TokenTrace) -> None:
-    """Have the kernels compiled, so that decision times are those of a planner at work."""
-    whole = Window.whole(trace, planner.simulator.n_gpus)
-    few = Window(whole.experts, whole.rows[:4], whole.home[:4])
-    planner.plan([few], planner.simulator.static(trace.n_layers))
+def first_tokens(window: Window, n: int) -> Window:
+    """The first ``n`` tokens of a window."""
+    return Window(window.experts, window.rows[:n], window.home[:n])
 
 
 def compare(
@@ -188,19 +174,24 @@ def compare(
     simulator: Simulator,
     names: Sequence[str],
     protocol: Protocol,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
     options: dict[str, dict[str, object]] | None = None,
 ) -> list[Result]:
-    """Every named planner on the same held-out streams; ``progress`` hears a planner's name before its turn."""
+    """Evaluate every named planner on the same held-out streams.
+
+    Args:
+        progress: called with the name of each planner before it runs.
+        options: more options of some planners, by name.
+    """
     train, test = protocol.split(trace)
     if protocol.schedule == "stationary":
-        # The plan is loaded at the start and serves on and on: planners must not weigh the way there either.
-        simulator = Simulator(simulator.model, simulator.cluster, simulator.comm, passes_per_window=_FOREVER)
+        # There is no migration, so planners must not count it either.
+        simulator = Simulator(simulator.model, simulator.cluster, simulator.comm, PASSES_OF_A_PERMANENT_PLAN)
     results = []
     for name in names:
-        if progress is not None:
-            progress(name)
-        planner = make_planner(name, simulator, **({"seed": protocol.seed} | (options or {}).get(name, {})))
-        _warm_up(planner, test)
+        progress(name)
+        planner = make_planner(name, simulator, **{"seed": protocol.seed, **(options or {}).get(name, {})})
+        # Decision times must not include compilation.
+        planner.plan([first_tokens(Window.whole(test, simulator.n_gpus), 4)], simulator.static(test.n_layers))
         results.append(evaluate_planner(planner, name, train, test, protocol))
     return results

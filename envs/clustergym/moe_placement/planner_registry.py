@@ -1,9 +1,8 @@
-"""Every planner by name: where the command line, benchmarks and trainers find them."""
+"""All planners by name, as the command line, benchmarks and trainers use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any, NamedTuple
 
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.exact import Exact
@@ -12,33 +11,50 @@ from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle,
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.simulator import Simulator
 
-PLANNERS: dict[str, Callable[..., Planner]] = {
-    "static": Static,
-    "eplb-once": EPLBOnce,
-    "eplb": EPLB,
-    "eplb-hierarchical": partial(EPLB, hierarchical=True),
-    "eplb-ema": partial(EPLB, ema=0.5),
-    "eplb-threshold": partial(EPLB, ema=0.5, threshold=1.3),
-    "incremental": Incremental,
-    "grouping": Grouping,
-    "random-best": partial(Bottleneck, candidates=0),
-    "bottleneck": Bottleneck,
-    "bottleneck-8": partial(Bottleneck, candidates=8),
-    "swap-greedy": SwapGreedy,
-    "anneal-max": partial(Anneal, norm=0),
-    "anneal": Anneal,
-    "anneal-4": partial(Anneal, windows=4),
-    "anneal-even": partial(Anneal, norm=4, homes="even", migration_weight=0.5),
-    "policy": Policy,
-    "policy-guided": PolicyGuided,
-    "oracle": Oracle,
-    "exact": Exact,
+
+class Entry(NamedTuple):
+    """A planner class and the options that differ from its defaults."""
+
+    planner: type[Planner]
+    options: dict[str, Any] = {}
+
+
+PLANNERS: dict[str, Entry] = {
+    "static": Entry(Static),
+    "eplb-once": Entry(EPLBOnce),
+    "eplb": Entry(EPLB),
+    "eplb-hierarchical": Entry(EPLB, {"hierarchical": True}),
+    "eplb-ema": Entry(EPLB, {"ema": 0.5}),
+    "eplb-threshold": Entry(EPLB, {"ema": 0.5, "threshold": 1.3}),
+    "incremental": Entry(Incremental),
+    "grouping": Entry(Grouping),
+    "random-best": Entry(Bottleneck, {"candidates": 0}),
+    "bottleneck": Entry(Bottleneck),
+    "bottleneck-8": Entry(Bottleneck, {"candidates": 8}),
+    "swap-greedy": Entry(SwapGreedy),
+    "anneal-max": Entry(Anneal, {"norm": 0}),
+    "anneal": Entry(Anneal),
+    "anneal-4": Entry(Anneal, {"windows": 4}),
+    "anneal-even": Entry(Anneal, {"norm": 4, "homes": "even", "migration_weight": 0.5}),
+    "policy": Entry(Policy),
+    "policy-guided": Entry(PolicyGuided),
+    "oracle": Entry(Oracle),
+    "exact": Entry(Exact),
 }
-"""Every planner by the name that the command line knows. Names with a suffix are one class with other options."""
+
+
+def planner_class(name: str) -> type[Planner]:
+    """The class behind a name: its attributes say what the planner needs."""
+    if name not in PLANNERS:
+        raise ValueError(f"unknown planner {name!r}; the planners are: {', '.join(PLANNERS)}")
+    return PLANNERS[name].planner
+
+
+def planners_on_loads() -> list[str]:
+    """Names of the planners that need only the load of each expert."""
+    return [name for name, entry in PLANNERS.items() if not entry.planner.needs_tokens]
 
 
 def make_planner(name: str, simulator: Simulator, **options: object) -> Planner:
-    """A planner by name, with its options (``seed``, ``iterations`` …) replaced where given."""
-    if name not in PLANNERS:
-        raise ValueError(f"unknown planner {name!r}; the planners are: {', '.join(PLANNERS)}")
-    return PLANNERS[name](simulator, **options)
+    """A planner by name. ``options`` (``seed``, ``iterations`` …) override the registered ones."""
+    return planner_class(name)(simulator, **{**PLANNERS[name].options, **options})

@@ -1,10 +1,11 @@
-"""From a trace to a plan that an engine can load: choose on the first part, measure on the rest, leave no slot empty."""
+"""Plans for engines: choose a placement on the first part of a trace, measure it on the rest, fill every slot."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,25 +13,21 @@ import numpy.typing as npt
 
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement.batch import model_for
-from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
+from clustergym.moe_placement.evaluation import first_tokens
+from clustergym.moe_placement.planner_registry import make_planner, planner_class, planners_on_loads
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.heuristics import EPLB, Static
-from clustergym.moe_placement.planners.search import Anneal
 from clustergym.moe_placement.simulator import Placement, Simulator, Stream, Window
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
-FOREVER = 10**12
-"""Passes that a plan serves: it is loaded at the start, so that the way there costs nothing that matters."""
-# Replicas tried for an empty slot, hottest first.
-_CANDIDATES = 8
-# Tokens on which they are tried.
+# To fill an empty slot, this many experts are tried (hottest first) on this many tokens.
+_FILL_CANDIDATES = 8
 _FILL_TOKENS = 2048
 
 
 class LoadWindow(Window):
-    """A window of which only the experts' loads are known. Planners that ask for more hear what is missing."""
+    """A window of which only the load of each expert is known. Planners that ask for its tokens get an error."""
 
     _loads: npt.NDArray[np.int64]
     _n_tokens: int
@@ -39,22 +36,14 @@ class LoadWindow(Window):
         object.__setattr__(self, "_loads", loads)
         object.__setattr__(self, "_n_tokens", n_tokens)
 
-    def _refuse(self) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
+        """Called for the fields of :class:`Window` that this class does not set."""
+        if name not in ("experts", "rows", "home"):
+            raise AttributeError(name)
         raise ValueError(
-            f"only the experts' loads are known here, not {MISSING}: planners that need no more are {', '.join(loads_only())}"
+            f"only the load of each expert is known, not {MISSING}: "
+            f"planners that need only loads are {', '.join(planners_on_loads())}"
         )
-
-    @property
-    def experts(self) -> npt.NDArray[np.int16]:
-        self._refuse()
-
-    @property
-    def rows(self) -> npt.NDArray[np.int32]:
-        self._refuse()
-
-    @property
-    def home(self) -> npt.NDArray[np.int16]:
-        self._refuse()
 
     @property
     def n_tokens(self) -> int:
@@ -70,36 +59,25 @@ class LoadWindow(Window):
         return padded
 
 
-def needs_only_loads(planner: Planner) -> bool:
-    return isinstance(planner, (Static, EPLB))
-
-
-def loads_only() -> list[str]:
-    """Names of the planners that need only loads."""
-    simulator = Simulator("mixtral-8x7b", "h800-1x8")
-    names = [name for name in PLANNERS if not name.startswith("policy")]
-    return [name for name in names if needs_only_loads(make_planner(name, simulator))]
-
-
 @dataclass
 class Outcome:
-    """What one planner's placement does on held-out traffic."""
+    """One planner's placement on held-out traffic."""
 
     planner: str
     placement: Placement
-    """(L, G, S), no slot empty"""
+    """(L, G, S), without empty slots"""
     decision_s: float
+    filled: int
+    """Number of slots that the planner left empty"""
     window_us: list[float]
-    """Time of each held-out window (of each step of counts), mean over layers"""
+    """Time of each held-out window (or step of counts), mean over layers"""
     layer_us: npt.NDArray[np.float64]
-    """(L, 3) dispatch, compute, combine, means over windows; of counts only compute is known"""
+    """(L, 3) dispatch, compute, combine, means over windows. Counts have only compute."""
     pairs: npt.NDArray[np.float64]
-    """(L, G) token-expert pairs of a GPU in a window, mean over windows"""
+    """(L, G) token-expert pairs per GPU and window, mean over windows"""
     balancedness: float
-    filled: int = 0
-    """Slots that the planner had left empty"""
     copies: npt.NDArray[np.float64] | None = None
-    """(L, G, G) activations dispatched from row to column in a window; None for counts"""
+    """(L, G, G) activations dispatched from row to column per window; None for counts"""
     gpus_per_token: float | None = None
     inter_node_mb: float | None = None
 
@@ -110,42 +88,43 @@ class Outcome:
 
 @dataclass
 class Plan:
-    """The chosen placement beside the ones it has to beat, on the same held-out windows."""
+    """The chosen placement and the baselines, measured on the same held-out windows."""
 
     chosen: str
     outcomes: dict[str, Outcome]
-    model: ModelSpec
     simulator: Simulator
     layer_ids: npt.NDArray[np.int64]
     trace: str
     planned_on: str
     held_out: str
     exact: bool
-    """False where only counts are known: compute alone, replicas sharing evenly"""
+    """False if only counts are known. Then the times are of compute alone, and replicas share the load evenly."""
     window_tokens: int
     expert_pairs: npt.NDArray[np.float64]
-    """(L, E) tokens of a window that use each expert, from the part planned on"""
+    """(L, E) tokens of a window that use each expert, from the planning part"""
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.simulator.model
 
     @property
     def best(self) -> Outcome:
         return self.outcomes[self.chosen]
 
     def versus(self, other: str) -> tuple[float, float]:
-        """(relative difference of the chosen plan's time to another's, half width of its 95 % interval), paired by window."""
+        """(relative time difference to another plan, half width of its 95 % interval), paired by window."""
         mine, theirs = np.array(self.best.window_us), np.array(self.outcomes[other].window_us)
         relative = (mine - theirs) / theirs.mean()
         return float(relative.mean()), ci95(relative.tolist())
 
 
 def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> ModelSpec:
-    """The model that a trace is of, checked against it."""
+    """The model of a trace, checked against the sizes of the trace."""
     if isinstance(trace, TokenTrace):
         return model_for(trace, model)
     name = model or trace.model
     if name is None:
-        raise ValueError(
-            f"{trace.name}: the counts do not say of which model they are: give --model: {', '.join(MODELS)}"
-        )
+        raise ValueError(f"{trace.name}: the counts do not name their model: give --model: {', '.join(MODELS)}")
     spec = get_model(name)
     if trace.n_experts > spec.n_experts or trace.n_layers > spec.n_layers:
         raise ValueError(
@@ -153,6 +132,29 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
             f"{spec.n_layers} × {spec.n_experts}"
         )
     return spec
+
+
+class Observed:
+    """The traffic that planners may look at."""
+
+    def __init__(
+        self, part: TokenTrace | LoadTrace, simulator: Simulator, window_tokens: int, plan_tokens: int, seed: int
+    ) -> None:
+        self.static = simulator.static(part.n_layers)
+        self.loads = LoadWindow(part.loads(), window_tokens)
+        self.tokens: Window | None = None
+        """At most ``plan_tokens`` tokens in sequences drawn by the seed; None for counts."""
+        if isinstance(part, TokenTrace):
+            if part.n_tokens <= plan_tokens:
+                self.tokens = Window.whole(part, simulator.n_gpus)
+            else:
+                self.tokens = next(Stream(part, simulator.n_gpus, plan_tokens, "stationary", seed=seed))
+
+    def window(self, planner: Planner, most: int | None = None) -> Window:
+        """The window for a planner, cut to ``most`` tokens."""
+        if not planner.needs_tokens or self.tokens is None:
+            return self.loads
+        return self.tokens if most is None else first_tokens(self.tokens, most)
 
 
 def make_plan(
@@ -167,206 +169,149 @@ def make_plan(
     seconds: float = 30.0,
     seed: int = 0,
     options: dict[str, Any] | None = None,
-    announce: Callable[[str, float | None], None] = lambda what, seconds: None,
+    progress: Callable[[str, float | None], None] = lambda step, seconds: None,
 ) -> Plan:
-    """Plan on the first ``share`` of the trace and serve ``windows`` windows of the rest, beside static and EPLB.
+    """Plan on the first ``share`` of the trace, serve ``windows`` windows of the rest. Baselines are static and EPLB.
 
     Args:
-        plan_tokens: planners that look at tokens plan on a window of at most this many; those on loads use them all.
-        seconds: time that annealing takes, on its own or guided by a policy.
-        options: more arguments of the planner (``checkpoint`` …).
-        announce: hears what begins, and how many seconds it will take where that is known.
+        simulator: model and cluster. An engine loads a plan once, so migration should cost nothing: set
+            ``passes_per_window`` to :data:`~clustergym.moe_placement.evaluation.PASSES_OF_A_PERMANENT_PLAN`.
+        plan_tokens: maximum number of tokens for planners that look at tokens. Planners on loads use the whole part.
+        seconds: time budget of planners that take one.
+        options: more options of the planner (``checkpoint`` …).
+        progress: called before each step with its name and its duration in seconds, if known.
     """
-    simulator = Simulator(simulator.model, simulator.cluster, simulator.comm, passes_per_window=FOREVER)
     if not 0 < share < 1:
         raise ValueError(f"share is {share}: expected more than 0 and less than 1")
-    before, after = trace.split(share, seed=None) if isinstance(trace, TokenTrace) else trace.split(share)
-    names = list(dict.fromkeys(["static", "eplb", planner]))
-    serve = _server(after, simulator, window_tokens, windows, seed)
-    observed = _Observed(before, simulator, window_tokens, plan_tokens, seed)
+    if isinstance(trace, LoadTrace) and planner_class(planner).needs_tokens:
+        raise ValueError(
+            f"planner {planner!r} needs to know {MISSING}, but {trace.name} has counts only: plan with one of "
+            f"{', '.join(planners_on_loads())}, or record tokens (SGLang per_token, routed experts, Megatron)"
+        )
+    before: TokenTrace | LoadTrace
+    measure: Callable[[Placement], dict[str, Any]]
+    if isinstance(trace, TokenTrace):
+        before, after = trace.split(share, seed=None)
+        held_out = f"{after.n_tokens} tokens in {after.n_sequences} sequences"
+        planned_on = f"{before.n_tokens} tokens in {before.n_sequences} sequences"
+        stream = Stream(after, simulator.n_gpus, window_tokens, "stationary", seed=seed)
+        measure = partial(_measure_on_tokens, stream.take(windows), simulator)
+    else:
+        before, steps = trace.split(share)
+        held_out, planned_on = (f"{part.n_steps} steps of counts" for part in (steps, before))
+        measure = partial(_measure_on_counts, _pairs_per_step(steps, simulator, window_tokens), simulator)
+    observed = Observed(before, simulator, window_tokens, plan_tokens, seed)
     outcomes: dict[str, Outcome] = {}
-    for name in names:
-        given: dict[str, Any] = {"seed": seed} | ((options or {}) if name == planner else {})
-        budget = seconds if name.startswith("anneal") or name == "policy-guided" else None
-        limits = ({}, {}) if budget is None else ({"seconds": budget}, {"iterations": 1})
-        made, twin = (make_planner(name, simulator, **(given | limit)) for limit in limits)
-        if isinstance(trace, LoadTrace) and not needs_only_loads(made):
-            raise ValueError(
-                f"planner {name!r} needs to know {MISSING}, and {trace.name} has counts only: plan with one of "
-                f"{', '.join(loads_only())}, or record tokens (SGLang per_token, routed experts, Megatron)"
-            )
-        # Compiling is not deciding, and a search with a time budget would take all of it.
-        announce(f"compiling {name}", None)
-        observed.warm_up(twin)
-        announce(name, budget)
+    for name in dict.fromkeys(["static", "eplb", planner]):
+        kind = planner_class(name)
+        given = {"seed": seed, **((options or {}) if name == planner else {})}
+        # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
+        progress(f"compiling {name}", None)
+        once = make_planner(name, simulator, **given, **({"iterations": 1} if kind.takes_seconds else {}))
+        once.plan([observed.window(once, most=4)], observed.static)
+        budget = {"seconds": seconds} if kind.takes_seconds else {}
+        made = make_planner(name, simulator, **given, **budget)
+        start = outcomes["eplb"].placement if made.starts_from_eplb else observed.static
+        progress(name, budget.get("seconds"))
         began = time.perf_counter()
-        placement = made.plan([observed.window(made)], start_of(made, observed.static, outcomes), window_tokens)
-        taken = time.perf_counter() - began
-        simulator.check(placement)
+        placement = made.plan([observed.window(made)], start, window_tokens)
+        decision_s = time.perf_counter() - began
+        placement = simulator.check(placement)
         empty = int((placement < 0).sum())
         if empty:
-            announce(f"filling {empty} empty slots", None)
+            progress(f"filling {empty} empty slots", None)
             placement = fill_empty(simulator, observed, placement)
-        announce(f"serving held-out traffic on {name}", None)
-        outcomes[name] = serve(name, placement, taken, empty)
+        progress(f"serving held-out traffic on {name}", None)
+        outcomes[name] = Outcome(name, placement, decision_s, empty, **measure(placement))
+    loads = observed.loads.loads(simulator.n_experts)
     return Plan(
         chosen=planner,
         outcomes=outcomes,
-        model=simulator.model,
         simulator=simulator,
         layer_ids=trace.layer_ids,
         trace=trace.name,
-        planned_on=_size(before),
-        held_out=_size(after),
+        planned_on=planned_on,
+        held_out=held_out,
         exact=isinstance(trace, TokenTrace),
         window_tokens=window_tokens,
-        expert_pairs=_expert_pairs(observed, simulator, window_tokens),
+        expert_pairs=loads / loads.sum(1, keepdims=True) * window_tokens * simulator.model.top_k,
     )
 
 
-def start_of(planner: Planner, static: Placement, outcomes: dict[str, Outcome]) -> Placement:
-    """Where a planner starts. One that makes a few operations improves on EPLB; annealing goes far from wherever it starts."""
-    few = not needs_only_loads(planner) and not isinstance(planner, Anneal)
-    return outcomes["eplb"].placement if few else static
+def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -> Placement:
+    """Put a replica into every empty slot, because an engine needs all slots filled: the one that helps most.
 
-
-def _expert_pairs(observed: _Observed, simulator: Simulator, window_tokens: int) -> npt.NDArray[np.float64]:
-    loads = observed.loads.loads(simulator.n_experts)
-    share: npt.NDArray[np.float64] = loads / loads.sum(1, keepdims=True)
-    return share * window_tokens * simulator.model.top_k
-
-
-def _size(part: TokenTrace | LoadTrace) -> str:
-    if isinstance(part, LoadTrace):
-        return f"{part.n_steps} steps of counts"
-    return f"{part.n_tokens} tokens in {part.n_sequences} sequences"
-
-
-class _Observed:
-    """The traffic that may be planned on."""
-
-    def __init__(
-        self, part: TokenTrace | LoadTrace, simulator: Simulator, window_tokens: int, plan_tokens: int, seed: int
-    ) -> None:
-        self.part, self.simulator = part, simulator
-        self.static = simulator.static(part.n_layers)
-        self.loads = LoadWindow(part.loads(), window_tokens)
-        self.plan_tokens, self.seed = plan_tokens, seed
-        self._tokens: Window | None = None
-
-    def window(self, planner: Planner) -> Window:
-        return self.loads if needs_only_loads(planner) else self.tokens(self.plan_tokens)
-
-    def tokens(self, most: int) -> Window:
-        """A window of whole sequences, in an order drawn by the seed; the whole part where it is no larger."""
-        part, gpus = self.part, self.simulator.n_gpus
-        assert isinstance(part, TokenTrace)
-        if self._tokens is None:
-            if part.n_tokens <= self.plan_tokens:
-                self._tokens = Window.whole(part, gpus)
-            else:
-                self._tokens = next(Stream(part, gpus, self.plan_tokens, "stationary", seed=self.seed))
-        window = self._tokens
-        return Window(window.experts, window.rows[:most], window.home[:most]) if most < window.n_tokens else window
-
-    def warm_up(self, planner: Planner) -> None:
-        """Have the kernels compiled: a few tokens will do."""
-        planner.plan([self.loads if needs_only_loads(planner) else self.tokens(4)], self.static)
-
-
-def fill_empty(simulator: Simulator, observed: _Observed, placement: Placement) -> Placement:
-    """The placement with every empty slot given the replica that helps most (or harms least: an engine fills them all).
-
-    In turn for one slot a layer, on the GPU with the least to do: the hottest experts that it does not hold are tried in the simulator,
-    all layers at once. Where only loads are known the hottest is taken.
+    One slot per layer at a time, on the GPU with the lowest load. The hottest experts that this GPU does not hold are
+    tried in the simulator, all layers at once. If only loads are known, the hottest expert is taken.
     """
     placement = placement.copy()
     loads = observed.loads.loads(simulator.n_experts).astype(float)
-    window = observed.tokens(_FILL_TOKENS) if isinstance(observed.part, TokenTrace) else None
-    while (open_layers := np.flatnonzero((placement < 0).any((1, 2)))).size:
+    window = None if observed.tokens is None else first_tokens(observed.tokens, _FILL_TOKENS)
+    while (layers := np.flatnonzero((placement < 0).any((1, 2)))).size:
         spots, candidates = [], []
-        for l in open_layers:
-            copies = np.bincount(placement[l][placement[l] >= 0], minlength=simulator.n_experts)
+        for l in layers:
+            filled = placement[l] >= 0
+            copies = np.bincount(placement[l][filled], minlength=simulator.n_experts)
             share = loads[l] / np.maximum(copies, 1)
-            work = np.where(placement[l] >= 0, share[placement[l]], 0.0).sum(1)
-            work[~(placement[l] < 0).any(1)] = np.inf
+            work = np.where(filled, share[placement[l]], 0.0).sum(1)
+            work[filled.all(1)] = np.inf
             g = int(work.argmin())
-            share[placement[l, g][placement[l, g] >= 0]] = -1.0
-            spots.append((int(l), g, int(np.flatnonzero(placement[l, g] < 0)[0])))
-            candidates.append(np.argsort(-share, kind="stable")[:_CANDIDATES])
-        chosen = [int(those[0]) for those in candidates]
+            share[placement[l, g][filled[g]]] = -1.0
+            spots.append((int(l), g, int(np.flatnonzero(~filled[g])[0])))
+            candidates.append(np.argsort(-share, kind="stable")[:_FILL_CANDIDATES])
+        chosen = [int(experts[0]) for experts in candidates]
         if window is not None:
             least = np.full(len(spots), np.inf)
-            for i in range(min(len(those) for those in candidates)):
+            for i in range(min(len(experts) for experts in candidates)):
                 trial = placement.copy()
-                for spot, those in zip(spots, candidates, strict=True):
-                    trial[spot] = those[i]
+                for spot, experts in zip(spots, candidates, strict=True):
+                    trial[spot] = experts[i]
                 times = simulator.evaluate(window, trial, check=False).time_us
-                for j, spot in enumerate(spots):
-                    if times[spot[0]] < least[j]:
-                        least[j], chosen[j] = times[spot[0]], int(candidates[j][i])
+                for j, (layer, _, _) in enumerate(spots):
+                    if times[layer] < least[j]:
+                        least[j], chosen[j] = times[layer], int(candidates[j][i])
         for spot, expert in zip(spots, chosen, strict=True):
             placement[spot] = expert
-    return simulator.check(placement)
+    return placement
 
 
-Serve = Callable[[str, Placement, float, int], Outcome]
+def _measure_on_tokens(windows: list[Window], simulator: Simulator, placement: Placement) -> dict[str, Any]:
+    """Fields of an Outcome."""
+    served = [simulator.evaluate(window, placement, check=False) for window in windows]
+    return {
+        "window_us": [float(s.time_us.mean()) for s in served],
+        "layer_us": np.mean([np.stack([s.dispatch_us, s.compute_us, s.combine_us], axis=1) for s in served], axis=0),
+        "pairs": np.mean([s.pairs for s in served], axis=0),
+        "balancedness": float(np.mean([s.balancedness.mean() for s in served])),
+        "copies": np.mean([s.copies for s in served], axis=0),
+        "gpus_per_token": float(np.mean([s.gpus_per_token.mean() for s in served])),
+        "inter_node_mb": float(np.mean([s.inter_node_bytes.mean() for s in served])) / 1e6,
+    }
 
 
-def _server(part: TokenTrace | LoadTrace, simulator: Simulator, window_tokens: int, windows: int, seed: int) -> Serve:
-    if isinstance(part, LoadTrace):
-        return _serve_counts(part, simulator, window_tokens)
-    return _serve_tokens(
-        Stream(part, simulator.n_gpus, window_tokens, "stationary", seed=seed).take(windows), simulator
-    )
-
-
-def _serve_tokens(windows: Sequence[Window], simulator: Simulator) -> Serve:
-    def serve(name: str, placement: Placement, decision_s: float, filled: int) -> Outcome:
-        served = [simulator.evaluate(window, placement) for window in windows]
-        return Outcome(
-            name,
-            placement,
-            decision_s,
-            [float(s.time_us.mean()) for s in served],
-            np.mean([np.stack([s.dispatch_us, s.compute_us, s.combine_us], axis=1) for s in served], axis=0),
-            np.mean([s.pairs for s in served], axis=0),
-            float(np.mean([s.balancedness.mean() for s in served])),
-            filled,
-            np.mean([s.copies for s in served], axis=0),
-            float(np.mean([s.gpus_per_token.mean() for s in served])),
-            float(np.mean([s.inter_node_bytes.mean() for s in served])) / 1e6,
-        )
-
-    return serve
-
-
-def _serve_counts(part: LoadTrace, simulator: Simulator, window_tokens: int) -> Serve:
-    """Without tokens, replicas share an expert's load evenly and only the kernels' time is known."""
-    model = simulator.model
+def _pairs_per_step(part: LoadTrace, simulator: Simulator, window_tokens: int) -> npt.NDArray[np.float64]:
+    """(W, L, E) token-expert pairs of each step, scaled to a window."""
     share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
-    counts = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
-    counts[:, :, : part.n_experts] = share * window_tokens * model.top_k
+    pairs = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
+    pairs[:, :, : part.n_experts] = share * window_tokens * simulator.model.top_k
+    return pairs
 
-    def serve(name: str, placement: Placement, decision_s: float, filled: int) -> Outcome:
-        layers = np.arange(part.n_layers)[:, None, None]
-        copies = np.zeros((part.n_layers, simulator.n_experts))
-        np.add.at(copies, (np.broadcast_to(layers, placement.shape), placement), 1)
-        each = (counts / copies)[:, layers, placement]  # (W, L, G, S)
-        pairs, active = each.sum(3), (each > 0).sum(3)
-        compute = model.kernel_start_us + (model.kernel_expert_us * active + model.kernel_pair_us * pairs).max(2)
-        layer_us = np.zeros((part.n_layers, 3))
-        layer_us[:, 1] = compute.mean(0)
-        balance = pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)
-        return Outcome(
-            name,
-            placement,
-            decision_s,
-            compute.mean(1).tolist(),
-            layer_us,
-            pairs.mean(0),
-            float(balance.mean()),
-            filled,
-        )
 
-    return serve
+def _measure_on_counts(
+    expert_pairs: npt.NDArray[np.float64], simulator: Simulator, placement: Placement
+) -> dict[str, Any]:
+    """Fields of an Outcome. Without tokens, replicas share the load of an expert evenly, and only compute is known."""
+    model, layers = simulator.model, np.arange(len(placement))[:, None, None]
+    copies = np.zeros(expert_pairs.shape[1:])
+    np.add.at(copies, (np.broadcast_to(layers, placement.shape), placement), 1)
+    slot_pairs = (expert_pairs / copies)[:, layers, placement]  # (W, L, G, S)
+    pairs, active = slot_pairs.sum(3), (slot_pairs > 0).sum(3)
+    compute = model.kernel_start_us + (model.kernel_expert_us * active + model.kernel_pair_us * pairs).max(2)
+    layer_us = np.zeros((len(placement), 3))
+    layer_us[:, 1] = compute.mean(0)
+    return {
+        "window_us": compute.mean(1).tolist(),
+        "layer_us": layer_us,
+        "pairs": pairs.mean(0),
+        "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
+    }

@@ -2,6 +2,14 @@
 
 from clustergym.traces.load_trace import LoadTrace, load_any_trace
 from clustergym.traces.synthetic import SyntheticConfig, synthetic_trace
-from clustergym.traces.token_trace import TokenTrace, bundled_traces
+from clustergym.traces.token_trace import TokenTrace, bundled_traces, load_traces
 
-__all__ = ["LoadTrace", "SyntheticConfig", "TokenTrace", "bundled_traces", "load_any_trace", "synthetic_trace"]
+__all__ = [
+    "LoadTrace",
+    "SyntheticConfig",
+    "TokenTrace",
+    "bundled_traces",
+    "load_any_trace",
+    "load_traces",
+    "synthetic_trace",
+]

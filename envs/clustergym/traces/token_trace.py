@@ -317,6 +317,21 @@ class TokenTrace:
         return trace_statistics(self, n_gpus=n_gpus)
 
 
+def load_traces(sources: Sequence[str]) -> TokenTrace:
+    """One trace by file or bundled name, or several joined, each as a domain of its own."""
+    twice = sorted({source for source in sources if sources.count(source) > 1})
+    if twice:
+        raise ValueError(
+            f"trace {twice[0]!r} is given twice: sequences held out of one copy would be planned on in the other"
+        )
+    traces = [TokenTrace.load(source) for source in sources]
+    if len(traces) == 1:
+        return traces[0]
+    names = [trace.name for trace in traces]
+    # Files of the same name in different folders are different domains.
+    return TokenTrace.concat(traces, domains=names if len(set(names)) == len(names) else sources)
+
+
 def bundled_traces() -> dict[str, Path]:
     """Names and files of the sample traces, both in an installed wheel and in a checkout."""
     here = Path(__file__).resolve()

@@ -10,11 +10,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from clustergym.moe_placement.engines import sglang, tensorrt_llm, vllm, vllm_ascend
-from clustergym.moe_placement.engines.base import Engine, EnginePlan, check_plan
+from clustergym.moe_placement.engines.base import Engine, EnginePlan, check_layers, check_plan
 from clustergym.traces.readers.slot_plans import PlanError, SlotRows
 
-__all__ = ["ENGINES", "Engine", "EnginePlan", "PlanError", "check_path", "check_plan", "get_engine", "how_to_load", "read_plan",
-           "write_plan"]  # fmt: skip
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EnginePlan",
+    "PlanError",
+    "check_layers",
+    "check_path",
+    "check_plan",
+    "get_engine",
+    "how_to_load",
+    "read_plan",
+    "write_plan",
+]
 
 ENGINES: dict[str, Engine] = {module.ENGINE.name: module.ENGINE for module in (sglang, tensorrt_llm, vllm_ascend, vllm)}
 

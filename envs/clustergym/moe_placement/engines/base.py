@@ -62,7 +62,7 @@ class Engine:
 
 
 def check_plan(plan: EnginePlan) -> None:
-    """Check the rules that all engines share. A :class:`PlanError` names the first broken rule, its layer and its GPU."""
+    """Check the rules of the engines. A :class:`PlanError` names the first broken rule, its layer and its GPU."""
     model, placement = plan.model, np.asarray(plan.placement)
     if placement.ndim != 3 or placement.dtype.kind not in "iu" or 0 in placement.shape:
         raise PlanError(
@@ -75,20 +75,25 @@ def check_plan(plan: EnginePlan) -> None:
         raise PlanError(
             f"rule 'room for every expert': {plan.n_physical} slots for the {model.n_experts} experts of {model.name}"
         )
+    check_layers(plan.layer_ids, model)
+    for layer, gpus in zip(plan.layer_ids.tolist(), placement, strict=True):
+        _check_layer(layer, gpus, model.n_experts)
+
+
+def check_layers(layer_ids: npt.NDArray[np.int64], model: ModelSpec) -> None:
+    """Check that a plan or trace has exactly the MoE layers of the model."""
     expected = set(range(model.n_dense, model.n_dense + model.n_layers))
-    given = plan.layer_ids.tolist()
+    given = layer_ids.tolist()
     if missing := sorted(expected - set(given)):
         raise PlanError(
-            f"rule 'every MoE layer': layer {missing[0]} has no placement ({len(missing)} of {model.n_layers} layers of "
-            f"{model.name} are missing): record all layers, because the engine loads all or none"
+            f"rule 'every MoE layer': layer {missing[0]} has no placement ({len(missing)} of {model.n_layers} layers "
+            f"of {model.name} are missing): record all layers, because the engine loads all or none"
         )
     if unexpected := sorted(set(given) - expected) or [layer for layer in given if given.count(layer) > 1]:
         raise PlanError(
             f"rule 'MoE layers only': layer {unexpected[0]} is not an MoE layer of {model.name}, or it appears twice: "
             f"the MoE layers are {model.n_dense} … {model.n_dense + model.n_layers - 1}"
         )
-    for layer, gpus in zip(given, placement, strict=True):
-        _check_layer(layer, gpus, model.n_experts)
 
 
 def _check_layer(layer: int, gpus: npt.NDArray[Any], n_experts: int) -> None:

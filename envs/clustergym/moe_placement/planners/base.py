@@ -1,4 +1,4 @@
-"""What every planner is: observed windows and the current placement in, the next placement out."""
+"""The planner interface: windows served so far and the current placement in, the next placement out."""
 
 from __future__ import annotations
 
@@ -13,31 +13,44 @@ from clustergym.moe_placement.simulator import Placement, Simulator, Window
 
 
 class Planner(ABC):
-    """Chooses placements for a simulator's model and cluster.
+    """Chooses placements for the model and cluster of a simulator. The class attributes say what a planner needs.
 
     Args:
         simulator: model, cluster and cost model to plan for.
-        seed: of planners that draw.
+        seed: seed of planners that draw random numbers.
     """
 
-    name: ClassVar[str]
-    sees_future: ClassVar[bool] = False
-    """Only the oracle: ``history[-1]`` is then the window to come."""
+    needs_tokens: ClassVar[bool] = True
+    """The planner looks at which experts each token uses. If False, the load of each expert is enough."""
+    needs_future: ClassVar[bool] = False
+    """``history[-1]`` is the window to come, not the last one served. Such a planner is only good for comparison."""
+    keeps_placement: ClassVar[bool] = False
+    """The planner never moves an expert, so it is compared from the static placement and not from EPLB's."""
+    starts_from_eplb: ClassVar[bool] = False
+    """The planner changes little, so ``clustergym plan`` lets it improve EPLB's placement and not the static one."""
+    takes_seconds: ClassVar[bool] = False
+    """The option ``seconds`` sets a time budget; without it, ``iterations`` limits the search."""
+    takes_checkpoint: ClassVar[bool] = False
+    """The option ``checkpoint`` names a trained policy."""
+    layers_alone: ClassVar[bool] = False
+    """The planner assumes that layers do not affect each other, which does not hold with ``comm="stay"``."""
+    small_only: ClassVar[bool] = False
+    """The planner refuses all but small instances."""
 
     def __init__(self, simulator: Simulator, seed: int = 0) -> None:
         self.simulator, self.seed = simulator, seed
 
     def reset(self) -> None:
-        """Forget earlier windows: a new stream begins. Planners without memory have nothing to do."""
+        """Forget earlier windows, because a new stream begins. Planners without state do nothing."""
 
     @abstractmethod
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         """The placement (L, G, S) for the next window.
 
         Args:
-            history: windows served so far, the last one the latest. At least one.
-            placement: where experts lie now: fetching others costs migration.
-            tokens: tokens in the window to come, where that differs from the last one's.
+            history: windows served so far, oldest first. At least one.
+            placement: the current placement. Fetching an expert that a GPU does not hold costs migration time.
+            tokens: number of tokens in the next window, if it differs from the last one.
         """
 
     def loads(self, window: Window) -> npt.NDArray[np.float64]:

@@ -33,7 +33,8 @@ class Exact(Planner):
     ``optimum_us`` (L,) is the proven time of each layer of the last plan.
     """
 
-    name = "exact"
+    layers_alone = True
+    small_only = True
 
     def __init__(self, simulator: Simulator, seed: int = 0, migration: bool = True, seconds: float = 120.0) -> None:
         super().__init__(simulator, seed)

@@ -16,7 +16,8 @@ from clustergym.traces.statistics import coactivation_groups
 class Static(Planner):
     """Never moves: the placement stays what it was."""
 
-    name = "static"
+    needs_tokens = False
+    keeps_placement = True
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         return placement
@@ -32,7 +33,7 @@ class EPLB(Planner):
         threshold: plan a layer anew only where the busiest GPU has more than this times the mean load.
     """
 
-    name = "eplb"
+    needs_tokens = False
 
     def __init__(
         self, simulator: Simulator, seed: int = 0, hierarchical: bool = False, ema: float = 1.0, threshold: float = 0.0
@@ -90,8 +91,6 @@ class EPLB(Planner):
 class EPLBOnce(EPLB):
     """EPLB on the first window, never again."""
 
-    name = "eplb-once"
-
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         if self.average is not None:
             return placement
@@ -105,8 +104,6 @@ class Incremental(EPLB):
         moves: swaps a layer and window.
         ema: as in :class:`EPLB`.
     """
-
-    name = "incremental"
 
     def __init__(self, simulator: Simulator, seed: int = 0, moves: int = 8, ema: float = 1.0) -> None:
         super().__init__(simulator, seed, ema=ema)
@@ -124,8 +121,6 @@ class Incremental(EPLB):
 
 class Grouping(Planner):
     """Experts that fire together lie together, whatever the balance; spare slots go to replicas of the hottest experts."""
-
-    name = "grouping"
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         sim, window = self.simulator, history[-1]

@@ -119,7 +119,7 @@ class Anneal(_Search):
             a long way from a good one: few of the moves that lead there pay by themselves.
     """
 
-    name = "anneal"
+    takes_seconds = True
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Bottleneck(_Search):
             0 tries one random expert and ignores the bottleneck.
     """
 
-    name = "bottleneck"
+    starts_from_eplb = True
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class SwapGreedy(_Search):
         operations: at most, a layer and window.
     """
 
-    name = "swap-greedy"
+    starts_from_eplb = True
 
     def __init__(
         self, simulator: Simulator, seed: int = 0, norm: int = 0, windows: int = 1, operations: int = 8
@@ -285,8 +285,7 @@ class Oracle(Planner):
     From both the current placement and EPLB on that window, first on the smooth norm, then on the true time.
     """
 
-    name = "oracle"
-    sees_future = True
+    needs_future = True
 
     def __init__(self, simulator: Simulator, seed: int = 0, iterations: int = 12000) -> None:
         super().__init__(simulator, seed)

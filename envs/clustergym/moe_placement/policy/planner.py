@@ -97,7 +97,9 @@ class Policy(Planner):
         policy: (network, view settings) in place of a checkpoint.
     """
 
-    name = "policy"
+    starts_from_eplb = True
+    takes_checkpoint = True
+    layers_alone = True
 
     def __init__(
         self,
@@ -210,7 +212,7 @@ class PolicyGuided(Policy):
         heat: temperatures of the annealing.
     """
 
-    name = "policy-guided"
+    takes_seconds = True
 
     def __init__(
         self,

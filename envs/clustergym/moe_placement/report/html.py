@@ -1,0 +1,100 @@
+"""A plan as one self-contained HTML page that opens in any browser, without a network."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clustergym.common.files import write_atomically
+from clustergym.moe_placement.planning import Outcome, Plan
+from clustergym.moe_placement.report.tables import plan_cells
+
+TEMPLATE = "template.html"
+
+
+def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -> None:
+    """Write the report atomically."""
+    write_atomically(path, render(plan, engine, load, command))
+
+
+def render(plan: Plan, engine: str, load: str, command: str) -> str:
+    """The page, with its data, styles and script."""
+    template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    fields = {
+        "TITLE": html.escape(f"{plan.model.name} on {plan.simulator.cluster.name}"),
+        "HEADLINE": html.escape(_headline(plan)),
+        "FACTS": "".join(
+            f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _facts(plan, engine)
+        ),
+        "TABLE": _table(plan),
+        "LOAD": html.escape(load),
+        "COMMAND": html.escape(command),
+        # "</script>" in a string would end the script.
+        "DATA": json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    # One pass, because a value may itself look like a mark.
+    return re.sub(r"@@([A-Z]+)@@", lambda mark: fields[mark[1]], template)
+
+
+def _headline(plan: Plan) -> str:
+    other, label = ("eplb", "EPLB") if plan.chosen != "eplb" else ("static", "the static placement")
+    relative, half = plan.versus(other)
+    word = "less" if relative < 0 else "more"
+    interval = f" (± {100 * half:.1f})" if half else ""
+    what = "time" if plan.exact else "expert-kernel time"
+    return f"{plan.chosen}: {100 * abs(relative):.1f} %{interval} {word} {what} than {label} on held-out traffic"
+
+
+def _facts(plan: Plan, engine: str) -> list[tuple[str, str]]:
+    cluster, simulator = plan.simulator.cluster, plan.simulator
+    return [
+        ("trace", plan.trace),
+        ("planned on", plan.planned_on),
+        ("held out", plan.held_out),
+        (
+            "cluster",
+            f"{cluster.n_nodes} nodes × {cluster.gpus_per_node} GPUs, {simulator.n_slots} slots per GPU and layer",
+        ),
+        ("model", f"{len(plan.layer_ids)} MoE layers, top-{plan.model.top_k} of {plan.model.n_experts} experts"),
+        ("window", f"{plan.window_tokens} tokens per pass"),
+        ("engine", engine),
+    ]
+
+
+def _table(plan: Plan) -> str:
+    rows = []
+    for name, outcome in plan.outcomes.items():
+        chosen, mark = (' class="chosen"', " ◆") if name == plan.chosen else ("", "")
+        body = "".join(f"<td>{cell}</td>" for cell in plan_cells(plan, outcome))
+        rows.append(f"<tr{chosen}><th scope=row>{html.escape(name)}{mark}</th>{body}</tr>")
+    return "".join(rows)
+
+
+def _data(plan: Plan) -> dict[str, Any]:
+    cluster = plan.simulator.cluster
+    return {
+        "chosen": plan.chosen,
+        "exact": plan.exact,
+        "layers": [int(l) for l in plan.layer_ids],
+        "gpus": plan.simulator.n_gpus,
+        "perNode": cluster.gpus_per_node,
+        "planners": {name: _drawn(o) for name, o in plan.outcomes.items()},
+        "loads": np.round(plan.expert_pairs, 1).tolist(),
+        "tokenKB": plan.model.hidden * plan.model.dispatch_bytes / 1e3,
+    }
+
+
+def _drawn(outcome: Outcome) -> dict[str, Any]:
+    copies = outcome.copies
+    return {
+        "pairs": np.round(outcome.pairs).astype(int).tolist(),
+        "us": np.round(outcome.layer_us, 1).tolist(),
+        "slots": outcome.placement.tolist(),
+        "copies": None if copies is None else np.round(copies).astype(int).tolist(),
+    }
