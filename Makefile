@@ -1,16 +1,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Keep every process on one torch/BLAS thread: two threads on a busy two-core box are slower than one.
+# One torch/BLAS thread per process: on a busy machine with two cores, two threads are slower than one.
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: train test lint docs install clean
 
-train: $(VENV)/.trainable  ## the main job: two agents learn to place experts on the bundled trace; a table and a plot beside every rule
+train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; compare them with every planner in a table and a plot
 	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-windows 5
 
-test: install  ## the whole suite, linters included
+test: install  ## run all linters and tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -23,12 +23,12 @@ lint: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-docs: install  ## the documentation site, strictly, into site/
+docs: install  ## build the documentation into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 install: $(VENV)/.installed
 
-# Training needs half of the packages that the suite does: a newcomer's first command should not wait for the rest.
+# Training needs only half of the packages that the tests need, so `make train` starts sooner.
 $(VENV)/.trainable: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	test -e $(VENV)/.installed || $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train]"

@@ -1,4 +1,4 @@
-"""The examples in the README and the pages run as they stand."""
+"""The Python examples in the README and the docs run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
-def test_examples_run_in_the_order_of_the_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_of_a_page_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "example"}
     for i, code in enumerate(PAGES[page]):

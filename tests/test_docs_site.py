@@ -1,4 +1,4 @@
-"""The documentation site builds without a single warning, and its generated pages say what the code says."""
+"""The documentation site builds without warnings, and its generated pages agree with the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ gen_pages = load_module(ROOT / "docs" / "gen_pages.py")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built strictly, where a warning is an error."""
+    """The built site. With --strict, a warning is an error."""
     out = tmp_path_factory.mktemp("site")
     quiet = {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
     built = subprocess.run(
@@ -65,9 +65,9 @@ def test_every_page_is_in_the_site_and_in_its_navigation(site: Path) -> None:
         assert page.as_posix() in {t.split("#")[0] for t in front.targets} or page.name == "index.html", page
 
 
-def test_links_inside_the_site_lead_somewhere(site: Path) -> None:
+def test_links_inside_the_site_have_targets(site: Path) -> None:
     for page in site.rglob("*.html"):
-        if page.name == "404.html":  # is served from anywhere, so its links start at the root
+        if page.name == "404.html":  # served from any path, so its links start at the root
             continue
         links = Links()
         links.feed(page.read_text())
@@ -79,7 +79,7 @@ def test_links_inside_the_site_lead_somewhere(site: Path) -> None:
             assert file.exists(), f"{page.relative_to(site)} links to {target}"
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text()
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=\"(https?:[^\"]+)", text)
@@ -87,7 +87,7 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not loaded, page
 
 
-def test_flags_of_every_trainer(site: Path) -> None:
+def test_every_flag_of_every_trainer_is_documented(site: Path) -> None:
     trainers = gen_pages.trainers()
     assert {"ppo", "ppo_federated", "ppo_llm"} <= {path.stem for path in trainers}
     for path in trainers:
@@ -97,15 +97,17 @@ def test_flags_of_every_trainer(site: Path) -> None:
             assert said, f"{path.name}: {name} has no docstring"
 
 
-def test_references_are_the_docstrings(site: Path) -> None:
+def test_the_reference_contains_the_docstrings(site: Path) -> None:
     text = (site / "reference" / "moe_placement.html").read_text()
     for words in ("Action Space", "Observation Space", "Rewards", "Episode End", "PlacementConfig", "window_tokens"):
         assert words in text
 
 
-def test_fields_by_hand(tmp_path: Path) -> None:
+def test_fields_of_a_small_class(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(
-        '"""Doc."""\nclass Args:\n    a: int = 1\n    """First ``one``."""\n    b: str | None = None\n    """Two\n    lines."""\n'
+        '"""Doc."""\nclass Args:\n'
+        '    a: int = 1\n    """First ``one``."""\n'
+        '    b: str | None = None\n    """Two\n    lines."""\n'
     )
     rows = gen_pages.fields(gen_pages._class(tmp_path / "t.py", "Args"))
     assert rows == [("a", "int", "1", "First `one`."), ("b", "str | None", "None", "Two lines.")]

@@ -1,4 +1,4 @@
-"""The wheel, from an empty folder, in an environment that has never seen the checkout."""
+"""The wheel works from an empty folder, in an environment without the checkout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy: what the checkout has beside the tracked folders must not matter, and nothing is written to it."""
+    """Built from a copy without untracked folders, so that nothing is written to the checkout."""
     tree, out = tmp_path_factory.mktemp("tree") / "clustergym", tmp_path_factory.mktemp("dist")
     skip = shutil.ignore_patterns(
         ".git", ".venv", "__pycache__", "runs", "dist", "*.egg-info", ".*_cache", ".hypothesis"
@@ -56,7 +56,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_wheel_holds_the_package_and_its_traces_alone(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package_and_its_traces(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {"clustergym/__init__.py", "clustergym/py.typed", "clustergym/traces/bundled/synthetic.npz"} <= set(names)
@@ -69,18 +69,17 @@ def test_wheel_holds_the_package_and_its_traces_alone(wheel: Path) -> None:
     ]
 
 
-def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     venv, empty = tmp_path / "venv", tmp_path / "empty"
     empty.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=tmp_path)
     python = venv / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=empty).strip())
-    run(
-        sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=empty
-    )  # fmt: skip
-    # The dependencies of this environment, without its editable install: .pth files found through a .pth are not read.
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=empty)
+    # Use the dependencies of this environment without its editable install: nested .pth files are not read.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # Compiling would take a minute and is tested elsewhere.
+    # Compiling takes a minute and is tested elsewhere.
     lines = run(python, "-c", PROGRAM, cwd=empty, NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="1").splitlines()
     assert Path(lines[0]) == site / "clustergym" / "__init__.py"
     assert lines[1] == repr(TokenTrace.load("synthetic"))

@@ -1,7 +1,7 @@
 """Reinforcement-learning environments for GPU clusters.
 
-Importing the package registers its environments with Gymnasium and, where the installed version has a registry, with
-PettingZoo. It is light: what is named here is loaded when it is first used.
+Importing the package registers its environments with Gymnasium and, if the installed version has a registry, with
+PettingZoo. The import is fast: submodules are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
+import pettingzoo
 
 if TYPE_CHECKING:
     from clustergym import gpu_allocation, gpu_allocation_v0, moe_placement, moe_placement_v0, traces
@@ -40,31 +41,22 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-_PLACEMENT = "clustergym.moe_placement.environment"
-_ALLOCATION = "clustergym.gpu_allocation.environment"
-
-for _id, _module, _single, _vector, _kwargs in (
-    ("MoEPlacement-v0", _PLACEMENT, "MoEPlacementEnv", "MoEPlacementVectorEnv", {}),
-    (
-        "MoEPlacementDrift-v0", _PLACEMENT, "MoEPlacementEnv", "MoEPlacementVectorEnv",
-        {"windows": 8, "schedule": "drift", "start": "eplb"},
-    ),
-    ("GPUAllocation-v0", _ALLOCATION, "GPUAllocationEnv", "GPUAllocationVectorEnv", {}),
-    ("GPUAllocationHistory-v0", _ALLOCATION, "GPUAllocationEnv", "GPUAllocationVectorEnv", {"history": True}),
-):  # fmt: skip
-    if _id not in gymnasium.registry:
-        gymnasium.register(
-            _id, entry_point=f"{_module}:{_single}", vector_entry_point=f"{_module}:{_vector}", kwargs=_kwargs
-        )
+def _register(env_id: str, module: str, name: str, **kwargs: Any) -> None:
+    """Register a single and a vector environment with Gymnasium."""
+    if env_id not in gymnasium.registry:
+        entry = f"clustergym.{module}.environment:{name}"
+        gymnasium.register(env_id, f"{entry}Env", vector_entry_point=f"{entry}VectorEnv", kwargs=kwargs)
 
 
 def _register_with_pettingzoo(name: str) -> None:
-    import pettingzoo
-
     if hasattr(pettingzoo, "register") and name.replace("_v", "-v") not in pettingzoo.parallel_registry:
         pettingzoo.register("parallel", name, f"clustergym.{name}:parallel_env")
         pettingzoo.register("aec", name, f"clustergym.{name}:env")
 
 
-for _name in ("moe_placement_v0", "gpu_allocation_v0"):
-    _register_with_pettingzoo(_name)
+_register("MoEPlacement-v0", "moe_placement", "MoEPlacement")
+_register("MoEPlacementDrift-v0", "moe_placement", "MoEPlacement", windows=8, schedule="drift", start="eplb")
+_register("GPUAllocation-v0", "gpu_allocation", "GPUAllocation")
+_register("GPUAllocationHistory-v0", "gpu_allocation", "GPUAllocation", history=True)
+_register_with_pettingzoo("moe_placement_v0")
+_register_with_pettingzoo("gpu_allocation_v0")
