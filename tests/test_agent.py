@@ -1,4 +1,4 @@
-"""The allocation agent's parts: policy, learning, store and history, against closed forms and slow references."""
+"""Parts of the allocation agent: history, policy, learning and store, against the simulator and known results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import math
 import sqlite3
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clustergym.agent import store as agent_store
+from clustergym.agent.learner import ExperienceReader, Experiences
+from clustergym.agent.server import serve
+from clustergym.agent.service import is_latency_sensitive
+from clustergym.agent.settings import ServerSettings
+from clustergym.agent.store import Allocation, Feedback, Store, StoreUnavailable, connect
+from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import dynamics, history
-from clustergym.training import CheckpointError, load_checkpoint, save_checkpoint
 from trainers import load_trainer
 
 online = load_trainer("ppo_gpu_alloc_online")
 ARGS = online.Args()
+SETTINGS = ServerSettings()
 CPU = torch.device("cpu")
 
 
@@ -30,14 +38,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-# -- history --------------------------------------------------------------------------------------------------------
+# History
 
 SHARE = st.floats(0, 1, width=32)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(SHARE, SHARE, st.booleans(), st.booleans(), SHARE), max_size=40))
-def test_history_is_what_the_simulator_keeps(pods: list[tuple[float, float, bool, bool, float]]) -> None:
+def test_history_matches_the_simulator(pods: list[tuple[float, float, bool, bool, float]]) -> None:
     ours, theirs = history.new_history(), np.zeros(dynamics.N_HISTORY, np.float32)
     for pod in pods:
         history.remember(ours, *pod)
@@ -46,13 +54,13 @@ def test_history_is_what_the_simulator_keeps(pods: list[tuple[float, float, bool
 
 
 def pressure_of(ask: list[float], out: list[float]) -> float:
-    """What monitoring would show of a pod: its load, or its latency against its objective."""
+    """The pressure that monitoring would report for a pod: the larger of load and latency / objective."""
     latency = out[dynamics.O_LATENCY]
     return max(ask[dynamics.ASK_RATE] / ask[dynamics.ASK_BATCH] * latency, latency / ask[dynamics.ASK_SLO])
 
 
-def test_features_are_what_the_simulator_shows() -> None:
-    """A whole episode: each observation of the simulator, rebuilt from what an agent hears."""
+def test_features_match_the_simulator() -> None:
+    """Each observation of an episode can be rebuilt from what the agent knows."""
     from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
     from clustergym.gpu_allocation.space import encode_state
 
@@ -77,11 +85,11 @@ def test_features_are_what_the_simulator_shows() -> None:
         )  # fmt: skip
 
 
-# -- policy and learning --------------------------------------------------------------------------------------------
+# Policy and learning
 
 
 def trained_state() -> dict[str, Any]:
-    """A checkpoint whose every number differs from where it started."""
+    """A checkpoint in which every weight differs from its initial value."""
     state = online.initial_state(ARGS)
     generator = torch.Generator().manual_seed(3)
     state["agent"] = {
@@ -90,7 +98,7 @@ def trained_state() -> dict[str, Any]:
     return state
 
 
-def test_the_served_policy_is_the_network() -> None:
+def test_numpy_policy_matches_the_network() -> None:
     state = trained_state()
     agent, statistics = online.make_agent(state)
     policy, rng = online.Policy(state), np.random.default_rng(0)
@@ -107,13 +115,13 @@ def test_the_served_policy_is_the_network() -> None:
 
 
 def experiences(policy: Any, n: int, rng: np.random.Generator, through: int) -> Any:
-    """Decisions whose reward has a known best answer: cores 0.3 where the first feature is below a half, else 0.7."""
+    """Decisions with a known optimum: the cores action should be 0.3 if the first feature is below 0.5, else 0.7."""
     obs = rng.random((n, 19)).astype(np.float32)
     acted = [policy.act(row, rng) for row in obs]
     actions = np.array([action for action, _ in acted], np.float32)
     best = np.where(obs[:, 0] < 0.5, 0.3, 0.7)
     rewards = 1 - 10 * (actions[:, 0] - best) ** 2
-    return online.Experiences(
+    return Experiences(
         torch.from_numpy(obs), torch.from_numpy(actions), torch.tensor([p for _, p in acted], dtype=torch.float32),
         torch.tensor(rewards, dtype=torch.float32), through,
     )  # fmt: skip
@@ -133,8 +141,8 @@ def test_learning_finds_a_known_optimum() -> None:
     assert (state["version"], state["experiences"], state["learned_through"]) == (150, 150 * 32, 149)
 
 
-def test_an_update_is_the_same_whenever_it_is_made() -> None:
-    """After a crash between an update and its checkpoint, the same batch gives the same policy."""
+def test_an_update_is_reproducible() -> None:
+    """After a crash between an update and its checkpoint, the same batch must give the same policy."""
     state, rng = trained_state(), np.random.default_rng(0)
     batch = experiences(online.Policy(state), 40, rng, 7)
     first, _ = online.learn_once(state, batch, ARGS, CPU)
@@ -143,12 +151,12 @@ def test_an_update_is_the_same_whenever_it_is_made() -> None:
     assert all(torch.equal(first["agent"][name], second["agent"][name]) for name in first["agent"])
 
 
-def test_an_update_that_is_not_finite_is_thrown_away() -> None:
+def test_an_update_with_non_finite_weights_is_discarded() -> None:
     state, rng = trained_state(), np.random.default_rng(0)
     batch = experiences(online.Policy(state), 32, rng, 7)
     batch.rewards[3] = math.inf
     after, metrics = online.learn_once(state, batch, ARGS, CPU)
-    assert metrics == {"charts/thrown_away": 1.0}
+    assert metrics == {"charts/discarded": 1.0}
     assert (after["version"], after["learned_through"]) == (state["version"], 7)
     assert all(torch.equal(after["agent"][name], state["agent"][name]) for name in state["agent"])
 
@@ -156,7 +164,9 @@ def test_an_update_that_is_not_finite_is_thrown_away() -> None:
 @pytest.mark.parametrize("kind", ["ppo_gpu_alloc", "ppo_gpu_alloc-model"])
 @pytest.mark.parametrize("norm_obs", [True, False])
 @pytest.mark.parametrize("env_id", ["GPUAllocation-v0", "GPUAllocationHistory-v0"])
-def test_it_starts_from_what_the_offline_trainer_writes(tmp_path: Path, kind: str, norm_obs: bool, env_id: str) -> None:
+def test_init_checkpoint_takes_the_policy_of_the_offline_trainer(
+    tmp_path: Path, kind: str, norm_obs: bool, env_id: str
+) -> None:
     offline = load_trainer("ppo_gpu_alloc")
     torch.manual_seed(0)
     size = 5 if env_id == "GPUAllocation-v0" else 19
@@ -184,7 +194,7 @@ def test_it_starts_from_what_the_offline_trainer_writes(tmp_path: Path, kind: st
     np.testing.assert_allclose(policy.std, agent.std().detach().numpy(), rtol=1e-6)
 
 
-def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_init_checkpoint_refuses_other_files(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c.pt", "ppo", {"agent": {}})
     with pytest.raises(CheckpointError, match="belongs to 'ppo'"):
         online.initial_state(dataclasses.replace(ARGS, init_checkpoint=tmp_path / "c.pt"))
@@ -193,9 +203,9 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
         online.initial_state(dataclasses.replace(ARGS, init_checkpoint=tmp_path / "d.pt"))
 
 
-def test_the_exported_model_is_the_policy(tmp_path: Path) -> None:
+def test_exported_model_has_the_same_policy(tmp_path: Path) -> None:
     state = trained_state()
-    online.export_model(dataclasses.replace(ARGS, store=tmp_path), state)
+    online.export_model(dataclasses.replace(ARGS, run_dir=tmp_path), state)
     again = online.pretrained(tmp_path / "model.pt")
     obs = np.random.default_rng(0).random(19).astype(np.float32)
     np.testing.assert_allclose(
@@ -204,28 +214,46 @@ def test_the_exported_model_is_the_policy(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "model.pt", "ppo_gpu_alloc-model")["args"]["env_id"] == "GPUAllocationHistory-v0"
 
 
-# -- store ----------------------------------------------------------------------------------------------------------
+# Store
 
 
-def allocation(store: Any, owner: str = "team/a", created_s: float | None = None, **changes: Any) -> Any:
-    made = online.Allocation(
-        store.next_seq, "0" * 32, time.time() if created_s is None else created_s, owner, 80.0, 4000.0, False, 60.0,
-        3000.0, 0, True,
+def allocation(store: Store, owner: str = "team/a", created_s: float | None = None, version: int = 0) -> Allocation:
+    """Add an allocation of 60 of 80 % and 3000 of 4000 MB."""
+    made = Allocation(
+        seq=store.next_seq, token="0" * 32, created_s=time.time() if created_s is None else created_s, owner=owner,
+        requested_cores=80.0, requested_memory_mb=4000.0, sensitive=False, cores=60.0, memory_mb=3000.0,
+        version=version, learnable=True,
     )  # fmt: skip
     store.next_seq += 1
-    store.add(dataclasses.replace(made, **changes), np.zeros(19), np.zeros(2), 0.0, None)
-    return store.find(made.id)
+    store.add(made, np.zeros(19), np.zeros(2), 0.0, None)
+    return made
 
 
-def accept(store: Any, made: Any, reward: float = 1.0, learnable: bool = True) -> None:
-    store.add_feedback(made, "accepted", (time.time(), 30.0, True, 1, 2000.0, False, reward, 0.375), learnable)
-    store.remember(made, 0.375, True, False, 2000.0)
+def accept(store: Store, made: Allocation, reward: float = 1.0, learnable: bool = True) -> None:
+    """Add accepted feedback: the pod used 30 % of the GPU and 2000 MB."""
+    outcome = Feedback(
+        received_s=time.time(), usage=30.0, qos_met=True, pods=1, memory_used_mb=2000.0, oom=False, reward=reward,
+        needed=0.375,
+    )  # fmt: skip
+    store.add_feedback(made, "accepted", outcome, learnable)
 
 
-def test_experiences_are_read_once_in_order_and_only_when_there_are_enough(tmp_path: Path) -> None:
-    store = online.Store(tmp_path, "process")
-    connection = online.connect(tmp_path, "process")
-    reader = online.ExperienceReader(connection, ARGS)
+def found(store: Store, allocation_id: str) -> Allocation:
+    allocation = store.find(allocation_id)
+    assert allocation is not None
+    return allocation
+
+
+def read(reader: ExperienceReader, learned_through: int, version: int) -> Experiences:
+    batch = reader.read(learned_through, version)
+    assert batch is not None
+    return batch
+
+
+def test_experiences_are_read_once_in_order_and_in_full_batches(tmp_path: Path) -> None:
+    store = Store(tmp_path, "process")
+    connection = connect(tmp_path, "process")
+    reader = ExperienceReader(connection, SETTINGS)
     for i in range(40):
         accept(store, allocation(store), reward=i / 10, learnable=i % 2 == 0)
     store.flush()
@@ -233,7 +261,7 @@ def test_experiences_are_read_once_in_order_and_only_when_there_are_enough(tmp_p
     for i in range(40, 70):
         accept(store, allocation(store), reward=i / 10)
     store.flush()
-    batch = reader.read(0, 0)
+    batch = read(reader, 0, 0)
     expected = [i / 10 for i in range(70) if i >= 40 or i % 2 == 0]
     np.testing.assert_allclose(batch.rewards, expected, rtol=1e-6)
     assert reader.read(batch.through, 1) is None
@@ -241,107 +269,125 @@ def test_experiences_are_read_once_in_order_and_only_when_there_are_enough(tmp_p
     connection.close()
 
 
-def test_experiences_of_policies_long_gone_are_passed_over(tmp_path: Path) -> None:
-    store = online.Store(tmp_path, "process")
+def test_experiences_of_old_policies_are_skipped(tmp_path: Path) -> None:
+    store = Store(tmp_path, "process")
     for version in [0] * 10 + [5] * 32:
         accept(store, allocation(store, version=version))
     store.flush()
-    batch = online.ExperienceReader(store.connection, ARGS).read(0, 5 + ARGS.max_policy_lag)
+    batch = read(ExperienceReader(store.connection, SETTINGS), 0, 5 + SETTINGS.max_policy_lag)
     assert (len(batch.rewards), batch.skipped, batch.through) == (32, 10, 42)
     store.close()
 
 
 def test_stale_experiences_at_the_head_do_not_stop_learning(tmp_path: Path) -> None:
-    args = dataclasses.replace(ARGS, max_batch=ARGS.batch_size)
-    store = online.Store(tmp_path, "process")
-    reader = online.ExperienceReader(store.connection, args)
-    for _ in range(3 * args.max_batch):
+    settings = dataclasses.replace(SETTINGS, max_batch=SETTINGS.batch_size)
+    store = Store(tmp_path, "process")
+    reader = ExperienceReader(store.connection, settings)
+    for _ in range(3 * settings.max_batch):
         accept(store, allocation(store, version=0))
     store.flush()
-    version = args.max_policy_lag + 1
-    assert reader.read(0, version) is None  # only stale ones
-    for _ in range(args.batch_size - 1):
+    version = settings.max_policy_lag + 1
+    assert reader.read(0, version) is None  # all are stale
+    for _ in range(settings.batch_size - 1):
         accept(store, allocation(store, version=1))
     store.flush()
     assert reader.read(0, version) is None  # one is missing
     accept(store, allocation(store, version=1))
     store.flush()
-    batch = reader.read(0, version)
+    batch = read(reader, 0, version)
     assert (len(batch.rewards), batch.skipped, batch.through) == (32, 96, 128)
     assert reader.read(batch.through, version) is None
     store.close()
 
 
-def test_what_was_not_committed_is_not_believed(tmp_path: Path) -> None:
-    store = online.Store(tmp_path, "process")
+def test_a_failed_commit_leaves_no_trace_in_memory(tmp_path: Path) -> None:
+    store = Store(tmp_path, "process")
     made = allocation(store)
     store.flush()
     blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
 
-    async def refused() -> None:
+    async def give_feedback() -> None:
         accept(store, made)
         store.count("feedback:accepted")
         await store.committed()
 
-    with pytest.raises(online.Unwritable, match="locked"):
-        asyncio.run(refused())
+    with pytest.raises(StoreUnavailable, match="the store cannot be written: database is locked"):
+        asyncio.run(give_feedback())
     blocker.execute("ROLLBACK")
     blocker.close()
-    assert store.find(made.id).feedback is None
+    assert found(store, made.id).feedback is None
     assert store.counters() == {"allocations": 1}
     assert store.history(made.owner) == history.new_history()
-    accept(store, store.find(made.id))
+    accept(store, found(store, made.id))
     store.flush()
-    assert online.Store(tmp_path, "process").find(made.id).feedback == "accepted"
+    assert found(Store(tmp_path, "process"), made.id).feedback == "accepted"
     store.close()
 
 
-@pytest.mark.parametrize("written_every_s", [0.0, 1e9])
-def test_histories_are_whole_after_a_kill_whether_they_had_been_written_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written_every_s: float
+@pytest.mark.parametrize("interval_s", [0.0, 1e9])
+def test_histories_survive_a_kill_whether_saved_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float
 ) -> None:
-    monkeypatch.setattr(online.Store, "HISTORIES_S", written_every_s)
-    store = online.Store(tmp_path, "process")
+    monkeypatch.setattr(Store, "HISTORY_INTERVAL_S", interval_s)
+    store = Store(tmp_path, "process")
     for i in range(20):
         accept(store, allocation(store, owner=f"team/{i % 3}"))
         if i % 4 == 0:
             store.flush()
     store.flush()
     expected = {f"team/{i}": list(store.history(f"team/{i}")) for i in range(3)}
-    (written,) = store.connection.execute("SELECT count(*) FROM owners").fetchone()
-    assert written == (3 if written_every_s == 0 else 0)
-    # The first store is not closed: this is what a killed process leaves.
-    again = online.Store(tmp_path, "process")
+    (saved,) = store.connection.execute("SELECT count(*) FROM owners").fetchone()
+    assert saved == (3 if interval_s == 0 else 0)
+    # The first store is not closed, as after a kill.
+    again = Store(tmp_path, "process")
     assert {owner: again.history(owner) for owner in expected} == expected
     again.close()
     store.connection.close()
 
 
-def test_old_rows_go_and_their_numbers_do_not_come_again(tmp_path: Path) -> None:
-    store = online.Store(tmp_path, "process")
+def test_a_history_that_leaves_the_cache_hides_no_feedback_from_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_store, "MAX_CACHED_OWNERS", 1)
+    monkeypatch.setattr(Store, "HISTORY_INTERVAL_S", 1e9)
+    store = Store(tmp_path, "process")
+    first, second = allocation(store, owner="team/1"), allocation(store, owner="team/2")
+    accept(store, first)
+    accept(store, second)  # saves the history of team/1 to make room
+    store.flush()
+    expected = list(store.history("team/2"))
+    assert expected != history.new_history()
+    again = Store(tmp_path, "process")
+    assert again.history("team/2") == again.history("team/1") == expected
+    again.close()
+    store.connection.close()
+
+
+def test_old_rows_are_deleted_and_their_numbers_are_not_reused(tmp_path: Path) -> None:
+    store = Store(tmp_path, "process")
     old = allocation(store, created_s=1000.0)
     accept(store, old)
     new = allocation(store)
     store.flush()
-    assert store.oldest_rows(2000.0) == 1
+    assert store.delete_before(2000.0) == 1
     assert store.find(old.id) is None
     assert store.find(new.id) is not None
-    assert store.oldest_rows(2000.0) == 0
-    store.oldest_rows(time.time() + 1)
+    assert store.delete_before(2000.0) == 0
+    store.delete_before(time.time() + 1)
     store.close()
-    again = online.Store(tmp_path, "process")
+    again = Store(tmp_path, "process")
     assert again.next_seq == 3
     made = allocation(again)
     accept(again, made)
     again.flush()
-    # Feedback numbers go on as well: a checkpoint that has learned up to 1 must see this one as new.
+    # Nor are feedback numbers: for a checkpoint that has learned up to 1, this feedback must be new.
     assert again.connection.execute("SELECT seq FROM feedback").fetchall() == [(2,)]
     again.close()
 
 
-def test_an_id_needs_both_halves(tmp_path: Path) -> None:
-    store = online.Store(tmp_path, "process")
+def test_an_allocation_is_found_only_by_its_full_id(tmp_path: Path) -> None:
+    store = Store(tmp_path, "process")
     made = allocation(store)
     assert store.find(made.id) is made
     for forged in (
@@ -358,21 +404,21 @@ def test_an_id_needs_both_halves(tmp_path: Path) -> None:
 
 
 def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
-    online.Store(tmp_path, "process").close()
+    Store(tmp_path, "process").close()
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(ValueError, match="has schema 99; this agent reads 1"):
-        online.Store(tmp_path, "process")
+    with pytest.raises(ValueError, match="has schema 99; this agent reads schema 1"):
+        Store(tmp_path, "process")
 
 
-def test_a_log_that_has_grown_is_moved_into_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online.Store, "LOG_BYTES", 1)
-    store = online.Store(tmp_path, "process")
+def test_a_long_log_is_moved_into_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "MAX_LOG_BYTES", 1)
+    store = Store(tmp_path, "process")
     made = allocation(store)
     store.flush()
     before = (tmp_path / "store.db").stat().st_size
-    asyncio.run(store.tidy())
+    asyncio.run(store.shrink_log())
     assert (tmp_path / "store.db").stat().st_size > before
     assert store.find(made.id) is made
     store.close()
@@ -385,20 +431,51 @@ def test_a_log_that_has_grown_is_moved_into_the_database(tmp_path: Path, monkeyp
         ("latency-sensitive", True), ("LS", True), ("Guaranteed", True), ("", True), ("anything", True),
     ],
 )  # fmt: skip
-def test_who_is_not_known_to_be_best_effort_is_treated_with_care(qos_class: str, sensitive: bool) -> None:
-    assert online.is_latency_sensitive(qos_class) is sensitive
+def test_unknown_qos_classes_are_latency_sensitive(qos_class: str, sensitive: bool) -> None:
+    assert is_latency_sensitive(qos_class) is sensitive
+
+
+# Settings
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"host": "0.0.0.0"}, "anybody on the network could teach the agent"),
-        ({"tls_cert": Path("x")}, "--tls-cert and --tls-key come together"),
+        ({"host": "0.0.0.0"}, "would let anybody on the network train the agent"),
+        ({"tls_cert": Path("x")}, "--tls-cert and --tls-key must be given together"),
+        ({"client_ca": Path("x")}, "--client-ca requires both"),
         ({"batch_size": 0}, "--batch-size is 0: expected more than 0"),
         ({"max_batch": 8}, "--max-batch 8 is less than --batch-size 32"),
-        ({"gamma": 1.5}, "--gamma is 1.5"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(change: dict[str, Any], reason: str) -> None:
+def test_invalid_settings_are_refused(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        online.check(dataclasses.replace(ARGS, **change))
+        dataclasses.replace(SETTINGS, **change).check()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--gamma", "1.5"], "error: --gamma is 1.5: expected 0 to 1"),
+        (["--min-std", "0"], "error: --min-std is 0.0: expected more than 0"),
+        (["--max-batch", "8"], "error: --max-batch 8 is less than --batch-size 32"),
+    ],
+)
+def test_invalid_flags_end_the_program_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], reason: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["agent", "--store", str(tmp_path / "store"), *flags])
+    with pytest.raises(SystemExit) as stop:
+        online.main()
+    assert stop.value.code == reason
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    never: Any = None
+    with pytest.raises(ImportError, match=r"^uvicorn is not installed: pip install 'clustergym\[agent\]'$"):
+        serve(
+            dataclasses.replace(SETTINGS, store=tmp_path), seed=1, resume=True, initial_state=never, make_policy=never,
+            learn_once=never, open_logger=never,
+        )  # fmt: skip

@@ -101,8 +101,11 @@ def test_help_shows_every_flag_and_the_common_ones_exist(path: Path, capsys: pyt
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     names = {field.name for field in dataclasses.fields(module.Args)}
-    for name in names:
-        assert f"--{name.replace('_', '-')}" in shown or f"--no-{name.replace('_', '-')}" in shown
+    for name, value in vars(module.Args()).items():
+        # Flags of a nested dataclass have its name as a prefix, or no prefix (tyro.conf.OmitArgPrefixes).
+        nested = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else [name]
+        for flag in (one.replace("_", "-") for one in nested):
+            assert any(f"--{prefix}{flag}" in shown for prefix in ("", "no-", f"{name}.")), flag
     assert {"seed", "run_dir", "cuda", "track", "save_model", "resume"} <= names
     assert inspect.getdoc(module), f"{path.name} has no module docstring"
     assert dataclasses.asdict(tyro.cli(module.Args, args=[])) == dataclasses.asdict(module.Args())

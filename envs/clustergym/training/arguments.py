@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,14 @@ from clustergym.common.checkpoints import CheckpointError
 
 
 def plain_args(args: object) -> dict[str, Any]:
-    """Convert an Args dataclass to values that a checkpoint can hold."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    """Convert an Args dataclass to values that a checkpoint can hold. A nested dataclass becomes a nested dict."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value):
+            return plain_args(value)
+        return str(value) if isinstance(value, Path) else value
+
+    return {key: plain(value) for key, value in vars(args).items()}
 
 
 def check_same_args(saved: Mapping[str, Any], given: Mapping[str, Any], may_differ: Iterable[str] = ()) -> None:

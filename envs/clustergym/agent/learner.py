@@ -1,0 +1,161 @@
+"""The learner process: reads experiences from the store and replaces the checkpoint after each update."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from clustergym.agent.settings import ServerSettings
+from clustergym.agent.store import connect, exclusive_lock
+from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_KIND = "ppo_gpu_alloc_online"
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Experiences:
+    """A batch of experiences, in the order of their feedback."""
+
+    obs: Tensor
+    actions: Tensor
+    logprobs: Tensor
+    rewards: Tensor
+    through: int
+    """Sequence number of the last feedback."""
+    skipped: int = 0
+    """Number of experiences before ``through`` that were left out because their policy is too old."""
+
+    def to(self, device: torch.device) -> Experiences:
+        tensors = {name: getattr(self, name).to(device) for name in ("obs", "actions", "logprobs", "rewards")}
+        return replace(self, **tensors)
+
+
+State = dict[str, Any]
+"""Content of a checkpoint. The server reads ``version`` and ``learned_through``; the rest belongs to the policy."""
+LearnOnce = Callable[[State, Experiences], tuple[State, dict[str, float]]]
+"""Returns the state after one update, and metrics for the log."""
+
+
+class MetricLogger(Protocol):
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Log values of one step."""
+
+
+OpenLogger = Callable[[int], contextlib.AbstractContextManager[MetricLogger]]
+"""Opens the log of a run whose policy has this version."""
+
+
+class ExperienceReader:
+    """Reads experiences from the store in the order of their feedback.
+
+    The query leaves out decisions of policies that are too old, so that they cannot fill a batch. They never become
+    recent again, so the reader remembers how many it has passed.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, settings: ServerSettings) -> None:
+        self.connection, self.settings = connection, settings
+        self._position = 0
+
+    def read(self, learned_through: int, version: int) -> Experiences | None:
+        """The next batch that has not been learned from, or None if there are not enough experiences yet."""
+        rows = self.connection.execute(
+            "SELECT f.seq, a.obs, a.action, a.log_prob, f.reward "
+            "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
+            "WHERE f.seq > ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
+            (max(learned_through, self._position), version - self.settings.max_policy_lag, self.settings.max_batch),
+        ).fetchall()
+        if not rows:
+            return None
+        seqs, obs, actions, logprobs, rewards = zip(*rows, strict=True)
+        self._position = seqs[0] - 1
+        if len(rows) < self.settings.batch_size:
+            return None
+        through = seqs[-1]
+        (waiting,) = self.connection.execute(
+            "SELECT count(*) FROM feedback WHERE seq > ? AND seq <= ? AND learnable", (learned_through, through)
+        ).fetchone()
+        return Experiences(
+            torch.from_numpy(np.stack([np.frombuffer(one, np.float32) for one in obs])),
+            torch.from_numpy(np.stack([np.frombuffer(one, np.float32) for one in actions])),
+            torch.tensor(logprobs),
+            torch.tensor(rewards),
+            through,
+            waiting - len(rows),
+        )
+
+
+def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: OpenLogger, parent_pid: int) -> None:
+    """Main function of the learner process. The process ends when its parent ends, even if the parent is killed."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    # Requests have priority over learning.
+    os.nice(10)
+    torch.set_num_threads(1)
+    checkpoint = settings.store / CHECKPOINT_NAME
+    with exclusive_lock(settings.store / "trainer.lock", wait=True), contextlib.ExitStack() as stack:
+        state = load_checkpoint(checkpoint, CHECKPOINT_KIND)
+        reader = ExperienceReader(connect(settings.store, settings.durability), settings)
+        logger = None
+        while os.getppid() == parent_pid:
+            batch = reader.read(state["learned_through"], state["version"])
+            if batch is not None:
+                first_version = state["version"]
+                state, metrics = learn_once(state, batch)
+                save_checkpoint(checkpoint, CHECKPOINT_KIND, state)
+                # TensorBoard takes longer to load than an update takes: open it when there is something to log.
+                logger = logger or stack.enter_context(open_logger(first_version))
+                logger.scalars(metrics, state["version"])
+            time.sleep(settings.update_interval_s)
+
+
+class LearnerProcess:
+    """Starts the learner process and restarts it if it dies."""
+
+    def __init__(self, settings: ServerSettings, learn_once: LearnOnce, open_logger: OpenLogger) -> None:
+        self._arguments = settings, learn_once, open_logger, os.getpid()
+        self._backoff_s, self._restart_at = 1.0, 0.0
+        self._start()
+
+    def _start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(target=run_learner, args=self._arguments, name="learner", daemon=True)
+        self._process.start()
+        self._started_at = time.monotonic()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    def restart_if_dead(self) -> bool:
+        """Restart a dead process; wait longer each time while it dies within a minute. True if it was restarted."""
+        now = time.monotonic()
+        if self.alive or now < self._restart_at:
+            return False
+        self._backoff_s = 1.0 if now - self._started_at > 60 else min(2 * self._backoff_s, 60.0)
+        self._restart_at = now + self._backoff_s
+        log.error("the learner process ended with exit code %s and is restarted", self._process.exitcode)
+        self._start()
+        return True
+
+    def stop(self) -> None:
+        # Killing it is safe: checkpoints are written atomically.
+        self._process.kill()
+        self._process.join()
