@@ -15,8 +15,6 @@ from clustergym.common.files import write_atomically
 from clustergym.moe_placement.planning import Outcome, Plan
 from clustergym.moe_placement.report.tables import plan_cells
 
-TEMPLATE = "template.html"
-
 
 def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -> None:
     """Write the report atomically."""
@@ -25,7 +23,8 @@ def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -
 
 def render(plan: Plan, engine: str, load: str, command: str) -> str:
     """The page, with its data, styles and script."""
-    template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+    folder = resources.files(__package__)
+    template, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("template.html", "script.js"))
     fields = {
         "TITLE": html.escape(f"{plan.model.name} on {plan.simulator.cluster.name}"),
         "HEADLINE": html.escape(_headline(plan)),
@@ -35,6 +34,7 @@ def render(plan: Plan, engine: str, load: str, command: str) -> str:
         "TABLE": _table(plan),
         "LOAD": html.escape(load),
         "COMMAND": html.escape(command),
+        "SCRIPT": script,
         # "</script>" in a string would end the script.
         "DATA": json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
     }
