@@ -92,7 +92,7 @@ class LoadTrace:
 
     def loads(self) -> npt.NDArray[np.int64]:
         """(L, E) tokens routed to each expert of each layer, all steps together."""
-        return self.counts.sum(0)
+        return np.asarray(self.counts.sum(0))
 
     def split(self, fraction: float = 0.5) -> tuple[LoadTrace, LoadTrace]:
         """Split into the first steps (about ``fraction`` of them) and the rest."""

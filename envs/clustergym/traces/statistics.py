@@ -273,7 +273,7 @@ def _gini(shares: npt.NDArray[np.float64]) -> float:
 def _js_bits(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
     middle = (a + b) / 2
 
-    def kl(p: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def kl(p: npt.NDArray[np.float64]) -> Any:
         return np.where(p > 0, p * np.log2(np.where(p > 0, p, 1) / np.where(middle > 0, middle, 1)), 0.0).sum(1)
 
     return float(((kl(a) + kl(b)) / 2).mean())

@@ -205,7 +205,7 @@ def to_logical(
             f"{where}: physical expert {low if low < -1 else high} in layer {layer}, but there are {len(slots)} slots"
         )
     # Index −1, the padding, picks the appended −1.
-    return np.append(slots, -1).astype(np.int16)[physical]
+    return np.take(np.append(slots, -1).astype(np.int16), physical)
 
 
 def slot_counts_to_logical(counts: npt.NDArray[Any], slots: npt.NDArray[Any], n_experts: int) -> npt.NDArray[np.int64]:
