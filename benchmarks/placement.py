@@ -1,7 +1,7 @@
-"""Planners on real routing traces: a stationary schedule (plan once, serve the rest) and a drifting one (plan every window).
+"""Compare planners on real routing traces, with a stationary schedule (plan once) and a drifting one (plan per window).
 
-Looks for DeepSeek-V2-Lite and gpt-oss-20b traces in ``--data`` and uses the bundled synthetic trace where they are absent.
-EPLB's threshold is tuned on the planning part first, so that the strongest EPLB is compared.
+Looks for DeepSeek-V2-Lite and gpt-oss-20b traces in ``--data``. Without them it uses the bundled synthetic trace. The
+threshold of EPLB is tuned on the planning part first, so that the comparison is with the strongest EPLB.
 
     python benchmarks/placement.py
 """
@@ -25,6 +25,13 @@ from clustergym.moe_placement.report.plots import plot_results
 from clustergym.moe_placement.report.tables import results_table
 
 EPLB_NAMES = ("eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold")
+STATIONARY_NAMES = (
+    "static", "eplb", "eplb-hierarchical", "incremental", "grouping", "swap-greedy", "anneal-max", "anneal", "oracle",
+)  # fmt: skip
+DRIFT_NAMES = (
+    "static", *EPLB_NAMES, "incremental", "grouping", "random-best", "bottleneck", "bottleneck-8", "swap-greedy",
+    "anneal-max", "anneal", "anneal-4", "anneal-even", "oracle",
+)  # fmt: skip
 
 
 @dataclass
@@ -38,9 +45,9 @@ class Args:
     windows: int = 7
     window_tokens: int = 2048
     layers: int = 26
-    """Evenly spaced layers of each trace to use; fewer is faster."""
+    """Number of evenly spaced layers of each trace to use; fewer is faster."""
     iterations: int = 20000
-    """Annealing steps a layer on the stationary schedule, where a plan is made once."""
+    """Annealing steps per layer on the stationary schedule, where a plan is made once."""
     seed: int = 0
     output: Path = Path("runs/placement")
     """Prefix of the .json and .png files."""
@@ -59,7 +66,7 @@ def traces(args: Args) -> dict[str, TokenTrace]:
 
 
 def tuned_threshold(trace: TokenTrace, simulator: Simulator, protocol: Protocol) -> float:
-    """The threshold with the least total on streams from the planning part."""
+    """The threshold with the lowest total on streams from the planning part."""
     train, _ = protocol.split(trace)
     tuning = Protocol(
         protocol.schedule, protocol.windows, protocol.window_tokens, protocol.rate, 3, protocol.seed + 1000
@@ -84,65 +91,38 @@ def main(args: Args) -> None:
             simulator = Simulator(model, cluster)
             for schedule in args.schedules:
                 protocol = Protocol(schedule, args.windows, args.window_tokens, streams=args.streams, seed=args.seed)
-                options: dict[str, dict[str, object]] = {}
+                names, options = DRIFT_NAMES, dict[str, dict[str, object]]()
                 if schedule == "stationary":
-                    names = [
-                        "static",
-                        "eplb",
-                        "eplb-hierarchical",
-                        "incremental",
-                        "grouping",
-                        "swap-greedy",
-                        "anneal-max",
-                        "anneal",
-                        "oracle",
-                    ]
-                    options = {
-                        n: {"iterations": args.iterations, "migration_weight": 0.0} for n in ("anneal", "anneal-max")
-                    }
+                    names = STATIONARY_NAMES
+                    for name in ("anneal", "anneal-max"):
+                        options[name] = {"iterations": args.iterations, "migration_weight": 0.0}
                 else:
-                    names = [
-                        "static",
-                        *EPLB_NAMES,
-                        "incremental",
-                        "grouping",
-                        "random-best",
-                        "bottleneck",
-                        "bottleneck-8",
-                        "swap-greedy",
-                        "anneal-max",
-                        "anneal",
-                        "anneal-4",
-                        "anneal-even",
-                        "oracle",
-                    ]
-                    options = {"eplb-threshold": {"threshold": tuned_threshold(trace, simulator, protocol)}}
+                    options["eplb-threshold"] = {"threshold": tuned_threshold(trace, simulator, protocol)}
                 results = compare(trace, simulator, names, protocol, options=options)
                 title = f"{model} on {cluster}, {schedule}"
                 console.print(results_table(results, title))
-                plot_results(
-                    results, title, args.output.with_name(f"{args.output.name}-{model}-{cluster}-{schedule}.png")
-                )
+                plot = args.output.with_name(f"{args.output.name}-{model}-{cluster}-{schedule}.png")
+                plot_results(results, title, plot)
                 document.append({
-                    "model": model, "cluster": cluster, "schedule": schedule, "streams": args.streams, "layers": len(picked),
-                    "options": options, "planners": [r.as_dict() for r in results],
+                    "model": model, "cluster": cluster, "schedule": schedule, "streams": args.streams,
+                    "layers": len(picked), "options": options, "planners": [r.as_dict() for r in results],
                 })  # fmt: skip
-                summary.append(verdict(results, title, schedule))
+                summary.append(verdict(results, title))
     for line in summary:
         console.print(line)
     args.output.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
-    console.print(f"figures: {args.output.with_suffix('.json')}")
+    console.print(f"results: {args.output.with_suffix('.json')}")
 
 
-def verdict(results: list[Result], title: str, schedule: str) -> str:
-    by_name = {r.planner: r for r in results}
+def verdict(results: list[Result], title: str) -> str:
+    anneal = next(r for r in results if r.planner == "anneal")
     best_eplb = min((r for r in results if r.planner in EPLB_NAMES), key=lambda r: r.total_us)
-    fair = min((r for r in results if r.planner != "oracle"), key=lambda r: r.total_us)
-    anneal = by_name["anneal"]
+    best = min((r for r in results if r.planner != "oracle"), key=lambda r: r.total_us)
     ratios = [a / b for a, b in zip(anneal.stream_totals_us, best_eplb.stream_totals_us, strict=True)]
     return (
         f"{title}: anneal / best EPLB ({best_eplb.planner}) = {anneal.total_us / best_eplb.total_us:.3f} "
-        f"(streams {min(ratios):.3f} … {max(ratios):.3f}); least total without hindsight: {fair.planner} {fair.total_us:.1f} µs"
+        f"(streams {min(ratios):.3f} … {max(ratios):.3f}); "
+        f"lowest total except oracle: {best.planner} {best.total_us:.1f} µs"
     )
 
 

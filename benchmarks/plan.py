@@ -1,10 +1,10 @@
-"""Plans of DeepSeek-V3's size: how long EPLB and annealing take, and what they reach on held-out traffic.
+"""Plans for a model of DeepSeek-V3's size: planning time of EPLB and annealing, and serving time on held-out traffic.
 
     python benchmarks/plan.py                 # 58 layers, 256 experts, 32 GPUs, 288 slots; annealing for 30 s
     python benchmarks/plan.py --seconds 10
 
-The trace is synthetic (nobody publishes DeepSeek-V3's), so the gain says less than the times. Runs the command that a user would, for every
-engine, and reads the plans back.
+The trace is synthetic, because no trace of DeepSeek-V3 is public: the planning times are realistic, the gains less so.
+Runs ``clustergym plan`` for every engine and reads the plans back.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from clustergym.traces import SyntheticConfig, synthetic_trace
 @dataclass
 class Args:
     seconds: float = 30.0
-    """Time budget of annealing."""
+    """Time budget of annealing, in seconds."""
     tokens: int = 24_000
-    """Tokens in the trace."""
+    """Number of tokens in the trace."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this JSON file."""
 
 
 def main(args: Args) -> None:
@@ -42,10 +42,10 @@ def main(args: Args) -> None:
         )
         synthetic_trace(config, seed=0).save(folder / "v3.npz")
         for planner, engine in [("eplb", engine) for engine in ENGINES] + [("anneal", "sglang")]:
-            plan, figures = folder / f"plan{ENGINES[engine].suffixes[0]}", folder / "figures.json"
+            plan, results = folder / f"plan{ENGINES[engine].suffixes[0]}", folder / "results.json"
             words = [
-                "plan", str(folder / "v3.npz"), "--cluster", "h800-4x8", "--slots", "9", "--planner", planner, "--engine", engine,
-                "--seconds", str(args.seconds), "-o", str(plan), "--json", str(figures),
+                "plan", str(folder / "v3.npz"), "--cluster", "h800-4x8", "--slots", "9", "--planner", planner,
+                "--engine", engine, "--seconds", str(args.seconds), "-o", str(plan), "--json", str(results),
             ]  # fmt: skip
             began = time.perf_counter()
             code = "import sys; from clustergym.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -53,7 +53,7 @@ def main(args: Args) -> None:
             taken = time.perf_counter() - began
             layers = read_plan(plan, engine)
             assert all(len(row) == 288 and set(row) == set(range(256)) for row in layers.values())
-            document = json.loads(figures.read_text())
+            document = json.loads(results.read_text())
             chosen = next(p for p in document["planners"] if p["planner"] == planner)
             rows.append(
                 {
@@ -62,13 +62,13 @@ def main(args: Args) -> None:
                     "versus_eplb": document["versus"]["eplb"], "filled_slots": chosen["filled_slots"],
                 }
             )  # fmt: skip
-    print("| planner | engine | decision s | whole command s | µs a layer, held out | vs EPLB | slots filled |")
+    print("| planner | engine | decision s | whole command s | µs per layer, held out | vs EPLB | slots filled |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for r in rows:
         versus = f"{100 * r['versus_eplb']['mean']:+.1f} ± {100 * r['versus_eplb']['ci95']:.1f} %"
         print(
-            f"| {r['planner']} | {r['engine']} | {r['decision_s']:.3f} | {r['command_s']:.1f} | {r['served_us']:.1f} | {versus} "
-            f"| {r['filled_slots']} |"
+            f"| {r['planner']} | {r['engine']} | {r['decision_s']:.3f} | {r['command_s']:.1f} | {r['served_us']:.1f} "
+            f"| {versus} | {r['filled_slots']} |"
         )
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""Recordings as the engines write them, built from a known routing: what readers must give back.
+"""Recordings in the formats of the engines, made from a known routing that readers must return.
 
-``logical`` is (tokens, MoE layers, K) with unique ids in a row; ``n_dense`` dense layers come first, as in DeepSeek's models.
+``logical`` is (tokens, MoE layers, K) with unique ids per row. ``n_dense`` dense layers come first, as in DeepSeek's
+models.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Ids = npt.NDArray[np.integer[Any]]
 
 
 def routing(tokens: int, layers: int, top_k: int, n_experts: int, seed: int = 0) -> npt.NDArray[np.int16]:
-    """Random routing with unique ids in every row: each column draws from a block of its own, columns shuffled."""
+    """Random routing with unique ids per row: each column draws from its own block of ids, in shuffled order."""
     rng = np.random.default_rng(seed)
     block = n_experts // top_k
     ids = rng.integers(0, block, (tokens, layers, top_k), dtype=np.int16)
@@ -30,7 +31,7 @@ def routing(tokens: int, layers: int, top_k: int, n_experts: int, seed: int = 0)
 
 
 def slot_map(layers: int, n_experts: int, redundant: int, seed: int = 0) -> npt.NDArray[np.int64]:
-    """(layers, P) physical → logical: every expert once, ``redundant`` of them twice, in a shuffled order."""
+    """(layers, P) physical → logical: every expert once, ``redundant`` of them twice, in shuffled order."""
     rng = np.random.default_rng(seed)
     rows = [
         rng.permutation(np.append(np.arange(n_experts), rng.permutation(n_experts)[:redundant])) for _ in range(layers)
@@ -39,7 +40,7 @@ def slot_map(layers: int, n_experts: int, redundant: int, seed: int = 0) -> npt.
 
 
 def to_physical(logical: Ids, slots: npt.NDArray[np.int64], seed: int = 0) -> npt.NDArray[np.int32]:
-    """(tokens, layers, K) physical slots, a replica drawn for every pair."""
+    """(tokens, layers, K) physical slots, with a random replica for every pair."""
     rng = np.random.default_rng(seed)
     physical = np.empty(logical.shape, np.int32)
     for l, row in enumerate(slots):
@@ -59,9 +60,9 @@ def sglang_per_token(
     passes: Sequence[dict[str, Any]],
     rank: int = 0,
 ) -> Path:
-    """A per_token dump. A pass is ``{"mode": 1 or 2, "lens": [...] or None, "pad": rows, "id": pass id}``, tokens in order.
+    """A per_token dump. A pass is ``{"n": tokens, "mode": 1 or 2, "lens": [...] or None, "pad": rows, "id": pass id}``.
 
-    ``slots`` has rows for the dense layers too, as the engine has.
+    ``slots`` has rows for the dense layers too, as in the engine.
     """
     physical = to_physical(logical, slots[n_dense:])
     records, start = [], 0
@@ -116,7 +117,7 @@ def sglang_stat(path: Path, counts: npt.NDArray[Any], buffer: int) -> Path:
 
 
 def with_dense_zeros(logical: Ids, n_dense: int) -> npt.NDArray[np.int64]:
-    """(tokens, all layers, K): the dense layers read 0."""
+    """(tokens, all layers, K): 0 in the dense layers."""
     tokens, _, top_k = logical.shape
     return np.concatenate([np.zeros((tokens, n_dense, top_k), np.int64), logical], axis=1)
 
@@ -153,7 +154,7 @@ def tensorrt_llm(folder: Path, counts: npt.NDArray[Any], n_experts: int, first_l
 
 
 def megatron(folder: Path, logical: Ids, ranks: int, steps: int, first_layer: int) -> list[Path]:
-    """Router traces: the tokens in equal parts over steps and then ranks."""
+    """Router traces: the tokens divided evenly among steps, then ranks."""
     folder.mkdir(exist_ok=True)
     parts = np.array_split(np.arange(len(logical)), steps * ranks)
     paths = [folder / f"router_trace_rank{rank}.jsonl" for rank in range(ranks)]
@@ -163,8 +164,9 @@ def megatron(folder: Path, logical: Ids, ranks: int, steps: int, first_layer: in
                 tokens = logical[parts[step * ranks + rank]]
                 for layer in range(logical.shape[1]):
                     fields = {
-                        "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": first_layer + layer, "rank": rank,
-                        "num_tokens": len(tokens), "topk": logical.shape[2], "top_indices": tokens[:, layer].tolist(),
+                        "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": first_layer + layer,
+                        "rank": rank, "num_tokens": len(tokens), "topk": logical.shape[2],
+                        "top_indices": tokens[:, layer].tolist(),
                     }  # fmt: skip
                     file.write(json.dumps(fields) + "\n")
                     file.write(
@@ -174,7 +176,7 @@ def megatron(folder: Path, logical: Ids, ranks: int, steps: int, first_layer: in
 
 
 def esft(folder: Path, logical: Ids, seq_lens: Sequence[int], first_layer: int = 1) -> Path:
-    """Expert scores of one task: one file a layer, one line a sequence."""
+    """Expert scores of one task: one file per layer, one line per sequence."""
     folder.mkdir(exist_ok=True)
     bounds = np.cumsum([0, *seq_lens])
     for layer in range(logical.shape[1]):

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: figures, files, and sentences instead of tracebacks."""
+"""The command line: results, files, and one-line errors instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from clustergym.moe_placement.specs import CLUSTERS, MODELS
 from clustergym.traces import SyntheticConfig, load_traces, synthetic_trace
 
 SMALL = ["--cluster", "h800-2x4", "--window-tokens", "64", "--windows", "2"]
-FIGURES = {
+RESULT_KEYS = {
     "planner", "served_us", "migration_us", "total_us", "total_ci95_us", "balancedness", "gpus_per_token",
     "inter_node_mb", "moves", "decision_ms", "stream_totals_us", "window_totals_us",
 }  # fmt: skip
@@ -50,7 +50,7 @@ def evaluate(trace: Path, out: Path, *arguments: str) -> dict[str, Any]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The sentence on stderr of a command that must end with status 2 and say nothing else."""
+    """The error message of a command that must end with exit code 2 and print nothing else."""
     assert cli.main(list(arguments)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -59,10 +59,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return " ".join(captured.err.split())
 
 
-# -- eval -----------------------------------------------------------------------------------------------------------
+# Eval
 
 
-def test_eval_writes_figures_that_add_up(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_writes_consistent_results(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "new" / "out.json", tmp_path / "new" / "out.png"
     arguments = ["eval", "--trace", str(trace_file), *SMALL, "--planner", "static", "eplb", "anneal"]
     arguments += ["--seed", "7", "--streams", "2", "--json", str(out), "--plot", str(picture)]
@@ -77,7 +77,7 @@ def test_eval_writes_figures_that_add_up(trace_file: Path, tmp_path: Path, capsy
     assert shlex.split(document["command"]) == ["clustergym", *arguments]
     assert [p["planner"] for p in document["planners"]] == ["static", "eplb", "anneal"]
     for p in document["planners"]:
-        assert set(p) == FIGURES
+        assert set(p) == RESULT_KEYS
         assert p["total_us"] == pytest.approx(p["served_us"] + p["migration_us"])
         assert p["total_us"] == pytest.approx(np.mean(p["stream_totals_us"]))
         assert (len(p["stream_totals_us"]), len(p["window_totals_us"])) == (2, 2)
@@ -90,8 +90,8 @@ def test_eval_writes_figures_that_add_up(trace_file: Path, tmp_path: Path, capsy
     image = matplotlib.image.imread(picture)
     assert image.shape[0] > 200
     assert image.shape[1] > 800
-    assert image.std() > 0.01  # something is drawn on it
-    # Only what was asked for: no temporary file stays behind.
+    assert image.std() > 0.01  # not an empty picture
+    # No temporary file is left.
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.json", "out.png"]
     shown = capsys.readouterr().out
     for p in document["planners"]:
@@ -102,20 +102,20 @@ def test_eval_writes_figures_that_add_up(trace_file: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.parametrize("schedule", ["stationary", "drift", "switch", "replay"])
-def test_every_schedule(schedule: str, trace_file: Path, tmp_path: Path) -> None:
+def test_every_schedule_runs(schedule: str, trace_file: Path, tmp_path: Path) -> None:
     document = evaluate(trace_file, tmp_path / "o.json", "--schedule", schedule, "--planner", "eplb")
     assert document["schedule"] == schedule
     assert (document["planners"][0]["moves"] == 0) == (schedule == "stationary")
 
 
-def test_all_planners_are_all_but_exact(trace_file: Path, tmp_path: Path) -> None:
+def test_all_means_every_planner_but_exact(trace_file: Path, tmp_path: Path) -> None:
     document = evaluate(trace_file, tmp_path / "o.json", "--planner", "all", "--layers", "0")
     assert [p["planner"] for p in document["planners"]] == [name for name in PLANNERS if name != "exact"]
     served = {p["planner"]: p["served_us"] for p in document["planners"]}
     assert min(served, key=lambda name: served[name]) == "oracle"
 
 
-def test_same_seed_same_figures(trace_file: Path, tmp_path: Path) -> None:
+def test_results_depend_on_the_seed(trace_file: Path, tmp_path: Path) -> None:
     runs = [
         evaluate(trace_file, tmp_path / "o.json", "--planner", "eplb", "random-best", "--seed", seed)["planners"]
         for seed in ("1", "1", "2")
@@ -151,7 +151,7 @@ def test_several_traces_become_domains(tmp_path: Path, capsys: pytest.CaptureFix
     command = ["eval", "--trace", *map(str, paths), *SMALL, "--planner", "static", "--json", str(out)]
     assert cli.main(command) == 0
     assert json.loads(out.read_text())["trace"] == "part0+part1"
-    # Two files of the same name are two domains all the same; the same file twice would leak what is held out.
+    # Two files of the same name are two domains. The same file twice would leak held-out sequences.
     (tmp_path / "other").mkdir()
     twin = make_trace(tmp_path / "other" / "part0.npz", seed=5)
     assert len(load_traces([str(paths[0]), str(twin)]).domain_names) == 2
@@ -165,12 +165,10 @@ def capsys_cleared(capsys: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[
     return capsys
 
 
-# -- refusals -------------------------------------------------------------------------------------------------------
+# Refusals
 
 
-def test_a_missing_model_is_asked_for_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_model_is_an_error_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     array = np.random.default_rng(0).permuted(np.tile(np.arange(8), (80, 2, 1)), axis=2)[:, :, :2]
     path = TokenTrace(array, n_experts=8, seq_lens=[10] * 8, name="bare").save(tmp_path / "bare.npz")  # type: ignore[arg-type]
     outputs = ["--json", str(tmp_path / "sub" / "o.json"), "--plot", str(tmp_path / "sub" / "o.png")]
@@ -205,14 +203,14 @@ def test_a_missing_model_is_asked_for_and_nothing_is_written(
         (["--planner", "exact", "--comm", "stay"], ["comm='stay'"]),
     ],
 )
-def test_wrong_input_gets_a_sentence_and_leaves_nothing(
+def test_wrong_input_is_a_one_line_error_and_leaves_no_file(
     arguments: list[str], expected: list[str], trace_file: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     base = ["eval", *([] if "--trace" in arguments else ["--trace", str(trace_file)])]
     base += ["--planner", "static"] if "--planner" not in arguments else []
-    if arguments[:2] == ["--planner", "exact"]:  # found only once the planner runs, after the heading
+    if arguments[:2] == ["--planner", "exact"]:  # raised by the planner, after the heading is printed
         assert cli.main([*base, *SMALL, *arguments, "--json", "o.json"]) == 2
         said = " ".join(capsys.readouterr().err.split())
     else:
@@ -222,13 +220,13 @@ def test_wrong_input_gets_a_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_too_few_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_slots_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "eval", "--trace", "synthetic", "--cluster", "h800-4x4", "--slots", "3")
     assert "too few slots: 16 GPUs × 3 slots = 48 for 64 experts; at least 4 slots a GPU are needed" in said
 
 
-def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rich would take [b] for a style and swallow it."""
+def test_brackets_in_names_are_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rich would read [b] as a style and drop it."""
     assert "no trace file at run[b].npz;" in refused(capsys, "eval", "--trace", "run[b].npz")
     path = make_trace(tmp_path / "run[b].npz")
     assert cli.main(["eval", "--trace", str(path), *SMALL, "--planner", "static"]) == 0
@@ -238,10 +236,10 @@ def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("flag", ["--json", "--plot"])
-def test_unwritable_places_are_refused_before_the_work(
+def test_unwritable_outputs_are_refused_before_planning(
     flag: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eval_command, "compare", lambda *_, **__: pytest.fail("the planners ran for nothing"))
+    monkeypatch.setattr(eval_command, "compare", lambda *_, **__: pytest.fail("the planners ran anyway"))
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder.png").mkdir()
     for path in (tmp_path / "file" / "o.png", tmp_path / "folder.png"):
@@ -250,7 +248,7 @@ def test_unwritable_places_are_refused_before_the_work(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.png"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "o.json"
     files.write_atomically(path, "old")
 
@@ -267,7 +265,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     assert path.read_text() == "new"
 
 
-# -- trace ----------------------------------------------------------------------------------------------------------
+# Trace
 
 
 def test_trace_synth_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +287,7 @@ def test_trace_synth_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert f"{value:.3f}" in row
 
 
-def test_trace_commands_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_commands_refuse_invalid_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "top_k must be at most n_experts = 4, found 5" in refused(
         capsys, "trace", "synth", str(tmp_path / "t.npz"), "--n-experts", "4", "--top-k", "5"
     )
@@ -300,11 +298,11 @@ def test_trace_commands_refuse(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == []
 
 
-# -- help -----------------------------------------------------------------------------------------------------------
+# Help
 
 
 def documented_fields(cls: type) -> dict[str, str]:
-    """Field → the docstring under it ("" where there is none)."""
+    """Field → the docstring under it, or an empty string."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
     found = {}
     for node, after in zip(body, [*body[1:], None], strict=True):
@@ -332,7 +330,7 @@ def test_help_explains_every_flag(
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
     for cls in classes:
         for name, sentence in documented_fields(cls).items():
-            if name == "config":  # its fields are flags of their own
+            if name == "config":  # its fields are the flags
                 continue
             flag = (
                 name.upper()
@@ -344,23 +342,13 @@ def test_help_explains_every_flag(
             assert " ".join(sentence.replace("``", "").split()[:4]) in text.replace("``", ""), flag
 
 
-# -- the installed script -------------------------------------------------------------------------------------------
+# The installed script
 
 
 def test_smoke_console_script(trace_file: Path, tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("clustergym")
-    command = [
-        str(script),
-        "eval",
-        "--trace",
-        str(trace_file),
-        *SMALL,
-        "--planner",
-        "static",
-        "eplb",
-        "--json",
-        "o.json",
-    ]
+    command = [str(script), "eval", "--trace", str(trace_file), *SMALL, "--planner", "static", "eplb"]
+    command += ["--json", "o.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "o.json").read_text())

@@ -1,4 +1,4 @@
-"""The protocol of the comparison: who sees what and when, what is counted, and how it is averaged."""
+"""The comparison of planners: what they see and when, what is counted, and how it is averaged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAMED = ("drift", "switch", "replay")
 
 
 class Recorder(Planner):
-    """Remembers all that it is shown, and passes each GPU's experts on to the next GPU, so that everything moves."""
+    """Records its input, and moves the experts of each GPU to the next GPU, so that everything moves."""
 
     made: ClassVar[list[Recorder]] = []
 
@@ -48,7 +48,7 @@ class Recorder(Planner):
         return self.plans[-1]
 
 
-class Clairvoyant(Recorder):
+class SeesFuture(Recorder):
     needs_future = True
 
 
@@ -82,29 +82,29 @@ def same_windows(a: Sequence[Window], b: Sequence[Window]) -> bool:
     return len(a) == len(b) and all(same_window(x, y) for x, y in zip(a, b, strict=True))
 
 
-def without_clock(result: Result) -> dict[str, object]:
+def without_decision_time(result: Result) -> dict[str, object]:
     return {key: value for key, value in result.as_dict().items() if key != "decision_ms"}
 
 
-def the_stream(test: TokenTrace, sim: Simulator, p: Protocol, n: int, stream: int = 0) -> list[Window]:
+def stream_windows(test: TokenTrace, sim: Simulator, p: Protocol, n: int, stream: int = 0) -> list[Window]:
     return Stream(test, sim.n_gpus, p.window_tokens, p.schedule, p.rate, seed=p.seed + stream).take(n)
 
 
-# -- who sees what --------------------------------------------------------------------------------------------------
+# Who sees what
 
 
 @pytest.mark.parametrize("schedule", STREAMED)
-def test_a_planner_sees_only_windows_already_served(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
+def test_planner_sees_only_windows_already_served(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol(schedule, seed=5), Recorder(sim)
     train, test = p.split(trace)
     result = evaluate_planner(planner, "recorder", train, test, p)
-    windows = the_stream(test, sim, p, WINDOWS + 1)
+    windows = stream_windows(test, sim, p, WINDOWS + 1)
     assert not any(same_window(a, b) for i, a in enumerate(windows) for b in windows[:i])
     assert len(planner.seen) == WINDOWS
     assert planner.tokens == [TOKENS] * WINDOWS
     for i, seen in enumerate(planner.seen):
         assert same_windows(seen, windows[: i + 1])  # the next one to be served is windows[i + 1]
-    # What is counted is windows 1 … n, each on the plan made just before it; window 0 is observed only.
+    # Windows 1 … n are counted, each on the plan made just before it. Window 0 is only observed.
     served = [sim.evaluate(windows[i + 1], planner.plans[i], planner.placements[i]) for i in range(WINDOWS)]
     totals = [float((s.time_us + s.migration_us).mean()) for s in served]
     assert result.window_totals_us == pytest.approx(totals)
@@ -119,30 +119,30 @@ def test_a_planner_sees_only_windows_already_served(schedule: str, trace: TokenT
 
 
 @pytest.mark.parametrize("schedule", STREAMED)
-def test_only_hindsight_sees_the_window_to_come(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
-    p, planner = protocol(schedule), Clairvoyant(sim)
+def test_only_planners_that_need_it_see_the_next_window(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
+    p, planner = protocol(schedule), SeesFuture(sim)
     train, test = p.split(trace)
-    evaluate_planner(planner, "clairvoyant", train, test, p)
-    windows = the_stream(test, sim, p, WINDOWS + 1)
+    evaluate_planner(planner, "sees-future", train, test, p)
+    windows = stream_windows(test, sim, p, WINDOWS + 1)
     for i, seen in enumerate(planner.seen):
         assert same_windows(seen, windows[: i + 2])
     assert [name for name, entry in PLANNERS.items() if entry.planner.needs_future] == ["oracle"]
 
 
-def test_hindsight_on_the_stationary_schedule_plans_for_each_window(trace: TokenTrace, sim: Simulator) -> None:
-    p, planner = protocol("stationary"), Clairvoyant(sim)
+def test_stationary_planner_of_the_future_plans_for_each_window(trace: TokenTrace, sim: Simulator) -> None:
+    p, planner = protocol("stationary"), SeesFuture(sim)
     train, test = p.split(trace)
-    evaluate_planner(planner, "clairvoyant", train, test, p)
-    assert same_windows([seen[0] for seen in planner.seen], the_stream(test, sim, p, WINDOWS))
+    evaluate_planner(planner, "sees-future", train, test, p)
+    assert same_windows([seen[0] for seen in planner.seen], stream_windows(test, sim, p, WINDOWS))
     assert {len(seen) for seen in planner.seen} == {1}
 
 
 @pytest.mark.parametrize("schedule", STREAMED)
-def test_all_but_static_start_from_eplb_on_the_first_window(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
+def test_all_planners_but_static_start_from_eplb(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p = protocol(schedule)
     train, test = p.split(trace)
     eplb = EPLB(sim)
-    first = the_stream(test, sim, p, 1)[0]
+    first = stream_windows(test, sim, p, 1)[0]
     assert [name for name, entry in PLANNERS.items() if entry.planner.keeps_placement] == ["static"]
     for kind, start in ((Recorder, eplb.pack(eplb.loads(first))), (KeepsPlacement, sim.static(N_LAYERS))):
         planner = kind(sim)
@@ -152,7 +152,7 @@ def test_all_but_static_start_from_eplb_on_the_first_window(schedule: str, trace
             np.testing.assert_array_equal(plan, placement)
 
 
-def test_stationary_plans_once_on_the_whole_planning_part(trace: TokenTrace, sim: Simulator) -> None:
+def test_stationary_planner_plans_once_on_the_whole_planning_part(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("stationary"), Recorder(sim)
     train, test = p.split(trace)
     result = evaluate_planner(planner, "recorder", train, test, p)
@@ -162,16 +162,16 @@ def test_stationary_plans_once_on_the_whole_planning_part(trace: TokenTrace, sim
     np.testing.assert_array_equal(observed.loads(N_EXPERTS), train.loads())
     assert planner.tokens == [TOKENS]
     np.testing.assert_array_equal(planner.placements[0], sim.static(N_LAYERS))
-    assert (planner.plans[0] != planner.placements[0]).any()  # and yet nothing is paid for getting there
+    assert (planner.plans[0] != planner.placements[0]).any()  # but migration costs nothing
     assert (result.migration_us, result.moves) == (0.0, 0.0)
-    served = [sim.evaluate(w, planner.plans[0]).time_us.mean() for w in the_stream(test, sim, p, WINDOWS)]
+    served = [sim.evaluate(w, planner.plans[0]).time_us.mean() for w in stream_windows(test, sim, p, WINDOWS)]
     assert result.window_totals_us == pytest.approx(served)
 
 
-def test_stationary_planners_do_not_weigh_migration(
+def test_stationary_planners_do_not_count_migration(
     trace: TokenTrace, sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is paid for getting to the plan, so a planner that shrinks from it would be handicapped."""
+    """Loading the plan costs nothing, so a planner that counted migration would be at a disadvantage."""
     monkeypatch.setitem(PLANNERS, "recorder", Entry(Recorder))
     window, static = Window.whole(trace, sim.n_gpus), sim.static(N_LAYERS)
     for schedule in ("stationary", "drift"):
@@ -181,22 +181,22 @@ def test_stationary_planners_do_not_weigh_migration(
         assert cost.time_us == pytest.approx(sim.evaluate(window, np.roll(static, 1, axis=1)).time_us)
 
 
-def test_plans_that_break_the_rules_are_refused(trace: TokenTrace, sim: Simulator) -> None:
-    class Forgetful(Recorder):
+def test_illegal_plans_are_refused(trace: TokenTrace, sim: Simulator) -> None:
+    class LosesExperts(Recorder):
         def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
             return np.zeros_like(placement)
 
     p = protocol("drift")
     with pytest.raises(ValueError, match="holds expert 0 twice"):
-        evaluate_planner(Forgetful(sim), "forgetful", *p.split(trace), p)
+        evaluate_planner(LosesExperts(sim), "loses-experts", *p.split(trace), p)
 
 
-# -- the split ------------------------------------------------------------------------------------------------------
+# The split
 
 
 @pytest.mark.parametrize("holdout", [0.25, 0.5, 0.75])
-def test_parts_are_disjoint_by_sequence(holdout: float) -> None:
-    """Every sequence uses an expert of its own, so that the tokens tell where they come from."""
+def test_planning_and_held_out_part_share_no_sequence(holdout: float) -> None:
+    """Every sequence uses an expert of its own, which identifies its tokens."""
     lengths = np.random.default_rng(0).integers(3, 12, 40)
     trace = TokenTrace(np.repeat(np.arange(40), lengths)[:, None], seq_lens=lengths)
     train, test = Protocol(holdout=holdout, seed=4).split(trace)
@@ -208,13 +208,13 @@ def test_parts_are_disjoint_by_sequence(holdout: float) -> None:
     assert train.n_tokens >= test.n_tokens or holdout > 0.5
 
 
-def test_a_single_sequence_is_refused(sim: Simulator) -> None:
-    trace = TokenTrace(np.zeros((20, N_LAYERS), int), n_experts=N_EXPERTS, name="lonely")
-    with pytest.raises(ValueError, match="lonely: the trace has one sequence, so nothing can be held out"):
+def test_single_sequence_is_refused(sim: Simulator) -> None:
+    trace = TokenTrace(np.zeros((20, N_LAYERS), int), n_experts=N_EXPERTS, name="single")
+    with pytest.raises(ValueError, match="single: the trace has one sequence, so nothing can be held out"):
         compare(trace, sim, ["static"], protocol("drift"))
 
 
-# -- numbers --------------------------------------------------------------------------------------------------------
+# Numbers
 
 
 def test_ci95_of_known_numbers() -> None:
@@ -247,24 +247,24 @@ def test_totals_add_up(schedule: str, trace: TokenTrace, sim: Simulator) -> None
             assert r.moves > 0
 
 
-def test_streams_are_those_of_consecutive_seeds(trace: TokenTrace, sim: Simulator) -> None:
+def test_streams_have_consecutive_seeds(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("drift", streams=2, seed=9), Recorder(sim)
     train, test = p.split(trace)
     evaluate_planner(planner, "recorder", train, test, p)
     assert planner.resets == 2
     for stream in range(2):
         last = planner.seen[(stream + 1) * WINDOWS - 1]
-        assert same_windows(last, the_stream(test, sim, p, WINDOWS, stream))
+        assert same_windows(last, stream_windows(test, sim, p, WINDOWS, stream))
 
 
 @pytest.mark.parametrize("schedule", ["stationary", "drift"])
-def test_same_seed_same_results_whoever_else_runs(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
+def test_results_depend_on_the_seed_and_not_on_other_planners(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     names = ["eplb-ema", "eplb-once", "random-best", "anneal", "oracle"]
     options: dict[str, dict[str, object]] = {"anneal": {"iterations": 300}, "oracle": {"iterations": 300}}
 
     def run(names: Sequence[str], seed: int) -> dict[str, dict[str, object]]:
         results = compare(trace, sim, names, protocol(schedule, streams=2, seed=seed), options=options)
-        return {r.planner: without_clock(r) for r in results}
+        return {r.planner: without_decision_time(r) for r in results}
 
     together = run(names, 1)
     assert list(together) == names
@@ -274,10 +274,10 @@ def test_same_seed_same_results_whoever_else_runs(schedule: str, trace: TokenTra
     assert all(other[name] != together[name] for name in names)
 
 
-def test_progress_hears_each_planner_before_its_turn(trace: TokenTrace, sim: Simulator) -> None:
-    heard: list[str] = []
-    compare(trace, sim, ["static", "eplb"], protocol("replay"), progress=heard.append)
-    assert heard == ["static", "eplb"]
+def test_progress_is_called_with_each_planner(trace: TokenTrace, sim: Simulator) -> None:
+    called: list[str] = []
+    compare(trace, sim, ["static", "eplb"], protocol("replay"), progress=called.append)
+    assert called == ["static", "eplb"]
 
 
 @pytest.mark.parametrize(

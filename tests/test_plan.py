@@ -1,4 +1,4 @@
-"""Plans: every engine's schema and rules, the choice on one part and the measurement on the other, the command."""
+"""Plans: the schema and rules of each engine, planning on one part and measuring on the other, the command."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ from clustergym.moe_placement.engines import (
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
 from clustergym.moe_placement.planners.heuristics import EPLB
-from clustergym.moe_placement.planning import (
-    LoadWindow,
-    Observed,
-    fill_empty,
-    make_plan,
-    model_of,
-)
+from clustergym.moe_placement.planning import LoadWindow, Observed, fill_empty, make_plan, model_of
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec, get_cluster
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
@@ -45,7 +39,7 @@ SUFFIX = {name: engine.suffixes[0] for name, engine in ENGINES.items()}
 
 
 def small_plan(n_gpus: int = 4, slots: int = 3, seed: int = 0) -> EnginePlan:
-    """A lawful plan: every expert once, the rest replicas, none twice on a GPU."""
+    """A legal plan: every expert once, then replicas, no expert twice on a GPU."""
     rng = np.random.default_rng(seed)
     placement = np.full((MODEL.n_layers, n_gpus, slots), -1, np.int16)
     for layer in placement:
@@ -58,12 +52,12 @@ def small_plan(n_gpus: int = 4, slots: int = 3, seed: int = 0) -> EnginePlan:
     return EnginePlan(placement, np.arange(2, 5), MODEL)
 
 
-# -- writers --------------------------------------------------------------------------------------------------------
+# Writers
 
 
 @settings(max_examples=25, deadline=None)
 @given(engine=st.sampled_from([*ENGINES, "sglang.pt"]), seed=st.integers(0, 1000), slots=st.integers(2, 8))
-def test_what_is_written_is_read_back(
+def test_written_plans_are_read_back(
     engine: str, seed: int, slots: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     engine, _, suffix = engine.partition(".")
@@ -71,7 +65,7 @@ def test_what_is_written_is_read_back(
     path = tmp_path_factory.mktemp("plan") / f"plan{'.' + suffix if suffix else SUFFIX[engine]}"
     write_plan(path, plan, engine)
     rows = read_plan(path, engine)
-    # SGLang and TensorRT-LLM count dense layers too, the others only MoE layers.
+    # SGLang and TensorRT-LLM count dense layers, the others only MoE layers.
     first = {"sglang": 2, "tensorrt-llm": 2, "vllm-ascend": 0, "vllm": 0}[engine]
     for i, placed in enumerate(plan.placement):
         assert rows[first + i] == placed.reshape(-1).tolist()
@@ -89,7 +83,7 @@ def test_sglang_schema(tmp_path: Path) -> None:
     assert table[0] == table[1] == [i % 8 for i in range(12)]  # rows of dense layers
     for l, row in enumerate(table[2:]):
         for p, e in enumerate(row):
-            assert plan.placement[l, p // 3, p % 3] == e  # slot p lies on GPU p // slots
+            assert plan.placement[l, p // 3, p % 3] == e  # slot p is on GPU p // slots
     write_plan(tmp_path / "plan.pt", plan, "sglang")
     loaded = torch.load(tmp_path / "plan.pt", weights_only=True)
     assert isinstance(loaded["physical_to_logical_map"], torch.Tensor)
@@ -124,11 +118,11 @@ def test_ascend_and_vllm_schema(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "v.json").read_text()) == plan.placement.reshape(3, -1).tolist()
 
 
-def test_layers_in_any_order_are_written_in_the_engines(tmp_path: Path) -> None:
+def test_layers_are_written_in_the_order_of_the_engine(tmp_path: Path) -> None:
     plan = small_plan()
-    turned = EnginePlan(plan.placement[::-1], plan.layer_ids[::-1], MODEL)
+    reversed_plan = EnginePlan(plan.placement[::-1], plan.layer_ids[::-1], MODEL)
     for engine in ENGINES:
-        for name, one in (("a", plan), ("b", turned)):
+        for name, one in (("a", plan), ("b", reversed_plan)):
             write_plan(tmp_path / f"{name}{SUFFIX[engine]}", one, engine)
         assert read_plan(tmp_path / f"a{SUFFIX[engine]}", engine) == read_plan(tmp_path / f"b{SUFFIX[engine]}", engine)
 
@@ -174,16 +168,14 @@ def broken(change: str) -> EnginePlan:
         ("room", "rule 'room for every expert': 6 slots for the 8 experts"),
     ],
 )
-def test_a_refused_plan_names_the_rule_and_leaves_no_file(
-    engine: str, change: str, message: str, tmp_path: Path
-) -> None:
+def test_refused_plan_names_the_rule_and_leaves_no_file(engine: str, change: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=message):
         write_plan(tmp_path / f"plan{SUFFIX[engine]}", broken(change), engine)
     assert not list(tmp_path.iterdir())
     check_plan(small_plan())
 
 
-def test_wrong_names(tmp_path: Path) -> None:
+def test_wrong_suffixes_engines_and_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensorrt-llm reads a plan from \.yaml or \.yml, found 'plan.json'"):
         write_plan(tmp_path / "plan.json", small_plan(), "tensorrt-llm")
     with pytest.raises(ValueError, match="unknown engine 'tgi'; the engines are: sglang, tensorrt-llm"):
@@ -202,20 +194,23 @@ def test_wrong_names(tmp_path: Path) -> None:
         ("vllm", "{}", "expected a list of layers"),
         ("vllm", "[]", "no layers"),
         ("vllm-ascend", "{}", "not an expert map"),
-        ("vllm-ascend", '{"moe_layer_count": 2, "layer_list": [{"device_list": [{"device_id": 0, "device_expert": [0]}]}]}', "does not match the lists"),
+        ("vllm-ascend",
+         '{"moe_layer_count": 2, "layer_list": [{"device_list": [{"device_id": 0, "device_expert": [0]}]}]}',
+         "does not match the lists"),
         ("tensorrt-llm", "a: [", "not valid YAML"),
         ("tensorrt-llm", "num_slots: 1", "expected exactly the key"),
-        ("tensorrt-llm", "num_slots: 2\nlayer_updates_per_iter: 0\ninitial_global_assignments: {3: [0]}", "layer 3 has 1 slots"),
+        ("tensorrt-llm", "num_slots: 2\nlayer_updates_per_iter: 0\ninitial_global_assignments: {3: [0]}",
+         "layer 3 has 1 slots"),
     ],
 )  # fmt: skip
-def test_files_that_are_no_plan(engine: str, text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_not_plans_are_refused(engine: str, text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / f"plan{SUFFIX[engine]}"
     path.write_text(text)
     with pytest.raises(PlanError, match=message):
         read_plan(path, engine)
 
 
-# -- planning -------------------------------------------------------------------------------------------------------
+# Planning
 
 
 def small_trace(**changes: Any) -> TokenTrace:
@@ -230,7 +225,7 @@ CLUSTER = get_cluster("h800-2x4", slots_per_gpu=2)
 SIMULATOR = Simulator("mixtral-8x7b", CLUSTER, passes_per_window=PASSES_OF_A_PERMANENT_PLAN)
 
 
-def test_the_first_part_comes_first_in_each_domain() -> None:
+def test_split_without_seed_keeps_the_order_of_each_domain() -> None:
     trace = TokenTrace(
         np.arange(12)[:, None] % 4,
         seq_lens=[1, 2, 3, 1, 2, 3],
@@ -245,7 +240,7 @@ def test_the_first_part_comes_first_in_each_domain() -> None:
 
 
 def test_held_out_traffic_is_not_planned_on() -> None:
-    """The second part is replaced by other traffic: the plans stay the same, their times do not."""
+    """Other held-out traffic gives the same plans, but other times."""
     trace = small_trace()
     before, after = trace.split(0.5, seed=None)
     other = TokenTrace(
@@ -262,7 +257,7 @@ def test_held_out_traffic_is_not_planned_on() -> None:
     assert plans[0].best.served_us != plans[1].best.served_us
 
 
-def test_figures_are_the_simulators() -> None:
+def test_results_match_the_simulator() -> None:
     trace = small_trace()
     plan = make_plan(trace, SIMULATOR, "anneal", window_tokens=256, windows=3, seconds=0.5)
     before, _ = trace.split(0.5, seed=None)
@@ -284,8 +279,8 @@ def observed_of(trace: TokenTrace, simulator: Simulator) -> Observed:
     return Observed(trace, simulator, 256, 4096, 0)
 
 
-def test_an_empty_slot_gets_the_replica_that_helps_most() -> None:
-    """One slot empty in each layer: every lawful replica is tried by brute force, on the same tokens."""
+def test_empty_slot_gets_the_replica_that_helps_most() -> None:
+    """One empty slot per layer, compared with brute force over all legal replicas, on the same tokens."""
     trace = small_trace(n_layers=4, n_tokens=600)
     observed = observed_of(trace, SIMULATOR)
     placement = SIMULATOR.static(4)
@@ -306,7 +301,7 @@ def test_an_empty_slot_gets_the_replica_that_helps_most() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), empty=st.integers(1, 8), counts=st.booleans())
-def test_filling_ends_lawfully(seed: int, empty: int, counts: bool) -> None:
+def test_filled_placements_are_legal(seed: int, empty: int, counts: bool) -> None:
     rng = np.random.default_rng(seed)
     trace = small_trace(n_layers=2, n_tokens=300)
     part = LoadTrace(trace.loads(), trace.layer_ids, 2, "mixtral-8x7b") if counts else trace
@@ -320,18 +315,18 @@ def test_filling_ends_lawfully(seed: int, empty: int, counts: bool) -> None:
     SIMULATOR.check(filled)
 
 
-def test_a_few_operations_improve_on_eplb_and_the_policy_takes_its_checkpoint(tmp_path: Path) -> None:
+def test_planners_of_few_operations_start_from_eplb(tmp_path: Path) -> None:
     trace = small_trace(n_layers=4, n_tokens=1200)
     plan = make_plan(trace, SIMULATOR, "bottleneck", window_tokens=256, windows=2)
     moved = (plan.best.placement != plan.outcomes["eplb"].placement).any(2).sum(1)
-    assert (moved < SIMULATOR.n_gpus).all()  # most GPUs hold what EPLB gave them
+    assert (moved < SIMULATOR.n_gpus).all()  # most GPUs keep what EPLB gave them
     policy = make_plan(trace, SIMULATOR, "policy", window_tokens=256, windows=2)
     assert (policy.best.placement >= 0).all()
     with pytest.raises(OSError, match="absent"):
         make_plan(trace, SIMULATOR, "policy", options={"checkpoint": tmp_path / "absent.pt"})
 
 
-# -- counts only ----------------------------------------------------------------------------------------------------
+# Counts only
 
 
 def counts_trace(steps: int = 6) -> LoadTrace:
@@ -340,32 +335,33 @@ def counts_trace(steps: int = 6) -> LoadTrace:
     return LoadTrace(counts, np.arange(32), 2, "mixtral-8x7b", "counted")
 
 
-def test_planners_on_loads_take_counts_and_the_others_say_what_is_missing() -> None:
+def test_planners_on_loads_accept_counts_and_others_say_what_is_missing() -> None:
     assert planners_on_loads() == [
         "static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
     ]  # fmt: skip
     for name in ("anneal", "grouping", "bottleneck", "swap-greedy"):
         with pytest.raises(ValueError, match=rf"'{name}' needs to know which experts a token used together.*eplb"):
             make_plan(counts_trace(), SIMULATOR, name)
-        # A library user who hands the window over hears it too.
+        # A library user who passes such a window gets the same explanation.
         with pytest.raises(ValueError, match="only the load of each expert is known, not which experts"):
             make_planner(name, SIMULATOR).plan([LoadWindow(counts_trace().loads(), 100)], SIMULATOR.static(32))
 
 
-def test_counts_are_served_by_hand() -> None:
-    """Two experts on one GPU each, one of them twice: the closed form of the kernels' time."""
+def test_times_on_counts_match_a_calculation_by_hand() -> None:
+    """Two experts on eight GPUs with one slot each."""
     model = ModelSpec("two", 1, 2, 1, 64, 32, kernel_start_us=10, kernel_expert_us=5, kernel_pair_us=1)
     simulator = Simulator(model, get_cluster("h800-1x8", slots_per_gpu=1))
     trace = LoadTrace(np.array([[[30, 10]], [[60, 20]], [[10, 30]]]), name="two")
     plan = make_plan(trace, simulator, "eplb", share=0.67, window_tokens=80)
-    # Planned on 90 : 30, so six GPUs for expert 0 and two for expert 1; held out 10 : 30 of 80 tokens, so 20 / 6 and 60 / 2.
+    # Planned on 90 : 30, so expert 0 gets six GPUs and expert 1 two. Held out: 20 and 60 of 80 tokens, so 20 / 6 and
+    # 60 / 2 per GPU.
     assert np.bincount(plan.best.placement.reshape(-1)).tolist() == [6, 2]
     assert plan.best.window_us == [pytest.approx(10 + 5 + 30)]
     assert not plan.exact
     assert plan.best.copies is None
 
 
-def test_models_of_counts() -> None:
+def test_models_of_load_traces_are_checked() -> None:
     assert model_of(counts_trace(), None).name == "mixtral-8x7b"
     with pytest.raises(ValueError, match="32 layers × 8 experts, but gpt-oss-20b has 24 × 32"):
         model_of(counts_trace(), "gpt-oss-20b")
@@ -375,7 +371,7 @@ def test_models_of_counts() -> None:
         make_plan(counts_trace(1), SIMULATOR, "eplb")
 
 
-def test_load_traces(tmp_path: Path) -> None:
+def test_load_traces_are_saved_and_checked(tmp_path: Path) -> None:
     trace = counts_trace()
     again = LoadTrace.load(trace.save(tmp_path / "t.npz"))
     np.testing.assert_array_equal(again.counts, trace.counts)
@@ -393,7 +389,7 @@ def test_load_traces(tmp_path: Path) -> None:
         LoadTrace(np.ones((1, 2, 2), int), layer_ids=np.array([1, 1]))
 
 
-# -- the command ----------------------------------------------------------------------------------------------------
+# The command
 
 
 @pytest.fixture(scope="module")
@@ -401,38 +397,17 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_trace().save(tmp_path_factory.mktemp("traces") / "tiny.npz")
 
 
-SMALL = [
-    "--cluster",
-    "h800-2x4",
-    "--window-tokens",
-    "128",
-    "--windows",
-    "2",
-    "--plan-tokens",
-    "512",
-    "--seconds",
-    "0.3",
-]
+SMALL = ["--cluster", "h800-2x4", "--window-tokens", "128", "--windows", "2", "--plan-tokens", "512"]
+SMALL += ["--seconds", "0.3"]
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
-def test_the_command_writes_what_the_engine_reads(
+def test_command_writes_what_the_engine_reads(
     engine: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, figures = tmp_path / "new" / f"plan{SUFFIX[engine]}", tmp_path / "new" / "figures.json"
-    arguments = [
-        "plan",
-        str(trace_file),
-        *SMALL,
-        "--planner",
-        "anneal",
-        "--engine",
-        engine,
-        "-o",
-        str(out),
-        "--json",
-        str(figures),
-    ]
+    out, results = tmp_path / "new" / f"plan{SUFFIX[engine]}", tmp_path / "new" / "results.json"
+    arguments = ["plan", str(trace_file), *SMALL, "--planner", "anneal", "--engine", engine]
+    arguments += ["-o", str(out), "--json", str(results)]
     assert cli.main(arguments) == 0
     rows = read_plan(out, engine)
     assert len(rows) == 32
@@ -440,29 +415,20 @@ def test_the_command_writes_what_the_engine_reads(
         assert set(row) == set(range(8))
         gpus = np.array(row).reshape(8, -1)
         assert all(len(set(gpu)) == len(gpu) for gpu in gpus.tolist())
-    document = json.loads(figures.read_text())
+    document = json.loads(results.read_text())
     assert [p["planner"] for p in document["planners"]] == ["static", "eplb", "anneal"]
     shown = " ".join(capsys.readouterr().out.split())
     mean = document["versus"]["eplb"]["mean"]
     assert f"anneal against EPLB on held-out traffic: {100 * mean:+.1f}" in shown
     assert str(out) in shown.replace(" ", "")
-    assert sorted(p.name for p in out.parent.iterdir()) == ["figures.json", out.name]
+    assert sorted(p.name for p in out.parent.iterdir()) == sorted(["results.json", out.name])
 
 
-def test_the_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = counts_trace().save(tmp_path / "counts.npz")
     report = tmp_path / "report.html"
-    arguments = [
-        "plan",
-        str(source),
-        *SMALL,
-        "--planner",
-        "eplb",
-        "--report",
-        str(report),
-        "-o",
-        str(tmp_path / "p.json"),
-    ]
+    arguments = ["plan", str(source), *SMALL, "--planner", "eplb", "--report", str(report)]
+    arguments += ["-o", str(tmp_path / "p.json")]
     assert cli.main(arguments) == 0
     assert "counts do not show the traffic" in " ".join(capsys.readouterr().out.split())
     assert '"exact":false' in report.read_text()
@@ -486,7 +452,7 @@ def test_the_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--slots", "0"], "slots_per_gpu is 0"),
     ],
 )
-def test_refusals(
+def test_invalid_arguments_are_refused(
     arguments: list[str], message: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -498,10 +464,10 @@ def test_refusals(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_trace_without_all_layers_is_refused_before_the_work(
+def test_trace_without_all_layers_is_refused_before_planning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clustergym.cli.plan.make_plan", lambda *_, **__: pytest.fail("planned for nothing"))
+    monkeypatch.setattr("clustergym.cli.plan.make_plan", lambda *_, **__: pytest.fail("planned anyway"))
     path = small_trace(n_layers=4).save(tmp_path / "t.npz")
     assert cli.main(["plan", str(path), *SMALL, "--planner", "eplb", "-o", str(tmp_path / "plan.json")]) == 2
     assert "rule 'every MoE layer': layer 4 has no placement (28 of 32" in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""The report in a real browser: drawn without errors, without a network, on a phone, in the dark, whatever the trace is called."""
+"""The HTML report in a real browser: no errors, no network, small screens, dark mode, hostile trace names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clustergym.moe_placement.specs import get_cluster
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 CHROMIUM = Path("/usr/bin/chromium")
-# As root and without a network: no sandbox of its own, and none of the browser's calls home.
+# The tests may run as root (no sandbox) and without a network (no background requests).
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -47,7 +47,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     if not CHROMIUM.exists():
-        pytest.skip(f"no browser at {CHROMIUM}: the report is not looked at")
+        pytest.skip(f"no browser at {CHROMIUM}: the report cannot be tested")
     sync_api = pytest.importorskip("playwright.sync_api")
     with sync_api.sync_playwright() as playwright:
         opened = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
@@ -58,29 +58,29 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A page, with all that it said and asked for."""
+    """An open page, with its console messages and requests."""
 
     def __init__(self, browser: Any, path: Path, width: int = 1200, scheme: str = "light") -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-        self.page, self.said, self.asked = self.context.new_page(), [], []
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page, self.messages, self.requests = self.context.new_page(), [], []
+        self.page.on("console", lambda message: self.messages.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.goto(path.as_uri())
 
     def __enter__(self) -> Any:
         return self.page
 
     def __exit__(self, *_: object) -> None:
-        said, asked = self.said, [url for url in self.asked if not url.startswith("data:")]
+        requests = [url for url in self.requests if not url.startswith("data:")]
         if keep := os.environ.get("CLUSTERGYM_SCREENSHOTS"):
             self.page.screenshot(
                 path=str(Path(keep) / f"report-{self.page.viewport_size['width']}.png"), full_page=True
             )
         self.context.close()
-        assert said == []
-        assert len(asked) == 1
-        assert asked[0].startswith("file:")
+        assert self.messages == []
+        assert len(requests) == 1
+        assert requests[0].startswith("file:")
 
 
 def open_report(plan: Plan, path: Path) -> Path:
@@ -88,7 +88,7 @@ def open_report(plan: Plan, path: Path) -> Path:
     return path
 
 
-def test_everything_is_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
+def test_all_charts_are_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
     with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
         assert page.title() == "Expert placement: mixtral-8x7b on h800-2x4"
         assert page.locator("h1").inner_text() == "mixtral-8x7b on h800-2x4"
@@ -112,7 +112,7 @@ def test_everything_is_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
         assert NASTY in page.locator("dl").inner_text()
 
 
-def test_the_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) -> None:
+def test_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) -> None:
     with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
         assert page.locator("#shown").inner_text() == "mean of all layers"
         page.locator("#layer").fill("4")
@@ -128,19 +128,19 @@ def test_the_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) ->
         assert page.locator("#shown").inner_text() == "mean of all layers"
 
 
-def test_a_phone_in_the_dark(plan: Plan, browser: Any, tmp_path: Path) -> None:
+def test_small_screen_and_dark_mode(plan: Plan, browser: Any, tmp_path: Path) -> None:
     path = open_report(plan, tmp_path / "r.html")
     colours = {}
     for scheme in ("light", "dark"):
         with Visit(browser, path, width=390, scheme=scheme) as page:
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390  # nothing is cut off at the side
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390  # no horizontal scrolling
             colours[scheme] = page.evaluate(
                 "getComputedStyle(document.body).backgroundColor + getComputedStyle(document.body).color"
             )
             sizes = page.evaluate(
                 "[...document.querySelectorAll('button, input')].map(e => e.getBoundingClientRect().height)"
             )
-            assert min(sizes) >= 30  # a finger finds it
+            assert min(sizes) >= 30  # large enough for touch
     assert colours["light"] != colours["dark"]
 
 
@@ -152,14 +152,15 @@ def test_planners_differ_in_more_than_colour(plan: Plan, browser: Any, tmp_path:
         assert len(set(dashes)) == 3
         fills = page.evaluate("[...document.querySelectorAll('#bars rect')].slice(-3).map(e => e.getAttribute('fill'))")
         assert len(set(fills)) == 3
-        # The scale of the heat maps gets brighter step by step, so that it reads without any colour.
+        # The heat map gets brighter with each step, so it is readable without colour.
         brightness = page.evaluate(
-            "[...Array(20).keys()].map(i => heat(i / 19).match(/\\d+/g).map(Number)).map(c => .2126 * c[0] + .7152 * c[1] + .0722 * c[2])"
+            "[...Array(20).keys()].map(i => heat(i / 19).match(/\\d+/g).map(Number))"
+            ".map(c => .2126 * c[0] + .7152 * c[1] + .0722 * c[2])"
         )
         assert (np.diff(brightness) > 0).all()
 
 
-def test_counts_have_no_traffic_to_draw(browser: Any, tmp_path: Path) -> None:
+def test_report_on_counts_shows_no_traffic(browser: Any, tmp_path: Path) -> None:
     counts = np.random.default_rng(0).integers(1, 50, (4, 3, 8))
     simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
     made = make_plan(LoadTrace(counts, top_k=2, model="mixtral-8x7b"), simulator, "eplb", window_tokens=128)
@@ -169,8 +170,8 @@ def test_counts_have_no_traffic_to_draw(browser: Any, tmp_path: Path) -> None:
         assert "expert-kernel time than the static placement" in page.locator("#headline").inner_text()
 
 
-def test_the_file_stands_alone(plan: Plan) -> None:
-    """No address in it but the namespace of SVG, and nothing to load."""
+def test_report_loads_nothing_from_outside(plan: Plan) -> None:
+    """The only URL is the SVG namespace."""
     page = render(plan, "sglang", "load", "command")
     outside = set(re.findall(r"https?://[^\"'\s)]+", page))
     assert outside == {"http://www.w3.org/2000/svg"}
