@@ -33,6 +33,7 @@ from clustergym.agent.learner import CHECKPOINT_KIND, LOG_FORMAT, Experiences, S
 from clustergym.agent.server import serve
 from clustergym.agent.settings import ServerSettings, check_positive
 from clustergym.agent.store import STORE_SCHEMA
+from clustergym.common.extras import MissingExtra
 from clustergym.gpu_allocation.history import N_FEATURES
 from clustergym.gpu_allocation.space import STATE_NAMES
 from clustergym.training import (
@@ -460,7 +461,7 @@ def main() -> None:
         )
         if args.save_model:
             export_model(args, load_checkpoint(checkpoint, CHECKPOINT_KIND))
-    except (ImportError, OSError, ValueError) as error:
+    except (MissingExtra, OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

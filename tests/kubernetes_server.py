@@ -1,4 +1,4 @@
-"""A real kube-apiserver with its etcd, for tests: started from KUBEBUILDER_ASSETS, on loopback, gone with the test run."""
+"""A real kube-apiserver and etcd for tests, started from KUBEBUILDER_ASSETS on loopback."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEBHOOK_USER = "system:serviceaccount:clustergym:clustergym-webhook"
 
 @dataclass
 class Cluster:
-    """How to reach the API server as its administrator and as the webhook's service account."""
+    """Access to the API server, as its administrator and as the service account of the webhook."""
 
     url: str
     ca: Path
@@ -32,7 +32,7 @@ class Cluster:
         return self.client.post(path, json=body, params=parameters)
 
     def create(self, path: str, body: dict[str, Any], **parameters: str) -> dict[str, Any]:
-        """Create an object that must be accepted."""
+        """Create an object and check that it is accepted."""
         response = self.post(path, body, **parameters)
         assert response.status_code == 201, response.text
         found: dict[str, Any] = response.json()
@@ -45,7 +45,7 @@ class Cluster:
         return found
 
     def namespace(self, name: str, **labels: str) -> str:
-        """This API server is too old to label namespaces with their names by itself."""
+        """Create a namespace with its name as a label, which this old API server does not add."""
         metadata = {"name": name, "labels": {"kubernetes.io/metadata.name": name, **labels}}
         response = self.post("/api/v1/namespaces", {"metadata": metadata})
         if response.status_code == 409:
@@ -54,7 +54,7 @@ class Cluster:
         return name
 
     def bind(self, namespace: str, name: str, node: str, **parameters: str) -> httpx.Response:
-        """What a scheduler does when it has chosen a node."""
+        """Bind a pod to a node, as a scheduler does."""
         body = {
             "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name, "namespace": namespace},
             "target": {"apiVersion": "v1", "kind": "Node", "name": node},
@@ -63,21 +63,21 @@ class Cluster:
 
 
 def assets() -> Path:
-    """The folder with kube-apiserver and etcd, or a skip that says how to get them."""
+    """The folder with kube-apiserver and etcd. Skips the test if there is none."""
     folder = os.environ.get("KUBEBUILDER_ASSETS")
     if not folder:
         pytest.skip(
-            "KUBEBUILDER_ASSETS names no folder with kube-apiserver and etcd: not tested against a real API server"
+            "KUBEBUILDER_ASSETS is not set to a folder with kube-apiserver and etcd: no test with a real API server"
         )
     for name in ("kube-apiserver", "etcd"):
         if not (Path(folder) / name).is_file():
-            pytest.skip(f"KUBEBUILDER_ASSETS={folder} has no {name}: not tested against a real API server")
+            pytest.skip(f"KUBEBUILDER_ASSETS={folder} has no {name}: no test with a real API server")
     return Path(folder)
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """etcd and kube-apiserver with RBAC, ready to answer."""
+    """Run etcd and kube-apiserver with RBAC."""
     binaries = assets()
     etcd_port, peer_port, port = free_port(), free_port(), free_port()
     key, tokens = folder / "sa.key", folder / "tokens.csv"
@@ -118,7 +118,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         context = ssl.create_default_context(cafile=str(ca))
         client = stack.enter_context(
             httpx.Client(
-                base_url=url, verify=context, headers={"Authorization": "Bearer admin-token"}, timeout=20, trust_env=False
+                base_url=url, verify=context, headers={"Authorization": "Bearer admin-token"}, timeout=20,
+                trust_env=False,
             )
         )  # fmt: skip
 

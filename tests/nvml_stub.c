@@ -1,13 +1,13 @@
-/* A libnvidia-ml with one GPU whose load is read from the file NVML_STUB names, at every call:
-   "utilisation memory_used_mb memory_total_mb processes mps_clients error". An error other than 0 is returned by every
-   query: 15 is NVML_ERROR_GPU_IS_LOST. It answers unmodified nvidia-ml-py. */
+/* A libnvidia-ml with one GPU, for the unmodified nvidia-ml-py. Every call reads the load from the file NVML_STUB:
+   "utilisation memory_used_mb memory_total_mb processes mps_clients error". Every query returns the error if it is not
+   0; 15 is NVML_ERROR_GPU_IS_LOST. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 static struct { int util, used, total, processes, mps, error; } now;
 
-static int look(void) {
+static int read_load(void) {
   FILE *file = fopen(getenv("NVML_STUB"), "r");
   if (!file) return 999;
   int n = fscanf(file, "%d %d %d %d %d %d", &now.util, &now.used, &now.total, &now.processes, &now.mps, &now.error);
@@ -28,13 +28,13 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
   return index == 0 ? 0 : 2;
 }
 int nvmlDeviceGetUtilizationRates(void *device, utilization *out) {
-  int code = look();
+  int code = read_load();
   out->gpu = now.util;
   out->memory = 0;
   return code;
 }
 int nvmlDeviceGetMemoryInfo(void *device, memory *out) {
-  int code = look();
+  int code = read_load();
   out->total = (unsigned long long)now.total << 20;
   out->used = (unsigned long long)now.used << 20;
   out->free = out->total - out->used;
@@ -50,10 +50,10 @@ static int list(int n, unsigned first, unsigned *count, process *out) {
   return 0;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process *out) {
-  int code = look();
+  int code = read_load();
   return code ? code : list(now.processes, 100, count, out);
 }
 int nvmlDeviceGetMPSComputeRunningProcesses_v3(void *device, unsigned *count, process *out) {
-  int code = look();
+  int code = read_load();
   return code ? code : list(now.mps, 500, count, out);
 }

@@ -1,4 +1,4 @@
-"""Servers for tests: real processes on loopback that never outlive the test run, however it ends."""
+"""Processes for tests. They end with the test run, even if it is killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """The process and everything it started."""
+    """Kill the process and its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=30)
@@ -36,7 +36,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def running(command: Sequence[object], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, killed with its group at the end, and by the kernel if this process is killed."""
+    """Run a command in a new process group, and kill the group at the end. The kernel kills it if the test dies."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -55,11 +55,11 @@ def running(command: Sequence[object], log: Path, **environment: str) -> Iterato
 def wait_until(
     condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes] | None = None, log: Path | None = None
 ) -> None:
-    """Poll for up to a minute; on failure say what the process printed."""
-    give_up = time.monotonic() + 60
+    """Wait up to a minute for a condition. On failure, show the log of the process."""
+    deadline = time.monotonic() + 60
     while not condition():
         ended = process is not None and process.poll() is not None
-        if ended or time.monotonic() > give_up:
-            said = log.read_text()[-3000:] if log is not None else ""
-            raise AssertionError(f"{what}: {'the process ended' if ended else 'not within a minute'}\n{said}")
+        if ended or time.monotonic() > deadline:
+            output = log.read_text()[-3000:] if log is not None else ""
+            raise AssertionError(f"{what}: {'the process ended' if ended else 'not within a minute'}\n{output}")
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The manifests: valid for current Kubernetes versions, in step with the code, and with no more rights than needed."""
+"""The manifests: valid for current Kubernetes versions, consistent with the code, and with few permissions."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ BASE = {
 
 @pytest.mark.parametrize("version", ["1.29", "1.33", "1.37"])
 @pytest.mark.parametrize("name", BASE)
-def test_valid_against_the_schemas(name: str, version: str) -> None:
+def test_manifests_match_the_schemas(name: str, version: str) -> None:
     kubernetes_validate.validate(BASE[name], version, strict=True)
 
 
-def test_a_misspelt_field_would_be_noticed() -> None:
+def test_the_schema_check_finds_a_misspelt_field() -> None:
     wrong = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"port": []}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, "1.33", strict=True)
 
 
-def test_kustomize_names_every_file() -> None:
+def test_kustomize_lists_every_file() -> None:
     base = yaml.safe_load((DEPLOY / "base" / "kustomization.yaml").read_text())
     files = {path.name for path in (DEPLOY / "base").glob("*.yaml")} - {"kustomization.yaml"}
     assert set(base["resources"]) == files
@@ -54,7 +54,7 @@ def pod_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["DaemonSet/clustergym-agent", "Deployment/clustergym-webhook"])
-def test_containers_have_few_rights(name: str) -> None:
+def test_containers_have_few_permissions(name: str) -> None:
     spec = pod_of(name)
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -64,12 +64,12 @@ def test_containers_have_few_rights(name: str) -> None:
         }  # fmt: skip
         assert {"requests", "limits"} <= set(one["resources"])
     for one in spec.get("initContainers", []):
-        # The one thing that needs root: to own the folder that the kubelet made.
+        # Needs root to change the owner of the folder that the kubelet created.
         assert one["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
         assert one["securityContext"]["allowPrivilegeEscalation"] is False
 
 
-def test_the_agent_is_on_the_hosts_network_without_a_token_of_the_api_server() -> None:
+def test_the_agent_uses_the_host_network_and_no_api_server_token() -> None:
     spec = pod_of("DaemonSet/clustergym-agent")
     assert spec["hostNetwork"] is True
     assert spec["automountServiceAccountToken"] is False
@@ -77,18 +77,18 @@ def test_the_agent_is_on_the_hosts_network_without_a_token_of_the_api_server() -
     assert any(argument.startswith("--token-file=") for argument in spec["containers"][0]["args"])
 
 
-def test_the_webhook_reads_pods_and_nodes_one_by_one() -> None:
+def test_the_webhook_can_only_get_pods_and_nodes() -> None:
     assert BASE["ClusterRole/clustergym-webhook"]["rules"] == [
         {"apiGroups": [""], "resources": ["pods", "nodes"], "verbs": ["get"]}
     ]
 
 
-def test_one_webhook_stays_while_the_other_moves() -> None:
+def test_one_of_two_webhooks_stays_available() -> None:
     assert BASE["Deployment/clustergym-webhook"]["spec"]["replicas"] == 2
     assert BASE["PodDisruptionBudget/clustergym-webhook"]["spec"]["minAvailable"] == 1
 
 
-def test_selectors_meet_labels() -> None:
+def test_selectors_match_the_labels() -> None:
     labels = BASE["Deployment/clustergym-webhook"]["spec"]["template"]["metadata"]["labels"]
     for selector in (
         BASE["Deployment/clustergym-webhook"]["spec"]["selector"]["matchLabels"],
@@ -99,7 +99,7 @@ def test_selectors_meet_labels() -> None:
         assert selector.items() <= labels.items()
 
 
-def test_webhooks_fail_open_and_leave_the_control_plane_alone() -> None:
+def test_webhooks_fail_open_and_exclude_the_control_plane() -> None:
     pods, bindings = BASE["MutatingWebhookConfiguration/clustergym"]["webhooks"]
     (deadline,) = [
         float(argument.partition("=")[2])
@@ -130,7 +130,7 @@ def test_the_flags_of_the_manifests_are_accepted(name: str, command: Any) -> Non
         tyro.cli(command, args=["--no-such-flag=1"])
 
 
-def test_the_image_has_what_the_manifests_run() -> None:
+def test_the_image_contains_what_the_manifests_run() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     command = pod_of("DaemonSet/clustergym-agent")["containers"][0]["command"]
     assert f"{command[1]}\n" in dockerfile

@@ -1,4 +1,4 @@
-"""What the webhooks decide, from objects alone: injected variables, requests, grants, and what is left as it was."""
+"""Decisions of the webhooks: injected variables, requests, grants, and what is never changed."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from clustergym.webhook.decisions import (
     injected_variables,
     owner_of,
     quantity,
-    stands_decision,
+    request_decision,
 )
-from clustergym.webhook.patches import add_annotations, applied, escaped
-from clustergym.webhook.review import BadReview, answer, duration_s, parse
+from clustergym.webhook.patches import add_annotations, apply_patch, escape
+from clustergym.webhook.review import BadReview, duration_s, make_response, parse
 from webhook_pods import container, pod
 
 MPS, HAMI = BACKENDS["mps"], BACKENDS["hami"]
 
 
 def admitted(subject: dict[str, Any], backend: Any = MPS, namespace: str = "team") -> dict[str, Any]:
-    return applied(subject, admit_pod(subject, namespace, backend).patch)
+    return apply_patch(subject, admit_pod(subject, namespace, backend).patch)
 
 
 def variables(found: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """Container → variable → the annotation's value that it reads (or its own value)."""
-    said = found["metadata"].get("annotations", {})
+    """Values of the variables per container; a fieldRef is replaced by the annotation that it reads."""
+    annotations = found["metadata"].get("annotations", {})
     result: dict[str, dict[str, str]] = {}
-    for _, one, _ in containers_of(found):
-        for variable in one.get("env") or []:
+    for one in containers_of(found):
+        for variable in one.spec.get("env") or []:
             path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            value = variable["value"] if path is None else said[path.split("'")[1]]
-            result.setdefault(one["name"], {})[variable["name"]] = value
+            value = variable["value"] if path is None else annotations[path.split("'")[1]]
+            result.setdefault(one.name, {})[variable["name"]] = value
     return result
 
 
@@ -51,12 +51,12 @@ def binding(name: str = "train", node: str = "node-1", **metadata: Any) -> dict[
     }  # fmt: skip
 
 
-# -- webhook A ------------------------------------------------------------------------------------------------------
+# The pod webhook
 
 
-def test_variables_read_annotations_that_start_at_the_request() -> None:
+def test_variables_read_annotations_that_hold_the_request_at_first() -> None:
     decision = admit_pod(pod(), "team", MPS)
-    found = applied(pod(), decision.patch)
+    found = apply_patch(pod(), decision.patch)
     assert decision.outcome == "injected"
     assert found["spec"]["containers"][0]["env"] == [
         {
@@ -73,12 +73,12 @@ def test_variables_read_annotations_that_start_at_the_request() -> None:
     }
     assert found["metadata"]["annotations"]["clustergym.io/backend"] == "mps"
     assert decision.warnings == [
-        "clustergym: main: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and CUDA_MPS_PINNED_DEVICE_MEM_LIMIT will follow what "
+        "clustergym: main: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and CUDA_MPS_PINNED_DEVICE_MEM_LIMIT will be set to what "
         "the node's agent grants, at most the requested 80 % and 4000 MB"
     ]
 
 
-def test_hami_writes_its_own_names_and_units() -> None:
+def test_hami_has_its_own_names_and_units() -> None:
     assert variables(admitted(pod(), HAMI)) == {
         "main": {"CUDA_DEVICE_SM_LIMIT": "80", "CUDA_DEVICE_MEMORY_LIMIT": "4000m"}
     }
@@ -91,19 +91,19 @@ def test_only_the_exact_label_opts_in(label: str | None) -> None:
 
 
 @pytest.mark.parametrize("namespace", ["kube-system", "kube-public", "kube-node-lease"])
-def test_the_control_plane_is_never_touched(namespace: str) -> None:
+def test_the_control_plane_is_never_changed(namespace: str) -> None:
     assert admit_pod(pod(), namespace, MPS).patch == []
     assert managed_request(admitted(pod()), namespace) is None
 
 
 @pytest.mark.parametrize("backend", [MPS, HAMI])
-def test_a_second_round_changes_nothing(backend: Any) -> None:
-    once = admitted(pod(container(), container("side"), init=[container("warm-up")]), backend)
+def test_a_second_call_changes_nothing(backend: Any) -> None:
+    once = admitted(pod(container(), container("side"), init=[container("init")]), backend)
     again = admit_pod(once, "team", backend)
     assert (again.outcome, again.patch) == ("already-injected", [])
 
 
-def test_the_api_servers_default_of_apiversion_does_not_hide_an_injection() -> None:
+def test_an_injection_is_recognised_after_the_api_server_added_apiversion() -> None:
     once = admitted(pod())
     for variable in once["spec"]["containers"][0]["env"]:
         variable["valueFrom"]["fieldRef"]["apiVersion"] = "v1"
@@ -114,27 +114,27 @@ def test_a_container_added_by_a_later_webhook_is_injected_on_reinvocation() -> N
     once = admitted(pod())
     once["spec"]["containers"].append(container("side"))
     found = admitted(once)
-    # What the first round said stays; the new container divides what was asked for.
+    # The first value stays; the new container gets its part of the request.
     assert variables(found)["main"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "80"
     assert variables(found)["side"]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "40"
 
 
 @pytest.mark.parametrize("name", MPS.variables)
-def test_what_the_user_set_is_never_overridden(name: str) -> None:
+def test_variables_of_the_user_are_never_overridden(name: str) -> None:
     subject = pod(container(env=[{"name": name, "value": "33"}]))
     decision = admit_pod(subject, "team", MPS)
     assert decision.patch == []
-    assert decision.warnings == [f"clustergym: container main sets {name} itself and is left alone"]
+    assert decision.warnings == [f"clustergym: main sets {name} itself, so container main is not managed"]
 
 
-def test_annotations_that_the_user_set_are_never_overridden() -> None:
-    said = {"clustergym.io/cores": "80", "clustergym.io/memory": "4000", "cores.clustergym.io/main": "5"}
-    decision = admit_pod(pod(annotations=said), "team", MPS)
+def test_annotations_of_the_user_are_never_overridden() -> None:
+    annotations = {"clustergym.io/cores": "80", "clustergym.io/memory": "4000", "cores.clustergym.io/main": "5"}
+    decision = admit_pod(pod(annotations=annotations), "team", MPS)
     assert decision.patch == []
     assert "cores.clustergym.io/main itself" in decision.warnings[0]
 
 
-def test_variables_from_a_config_map_are_not_shadowed_unless_asked() -> None:
+def test_containers_with_envfrom_are_managed_only_if_named() -> None:
     subject = pod(container(envFrom=[{"configMapRef": {"name": "settings"}}]))
     decision = admit_pod(subject, "team", MPS)
     assert decision.patch == []
@@ -151,7 +151,7 @@ def test_other_variables_and_annotations_stay() -> None:
     assert found["metadata"]["annotations"]["team/owner"] == "vision"
 
 
-def test_only_gpu_containers_and_those_named_are_managed() -> None:
+def test_gpu_containers_or_the_named_ones_are_managed() -> None:
     two = pod(container(), container("log", gpu=None))
     assert set(variables(admitted(two))) == {"main"}
     two["metadata"]["annotations"]["clustergym.io/containers"] = "log"
@@ -161,34 +161,34 @@ def test_only_gpu_containers_and_those_named_are_managed() -> None:
 @pytest.mark.parametrize(
     ("subject", "reason"),
     [
-        (pod(container(gpu=None)), "no container asks for nvidia.com/gpu"),
+        (pod(container(gpu=None)), "no container requests nvidia.com/gpu"),
         (pod(annotations={}), "set annotation clustergym.io/cores (% of one GPU)"),
         (pod(annotations={"clustergym.io/cores": "50"}), "set annotation clustergym.io/memory (MB)"),
         (pod(annotations={"clustergym.io/cores": "x", "clustergym.io/memory": "1"}), "clustergym.io/cores is 'x'"),
         (pod(annotations={"clustergym.io/cores": "0", "clustergym.io/memory": "1"}), "0 % of a GPU: expected 1 to 100"),
         (pod(annotations={"clustergym.io/cores": "101", "clustergym.io/memory": "1"}), "101 % of a GPU"),
         (pod(annotations={"clustergym.io/cores": "50", "clustergym.io/memory": "0"}), "0 MB of GPU memory"),
-        (pod(container(gpu=2)), "asks for 2 GPUs; shares are of one GPU"),
+        (pod(container(gpu=2)), "requests 2 GPUs: expected 1"),
         (
             pod(annotations={"clustergym.io/containers": "gone", "clustergym.io/cores": "5"}),
-            "clustergym.io/containers names gone; the pod has main",
+            "clustergym.io/containers names gone, but the pod has main",
         ),
     ],
 )  # fmt: skip
-def test_pods_that_say_too_little_or_too_much_pass_with_a_reason(subject: dict[str, Any], reason: str) -> None:
+def test_pods_without_a_valid_request_are_admitted_with_a_reason(subject: dict[str, Any], reason: str) -> None:
     decision = admit_pod(subject, "team", MPS)
     assert decision.patch == []
     assert any(reason in warning for warning in decision.warnings), decision.warnings
 
 
-def test_warnings_fit_an_api_server() -> None:
+def test_warnings_are_short_enough_for_an_api_server() -> None:
     names = [f"container-with-a-rather-long-name-{i}" for i in range(30)]
     decision = admit_pod(pod(*(container(name) for name in names)), "team", MPS)
     assert decision.outcome == "injected"
     assert all(len(warning) <= 256 and warning.startswith("clustergym: ") for warning in decision.warnings)
 
 
-# -- requests -------------------------------------------------------------------------------------------------------
+# Requests
 
 
 def limits(name: str, cores: int, memory: int, **extra: Any) -> dict[str, Any]:
@@ -197,29 +197,29 @@ def limits(name: str, cores: int, memory: int, **extra: Any) -> dict[str, Any]:
     return one
 
 
-def test_limits_add_up_as_the_scheduler_adds_them() -> None:
+def test_limits_add_up_as_in_the_scheduler() -> None:
     subject = pod(
         limits("a", 30, 1000), limits("b", 20, 2000), init=[limits("warm", 60, 500), limits("small", 10, 100)],
         annotations={},
     )  # fmt: skip
     found = variables(admitted(subject, HAMI))
-    # Running together: 50 % and 3000 MB; the larger init container asks for 60 %, so the pod asks for 60 %.
+    # The containers request 50 % and 3000 MB together. The larger init container requests 60 %, so the pod does too.
     request = gpu_request(subject, "team", list(containers_of(subject)))
     assert (request.cores, request.memory_mb) == (60, 3000)
-    # a and b share the pod's 60 % in proportion to 30 : 20; an init container keeps its own limit.
+    # a and b share the 60 % in proportion to 30 : 20. An init container keeps its own limit.
     assert found["a"] == {"CUDA_DEVICE_SM_LIMIT": "36", "CUDA_DEVICE_MEMORY_LIMIT": "1000m"}
     assert found["b"] == {"CUDA_DEVICE_SM_LIMIT": "24", "CUDA_DEVICE_MEMORY_LIMIT": "2000m"}
     assert found["warm"] == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT": "500m"}
     assert found["small"] == {"CUDA_DEVICE_SM_LIMIT": "10", "CUDA_DEVICE_MEMORY_LIMIT": "100m"}
 
 
-def test_a_sidecar_runs_beside_the_others() -> None:
+def test_a_sidecar_adds_to_the_request() -> None:
     subject = pod(limits("a", 30, 1000), init=[limits("side", 20, 500, restartPolicy="Always")], annotations={})
     request = gpu_request(subject, "team", list(containers_of(subject)))
     assert (request.cores, request.memory_mb) == (50, 1500)
 
 
-def test_an_init_container_may_have_all_of_the_pods_share() -> None:
+def test_an_init_container_can_use_the_whole_request() -> None:
     found = variables(admitted(pod(container(), init=[container("warm")])))
     assert found["warm"] == found["main"]
 
@@ -232,12 +232,12 @@ def test_quantities(text: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1e3", "nan", "inf", "3m", "0x10", None, "1 2"])
-def test_quantities_refused(text: Any) -> None:
+def test_invalid_quantities_are_refused(text: Any) -> None:
     with pytest.raises(NotManageable, match="expected a number"):
         quantity(text, "x")
 
 
-def test_owner_is_the_workload_within_its_namespace() -> None:
+def test_owner_is_the_workload_in_its_namespace() -> None:
     def owned(kind: str, name: str, **labels: str) -> dict[str, Any]:
         return pod(labels=labels, ownerReferences=[{"kind": kind, "name": name, "controller": True}])
 
@@ -248,10 +248,10 @@ def test_owner_is_the_workload_within_its_namespace() -> None:
     assert owner_of(pod(annotations={"clustergym.io/owner": "other/x"}), "team") == "team/other/x"
 
 
-# -- webhook B ------------------------------------------------------------------------------------------------------
+# The binding webhook
 
 
-def test_a_grant_overwrites_what_the_variables_read() -> None:
+def test_a_grant_overwrites_the_annotations_that_the_variables_read() -> None:
     stored = admitted(pod())
     found = managed_request(stored, "team")
     assert found is not None
@@ -261,71 +261,72 @@ def test_a_grant_overwrites_what_the_variables_read() -> None:
     )  # fmt: skip
     decision = grant_decision(binding(), request, backend, Grant("id-1", 60, 3000, "7"))
     # The API server copies a binding's annotations over the pod's.
-    stored["metadata"]["annotations"] |= applied(binding(), decision.patch)["metadata"]["annotations"]
+    stored["metadata"]["annotations"] |= apply_patch(binding(), decision.patch)["metadata"]["annotations"]
     assert variables(stored) == {
         "main": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3000M"}
     }
-    said = stored["metadata"]["annotations"]
-    assert said["clustergym.io/allocation-id"] == "id-1"
-    assert said["clustergym.io/policy-version"] == "7"
-    assert (said["clustergym.io/granted-cores"], said["clustergym.io/granted-memory"]) == ("60", "3000")
-    assert said["clustergym.io/status"] == "granted"
-    # A second binding of the pod asks nobody.
+    annotations = stored["metadata"]["annotations"]
+    assert annotations["clustergym.io/allocation-id"] == "id-1"
+    assert annotations["clustergym.io/policy-version"] == "7"
+    assert annotations["clustergym.io/granted-cores"] == "60"
+    assert annotations["clustergym.io/granted-memory"] == "3000"
+    assert annotations["clustergym.io/status"] == "granted"
+    # A second binding of the pod does not ask the agent again.
     assert managed_request(stored, "team") is None
 
 
-def test_a_grant_is_divided_as_the_request_was() -> None:
+def test_a_grant_is_divided_like_the_request() -> None:
     stored = admitted(pod(limits("a", 30, 1000), limits("b", 10, 3000), annotations={}))
     found = managed_request(stored, "team")
     assert found is not None
     decision = grant_decision(binding(), *found, Grant("id", 20, 2000, "1"))
-    said = applied(binding(), decision.patch)["metadata"]["annotations"]
-    assert (said["cores.clustergym.io/a"], said["cores.clustergym.io/b"]) == ("15", "5")
-    assert (said["memory.clustergym.io/a"], said["memory.clustergym.io/b"]) == ("0=500M", "0=1500M")
+    annotations = apply_patch(binding(), decision.patch)["metadata"]["annotations"]
+    assert (annotations["cores.clustergym.io/a"], annotations["cores.clustergym.io/b"]) == ("15", "5")
+    assert (annotations["memory.clustergym.io/a"], annotations["memory.clustergym.io/b"]) == ("0=500M", "0=1500M")
 
 
 @pytest.mark.parametrize(("cores", "memory"), [(81, 100), (0, 100), (-5, 100), (50, 4001), (50, 0)])
-def test_a_grant_outside_the_request_is_not_believed(cores: float, memory: float) -> None:
+def test_a_grant_outside_the_request_is_ignored(cores: float, memory: float) -> None:
     found = managed_request(admitted(pod()), "team")
     assert found is not None
     decision = grant_decision(binding(), *found, Grant("id", cores, memory, "1"))
-    said = applied(binding(), decision.patch)["metadata"]["annotations"]
+    annotations = apply_patch(binding(), decision.patch)["metadata"]["annotations"]
     assert decision.outcome == "bad-grant"
-    assert set(said) == {"clustergym.io/status"}
-    assert said["clustergym.io/status"].startswith("request stands: the agent granted")
+    assert set(annotations) == {"clustergym.io/status"}
+    assert annotations["clustergym.io/status"].startswith("the pod runs with its request: the agent granted")
 
 
-def test_pods_without_webhook_as_marks_are_not_asked_for() -> None:
+def test_pods_that_were_not_injected_are_not_managed() -> None:
     assert managed_request(pod(), "team") is None
     assert managed_request(admitted(pod(label=None)), "team") is None
     forged = pod(annotations={"clustergym.io/backend": "mps", "clustergym.io/cores": "5", "clustergym.io/memory": "5"})
     assert managed_request(forged, "team") is None
 
 
-def test_the_backend_of_a_pod_outlives_a_change_of_the_webhooks() -> None:
+def test_a_pod_keeps_the_backend_it_was_injected_with() -> None:
     found = managed_request(admitted(pod(), HAMI), "team")
     assert found is not None
     assert found[1] is HAMI
 
 
-# -- patches and reviews --------------------------------------------------------------------------------------------
+# Patches and reviews
 
 
-def test_patches_bring_the_parents_that_are_missing() -> None:
+def test_patches_add_missing_parents() -> None:
     for subject in ({}, {"metadata": None}, {"metadata": {}}, {"metadata": {"annotations": None}}):
-        patched = applied(subject, add_annotations(subject, {"a/b~c": "1"}))
+        patched = apply_patch(subject, add_annotations(subject, {"a/b~c": "1"}))
         assert patched["metadata"]["annotations"] == {"a/b~c": "1"}
-    assert escaped("a/b~c") == "a~1b~0c"
-    assert applied(binding(), stands_decision(binding(), "x", "y").patch)["metadata"]["annotations"]
+    assert escape("a/b~c") == "a~1b~0c"
+    assert apply_patch(binding(), request_decision(binding(), "x", "y").patch)["metadata"]["annotations"]
 
 
-def test_a_patch_that_an_api_server_would_refuse_is_caught() -> None:
+def test_a_patch_that_an_api_server_would_refuse_raises() -> None:
     with pytest.raises(ValueError, match="the object has no 'annotations' there"):
-        applied({"metadata": {}}, [{"op": "add", "path": "/metadata/annotations/x", "value": "1"}])
+        apply_patch({"metadata": {}}, [{"op": "add", "path": "/metadata/annotations/x", "value": "1"}])
     with pytest.raises(ValueError, match="its parent is str"):
-        applied({"a": "text"}, [{"op": "add", "path": "/a/b", "value": 1}])
+        apply_patch({"a": "text"}, [{"op": "add", "path": "/a/b", "value": 1}])
     with pytest.raises(ValueError, match="expected 'add'"):
-        applied({}, [{"op": "remove", "path": "/a"}])
+        apply_patch({}, [{"op": "remove", "path": "/a"}])
 
 
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
@@ -365,18 +366,16 @@ PODS = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(PODS, st.sampled_from([MPS, HAMI]), st.floats(0.01, 1), st.floats(0.01, 1))
-def test_any_pod_is_patched_soundly_or_left_alone(
-    subject: dict[str, Any], backend: Any, cores: float, memory: float
-) -> None:
+def test_any_pod_gets_a_valid_patch_or_none(subject: dict[str, Any], backend: Any, cores: float, memory: float) -> None:
     before = copy.deepcopy(subject)
     decision = admit_pod(subject, "team", backend)
     assert subject == before
-    after = applied(subject, decision.patch)
-    # Whatever the user set is still there, in its place.
-    for (_, old, _), (_, new, _) in zip(containers_of(before), containers_of(after), strict=True):
-        old_env = old.get("env") or []
-        assert (new.get("env") or [])[: len(old_env)] == old_env
-        names = [variable["name"] for variable in new.get("env") or []]
+    after = apply_patch(subject, decision.patch)
+    # Everything that the user set is unchanged.
+    for old, new in zip(containers_of(before), containers_of(after), strict=True):
+        old_env, new_env = old.spec.get("env") or [], new.spec.get("env") or []
+        assert new_env[: len(old_env)] == old_env
+        names = [variable["name"] for variable in new_env]
         added = names[len(old_env) :]
         assert len(set(added)) == len(added)
         assert not set(added) & {variable["name"] for variable in old_env}
@@ -388,32 +387,32 @@ def test_any_pod_is_patched_soundly_or_left_alone(
     if found is not None:
         request, _ = found
         grant = Grant("id", request.cores * cores, request.memory_mb * memory, "1")
-        said = applied(binding(), grant_decision(binding(), *found, grant).patch)["metadata"]["annotations"]
-        # Every injected variable reads something, before and after the grant.
+        granted = apply_patch(binding(), grant_decision(binding(), *found, grant).patch)["metadata"]["annotations"]
+        # Every injected variable reads an annotation that is set, before and after the grant.
         for share in request.shares:
-            one = {"name": share.container}
-            for variable in injected_variables(one, backend):
+            for variable in injected_variables(share.container, backend):
                 key = variable["valueFrom"]["fieldRef"]["fieldPath"].split("'")[1]
                 assert after["metadata"]["annotations"][key]
-                assert said[key]
+                assert granted[key]
 
 
-def test_reviews() -> None:
+def test_reviews_are_parsed_and_answered() -> None:
     body = {
         "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
         "request": {
             "uid": "u", "namespace": "team", "name": "p", "operation": "CREATE", "dryRun": True,
-            "resource": {"group": "", "version": "v1", "resource": "pods"}, "subResource": "binding", "object": {"a": 1},
+            "resource": {"group": "", "version": "v1", "resource": "pods"}, "subResource": "binding",
+            "object": {"a": 1},
         },
     }  # fmt: skip
     review = parse(json.dumps(body).encode())
     assert (review.uid, review.resource, review.dry_run, review.object) == ("u", "pods/binding", True, {"a": 1})
-    reply = answer("u", admit_pod(pod(), "team", MPS))
+    reply = make_response("u", admit_pod(pod(), "team", MPS))
     assert (reply["apiVersion"], reply["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     response = reply["response"]
     assert (response["uid"], response["allowed"], response["patchType"]) == ("u", True, "JSONPatch")
     assert json.loads(base64.b64decode(response["patch"])) == admit_pod(pod(), "team", MPS).patch
-    assert answer("u", admit_pod(pod(label=None), "team", MPS))["response"] == {"uid": "u", "allowed": True}
+    assert make_response("u", admit_pod(pod(label=None), "team", MPS))["response"] == {"uid": "u", "allowed": True}
 
 
 @pytest.mark.parametrize(
@@ -428,7 +427,7 @@ def test_reviews() -> None:
         ({"request": {"uid": "u", "object": None}}, "no object"),
     ],
 )
-def test_bodies_that_are_no_review(change: dict[str, Any], reason: str) -> None:
+def test_invalid_reviews_are_refused(change: dict[str, Any], reason: str) -> None:
     body = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {"uid": "u", "object": {}}}
     with pytest.raises(BadReview, match=reason):
         parse(json.dumps(body | change).encode())

@@ -1,4 +1,4 @@
-"""The webhooks on a real kube-apiserver: what it stores, what it refuses, and that pods are admitted whatever fails."""
+"""The webhooks with a real kube-apiserver: what it stores and refuses, and that failures never block a pod."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from webhook_servers import AgentServer, faulty_webhook, served
 ROOT = Path(__file__).parents[1]
 CORES, MEMORY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 MODES = ("good", "slow", "401", "500", "garbage", "empty", "greedy", "injection", "down", "real")
-# Row of the contract table → (status under Fail, status under Ignore).
+# Row of the contract table -> (status with failurePolicy Fail, status with Ignore).
 TABLE = {
     "down": (500, 201),
     "other-uid": (500, 201),
@@ -43,13 +43,14 @@ NAMES = (f"pod-{i}" for i in itertools.count())
 
 @dataclass
 class Setup:
-    """Everything that the tests talk to. Namespaces: mps and hami are served, down has a webhook that is not there."""
+    """The servers of the tests. The namespaces mps and hami have webhooks; the webhook of namespace down is down."""
 
     cluster: Cluster
     agents: dict[str, AgentServer]
     agent_port: int
 
-    def asked(self) -> int:
+    def request_count(self) -> int:
+        """Number of requests that the agents have received."""
         return sum(len(agent.seen) for agent in self.agents.values())
 
 
@@ -58,7 +59,7 @@ def documents(*names: str) -> list[dict[str, Any]]:
 
 
 def configuration(name: str, ports: dict[str, int], bundle: str, suite: str) -> dict[str, Any]:
-    """The configuration of deploy/, reached by URL instead of through a Service, for the namespaces of one suite."""
+    """The configuration of deploy/ for the namespaces of one suite, with a URL instead of a Service."""
     (found,) = documents("mutating-webhook.yaml")
     found["metadata"] = {"name": name}
     for webhook in found["webhooks"]:
@@ -70,7 +71,7 @@ def configuration(name: str, ports: dict[str, int], bundle: str, suite: str) -> 
 
 
 def faulty(ports: dict[str, int], bundle: str) -> list[dict[str, Any]]:
-    """A webhook for each row of the table and each policy, for pods that carry its label; and a sidecar injector."""
+    """One webhook per row of the table and policy, for pods with its label, and a sidecar injector."""
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
 
     def webhook(row: str, policy: str, labels: dict[str, str]) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         bundle = base64.b64encode((certificates / "ca.crt").read_bytes()).decode()
         token = folder / "agent-token"
         token.write_text(TOKEN + "\n")
-        # Every agent has an address of its own and the same port, as on real nodes.
+        # Each agent has its own address and all have the same port, as on real nodes.
         port = free_port()
         agents = {}
         for i, mode in enumerate(MODES):
@@ -127,9 +128,9 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             ports[backend] = free_port()
             log = folder / f"{backend}.log"
             command = [
-                Path(sys.executable).with_name("clustergym"), "webhook", "--host", "127.0.0.1", "--port", ports[backend],
-                "--cert", certificates / "tls.crt", "--key", certificates / "tls.key", "--backend", backend,
-                "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token, "--api-server", api.url,
+                Path(sys.executable).with_name("clustergym"), "webhook", "--host", "127.0.0.1",
+                "--port", ports[backend], "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
+                "--backend", backend, "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token, "--api-server", api.url,
                 "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
             ]  # fmt: skip
             process = stack.enter_context(running(command, log))
@@ -145,7 +146,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         path = "/api/v1/namespaces/{}/pods"
 
         def effective() -> bool:
-            # The API server learns of new configurations a moment later; the last of them is the injector's.
+            # The API server loads new configurations after a delay. The sidecar injector is the last one.
             tried = [
                 api.create(path.format(suite), pod(labels={"sidecar": "true"}), dryRun="All")["spec"]["containers"]
                 for suite in ("mps", "hami")
@@ -172,77 +173,82 @@ def bound(setup: Setup, made_pod: dict[str, Any], node: str) -> dict[str, Any]:
 
 def environment(found: dict[str, Any], kind: str = "containers", index: int = 0) -> dict[str, str]:
     """Variables as a kubelet would resolve them."""
-    said = found["metadata"].get("annotations", {})
+    annotations = found["metadata"].get("annotations", {})
     result = {}
     for variable in found["spec"][kind][index].get("env", []):
         reference = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
         # A kubelet reads a missing annotation as the empty string.
-        result[variable["name"]] = variable.get("value") if reference is None else said.get(reference.split("'")[1], "")
+        key = None if reference is None else reference.split("'")[1]
+        result[variable["name"]] = variable.get("value") if key is None else annotations.get(key, "")
     return result
 
 
-def test_a_labelled_pod_gets_its_variables_at_create_and_its_share_at_binding(setup: Setup) -> None:
+def test_a_labelled_pod_gets_variables_when_created_and_a_grant_when_bound(setup: Setup) -> None:
     created = made(setup, pod())
     assert environment(created) == {CORES: "80", MEMORY: "0=4000M"}
     found = bound(setup, created, "node-good")
     assert environment(found) == {CORES: "60", MEMORY: "0=2000M"}
-    said = found["metadata"]["annotations"]
+    annotations = found["metadata"]["annotations"]
     uid = created["metadata"]["uid"]
-    assert said["clustergym.io/allocation-id"] == f"id-{uid}.node-good"
-    assert (said["clustergym.io/granted-cores"], said["clustergym.io/granted-memory"]) == ("60", "2000")
-    assert (said["clustergym.io/policy-version"], said["clustergym.io/status"]) == ("7", "granted")
+    assert annotations["clustergym.io/allocation-id"] == f"id-{uid}.node-good"
+    assert annotations["clustergym.io/granted-cores"] == "60"
+    assert annotations["clustergym.io/granted-memory"] == "2000"
+    assert annotations["clustergym.io/policy-version"] == "7"
+    assert annotations["clustergym.io/status"] == "granted"
     assert setup.agents["good"].seen[-1] == {
         "owner": f"mps/Pod/{created['metadata']['name']}", "cores": 80, "memory": 4000,
         "qos_class": "latency-sensitive", "request_id": f"{uid}@node-good",
     }  # fmt: skip
 
 
-def test_the_real_agent_is_asked_and_hears_what_became_of_the_pod(setup: Setup, tmp_path: Path) -> None:
-    """From the pod's creation to the feedback on its allocation, with nothing in between that is not the real thing."""
+def test_the_real_agent_grants_a_share_and_accepts_feedback(setup: Setup, tmp_path: Path) -> None:
+    """From the creation of a pod to the feedback on its allocation, with real servers only."""
     address = f"127.0.0.{10 + MODES.index('real')}"
     with agent_server(tmp_path, "--explore", "off", host=address, port=setup.agent_port) as server:
         found = bound(setup, made(setup, pod()), "node-real")
-        said = found["metadata"]["annotations"]
-        assert said["clustergym.io/status"] == "granted"
-        cores, memory = float(said["clustergym.io/granted-cores"]), float(said["clustergym.io/granted-memory"])
+        annotations = found["metadata"]["annotations"]
+        assert annotations["clustergym.io/status"] == "granted"
+        cores = float(annotations["clustergym.io/granted-cores"])
+        memory = float(annotations["clustergym.io/granted-memory"])
         assert 10 <= cores <= 80
         assert environment(found) == {CORES: str(int(cores)), MEMORY: f"0={int(memory)}M"}
-        body = {"allocation_id": said["clustergym.io/allocation-id"], "actual_usage": 0.5 * cores, "qos_met": True}
+        allocation_id = annotations["clustergym.io/allocation-id"]
+        body = {"allocation_id": allocation_id, "actual_usage": 0.5 * cores, "qos_met": True}
         assert server.post("/feedback", body) == (200, {"status": "accepted", "reward": 1.25})
         assert server.post("/feedback", body) == (200, {"status": "duplicate", "reward": None})
 
 
-def test_the_hami_backend(setup: Setup) -> None:
+def test_the_hami_backend_sets_its_variables(setup: Setup) -> None:
     found = bound(setup, made(setup, pod(), "hami"), "node-good")
     assert environment(found) == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT": "2000m"}
 
 
-def test_init_containers_and_several_containers(setup: Setup) -> None:
-    created = made(setup, pod(container(), container("second"), init=[container("warm"), container("wait", gpu=None)]))
+def test_a_grant_is_divided_among_containers(setup: Setup) -> None:
+    created = made(setup, pod(container(), container("second"), init=[container("init"), container("wait", gpu=None)]))
     found = bound(setup, created, "node-good")
     assert environment(found) == environment(found, index=1) == {CORES: "30", MEMORY: "0=1000M"}
     assert environment(found, "initContainers") == {CORES: "60", MEMORY: "0=2000M"}
     assert environment(found, "initContainers", 1) == {}
 
 
-def test_a_pod_without_annotations_or_env_is_patched_where_parents_are_missing(setup: Setup) -> None:
+def test_a_patch_adds_missing_parents(setup: Setup) -> None:
     one = container()
     one["resources"]["limits"] |= {"nvidia.com/gpucores": "50", "nvidia.com/gpumem": "1000"}
     assert environment(made(setup, pod(one, annotations={}))) == {CORES: "50", MEMORY: "0=1000M"}
 
 
-def test_what_the_user_set_stays(setup: Setup) -> None:
+def test_variables_of_the_user_are_not_changed(setup: Setup) -> None:
     created = made(setup, pod(container(env=[{"name": CORES, "value": "33"}])))
-    asked = setup.asked()
+    before = setup.request_count()
     assert environment(bound(setup, created, "node-good")) == {CORES: "33"}
-    assert setup.asked() == asked
+    assert setup.request_count() == before
 
 
 def test_warnings_reach_the_client(setup: Setup) -> None:
     subject = pod(name=next(NAMES))
     response = setup.cluster.post("/api/v1/namespaces/mps/pods", subject)
     (warning,) = response.headers.get_list("Warning")
-    assert "will follow what the node's agent grants, at most the requested 80 % and 4000 MB" in warning
+    assert "will be set to what the node's agent grants, at most the requested 80 % and 4000 MB" in warning
     response = setup.cluster.bind("mps", subject["metadata"]["name"], "node-good")
     assert "granted 60 % of 80 % and 2000 of 4000 MB" in response.headers["Warning"]
     subject = pod(name=next(NAMES), annotations={})
@@ -250,24 +256,24 @@ def test_warnings_reach_the_client(setup: Setup) -> None:
     assert "set annotation clustergym.io/cores" in response.headers["Warning"]
 
 
-def test_unlabelled_pods_are_left_alone(setup: Setup) -> None:
-    asked = setup.asked()
+def test_unlabelled_pods_are_not_changed(setup: Setup) -> None:
+    before = setup.request_count()
     found = bound(setup, made(setup, pod(label=None)), "node-good")
     assert environment(found) == {}
     assert set(found["metadata"]["annotations"]) == {"clustergym.io/cores", "clustergym.io/memory"}
-    assert setup.asked() == asked
+    assert setup.request_count() == before
 
 
-def test_kube_system_is_untouched(setup: Setup) -> None:
-    asked = setup.asked()
+def test_pods_in_kube_system_are_not_changed(setup: Setup) -> None:
+    before = setup.request_count()
     found = bound(setup, made(setup, pod(), "kube-system"), "node-good")
     assert environment(found) == {}
     assert set(found["metadata"]["annotations"]) == {"clustergym.io/cores", "clustergym.io/memory"}
-    assert setup.asked() == asked
+    assert setup.request_count() == before
 
 
 def test_a_dry_run_shows_the_change_and_stores_nothing(setup: Setup) -> None:
-    asked = setup.asked()
+    before = setup.request_count()
     shown = made(setup, pod(), dryRun="All")
     assert environment(shown) == {CORES: "80", MEMORY: "0=4000M"}
     name = shown["metadata"]["name"]
@@ -278,37 +284,37 @@ def test_a_dry_run_shows_the_change_and_stores_nothing(setup: Setup) -> None:
     found = setup.cluster.pod("mps", created["metadata"]["name"])
     assert "nodeName" not in found["spec"]
     assert "clustergym.io/allocation-id" not in found["metadata"]["annotations"]
-    assert setup.asked() == asked
+    assert setup.request_count() == before
 
 
 @pytest.mark.parametrize(
     ("mode", "reason"),
     [
         ("down", "the agent on node-down cannot be reached (ConnectError)"),
-        ("slow", "the agent on node-slow did not answer within"),
+        ("slow", "the agent on node-slow did not respond within"),
         ("401", "the agent on node-401 answered 401"),
         ("500", "the agent on node-500 answered 500"),
-        ("garbage", "the agent on node-garbage answered something that is not JSON"),
-        ("empty", "the agent on node-empty gave no allocation"),
+        ("garbage", "the agent on node-garbage sent a response that is not JSON"),
+        ("empty", "the agent on node-empty did not send an allocation"),
         ("greedy", "the agent granted 160 % and 2000 MB of the requested 80 % and 4000 MB"),
-        ("injection", "the agent on node-injection gave an allocation that makes no sense"),
+        ("injection", "the agent on node-injection sent an invalid allocation"),
     ],
 )
-def test_whatever_the_agent_does_the_pod_is_bound_with_its_request(setup: Setup, mode: str, reason: str) -> None:
+def test_if_the_agent_fails_the_pod_is_bound_with_its_request(setup: Setup, mode: str, reason: str) -> None:
     created = made(setup, pod())
     began = time.monotonic()
     found = bound(setup, created, f"node-{mode}")
-    # Well before the agent's five seconds: the webhook's own deadline is one.
+    # The slow agent takes five seconds, but the deadline of the webhook is one second.
     assert time.monotonic() - began < 4.5
     assert environment(found) == {CORES: "80", MEMORY: "0=4000M"}
     assert reason in found["metadata"]["annotations"]["clustergym.io/status"]
     assert "clustergym.io/allocation-id" not in found["metadata"]["annotations"]
 
 
-def test_a_node_that_is_not_known_does_not_block_the_binding(setup: Setup) -> None:
+def test_an_unknown_node_does_not_block_the_binding(setup: Setup) -> None:
     found = bound(setup, made(setup, pod()), "node-unknown")
     status = found["metadata"]["annotations"]["clustergym.io/status"]
-    assert status == "request stands: the API server (node node-unknown) answered 404"
+    assert status == "the pod runs with its request: the API server (node node-unknown) answered 404"
 
 
 def test_pods_are_admitted_and_bound_while_the_webhook_is_down(setup: Setup) -> None:
@@ -319,7 +325,7 @@ def test_pods_are_admitted_and_bound_while_the_webhook_is_down(setup: Setup) -> 
 @pytest.mark.parametrize("policy", ["Fail", "Ignore"])
 @pytest.mark.parametrize("row", TABLE)
 def test_the_contract_table(setup: Setup, row: str, policy: str) -> None:
-    """What a webhook must not do, and why ours says Ignore and tries its patches first."""
+    """What an API server does with a faulty webhook: why we use Ignore and apply each patch before it is sent."""
     subject = pod(name=next(NAMES), label=None, labels={"row": f"{row}-{policy}"})
     began = time.monotonic()
     response = setup.cluster.post("/api/v1/namespaces/plain/pods", subject)
@@ -330,7 +336,7 @@ def test_the_contract_table(setup: Setup, row: str, policy: str) -> None:
         assert environment(response.json()) == {}
 
 
-def test_a_container_that_a_later_webhook_adds_is_looked_at_too(setup: Setup) -> None:
+def test_a_container_that_a_later_webhook_adds_is_managed(setup: Setup) -> None:
     created = made(setup, pod(labels={"sidecar": "true"}))
     assert [one["name"] for one in created["spec"]["containers"]] == ["main", "side"]
     assert environment(created, index=1)[CORES] == "40"
@@ -338,7 +344,8 @@ def test_a_container_that_a_later_webhook_adds_is_looked_at_too(setup: Setup) ->
     assert names == [CORES, MEMORY]
 
 
-def test_variables_cannot_be_changed_after_creation_which_is_why_they_read_annotations(setup: Setup) -> None:
+def test_variables_cannot_be_changed_after_creation(setup: Setup) -> None:
+    # This is why the variables read annotations.
     created = made(setup, pod())
     patch = [{"op": "add", "path": "/spec/containers/0/env/0/value", "value": "5"}]
     name = created["metadata"]["name"]
@@ -347,7 +354,7 @@ def test_variables_cannot_be_changed_after_creation_which_is_why_they_read_annot
     assert response.status_code == 422
 
 
-def test_a_binding_through_the_older_resource_is_served_too(setup: Setup) -> None:
+def test_bindings_of_the_older_resource_are_handled(setup: Setup) -> None:
     created = made(setup, pod())
     name = created["metadata"]["name"]
     body = {
@@ -358,8 +365,8 @@ def test_a_binding_through_the_older_resource_is_served_too(setup: Setup) -> Non
     assert environment(setup.cluster.pod("mps", name)) == {CORES: "60", MEMORY: "0=2000M"}
 
 
-def test_the_role_lets_the_webhook_read_and_nothing_else(setup: Setup) -> None:
-    """The suite's webhooks run under deploy's ClusterRole; here is what else it would allow."""
+def test_the_role_allows_only_to_get_pods_and_nodes(setup: Setup) -> None:
+    """The webhooks of these tests use the ClusterRole of deploy/."""
     headers = {"Authorization": "Bearer webhook-token"}
     client = setup.cluster.client
     assert client.get("/api/v1/nodes/node-good", headers=headers).status_code == 200
@@ -368,7 +375,7 @@ def test_the_role_lets_the_webhook_read_and_nothing_else(setup: Setup) -> None:
     assert client.post("/api/v1/namespaces/mps/pods", json=pod(), headers=headers).status_code == 403
 
 
-def test_the_manifests_are_accepted(setup: Setup) -> None:
+def test_the_api_server_accepts_the_manifests(setup: Setup) -> None:
     rendered = subprocess.run(
         ["kubectl", "kustomize", str(ROOT / "deploy")], capture_output=True, text=True, check=False
     )
@@ -376,13 +383,13 @@ def test_the_manifests_are_accepted(setup: Setup) -> None:
     accepted = []
     for one in yaml.safe_load_all(rendered.stdout):
         if one["kind"] == "PodDisruptionBudget":
-            one["apiVersion"] = "policy/v1beta1"  # v1 came with 1.21
+            one["apiVersion"] = "policy/v1beta1"  # this API server is 1.20, and v1 came with 1.21
         group = "/api/v1" if one["apiVersion"] == "v1" else f"/apis/{one['apiVersion']}"
         namespace = one["metadata"].get("namespace")
         inside = f"/namespaces/{namespace}" if namespace else ""
         plural = re.sub("ys$", "ies", one["kind"].lower() + "s")
         response = setup.cluster.post(f"{group}{inside}/{plural}", one, dryRun="All")
-        # The namespace and the roles are there already: the suite runs under them.
+        # The namespace and the roles exist already, because these tests use them.
         assert response.status_code in (201, 409), response.text
         accepted.append(one["kind"])
     assert set(accepted) >= {

@@ -1,4 +1,4 @@
-"""The webhook process as it is installed: TLS, certificates that change under it, bodies that are no reviews, its weight."""
+"""The webhooks as a process: TLS, rotated certificates, invalid bodies and memory use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMAND = [Path(sys.executable).with_name("clustergym"), "webhook"]
 
 @dataclass
 class Installed:
-    """A running webhook whose API server and agents cannot be reached."""
+    """A running webhook. Its API server and agents are not running."""
 
     port: int
     folder: Path
@@ -36,7 +36,7 @@ class Installed:
     pid: int
 
     def serial(self) -> int:
-        """Of the certificate that a new connection is shown."""
+        """Serial number of the certificate that a new connection gets."""
         context = ssl.create_default_context(cafile=str(self.folder / "ca.crt"))
         with (
             socket.create_connection(("127.0.0.1", self.port)) as raw,
@@ -74,7 +74,7 @@ def review(subject: dict[str, Any], resource: str = "pods", sub: str | None = No
 BINDING = {"metadata": {"name": "train"}, "target": {"kind": "Node", "name": "node-1"}}
 
 
-def test_a_pod_is_answered_with_a_patch_and_a_warning(installed: Installed) -> None:
+def test_the_response_for_a_pod_has_a_patch_and_a_warning(installed: Installed) -> None:
     response = installed.client.post("/mutate/pods?timeout=3s", json=review(pod()))
     found = response.json()["response"]
     assert (found["uid"], found["allowed"], found["patchType"]) == ("u-1", True, "JSONPatch")
@@ -83,7 +83,7 @@ def test_a_pod_is_answered_with_a_patch_and_a_warning(installed: Installed) -> N
     assert found["warnings"][0].startswith("clustergym: main: ")
 
 
-def test_a_binding_passes_while_the_api_server_cannot_be_reached(installed: Installed) -> None:
+def test_a_binding_is_admitted_if_the_api_server_is_down(installed: Installed) -> None:
     response = installed.client.post("/mutate/bindings", json=review(BINDING, sub="binding", name="train"))
     found = response.json()["response"]
     assert found["allowed"] is True
@@ -98,7 +98,7 @@ def test_a_binding_passes_while_the_api_server_cannot_be_reached(installed: Inst
         ("bindings", "pods", None, "CREATE"), ("bindings", "pods", "binding", "UPDATE"),
     ],
 )  # fmt: skip
-def test_what_is_not_theirs_passes_unchanged(
+def test_other_resources_and_operations_are_admitted_unchanged(
     installed: Installed, path: str, resource: str, sub: str | None, operation: str
 ) -> None:
     body = review(pod(), resource, sub, operation=operation)
@@ -113,8 +113,8 @@ def test_what_is_not_theirs_passes_unchanged(
         {"spec": {"containers": [{"name": "x", "resources": {"limits": 3}}]}},
     ],
 )  # fmt: skip
-def test_objects_of_the_wrong_shape_are_admitted(installed: Installed, subject: dict[str, Any]) -> None:
-    """An API server never sends these; a bug of ours would look like this from outside, and must not block a pod."""
+def test_malformed_objects_are_admitted(installed: Installed, subject: dict[str, Any]) -> None:
+    """An API server never sends these. They stand for a bug in the webhook, which must not block a pod."""
     body = review(subject | {"metadata": {"labels": {"clustergym.io/allocate": "true"}}})
     response = installed.client.post("/mutate/pods", json=body)
     assert response.status_code == 200
@@ -126,7 +126,7 @@ def test_objects_of_the_wrong_shape_are_admitted(installed: Installed, subject: 
     ("target", "name"),
     [(None, "x"), ({"name": "../secrets"}, "x"), ({"name": "n"}, "../../x"), ({"kind": "Other", "name": "n"}, "x")],
 )
-def test_names_that_are_no_names_go_into_no_url(installed: Installed, target: Any, name: str) -> None:
+def test_invalid_names_are_not_used_in_urls(installed: Installed, target: Any, name: str) -> None:
     body = review({"metadata": {"name": name}, "target": target}, sub="binding", name=name)
     found = installed.client.post("/mutate/bindings", json=body).json()["response"]
     assert found["allowed"] is True
@@ -134,13 +134,13 @@ def test_names_that_are_no_names_go_into_no_url(installed: Installed, target: An
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b'{"kind": "Pod"}', b"\xff\xfe", b"[" * 100_000])
-def test_bodies_that_are_no_reviews_are_refused_with_a_reason(installed: Installed, body: bytes) -> None:
+def test_invalid_bodies_are_refused_with_a_reason(installed: Installed, body: bytes) -> None:
     response = installed.client.post("/mutate/pods", content=body)
     assert response.status_code == 400
     assert response.json()["detail"]
 
 
-def test_a_body_beyond_any_object_is_refused(installed: Installed) -> None:
+def test_a_long_body_is_refused(installed: Installed) -> None:
     response = installed.client.post("/mutate/pods", content=b" " * (9 << 20))
     assert response.status_code == 413
     assert "8388608" in response.json()["detail"]
@@ -150,7 +150,7 @@ def test_a_rotated_certificate_is_used_without_a_restart(installed: Installed) -
     before = installed.serial()
     make_certificates(installed.folder, ["127.0.0.1"])
     wait_until(lambda: _serial_or_none(installed) not in (before, None), "the new certificate")
-    # The connection that was open all the while goes on.
+    # The open connection still works.
     assert installed.client.get("/healthz").text == "ok"
 
 
@@ -161,7 +161,7 @@ def _serial_or_none(installed: Installed) -> int | None:
         return None
 
 
-def test_half_a_rotation_keeps_the_old_pair(tmp_path: Path) -> None:
+def test_an_incomplete_rotation_keeps_the_old_pair(tmp_path: Path) -> None:
     make_certificates(tmp_path / "a", ["127.0.0.1"])
     make_certificates(tmp_path / "b", ["127.0.0.1"])
     live = tmp_path / "live"
@@ -190,7 +190,7 @@ def test_health_and_metrics(installed: Installed) -> None:
     assert "clustergym_webhook_certificate_expiry_timestamp_seconds" in text
 
 
-def test_an_ended_certificate_is_not_ready(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_not_ready(tmp_path: Path) -> None:
     make_certificates(tmp_path, ["127.0.0.1"], days=0)
     port, log = free_port(), tmp_path / "log"
     command = [
@@ -202,22 +202,22 @@ def test_an_ended_certificate_is_not_ready(tmp_path: Path) -> None:
         with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False) as client:
             response = client.get("/readyz")
     assert response.status_code == 503
-    assert "certificate ended" in response.json()["detail"]
+    assert "certificate expired" in response.json()["detail"]
 
 
-def test_the_process_is_light(installed: Installed) -> None:
-    # Torch alone would be 300 MB.
+def test_the_process_is_small(installed: Installed) -> None:
+    # Torch alone would need 300 MB.
     assert psutil.Process(installed.pid).memory_info().rss < 150 << 20
     program = "import sys, clustergym.cli.webhook, clustergym.webhook.server; print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert not [name for name in ("torch", "numba", "scipy", "matplotlib", "pygame") if f"'{name}'" in loaded]
 
 
-def test_certificates_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_certs_writes_a_certificate_for_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["webhook", "--make-certs", str(tmp_path), "--cert-host", "a.b.svc", "10.0.0.1"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     bundle = base64.b64encode((tmp_path / "ca.crt").read_bytes()).decode()
-    assert bundle in said.replace("\n", "")
+    assert bundle in output.replace("\n", "")
     leaf = x509.load_pem_x509_certificate((tmp_path / "tls.crt").read_bytes())
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["a.b.svc"]
@@ -230,12 +230,12 @@ def test_certificates_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     [
         (["--cert", "nowhere.crt"], "--cert nowhere.crt is not a file"),
         (["--agent-url", "http://{host}"], "expected a URL with {ip} or {node}"),
-        ([], "give --api-server"),
+        ([], "use --api-server"),
         (["--api-server", "http://x", "--deadline-s", "0"], "deadline is 0.0 s"),
         (["--agent-token-file", "nowhere"], "--agent-token-file nowhere is not a file"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_a_sentence(
+def test_invalid_settings_are_refused_with_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -247,3 +247,9 @@ def test_settings_that_cannot_work_are_refused_with_a_sentence(
     pair = ["--cert", str(tmp_path / "tls.crt"), "--key", str(tmp_path / "tls.key")]
     assert cli.main(["webhook", *pair, *arguments]) == 2
     assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    assert cli.main(["webhook"]) == 2
+    assert "httpx is not installed: pip install 'clustergym[agent]'" in " ".join(capsys.readouterr().err.split())

@@ -19,11 +19,11 @@ def pod(
     labels: dict[str, str] | None = None,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """A labelled pod that asks for 80 % and 4000 MB, as in the example of the pages."""
-    asked = {"clustergym.io/cores": "80", "clustergym.io/memory": "4000"}
+    """A labelled pod that requests 80 % and 4000 MB, as in the example of the documentation."""
+    requested = {"clustergym.io/cores": "80", "clustergym.io/memory": "4000"}
     found: dict[str, Any] = {"name": name, **metadata}
     found["labels"] = dict(labels or {}) | ({} if label is None else {"clustergym.io/allocate": label})
-    found["annotations"] = asked if annotations is None else annotations
+    found["annotations"] = requested if annotations is None else annotations
     for key in ("labels", "annotations"):
         if not found[key]:
             del found[key]

@@ -1,4 +1,4 @@
-"""Servers that the webhooks meet in tests: agents of every temper, and webhooks that break the contract."""
+"""Servers for the webhook tests: agents that fail in different ways, and webhooks that break the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agent_client import TOKEN
 
 class Quiet(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def body(self) -> Any:
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -33,12 +33,12 @@ class Quiet(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A server whose clients may hang up."""
+    """A server that ignores closed connections."""
 
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that gave up waiting is what some tests are about."""
+        """Some tests stop waiting for a response on purpose."""
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def served(server: ThreadingHTTPServer) -> Iterator[None]:
 
 
 class AgentServer(Server):
-    """An agent that grants three quarters of the cores and half of the memory, or misbehaves as its mode says."""
+    """An agent that grants 75 % of the cores and 50 % of the memory, or fails as its mode says."""
 
     def __init__(self, address: str, port: int, mode: str = "good") -> None:
         self.mode = mode
@@ -65,8 +65,8 @@ class AgentHandler(Quiet):
     server: AgentServer
 
     def do_POST(self) -> None:
-        asked = self.body()
-        self.server.seen.append(asked)
+        request = self.body()
+        self.server.seen.append(request)
         mode = self.server.mode
         if mode == "slow":
             time.sleep(5)
@@ -83,14 +83,14 @@ class AgentHandler(Quiet):
         scale = 2.0 if mode == "greedy" else 0.75
         return self.reply(
             {
-                "allocation_id": "id-" + asked["request_id"].replace("@", "."), "cores": asked["cores"] * scale,
-                "memory": asked["memory"] * 0.5, "policy_version": 7,
+                "allocation_id": "id-" + request["request_id"].replace("@", "."), "cores": request["cores"] * scale,
+                "memory": request["memory"] * 0.5, "policy_version": 7,
             }
         )  # fmt: skip
 
 
 class FaultyWebhook(Quiet):
-    """Answers a review as the last part of the path says: the rows of the contract table."""
+    """Breaks the contract in the way that the last part of the path names."""
 
     def do_POST(self) -> None:
         review = self.body()
@@ -115,7 +115,7 @@ class FaultyWebhook(Quiet):
             response["allowed"] = False
             response["status"] = {"code": 403, "message": "not today"}
         elif row == "add-container":
-            # A sidecar injector that runs after ours; harmless the second time.
+            # A sidecar injector. A second call changes nothing.
             names = [container["name"] for container in review["request"]["object"]["spec"]["containers"]]
             if "side" not in names:
                 side = {"name": "side", "image": "cuda", "resources": {"limits": {"nvidia.com/gpu": "1"}}}

@@ -1,4 +1,4 @@
-"""Kubernetes admission webhooks that right-size GPU pods. Needs neither torch nor numba."""
+"""Kubernetes admission webhooks that right-size GPU pods. They import neither torch nor numba."""
 
 from clustergym.webhook.decisions import Decision, GpuRequest, Grant, admit_pod, grant_decision, managed_request
 from clustergym.webhook.names import BACKENDS, LABEL

@@ -1,4 +1,4 @@
-"""The serving certificate: made for a first installation, and followed as it is rotated."""
+"""The serving certificate: creation for a first installation, and reloading after a rotation."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _alternative(host: str) -> x509.GeneralName:
 
 
 def make_certificates(folder: Path, hosts: list[str], days: int = 825) -> None:
-    """Write ca.crt, tls.crt and tls.key for these hosts. The authority's key is thrown away: to renew, make all three again."""
+    """Write ca.crt, tls.crt and tls.key for these hosts. The authority's key is not kept: renew all three together."""
     if not hosts:
         raise ValueError(
-            "no host to make a certificate for: expected at least one, such as clustergym-webhook.clustergym.svc"
+            "no host for the certificate: expected at least one, such as clustergym-webhook.clustergym.svc"
         )
     folder.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC)
-    # An hour back: the API server's clock may be behind.
+    # Valid from one hour ago, because the clock of the API server may be behind.
     begin, end = now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days)
     authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     issuer = _name("clustergym webhook authority")
@@ -89,11 +89,12 @@ def make_certificates(folder: Path, hosts: list[str], days: int = 825) -> None:
 
 
 def expiry(certificate: Path) -> datetime.datetime:
+    """When a certificate expires."""
     return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
 
 
 class Reloader:
-    """Loads a rotated certificate into the running server: new connections use it, open ones go on undisturbed."""
+    """Loads a rotated certificate into the running server. New connections use it; open ones are not affected."""
 
     def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
         self.context, self.certificate, self.key = context, certificate, key
@@ -101,22 +102,22 @@ class Reloader:
         self.loads = 0
 
     def _digest(self) -> str:
-        # By content: Secret volumes are swapped through a symbolic link, and times of files say little there.
+        # Compare the content: Secret volumes are replaced through a symbolic link, so file times are not reliable.
         return hashlib.sha256(self.certificate.read_bytes() + b"\0" + self.key.read_bytes()).hexdigest()
 
     def check(self) -> bool:
-        """Load what has changed. A certificate whose key does not fit (yet) is left for the next look."""
+        """Load the files if they have changed. Returns True if it did. A key that does not fit yet is tried again."""
         try:
             digest = self._digest()
             if digest == self._seen:
                 return False
-            # Tried on a context of its own first: a failure half way through would leave the live one with a wrong pair.
+            # Try another context first: a failure could leave the context in use with a certificate and a wrong key.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
             self.context.load_cert_chain(self.certificate, self.key)
         except (OSError, ssl.SSLError) as error:
-            log.warning("certificate %s is not usable yet, the old one stays: %s", self.certificate, error)
+            log.warning("certificate %s cannot be used yet, keeping the old one: %s", self.certificate, error)
             return False
         self._seen = digest
         self.loads += 1
-        log.info("certificate %s loaded anew", self.certificate)
+        log.info("certificate %s reloaded", self.certificate)
         return True

@@ -1,4 +1,4 @@
-"""The two services that webhook B asks: the API server about the pod and the node, the node's agent about the grant."""
+"""Clients of the binding webhook: the API server for pods and nodes, and the agents for grants."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ import httpx
 from clustergym.webhook.decisions import GpuRequest, Grant
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-MAX_ANSWER_BYTES = 4 << 20
-# Names go into URLs: nothing but a Kubernetes name may pass.
+MAX_RESPONSE_BYTES = 4 << 20
+# Names become part of URLs: only Kubernetes names are allowed.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _ALLOCATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Unavailable(Exception):
-    """A service did not give a usable answer; the message says which and why."""
+    """A service did not give a usable response. The message says which service and why."""
 
 
 def checked_name(name: Any, what: str) -> str:
+    """Return ``name`` if it is a valid Kubernetes name, otherwise raise :class:`Unavailable`."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise Unavailable(f"{what} is {name!r}, which is no Kubernetes name")
+        raise Unavailable(f"{what} is {name!r}, which is not a Kubernetes name")
     return name
 
 
 def read_token(path: Path | None) -> str | None:
-    """Tokens are read anew each time: both service-account and Secret volumes rotate them in place."""
+    """Read a token. Read it for each request: Kubernetes rotates tokens in place."""
     return None if path is None else path.read_text().strip()
 
 
-async def _answer(
+async def _request(
     client: httpx.AsyncClient, method: str, url: str, token: str | None, what: str, **options: Any
 ) -> Any:
-    """One request; the JSON of a 200, or Unavailable."""
+    """Send a request and return the JSON of the response. Raises :class:`Unavailable` if the status is not 200."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         async with client.stream(method, url, headers=headers, **options) as response:
             body = b""
             async for chunk in response.aiter_bytes():
                 body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise Unavailable(f"{what} answered with more than {MAX_ANSWER_BYTES} bytes")
+                if len(body) > MAX_RESPONSE_BYTES:
+                    raise Unavailable(f"{what} sent more than {MAX_RESPONSE_BYTES} bytes")
             if response.status_code != 200:
                 raise Unavailable(f"{what} answered {response.status_code}")
     except httpx.HTTPError as error:
@@ -55,7 +56,7 @@ async def _answer(
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise Unavailable(f"{what} answered something that is not JSON") from None
+        raise Unavailable(f"{what} sent a response that is not JSON") from None
 
 
 def _tls(ca_file: Path | None, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
@@ -66,7 +67,7 @@ def _tls(ca_file: Path | None, certificate: Path | None = None, key: Path | None
 
 
 class ApiServer:
-    """Reads pods and nodes, nothing else."""
+    """Reads pods and nodes."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
         self.url, self.token_file = url.rstrip("/"), token_file
@@ -74,22 +75,21 @@ class ApiServer:
 
     @classmethod
     def in_cluster(cls, url: str | None, token_file: Path | None, ca_file: Path | None) -> ApiServer:
-        """From the service account that Kubernetes mounts, where nothing else is given."""
+        """Use the service account that Kubernetes mounts for everything that is None."""
         if url is None:
             host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
             if host is None:
-                raise ValueError("KUBERNETES_SERVICE_HOST is not set: outside a cluster, give --api-server")
+                raise ValueError("KUBERNETES_SERVICE_HOST is not set: outside of a cluster, use --api-server")
             url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
             token_file = token_file or SERVICE_ACCOUNT / "token"
             ca_file = ca_file or SERVICE_ACCOUNT / "ca.crt"
         return cls(url, token_file, ca_file)
 
     async def _get(self, path: str, what: str) -> dict[str, Any]:
-        found = await _answer(
-            self._client, "GET", self.url + path, read_token(self.token_file), f"the API server ({what})"
-        )
+        what = f"the API server ({what})"
+        found = await _request(self._client, "GET", self.url + path, read_token(self.token_file), what)
         if not isinstance(found, dict):
-            raise Unavailable(f"the API server ({what}) answered no object")
+            raise Unavailable(f"{what} did not send an object")
         return found
 
     async def pod(self, namespace: str, name: str) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class ApiServer:
         return await self._get(f"/api/v1/namespaces/{namespace}/pods/{name}", f"pod {namespace}/{name}")
 
     async def node_address(self, node: str) -> str:
-        """The node's internal address, where the agent listens (hostNetwork)."""
+        """Internal address of the node. The agent listens there, because it uses the host network."""
         node = checked_name(node, "the node's name")
         found = await self._get(f"/api/v1/nodes/{node}", f"node {node}")
         addresses = {a.get("type"): a.get("address") for a in (found.get("status") or {}).get("addresses") or []}
@@ -111,7 +111,7 @@ class ApiServer:
 
 
 class Agents:
-    """The allocation agents, one a node."""
+    """The allocation agents, one per node."""
 
     def __init__(
         self,
@@ -133,27 +133,27 @@ class Agents:
         return "{ip}" in self.url
 
     async def allocate(self, node: str, address: str, request: GpuRequest, request_id: str) -> Grant:
-        """Ask for a grant. The request id makes a repeated question (a binding retried) find the same allocation."""
+        """Ask for a grant. If a binding is retried, the same request id gets the same allocation."""
         url = self.url.format(ip=address, node=checked_name(node, "the node's name")) + "/allocate"
         body = {
             "owner": request.owner, "cores": request.cores, "memory": request.memory_mb,
             "qos_class": request.qos_class, "request_id": request_id,
         }  # fmt: skip
         what = f"the agent on {node}"
-        found = await _answer(self._client, "POST", url, read_token(self.token_file), what, json=body)
+        found = await _request(self._client, "POST", url, read_token(self.token_file), what, json=body)
         try:
             grant = Grant(
                 str(found["allocation_id"]), float(found["cores"]), float(found["memory"]), str(found["policy_version"])
             )
         except (KeyError, TypeError, ValueError):
-            raise Unavailable(f"{what} gave no allocation") from None
+            raise Unavailable(f"{what} did not send an allocation") from None
         if not (
             _ALLOCATION_ID.fullmatch(grant.allocation_id)
             and len(grant.policy_version) <= 64
             and math.isfinite(grant.cores)
             and math.isfinite(grant.memory_mb)
         ):
-            raise Unavailable(f"{what} gave an allocation that makes no sense")
+            raise Unavailable(f"{what} sent an invalid allocation")
         return grant
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Every name that the webhooks share with users: labels, annotations, variables, resources."""
+"""Names of labels, annotations, environment variables and resources that users see."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 DOMAIN = "clustergym.io"
 
 LABEL = f"{DOMAIN}/allocate"
-"""Opt-in: a pod with this label set to "true" is right-sized; every other pod is left alone."""
+"""Opt-in: pods with this label set to "true" are right-sized. Other pods are not changed."""
 
-# What a user may say on a pod.
+# Annotations that users can set on a pod.
 CORES = f"{DOMAIN}/cores"
 """Requested share of one GPU's streaming multiprocessors, %, for the whole pod."""
 MEMORY = f"{DOMAIN}/memory"
@@ -17,11 +17,11 @@ MEMORY = f"{DOMAIN}/memory"
 QOS_CLASS = f"{DOMAIN}/qos-class"
 """best-effort or latency-sensitive (the default)."""
 OWNER = f"{DOMAIN}/owner"
-"""What the agent's memory of earlier pods goes by; by default the workload that made the pod."""
+"""Key of the agent's history of earlier pods. Default: the workload that made the pod."""
 CONTAINERS = f"{DOMAIN}/containers"
-"""Comma-separated containers to manage; by default those that ask for a GPU."""
+"""Comma-separated names of the containers to manage. Default: those that request a GPU."""
 
-# What the webhooks say on a pod.
+# Annotations that the webhooks set on a pod.
 BACKEND = f"{DOMAIN}/backend"
 STATUS = f"{DOMAIN}/status"
 ALLOCATION_ID = f"{DOMAIN}/allocation-id"
@@ -37,7 +37,7 @@ PROTECTED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease
 
 
 def cores_key(container: str) -> str:
-    """The annotation that a container's cores variable reads. A container's name is a DNS label, so it fits as a key's name."""
+    """Annotation that the cores variable of a container reads. Container names are DNS labels, so the key is valid."""
     return f"cores.{DOMAIN}/{container}"
 
 
@@ -47,7 +47,7 @@ def memory_key(container: str) -> str:
 
 @dataclass(frozen=True)
 class Backend:
-    """How a share of a GPU is enforced: two variables that the container's CUDA libraries read, and how they are written."""
+    """What enforces a share of a GPU: names and formats of the two variables that the CUDA libraries read."""
 
     name: str
     cores_variable: str
@@ -55,7 +55,7 @@ class Backend:
     memory_format: str
 
     def cores_value(self, cores: float) -> str:
-        """Whole percent, rounded down, never 0: the libraries read 0 as "no limit" or refuse it."""
+        """Whole percent, rounded down, at least 1: the libraries treat 0 as "no limit" or refuse it."""
         return str(max(1, int(cores)))
 
     def memory_value(self, memory_mb: float) -> str:
@@ -69,9 +69,9 @@ class Backend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        # NVIDIA's Multi-Process Service; "0=3000M" limits the first visible device.
+        # NVIDIA Multi-Process Service. "0=3000M" limits the first visible device.
         Backend("mps", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0={mb}M"),
-        # HAMi-core, the library that HAMi preloads into containers.
+        # HAMi-core, which HAMi preloads into containers.
         Backend("hami", "CUDA_DEVICE_SM_LIMIT", "CUDA_DEVICE_MEMORY_LIMIT", "{mb}m"),
     )
 }

@@ -1,7 +1,7 @@
-"""JSON patches (RFC 6902) of the one kind that the webhooks need: ``add``.
+"""JSON patches (RFC 6902) with ``add`` operations.
 
-An API server answers 500 to a patch that does not apply, even under ``failurePolicy: Ignore``: a wrong patch is the one
-mistake that blocks a pod. So every patch is applied here, to the very object it is for, before it is sent.
+An API server answers 500 to a patch that cannot be applied, even with ``failurePolicy: Ignore``, and the pod is
+blocked. Therefore every patch is applied here to the same object before it is sent.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 Operation = dict[str, Any]
 
 
-def escaped(key: str) -> str:
-    """A key as one part of a JSON pointer."""
+def escape(key: str) -> str:
+    """Escape a key for a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def add_annotations(document: dict[str, Any], annotations: dict[str, str]) -> list[Operation]:
-    """Operations that set annotations, with the parents that the object lacks."""
+    """Operations that set annotations, and add the parents that are missing."""
     metadata = document.get("metadata")
     if not annotations:
         return []
@@ -28,7 +28,7 @@ def add_annotations(document: dict[str, Any], annotations: dict[str, str]) -> li
     if not present:
         return [{"op": "add", "path": "/metadata/annotations", "value": annotations}]
     return [
-        {"op": "add", "path": f"/metadata/annotations/{escaped(key)}", "value": value}
+        {"op": "add", "path": f"/metadata/annotations/{escape(key)}", "value": value}
         for key, value in annotations.items()
         if present.get(key) != value
     ]
@@ -43,8 +43,8 @@ def add_variables(container: dict[str, Any], path: str, variables: list[dict[str
     return [{"op": "add", "path": f"{path}/env/-", "value": variable} for variable in variables]
 
 
-def applied(document: dict[str, Any], operations: list[Operation]) -> dict[str, Any]:
-    """The document with the operations applied; ``ValueError`` where an API server would refuse one."""
+def apply_patch(document: dict[str, Any], operations: list[Operation]) -> dict[str, Any]:
+    """A patched copy of the document. Raises ValueError for operations that an API server would refuse."""
     result = copy.deepcopy(document)
     for operation in operations:
         if operation["op"] != "add":

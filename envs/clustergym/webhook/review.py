@@ -1,4 +1,4 @@
-"""AdmissionReview (admission.k8s.io/v1): what an API server asks and what it expects back."""
+"""AdmissionReview (admission.k8s.io/v1): requests of the API server and responses to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class BadReview(ValueError):
-    """The body is not an AdmissionReview that can be answered."""
+    """The body is not a valid AdmissionReview."""
 
 
 @dataclass(frozen=True)
 class Review:
-    """The parts of a request that the webhooks look at."""
+    """The fields of a request that the webhooks use."""
 
     uid: str
     namespace: str
@@ -33,6 +33,7 @@ class Review:
 
 
 def parse(body: bytes) -> Review:
+    """Parse and check the body of a request. Raises :class:`BadReview`."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -62,8 +63,8 @@ def parse(body: bytes) -> Review:
     )
 
 
-def answer(uid: str, decision: Decision) -> dict[str, Any]:
-    """The reply: always allowed. ``patchType`` and ``patch`` come together or not at all."""
+def make_response(uid: str, decision: Decision) -> dict[str, Any]:
+    """The response to a review. Pods are always allowed. ``patch`` and ``patchType`` must be set together."""
     response: dict[str, Any] = {"uid": uid, "allowed": True}
     if decision.patch:
         response["patchType"] = "JSONPatch"
@@ -74,7 +75,7 @@ def answer(uid: str, decision: Decision) -> dict[str, Any]:
 
 
 def duration_s(text: str) -> float | None:
-    """Go's notation, as in the ``timeout=3s`` that an API server puts into the webhook's URL."""
+    """Seconds of a duration in Go's notation, such as the ``timeout=3s`` in the URL of a webhook call."""
     if not re.fullmatch(rf"(?:{_DURATION.pattern})+", text):
         return None
     return sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
