@@ -1,22 +1,17 @@
-"""Proximal policy optimisation for discrete actions: the core details 1–13 of "The 37 Implementation Details of PPO".
+"""PPO for discrete actions: the core details 1–13 of "The 37 Implementation Details of PPO".
 
     python cleanrl_ppo/ppo.py                                             # CartPole-v1
     python cleanrl_ppo/ppo.py --env-id Acrobot-v1 --total-timesteps 300000
-    python cleanrl_ppo/ppo.py --resume                                    # after a crash: goes on as if nothing had happened
+    python cleanrl_ppo/ppo.py --resume                                    # continue after a crash
     torchrun --nproc-per-node 2 cleanrl_ppo/ppo.py                        # two processes, averaged gradients
 
-Any Gymnasium id with a Discrete action space works; observations may be Box, Discrete, MultiBinary or a Dict of them, and invalid
-actions are masked where the environment offers an ``action_mask`` in its observation or its info. docs/ppo.md explains
-every metric; docs/37-details.md says which line carries which detail.
-
-What makes it fast, at no change to the algorithm: environments step as arrays where they can, a step of the rollout asks the
-policy for logits only (noise for all steps is drawn at once, log-probabilities and values follow in one pass over the
-whole rollout), and each epoch gathers its shuffled batch once.
+Works with any Gymnasium environment with a Discrete action space. Observations can be Box, Discrete, MultiBinary or a
+Dict of them. Invalid actions are masked if the observation or the info holds an ``action_mask``. docs/ppo.md explains
+every metric, and docs/37-details.md lists the line of code of every detail.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,24 +25,11 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 from torch import Tensor, nn
 
-# Importing anything of clustergym registers its environments, so that --env-id finds them.
-from clustergym.common.statistics import ci95
-from clustergym.training import (
-    CHECKPOINT_NAME,
-    Progress,
-    RunLogger,
-    World,
-    check_same_args,
-    derive_seed,
-    init_distributed,
-    load_checkpoint,
-    plain_args,
-    print_result,
-    run_folder,
-    save_checkpoint,
-)
+# Importing clustergym registers its environments, so --env-id can name them.
+from clustergym.training import EpisodeStatistics, Run, World, derive_seed, play_episodes, run_trainer
+from clustergym.training.vector import action_mask, flat_size, flatten
 
-# Stands for minus infinity in masked logits: its probability is exactly 0, and 0 · −1e8 is 0 where 0 · −inf would be NaN.
+# Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
 MASKED_LOGIT = -1e8
 
 
@@ -180,7 +162,7 @@ def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
-    """Half the mean squared error. With ``clip_coef``, the larger of the errors of the new and the clipped new value."""
+    """Half the mean squared error. With ``clip_coef``, the larger of the errors with and without clipping."""
     unclipped = (new_values - returns) ** 2
     if clip_coef is None:
         return 0.5 * unclipped.mean()
@@ -198,7 +180,7 @@ def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits with those of invalid actions (mask 0) at −1e8: never sampled, no gradient, no share in the entropy."""
+    """Set the logits of invalid actions (mask False) to −1e8, so that they are never sampled and get no gradient."""
     return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)
 
 
@@ -209,13 +191,13 @@ def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var[returns − values] / Var[returns]: 1 if the values are perfect, 0 if constant, NaN if returns are constant."""
+    """1 − Var[returns − values] / Var[returns]: 1 for perfect values, 0 for constant ones, NaN for constant returns."""
     variance = returns.var()
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
 class Agent(nn.Module):
-    """Policy and value function: two multilayer perceptrons, or one trunk with two heads."""
+    """Policy and value function: two MLPs, or one MLP with two heads."""
 
     def __init__(self, obs_size: int, num_actions: int, hidden: int = 64, share_network: bool = False) -> None:
         super().__init__()
@@ -238,7 +220,7 @@ class Agent(nn.Module):
         return self.critic_head(self.critic_trunk(obs)).squeeze(-1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, values); a shared trunk is passed once."""
+        """Returns (logits, values)."""
         features = self.actor_trunk(obs)
         value_features = features if self.share_network else self.critic_trunk(obs)
         return self.actor_head(features), self.critic_head(value_features).squeeze(-1)
@@ -249,53 +231,19 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
 
 
-# Environments
+# Environments and rollouts
 
 
 def make_envs(env_id: str, num_envs: int) -> gym.vector.VectorEnv:
-    """A batched implementation where the environment registers one, else copies stepped in turn that reset within the step."""
+    """Create the vectorised version of an environment if it is registered. Otherwise step copies one after another."""
     spec = gym.spec(env_id)
-    if spec.vector_entry_point is not None:
-        envs = gym.make_vec(spec, num_envs=num_envs)
-    else:
-        envs = gym.make_vec(
-            spec,
-            num_envs=num_envs,
-            vectorization_mode="sync",
-            vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
-        )
+    options: dict[str, Any] = {}
+    if spec.vector_entry_point is None:
+        options = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}
+    envs = gym.make_vec(spec, num_envs=num_envs, **options)
     if not isinstance(envs.single_action_space, gym.spaces.Discrete):
         raise TypeError(f"{env_id} has action space {envs.single_action_space}: ppo.py needs Discrete actions")
     return envs
-
-
-def flat_size(space: gym.Space) -> int:
-    """Size of a flattened observation. Discrete spaces are one-hot encoded, ``action_mask`` is left out."""
-    if isinstance(space, gym.spaces.Dict):
-        return sum(flat_size(each) for key, each in space.items() if key != "action_mask")
-    if isinstance(space, gym.spaces.Discrete):
-        return int(space.n)
-    if isinstance(space, gym.spaces.Box | gym.spaces.MultiBinary):
-        return int(np.prod(space.shape))
-    raise TypeError(
-        f"observation space {space} is not supported: expected Box, Discrete, MultiBinary or a Dict of them"
-    )
-
-
-def flatten(space: gym.Space, obs: Any) -> np.ndarray:
-    """Flatten a batch of observations to a float32 array of shape (envs, flat_size)."""
-    if isinstance(space, gym.spaces.Dict):
-        parts = [flatten(each, obs[key]) for key, each in space.items() if key != "action_mask"]
-        return np.concatenate(parts, axis=1)
-    if isinstance(space, gym.spaces.Discrete):
-        return np.eye(int(space.n), dtype=np.float32)[np.asarray(obs) - int(space.start)]
-    return np.asarray(obs, np.float32).reshape(len(obs), -1)
-
-
-def action_mask(obs: Any, infos: dict[str, Any]) -> np.ndarray | None:
-    """(envs, actions) of bool where the environment offers one in its observation or its info."""
-    mask = obs.get("action_mask") if isinstance(obs, dict) else infos.get("action_mask")
-    return None if mask is None else np.asarray(mask, bool)
 
 
 @dataclass
@@ -314,40 +262,27 @@ class Batch:
         return len(self.actions)
 
     def take(self, rows: Tensor | slice) -> Batch:
-        masks = None if self.masks is None else self.masks[rows]
-        return Batch(
-            self.obs[rows],
-            self.actions[rows],
-            masks,
-            self.logprobs[rows],
-            self.advantages[rows],
-            self.returns[rows],
-            self.values[rows],
-        )
+        return Batch(*(None if column is None else column[rows] for column in vars(self).values()))
 
 
 class Rollouts:
-    """Plays the policy in vectorised environments; observations and episodes are carried from one rollout to the next."""
+    """Collects experience with the current policy. Episodes continue from one rollout to the next."""
 
     def __init__(self, args: Args, agent: Agent, device: torch.device) -> None:
         self.args, self.agent, self.device = args, agent, device
         self.envs: gym.vector.VectorEnv | None = None
-        self.returns_100: deque[float] = deque(maxlen=100)
-        """Returns of the last hundred episodes that ended."""
+        self.episodes = EpisodeStatistics(args.num_envs)
 
     def restart(self, seed: int) -> None:
-        """New environments from a seed: nothing of the old ones is left, so a resumed run and an uninterrupted one agree."""
+        """Create new environments. A resumed run does so at the same iterations and continues identically."""
         self.close()
-        args = self.args
-        self.envs = make_envs(args.env_id, args.num_envs)
+        self.envs = make_envs(self.args.env_id, self.args.num_envs)
         self.space = self.envs.single_observation_space
         self.same_step = self.envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
         obs, infos = self.envs.reset(seed=seed)
-        self.next_obs = flatten(self.space, obs)
-        self.next_mask = action_mask(obs, infos)
-        self.next_done = np.zeros(args.num_envs, bool)
-        self.episode_return = np.zeros(args.num_envs)
-        self.episode_length = np.zeros(args.num_envs, np.int64)
+        self.next_obs, self.next_mask = flatten(self.space, obs), action_mask(obs, infos)
+        self.next_done = np.zeros(self.args.num_envs, bool)
+        self.episodes.restart()
 
     def close(self) -> None:
         if self.envs is not None:
@@ -355,22 +290,19 @@ class Rollouts:
             self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
-        """One rollout of num_steps × num_envs transitions, and what its finished episodes returned."""
+        """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
         args, agent, device, envs = self.args, self.agent, self.device, self.envs
-        assert envs is not None, "restart() comes first"
+        assert envs is not None, "call restart() first"
         shape = (args.num_steps, args.num_envs)
         num_actions = int(envs.single_action_space.n)
         obs = torch.zeros(*shape, self.next_obs.shape[1])
         actions = torch.zeros(shape, dtype=torch.int64)
         rewards = torch.zeros(shape)
-        terminations = torch.zeros(shape, dtype=torch.bool)
-        truncations = torch.zeros(shape, dtype=torch.bool)
-        valid = torch.ones(shape, dtype=torch.bool)
+        terminations, truncations, valid = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
         masks = None if self.next_mask is None else torch.zeros(*shape, num_actions, dtype=torch.bool)
         final_obs: list[tuple[int, int, Any]] = []
-        finished: list[tuple[float, int]] = []
 
-        # Adding Gumbel noise to logits and taking the largest samples the categorical distribution.
+        # Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of the categorical distribution.
         noise = -torch.empty(*shape, num_actions, device=device).exponential_().log()
         with torch.inference_mode():
             for step in range(args.num_steps):
@@ -380,9 +312,9 @@ class Rollouts:
                     masks[step] = torch.from_numpy(self.next_mask)
                     logits = mask_logits(logits, masks[step].to(device))
                 actions[step] = (logits + noise[step]).argmax(-1)
-                # With NEXT_STEP autoreset the step after an episode's end only resets: it is played and not learned from.
-                if not self.same_step:
-                    valid[step] = torch.from_numpy(~self.next_done)
+                # With NEXT_STEP autoreset, the step after the end of an episode only resets: do not learn from it.
+                counts = ~self.next_done | self.same_step
+                valid[step] = torch.from_numpy(counts)
                 next_obs, reward, terminated, truncated, infos = envs.step(actions[step].numpy())
                 rewards[step] = torch.from_numpy(np.asarray(reward, np.float32))
                 terminations[step] = torch.from_numpy(terminated)
@@ -390,17 +322,9 @@ class Rollouts:
                 self.next_obs = flatten(self.space, next_obs)
                 self.next_mask = action_mask(next_obs, infos)
                 self.next_done = terminated | truncated
-                self.episode_return += reward
-                self.episode_length += 1 if self.same_step else valid[step].numpy()
-                if self.next_done.any():
-                    ended = np.flatnonzero(self.next_done)
-                    finished += zip(
-                        self.episode_return[ended].tolist(), self.episode_length[ended].tolist(), strict=True
-                    )
-                    self.episode_return[ended] = 0.0
-                    self.episode_length[ended] = 0
-                    if self.same_step:
-                        final_obs += [(step, env, infos["final_obs"][env]) for env in np.flatnonzero(truncated)]
+                self.episodes.step(reward, self.next_done, counts)
+                if self.same_step:
+                    final_obs += [(step, env, infos["final_obs"][env]) for env in np.flatnonzero(truncated)]
 
         with torch.no_grad():
             flat_obs = obs.flatten(0, 1).to(device)
@@ -411,35 +335,25 @@ class Rollouts:
             values = flat_values.view(shape)
             next_value = agent.get_value(torch.from_numpy(self.next_obs).to(device))
             final_values = self._final_values(values, next_value, final_obs)
-            terminations, truncations, rewards = (
-                terminations.to(device),
-                truncations.to(device),
-                rewards.to(device),
-            )
+            rewards, terminations, truncations = rewards.to(device), terminations.to(device), truncations.to(device)
             dones = terminations | truncations
             ends = terminations if args.bootstrap_truncated else dones
-            advantages, returns = compute_gae(
-                rewards, values, ends, dones, next_value, final_values, args.gamma, args.gae_lambda
-            )
+            steps = (rewards, values, ends, dones, next_value, final_values)
+            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
             if args.returns == "td":
-                # The one-step target is what GAE returns at λ = 0.
-                _, returns = compute_gae(rewards, values, ends, dones, next_value, final_values, args.gamma, 0.0)
+                # With λ = 0, the return of GAE is the one-step target.
+                _, returns = compute_gae(*steps, args.gamma, 0.0)
         batch = Batch(
             flat_obs, flat_actions, flat_masks, logprobs, advantages.flatten(), returns.flatten(), values.flatten()
         )
         if not self.same_step:
             batch = batch.take(valid.flatten().to(device))
-        self.returns_100.extend(episode for episode, _ in finished)
-        charts = {}
-        if finished:
-            charts["charts/episodic_return"] = float(np.mean([episode for episode, _ in finished]))
-            charts["charts/episodic_length"] = float(np.mean([length for _, length in finished]))
-        return batch, charts
+        return batch, self.episodes.charts()
 
     def _final_values(self, values: Tensor, next_value: Tensor, final_obs: list[tuple[int, int, Any]]) -> Tensor:
-        """Values of the observations that episodes ended with, (steps, envs); meaningful where an episode was truncated."""
+        """Values of the last observations of truncated episodes, in an array of shape (steps, envs)."""
         if not self.same_step:
-            # Under NEXT_STEP the last observation is the next row: its value is there already.
+            # With NEXT_STEP autoreset, the last observation of an episode is the observation of the next row.
             return torch.cat([values[1:], next_value[None]])
         final_values = torch.zeros_like(values)
         if final_obs:
@@ -453,7 +367,7 @@ class Rollouts:
 def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, kl_coef: float, world: World
 ) -> dict[str, float]:
-    """Several epochs of shuffled minibatches on one rollout; returns the means of what was seen."""
+    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))
@@ -484,10 +398,10 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:
+        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-    means = torch.stack(seen).detach().mean(0).tolist()
+    means = torch.stack(seen).mean(0).tolist()
     metrics = {f"losses/{name}": value for name, value in zip(names, means, strict=True)}
     metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
     metrics["charts/updates"] = float(len(seen))
@@ -495,134 +409,79 @@ def update(
 
 
 def evaluate(agent: Agent, args: Args, device: torch.device) -> list[float]:
-    """Returns of held-out episodes, one an environment, played with the likeliest actions."""
+    """Returns of the evaluation episodes, played with greedy actions."""
     envs = make_envs(args.env_id, args.eval_episodes)
-    space = envs.single_observation_space
-    # The trailing 1 keeps these seeds apart from those of training, whose keys are (seed, iteration, rank).
-    obs, infos = envs.reset(seed=derive_seed(args.seed, 0, 0, 1))
-    returns = np.zeros(args.eval_episodes)
-    playing = np.ones(args.eval_episodes, bool)
+
+    def act(obs: Any, infos: dict[str, Any]) -> np.ndarray:
+        mask = action_mask(obs, infos)
+        logits = agent.get_logits(torch.from_numpy(flatten(envs.single_observation_space, obs)).to(device))
+        logits = mask_logits(logits, None if mask is None else torch.from_numpy(mask).to(device))
+        return logits.argmax(-1).cpu().numpy()
+
     with torch.inference_mode():
-        while playing.any():
-            logits = agent.get_logits(torch.from_numpy(flatten(space, obs)).to(device))
-            mask = action_mask(obs, infos)
-            logits = mask_logits(logits, None if mask is None else torch.from_numpy(mask).to(device))
-            obs, reward, terminated, truncated, infos = envs.step(logits.argmax(-1).cpu().numpy())
-            returns += reward * playing
-            playing &= ~(terminated | truncated)
-    envs.close()
-    return returns.tolist()
+        # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
+        return play_episodes(envs, act, derive_seed(args.seed, 0, 0, 1))
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
-    """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
+    """Train and evaluate. Returns the content of the result line (on rank 0)."""
     device = world.device
-    folder = run_folder(f"ppo__{args.env_id.replace('/', '-')}__{args.seed}", args.run_dir, args.resume)
-    config = plain_args(args) | {"world_size": world.size}
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // (batch_size * world.size)
-    if num_iterations < 1:
-        raise ValueError(
-            f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {batch_size * world.size}"
-        )
-
+    run = Run("ppo", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
     probe = make_envs(args.env_id, 1)
-    agent = Agent(
-        flat_size(probe.single_observation_space), int(probe.single_action_space.n), args.hidden, args.share_network
-    ).to(device)
+    obs_size, num_actions = flat_size(probe.single_observation_space), int(probe.single_action_space.n)
     probe.close()
+    agent = Agent(obs_size, num_actions, args.hidden, args.share_network).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
-    first, kl_coef = 1, args.kl_coef
-    if args.resume and (folder / CHECKPOINT_NAME).exists():
-        state = load_checkpoint(folder / CHECKPOINT_NAME, "ppo", device)
-        check_same_args(state["args"], config)
+    kl_coef = args.kl_coef
+    if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        rollouts.returns_100.extend(state["returns_100"])
-        first, kl_coef = state["iteration"] + 1, state["kl_coef"]
+        rollouts.episodes.last_100_returns.extend(state["returns_100"])
+        kl_coef = state["kl_coef"]
     world.broadcast(agent)
     if args.compile:
         agent.compile()
 
-    start_step = (first - 1) * batch_size * world.size
-    total_steps = num_iterations * batch_size * world.size
-    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
-    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
-        for iteration in range(first, num_iterations + 1):
-            interval = args.checkpoint_interval or num_iterations
-            if (iteration - 1) % interval == 0:
-                # Interrupted or not, every run passes here with the same network and then draws the same numbers.
+    with run:
+        for iteration in run.iterations():
+            if (iteration - 1) % (args.checkpoint_interval or run.num_iterations) == 0:
+                # A resumed run also starts here, with the same network, and then draws the same random numbers.
                 seed = derive_seed(args.seed, iteration, world.rank)
                 torch.manual_seed(seed)
                 rollouts.restart(seed)
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
-            clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef
+                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
+            clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
 
-            batch, charts = rollouts.collect()
-            metrics = update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
+            batch, metrics = rollouts.collect()
+            metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
             if args.kl_target is not None:
                 kl = world.mean(metrics["losses/approx_kl"])
                 kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
 
-            step = iteration * batch_size * world.size
-            mean_return = float(np.mean(rollouts.returns_100)) if rollouts.returns_100 else float("nan")
-            charts |= metrics | {
-                "charts/mean_return_100": mean_return,
+            metrics |= {
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 "charts/clip_coef": clip_coef,
                 "charts/kl_coef": kl_coef,
-                "charts/SPS": progress.steps_per_s(step),
             }
-            logger.scalars(charts, step)
-            progress.update(step, mean_return=mean_return)
-            due = iteration % interval == 0 or iteration == num_iterations
-            if world.is_main and args.checkpoint_interval and due:
-                logger.flush()
-                state = {
-                    "args": config,
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "iteration": iteration,
-                    "kl_coef": kl_coef,
-                    "returns_100": list(rollouts.returns_100),
-                }
-                save_checkpoint(folder / CHECKPOINT_NAME, "ppo", state)
+            run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
+            if run.checkpoint_due(iteration):
+                run.save_checkpoint(
+                    iteration,
+                    agent=agent.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    kl_coef=kl_coef,
+                    returns_100=list(rollouts.episodes.last_100_returns),
+                )
         rollouts.close()
-        steps_per_s = progress.steps_per_s(total_steps)
         if not world.is_main:
             return {}
-
-        returns = evaluate(agent, args, device) if args.eval_episodes else []
-        if returns:
-            logger.scalar("eval/mean_return", float(np.mean(returns)), total_steps)
-    if args.save_model:
-        save_checkpoint(folder / "model.pt", "ppo-model", {"args": config, "agent": agent.state_dict()})
-    return {
-        "env_id": args.env_id,
-        "seed": args.seed,
-        "mean_return": float(np.mean(returns)) if returns else None,
-        "mean_return_ci95": ci95(returns) if returns else None,
-        "train_return_100": float(np.mean(rollouts.returns_100)) if rollouts.returns_100 else None,
-        "steps": total_steps,
-        "steps_per_s": steps_per_s,
-        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
-        "run_dir": folder,
-    }
-
-
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    world = init_distributed(args.cuda)
-    try:
-        result = train(args, world)
-    finally:
-        world.close()
-    if world.is_main:
-        print_result(result)
+        run.save_model(agent=agent.state_dict())
+        evaluation = run.log_returns(evaluate(agent, args, device) if args.eval_episodes else [])
+    return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(train, tyro.cli(Args, description=__doc__))

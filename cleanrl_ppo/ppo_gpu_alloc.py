@@ -216,7 +216,7 @@ def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
 
 
 def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
-    """Half the mean squared error. With ``clip_coef``, the larger of the errors of the new and the clipped new value."""
+    """Half the mean squared error. With ``clip_coef``, the larger of the errors with and without clipping."""
     unclipped = (new_values - returns) ** 2
     if clip_coef is None:
         return 0.5 * unclipped.mean()
@@ -234,7 +234,7 @@ def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var[returns − values] / Var[returns]: 1 if the values are perfect, 0 if constant, NaN if returns are constant."""
+    """1 − Var[returns − values] / Var[returns]: 1 for perfect values, 0 for constant ones, NaN for constant returns."""
     variance = returns.var()
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 

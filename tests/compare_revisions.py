@@ -197,7 +197,7 @@ def one_side(tree: Path, only: str, renamed: bool) -> dict[str, str]:
         if not only or only in "planners":
             found |= planners(Path(scratch))
         for name, flags in TRAINERS.items():
-            if not only or only in f"trainer {name}":
+            if only == name if only in TRAINERS else only in f"trainer {name}":
                 new = NEW_FLAGS.get(name, {}) if renamed else {}
                 found |= trainer(name, tuple(new.get(flag, flag) for flag in flags), tree, Path(scratch))
     return found

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clustergym.training import World, load_checkpoint, read_scalars, run_folder
+from clustergym.training import RunLogger, World, load_checkpoint, read_scalars, run_folder
 from trainers import load_trainer
 
 ppo = load_trainer("ppo")
@@ -730,7 +730,7 @@ def test_an_interrupted_run_resumes_to_the_very_same_weights(
     args = small(env_id=env_id, checkpoint_interval=2, total_timesteps=24 * 7, num_minibatches=2)
     whole = ppo.train(dataclasses.replace(args, run_dir=tmp_path / "whole", eval_episodes=2), World())
 
-    log = ppo.RunLogger.scalars
+    log = RunLogger.scalars
 
     def dies(self: Any, values: dict[str, float], step: int) -> None:
         if step == 24 * 5:  # one iteration beyond the checkpoint of the fourth
@@ -738,7 +738,7 @@ def test_an_interrupted_run_resumes_to_the_very_same_weights(
         log(self, values, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ppo.RunLogger, "scalars", dies)
+        patch.setattr(RunLogger, "scalars", dies)
         with pytest.raises(KeyboardInterrupt):
             ppo.train(dataclasses.replace(args, run_dir=tmp_path / "cut"), World())
     assert final(tmp_path / "cut")["iteration"] == 4
@@ -765,6 +765,7 @@ VICTIM = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
+from clustergym.training import RunLogger, World
 from trainers import load_trainer
 ppo = load_trainer("ppo")
 saves = 0
@@ -775,12 +776,12 @@ def replace(source, target, plain=os.replace):
         os.truncate(source, 1000)
         os.kill(os.getpid(), signal.SIGKILL)
     plain(source, target)
-def scalars(self, values, step, plain=ppo.RunLogger.scalars):
+def scalars(self, values, step, plain=RunLogger.scalars):
     plain(self, values, step)
     if sys.argv[3] == "between" and step == 64 * 18:
         os.kill(os.getpid(), signal.SIGKILL)
-os.replace, ppo.RunLogger.scalars = replace, scalars
-ppo.train(ppo.Args(run_dir=Path(sys.argv[2]), **eval(sys.argv[4])), ppo.init_distributed())
+os.replace, RunLogger.scalars = replace, scalars
+ppo.train(ppo.Args(run_dir=Path(sys.argv[2]), **eval(sys.argv[4])), World())
 """
 
 

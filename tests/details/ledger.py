@@ -97,7 +97,7 @@ DETAILS: list[Detail] = [
         "4",
         "learning rate annealed linearly to 0",
         "ppo",
-        'optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)',
+        'optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)',
         ("test_ppo.py::test_learning_rate_and_clip_range_fall_linearly", "test_ppo.py::test_annealing_end_points"),
         (
             ('optimizer.param_groups[0]["lr"] = anneal(', "_ = anneal("),
@@ -545,14 +545,14 @@ DETAILS: list[Detail] = [
         "clip annealing",
         "clip range annealed, behind a flag",
         "ppo",
-        "clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef",
+        "clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef",
         (
             "test_ppo.py::test_learning_rate_and_clip_range_fall_linearly",
             "test_ppo.py::test_without_annealing_both_stay",
         ),
         (
             (
-                "anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef",
+                "anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef",
                 "args.clip_coef",
             ),
             ("if args.anneal_clip else args.clip_coef", "if True else args.clip_coef"),
@@ -573,11 +573,11 @@ DETAILS: list[Detail] = [
         "early stop",
         "an update stops after the epoch whose KL exceeds target_kl",
         "ppo",
-        "if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:",
+        "if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:",
         ("test_ppo.py::test_an_update_stops_after_the_epoch_that_moved_too_far",),
         (
-            ("world.mean(float(seen[-1][4])) > args.target_kl", "False"),
-            ("world.mean(float(seen[-1][4])) > args.target_kl", "True"),
+            ("world.mean(float(approx_kl)) > args.target_kl", "False"),
+            ("world.mean(float(approx_kl)) > args.target_kl", "True"),
         ),
     ),
     Detail(

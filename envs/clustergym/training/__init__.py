@@ -11,9 +11,12 @@ from clustergym.training.folders import run_folder
 from clustergym.training.logger import RunLogger, read_scalars
 from clustergym.training.progress import Progress, print_result
 from clustergym.training.random_state import capture_rng_state, derive_seed, restore_rng_state
+from clustergym.training.run import Run, run_trainer
+from clustergym.training.vector import EpisodeStatistics, action_mask, flat_size, flatten, play_episodes
 
 __all__ = [
-    "CHECKPOINT_NAME", "CheckpointError", "Progress", "RunLogger", "World", "capture_rng_state", "check_same_args",
-    "choose_device", "derive_seed", "init_distributed", "load_checkpoint", "plain_args", "print_result", "read_scalars",
-    "restore_rng_state", "run_folder", "save_checkpoint",
+    "CHECKPOINT_NAME", "CheckpointError", "EpisodeStatistics", "Progress", "Run", "RunLogger", "World", "action_mask",
+    "capture_rng_state", "check_same_args", "choose_device", "derive_seed", "flat_size", "flatten", "init_distributed",
+    "load_checkpoint", "plain_args", "play_episodes", "print_result", "read_scalars", "restore_rng_state", "run_folder",
+    "run_trainer", "save_checkpoint",
 ]  # fmt: skip

@@ -1,0 +1,155 @@
+"""One training run: its folder, checkpoints, logs and progress bar."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import numpy as np
+
+from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from clustergym.common.statistics import ci95
+from clustergym.training.arguments import check_same_args, plain_args
+from clustergym.training.distributed import World, init_distributed
+from clustergym.training.folders import run_folder
+from clustergym.training.logger import RunLogger
+from clustergym.training.progress import Progress, print_result
+
+
+class RunArgs(Protocol):
+    """Arguments that every trainer has."""
+
+    seed: int
+    total_timesteps: int
+    run_dir: Path | None
+    resume: bool
+    checkpoint_interval: int
+    save_model: bool
+    cuda: bool
+    track: bool
+
+
+class Run:
+    """Folder, checkpoints, logs and progress of a training run.
+
+    ::
+
+        run = Run("ppo", args, world, args.env_id, batch_size=args.num_envs * args.num_steps)
+        if state := run.load_checkpoint():
+            agent.load_state_dict(state["agent"])
+        with run:
+            for iteration in run.iterations():
+                ...
+                run.log(metrics, iteration, mean_return=mean_return)
+                if run.checkpoint_due(iteration):
+                    run.save_checkpoint(iteration, agent=agent.state_dict())
+        return run.result(mean_return=mean_return)
+
+    Args:
+        kind: Name of the trainer. Checkpoints of other trainers are refused.
+        args: Arguments of the trainer.
+        world: Processes of the run.
+        name: Name of the task, part of the default folder name.
+        batch_size: Environment steps per iteration and process.
+        checkpoint_per_rank: Each rank saves its own checkpoint. Otherwise only rank 0 does.
+    """
+
+    def __init__(
+        self, kind: str, args: RunArgs, world: World, name: str, batch_size: int, checkpoint_per_rank: bool = False
+    ) -> None:
+        steps = self.steps_per_iteration = batch_size * world.size
+        self.num_iterations = args.total_timesteps // steps
+        if self.num_iterations < 1:
+            raise ValueError(f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {steps}")
+        self.total_steps = self.num_iterations * steps
+        self.folder = run_folder(f"{kind}__{name.replace('/', '-')}__{args.seed}", args.run_dir, args.resume)
+        self.first_iteration = 1
+        self.steps_per_s = 0.0
+        self._kind, self._args, self._world = kind, args, world
+        self._config = plain_args(args) | {"world_size": world.size}
+        own_file = checkpoint_per_rank and not world.is_main
+        self._checkpoint = self.folder / (f"rank{world.rank}-{CHECKPOINT_NAME}" if own_file else CHECKPOINT_NAME)
+        self._saves = bool(args.checkpoint_interval) and (checkpoint_per_rank or world.is_main)
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """State to resume from, or None if the run starts from the beginning."""
+        if not self._args.resume or not self._checkpoint.exists():
+            return None
+        state = load_checkpoint(self._checkpoint, self._kind, self._world.device)
+        check_same_args(state["args"], self._config)
+        self.first_iteration = state["iteration"] + 1
+        return state
+
+    def __enter__(self) -> Self:
+        start_step, is_main = (self.first_iteration - 1) * self.steps_per_iteration, self._world.is_main
+        self._stack = ExitStack()
+        self.logger = self._stack.enter_context(
+            RunLogger(self.folder, self._config, self._args.track, start_step=start_step, enabled=is_main)
+        )
+        self.progress = self._stack.enter_context(Progress(self.total_steps, start_step, enabled=is_main))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    def iterations(self) -> Iterator[int]:
+        """Numbers of the remaining iterations; the first iteration of a run is 1."""
+        yield from range(self.first_iteration, self.num_iterations + 1)
+        self.steps_per_s = self.progress.steps_per_s(self.total_steps)
+
+    def log(self, metrics: Mapping[str, float], iteration: int, **shown: float) -> None:
+        """Log the metrics of an iteration and update the progress bar, which shows the fields ``shown``."""
+        step = iteration * self.steps_per_iteration
+        self.logger.scalars({**metrics, "charts/SPS": self.progress.steps_per_s(step)}, step)
+        self.progress.update(step, **shown)
+
+    def checkpoint_due(self, iteration: int) -> bool:
+        """Whether this rank saves a checkpoint after the iteration."""
+        return self._saves and (iteration % self._args.checkpoint_interval == 0 or iteration == self.num_iterations)
+
+    def save_checkpoint(self, iteration: int, **state: Any) -> None:
+        # The logs must not be behind the checkpoint, because a resumed run starts logging after it.
+        self.logger.flush()
+        save_checkpoint(self._checkpoint, self._kind, {"args": self._config, "iteration": iteration, **state})
+
+    def save_model(self, **state: Any) -> None:
+        """Save the trained network as model.pt if ``--save-model`` is set."""
+        if self._args.save_model:
+            save_checkpoint(self.folder / "model.pt", f"{self._kind}-model", {"args": self._config, **state})
+
+    def log_returns(self, returns: Sequence[float]) -> dict[str, float | None]:
+        """Log the mean return of the final evaluation. Returns the fields for the result line."""
+        if not returns:
+            return {"mean_return": None, "mean_return_ci95": None}
+        mean = float(np.mean(returns))
+        self.logger.scalar("eval/mean_return", mean, self.total_steps)
+        return {"mean_return": mean, "mean_return_ci95": ci95(returns)}
+
+    def result(self, **fields: Any) -> dict[str, Any]:
+        """Content of the result line: the given fields (None for NaN) and those that every trainer reports."""
+        return {
+            "seed": self._args.seed,
+            **{key: None if isinstance(value, float) and math.isnan(value) else value for key, value in fields.items()},
+            "steps": self.total_steps,
+            "steps_per_s": self.steps_per_s,
+            "checkpoint": self.folder / CHECKPOINT_NAME if self._args.checkpoint_interval else None,
+            "run_dir": self.folder,
+        }
+
+
+TrainerArgs = TypeVar("TrainerArgs", bound=RunArgs)
+
+
+def run_trainer(train: Callable[[TrainerArgs, World], Mapping[str, Any]], args: TrainerArgs) -> None:
+    """Entry point of a trainer: join the process group, train, and print the result line on rank 0."""
+    world = init_distributed(args.cuda)
+    try:
+        result = train(args, world)
+    finally:
+        world.close()
+    if world.is_main:
+        print_result(result)
