@@ -41,7 +41,7 @@ from clustergym.moe_placement import ModelSpec, PlacementBatch, PlacementConfig,
 from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.search import Anneal
 from clustergym.moe_placement.policy.network import PlacementPolicy
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided, ViewSettings, load_policy

@@ -20,7 +20,7 @@ from rich.console import Console
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
-from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.report.plots import plot_results
 from clustergym.moe_placement.report.tables import results_table
 

@@ -15,7 +15,7 @@ from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulato
 from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
 from clustergym.moe_placement.planner_registry import PLANNERS, Entry
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.simulator import Stream
 from clustergym.traces import SyntheticConfig, synthetic_trace
 

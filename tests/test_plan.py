@@ -28,7 +28,7 @@ from clustergym.moe_placement.engines import (
 )
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
-from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planning import LoadWindow, Observed, fill_empty, make_plan, model_of
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec, get_cluster

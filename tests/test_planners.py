@@ -16,8 +16,9 @@ from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulato
 from clustergym.moe_placement.evaluation import Protocol, compare
 from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
 from clustergym.moe_placement.planners import exact
+from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static
 from clustergym.moe_placement.planners.exact import Exact
-from clustergym.moe_placement.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
+from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
 from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from instances import Instance, random_instance, random_placement

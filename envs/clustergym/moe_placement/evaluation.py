@@ -13,7 +13,7 @@ from clustergym.common.choices import one_of
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.simulator import Placement, Served, Simulator, Stream, Window
 from clustergym.moe_placement.stream import SCHEDULES
 from clustergym.traces.token_trace import TokenTrace

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static
 from clustergym.moe_placement.planners.exact import Exact
-from clustergym.moe_placement.planners.heuristics import EPLB, EPLBOnce, Grouping, Incremental, Static
+from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
 from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.simulator import Simulator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -12,12 +13,11 @@ import numpy.typing as npt
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
 
 
+@dataclass(eq=False)
 class Planner(ABC):
-    """Chooses placements for the model and cluster of a simulator. The class attributes say what a planner needs.
+    """Chooses placements for the model and cluster of a simulator.
 
-    Args:
-        simulator: model, cluster and cost model to plan for.
-        seed: seed of planners that draw random numbers.
+    The class attributes say what a planner needs; the fields are its options.
     """
 
     needs_tokens: ClassVar[bool] = True
@@ -37,8 +37,10 @@ class Planner(ABC):
     small_only: ClassVar[bool] = False
     """The planner refuses all but small instances."""
 
-    def __init__(self, simulator: Simulator, seed: int = 0) -> None:
-        self.simulator, self.seed = simulator, seed
+    simulator: Simulator
+    """Model, cluster and cost model to plan for."""
+    seed: int = 0
+    """Seed of planners that draw random numbers."""
 
     def reset(self) -> None:
         """Forget earlier windows, because a new stream begins. Planners without state do nothing."""

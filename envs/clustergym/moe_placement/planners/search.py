@@ -23,7 +23,7 @@ from clustergym.moe_placement.dynamics import (
 )
 from clustergym.moe_placement.planners import kernels
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.heuristics import EPLB
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
 
 _COSTS_OF_A_TOKEN = [
