@@ -1,10 +1,10 @@
-"""A sweep of a trainer on this machine, killed half-way and resumed: each run once, the best found again.
+"""Kill a sweep of a trainer half-way and resume it: every run happens once, and the best run is the same.
 
     python benchmarks/sweep_resume.py                                   # ppo_gpu_alloc.py, 8 runs, 2 at a time
     python benchmarks/sweep_resume.py --timesteps 20_000
 
-Runs the sweep once without interruption. Then runs it again elsewhere, kills it with SIGKILL once half of the runs have ended, and repeats the
-command. Both must have made the same runs, none twice, with the same scores and the same best.
+Runs the sweep once without interruption. Then runs it again in another folder, kills it with SIGKILL when half of the
+runs have ended, and repeats the command. Both sweeps must have the same runs, none twice, with the same scores.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Args:
     program: str = "cleanrl_ppo/ppo_gpu_alloc.py"
     """The trainer."""
     metric: str = "mean_return"
-    """In its result line, or a scalar that it logs."""
+    """Metric in its result line, or a scalar that it logs."""
     timesteps: int = 65_536
-    """Of each run."""
+    """Timesteps per run."""
     runs: int = 8
-    """In the sweep."""
+    """Runs of the sweep."""
     jobs: int = 2
-    """At a time."""
+    """Runs at the same time."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this file."""
 
 
 def sweep_file(args: Args, path: Path) -> Path:
-    """Random search: what is proposed does not hang on which run ends first, so that two sweeps can be compared run by run."""
+    """Write a random search. Its proposals do not depend on scores, so two sweeps can be compared run by run."""
     config: dict[str, Any] = {
         "program": args.program,
         "method": "random",
@@ -97,7 +97,7 @@ def main(args: Args) -> None:
         process = start(file, folder / "cut", args.jobs)
         while sum(run.done for run in runs_of(folder / "cut")) < args.runs // 2 and process.poll() is None:
             time.sleep(0.5)
-        time.sleep(2)  # into the next runs
+        time.sleep(2)  # until the next runs are going on
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         at_kill = {run.id: run for run in runs_of(folder / "cut")}
@@ -107,10 +107,11 @@ def main(args: Args) -> None:
     print("| run | learning-rate | clip-coef | whole | killed and resumed | state at the kill | starts |")
     print("| ---: | ---: | ---: | ---: | ---: | --- | ---: |")
     for a, b in zip(whole, cut, strict=True):
-        state = at_kill[b.id].state if b.id in at_kill else "not yet made"
+        state = at_kill[b.id].state if b.id in at_kill else "not proposed"
         p = b.parameters
         print(
-            f"| {b.id} | {p['learning-rate']:.2e} | {p['clip-coef']} | {a.metric:.4f} | {b.metric:.4f} | {state} | {b.starts} |"
+            f"| {b.id} | {p['learning-rate']:.2e} | {p['clip-coef']} | {a.metric:.4f} | {b.metric:.4f} | {state} "
+            f"| {b.starts} |"
         )
     checks = {
         "same parameters": [r.parameters for r in whole] == [r.parameters for r in cut],

@@ -1,6 +1,6 @@
-"""A trainer in miniature, for tests of sweeps: logs to TensorBoard where asked, checkpoints, resumes, prints a result line.
+"""A tiny trainer for tests of sweeps. It logs to TensorBoard, saves checkpoints, resumes and prints a result line.
 
-Scores −(x − 3)² in the end, coming closer step by step. Every start is noted in a file that the test counts.
+Its final score is −(x − 3)², and it gets closer to it step by step. Every start adds a line to a file.
 """
 
 from __future__ import annotations

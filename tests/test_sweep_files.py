@@ -1,4 +1,4 @@
-"""The sweep files of the repository: wandb takes them, and what they name is there."""
+"""The sweep files of the repository are valid, and the trainers, flags and metrics that they name exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clustergym.sweeping.proposers import make_proposer
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "sweeps").glob("*.yaml"))
-# Learns from feedback over HTTP: there is nothing to sweep offline.
+# Learns from feedback over HTTP, so it cannot be swept offline.
 NOT_SWEPT = {"ppo_gpu_alloc_online"}
 
 
@@ -28,7 +28,7 @@ def load_module(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses look their module up
+    sys.modules.setdefault(path.stem, module)  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -38,7 +38,7 @@ gen_pages = load_module(ROOT / "docs" / "gen_pages.py")
 
 @lru_cache
 def tags(path: Path) -> list[str]:
-    """Patterns of every string in a source; what an f-string fills in may be anything."""
+    """Regular expressions of all strings in a source file. Fields of an f-string match anything."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
@@ -50,13 +50,13 @@ def tags(path: Path) -> list[str]:
     return found
 
 
-def test_every_trainer_has_one() -> None:
+def test_every_trainer_has_a_sweep_file() -> None:
     trainers = {path.stem for path in gen_pages.trainers()} - NOT_SWEPT
     assert {path.stem for path in FILES} == trainers
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_wandb_takes_the_file_and_what_it_names_is_there(file: Path) -> None:
+def test_the_file_is_valid_and_the_names_in_it_exist(file: Path) -> None:
     sweep = load_sweep(file)
     program = ROOT / sweep.program
     assert program.is_file()
@@ -71,8 +71,8 @@ def test_wandb_takes_the_file_and_what_it_names_is_there(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
-def test_the_trainer_takes_what_is_proposed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first two commands of the sweep, parsed by the trainer's own Args, mean what was proposed."""
+def test_the_trainer_parses_the_proposed_flags(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Args of the trainer parse the first two commands of the sweep to the proposed values."""
     monkeypatch.chdir(ROOT)
     sweep = load_sweep(file)
     module: Any = load_module(ROOT / sweep.program)

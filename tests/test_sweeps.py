@@ -1,4 +1,4 @@
-"""Local sweeps: wandb's file format, its macros and searches, early stopping, and what survives an interruption."""
+"""Local sweeps: the file format, macros and search algorithms of wandb, early stopping, and resuming."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def starts(folder: Path) -> list[list[str]]:
     return [line.split() for line in (folder / "starts.txt").read_text().splitlines()]
 
 
-# -- the file -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -65,12 +62,12 @@ def starts(folder: Path) -> list[list[str]]:
         ({"colour": "blue"}, "colour"),
     ],
 )
-def test_files_that_wandb_would_refuse(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_files_that_wandb_refuses_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         load_sweep(sweep_file(tmp_path / "s.yaml", **changes))
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_missing_and_invalid_files_are_refused(tmp_path: Path) -> None:
     for text, message in [
         ("a: [", "not valid YAML"),
         ("- 1", "expected a mapping"),
@@ -87,7 +84,7 @@ PARAMETERS = {"lr": 0.1, "name": "a b", "flag": True, "off": False, "layers": [1
 
 
 def agent_command(words: list[str], tmp_path: Path) -> list[str]:
-    """What wandb's own agent makes of the words, from its source; interpreter and file apart."""
+    """The command that the code of the wandb agent makes from the words, except for the interpreter and the file."""
     from wandb.sdk.launch.sweeps import utils
 
     macros = utils.create_sweep_command_args({"args": {k: {"value": v} for k, v in PARAMETERS.items()}})
@@ -115,7 +112,7 @@ def agent_command(words: list[str], tmp_path: Path) -> list[str]:
         ["torchrun", "--nproc-per-node=2", "${program}", "${args}", 7],
     ],
 )
-def test_macros_are_those_of_wandbs_agent(words: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_macros_agree_with_the_wandb_agent(words: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWEEP_TEST", "/data")
     sweep = Sweep(tmp_path / "s.yaml", {"program": "p.py", "command": words}, None)
     made = sweep.command(PARAMETERS, tmp_path)
@@ -124,8 +121,8 @@ def test_macros_are_those_of_wandbs_agent(words: list[Any], tmp_path: Path, monk
         assert json.loads((tmp_path / "args.json").read_text()) == PARAMETERS
 
 
-def test_macros_by_hand(tmp_path: Path) -> None:
-    """Beside wandb's own code: what stands in its documentation."""
+def test_macros_agree_with_the_documentation(tmp_path: Path) -> None:
+    """The examples in the documentation of wandb."""
 
     def made(*words: str) -> list[str]:
         return Sweep(tmp_path, {"command": list(words)}, None).command(
@@ -140,11 +137,8 @@ def test_macros_by_hand(tmp_path: Path) -> None:
         made("${arg}")
 
 
-# -- proposers ------------------------------------------------------------------------------------------------------
-
-
 def proposals(tmp_path: Path, n: int, proposer: str = "sweeps", seed: int = 0, **changes: Any) -> list[Any]:
-    """What is proposed one after the other, each run scored −(x − 3)²."""
+    """The first n proposals. Each run has the score −(x − 3)²."""
     sweep = load_sweep(sweep_file(tmp_path / "p.yaml", **changes))
     made, runs = make_proposer(proposer, sweep, seed), []
     for i in range(n):
@@ -157,7 +151,7 @@ def proposals(tmp_path: Path, n: int, proposer: str = "sweeps", seed: int = 0, *
 
 
 @pytest.mark.parametrize("proposer", ["sweeps", "optuna"])
-def test_a_grid_is_walked_once(proposer: str, tmp_path: Path) -> None:
+def test_every_point_of_a_grid_is_proposed_once(proposer: str, tmp_path: Path) -> None:
     grid = {"x": {"values": [1, 2]}, "y": {"values": ["a", "b", "c"]}, "z": {"value": 7}}
     made = proposals(tmp_path, 20, proposer, parameters=grid)
     assert len(made) == 6
@@ -182,7 +176,7 @@ DISTRIBUTIONS = {
 
 @pytest.mark.parametrize("proposer", ["sweeps", "optuna"])
 @pytest.mark.parametrize("method", ["random", "bayes"])
-def test_proposals_stay_inside_and_follow_the_seed(proposer: str, method: str, tmp_path: Path) -> None:
+def test_proposals_are_within_bounds_and_depend_on_the_seed(proposer: str, method: str, tmp_path: Path) -> None:
     changes = {"method": method, "parameters": DISTRIBUTIONS}
     made = proposals(tmp_path, 8, proposer, **changes)
     for p in made:
@@ -192,22 +186,22 @@ def test_proposals_stay_inside_and_follow_the_seed(proposer: str, method: str, t
         assert p["q"] % 2 == 0
         assert p["kind"] in ("a", "b")
         assert p["fixed"] == 5
-        assert json.loads(json.dumps(p)) == p  # plain numbers: they go through a database
+        assert json.loads(json.dumps(p)) == p  # plain numbers, because they are stored as JSON
     assert len({p["x"] for p in made}) == 8
     assert proposals(tmp_path, 8, proposer, **changes) == made
     assert proposals(tmp_path, 8, proposer, seed=1, **changes) != made
 
 
 @pytest.mark.parametrize("proposer", ["sweeps", "optuna"])
-def test_bayes_comes_closer_than_chance(proposer: str, tmp_path: Path) -> None:
-    """Mean distance from the optimum of the last third: that of chance is 1.5 on 0 … 6."""
+def test_bayes_is_better_than_random(proposer: str, tmp_path: Path) -> None:
+    """Mean distance of the last third from the optimum. Random proposals in 0 … 6 would give 1.5."""
     made = proposals(tmp_path, 24, proposer, method="bayes", parameters={"x": {"min": 0.0, "max": 6.0}})
     assert sum(abs(p["x"] - 3) for p in made[16:]) / 8 < 1.0
 
 
-def test_optuna_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+def test_optuna_refuses_unsupported_parameters(tmp_path: Path) -> None:
     for changes, message in [
-        ({"parameters": {"x": {"distribution": "beta"}}, "method": "bayes"}, "'x' is beta, which Optuna does not know"),
+        ({"parameters": {"x": {"distribution": "beta"}}, "method": "bayes"}, "'x' is beta, which is not supported"),
         ({"parameters": {"x": {"value": 1}}, "method": "bayes"}, "nothing to search"),
         ({"metric": None, "method": "random"}, "Optuna needs a metric"),
     ]:
@@ -217,10 +211,7 @@ def test_optuna_refuses_what_it_does_not_know(tmp_path: Path) -> None:
         proposals(tmp_path, 1, "ax")
 
 
-# -- running --------------------------------------------------------------------------------------------------------
-
-
-def test_a_grid_runs_to_its_end(tmp_path: Path) -> None:
+def test_a_grid_runs_to_the_end(tmp_path: Path) -> None:
     runs = run(tmp_path, run_dir_flag="--run-dir")
     assert [(r.parameters["x"], r.state, r.metric, r.starts) for r in runs] == [
         (1, "finished", -4.0, 1), (2, "finished", -1.0, 1), (3, "finished", 0.0, 1), (4, "finished", -1.0, 1),
@@ -229,20 +220,20 @@ def test_a_grid_runs_to_its_end(tmp_path: Path) -> None:
     assert ranked(runs, False)[0].parameters == {"x": 1}
     assert sorted(name for name, _, _ in starts(tmp_path / "sweep")) == [f"run-000{i}" for i in (1, 2, 3, 4)]
     assert runs[0].result == {"score": -4.0, "steps": 2}
-    # Again: nothing is left to do, and nothing runs twice.
+    # A second call has nothing to do.
     again = Runner(load_sweep(tmp_path / "s.yaml"), tmp_path / "sweep", 2).run(None)
     assert again == runs
     assert len(starts(tmp_path / "sweep")) == 4
 
 
-def test_count_and_cap(tmp_path: Path) -> None:
+def test_count_and_run_cap_limit_the_runs(tmp_path: Path) -> None:
     assert len(run(tmp_path, count=2)) == 2
     assert len(run(tmp_path, count=3)) == 3
     (tmp_path / "b").mkdir()
     assert len(run(tmp_path / "b", count=3, run_cap=1)) == 1
 
 
-def test_scores_come_from_event_files(tmp_path: Path) -> None:
+def test_scores_are_read_from_event_files(tmp_path: Path) -> None:
     runs = run(
         tmp_path,
         parameters={"x": {"values": [2, 3]}, "kind": {"value": "events"}},
@@ -254,27 +245,27 @@ def test_scores_come_from_event_files(tmp_path: Path) -> None:
     ]
 
 
-def test_failures_are_told_and_do_not_stop_the_rest(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_the_others_continue(tmp_path: Path) -> None:
     kinds = {"kind": {"values": ["crash", "result"]}, "x": {"values": [1]}}
     runs = run(tmp_path, parameters=kinds, jobs=1)
     assert [(r.state, r.exit_code, r.metric) for r in runs] == [("failed", 1, None), ("finished", 0, -4.0)]
     assert "RuntimeError: cannot train with x = 1.0" in (runs[0].note or "")
 
 
-def test_a_fault_of_the_program_ends_the_sweep(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"3 runs failed one after the other; .*run-0003: exit code 1: .*cannot train"):
+def test_three_failures_in_a_row_end_the_sweep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"3 runs failed in a row; .*run-0003: exit code 1: .*cannot train"):
         run(tmp_path, parameters={"kind": {"value": "crash"}, "x": {"values": list(range(9))}}, jobs=1)
     store = Store(tmp_path / "sweep" / "sweep.db")
     assert [r.state for r in store.runs()] == ["failed"] * 3
     store.close()
 
 
-def test_a_run_without_its_metric_has_failed(tmp_path: Path) -> None:
+def test_a_run_that_does_not_report_its_metric_has_failed(tmp_path: Path) -> None:
     runs = run(tmp_path, parameters={"kind": {"value": "silent"}, "x": {"values": [1]}})
-    assert (runs[0].state, runs[0].note) == ("failed", "ended well, but reported no 'score'")
+    assert (runs[0].state, runs[0].note) == ("failed", "exit code 0, but reported no 'score'")
 
 
-def test_a_program_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = run(tmp_path, parameters={"x": {"values": [1]}}, command=["/nonexistent/program", "${args}"])
     assert runs[0].state == "failed"
     assert "/nonexistent/program" in (runs[0].note or "")
@@ -283,8 +274,8 @@ def test_a_program_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no program at absent.py" in capsys.readouterr().err
 
 
-def test_hyperband_stops_the_hopeless(tmp_path: Path) -> None:
-    """Two good runs set the mark; the third lies far below it at every band and would go on for a minute."""
+def test_hyperband_stops_a_bad_run(tmp_path: Path) -> None:
+    """The third run is much worse than the first two at every band. It would otherwise run for a minute."""
     began = time.monotonic()
     metric = {"name": "eval/score", "goal": "maximize"}
     early = {"type": "hyperband", "min_iter": 1, "eta": 2}
@@ -303,10 +294,10 @@ def test_hyperband_stops_the_hopeless(tmp_path: Path) -> None:
     assert time.monotonic() - began < 45
 
 
-def test_a_sweep_is_run_by_one_process_and_not_mixed_with_another(tmp_path: Path) -> None:
+def test_a_sweep_has_one_process_and_one_file(tmp_path: Path) -> None:
     sweep = load_sweep(sweep_file(tmp_path / "s.yaml"))
     first = Runner(sweep, tmp_path / "sweep")
-    with pytest.raises(ValueError, match="another process runs this sweep"):
+    with pytest.raises(ValueError, match="another process is running this sweep"):
         Runner(sweep, tmp_path / "sweep")
     first.run(1)
     for changed, message in [
@@ -330,8 +321,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
-def test_killed_half_way_and_resumed(number: int, tmp_path: Path) -> None:
-    """Each run once: ended ones stay, the two that were cut off go on from their checkpoints under their own numbers."""
+def test_a_killed_sweep_resumes(number: int, tmp_path: Path) -> None:
+    """Finished runs are kept. The two interrupted runs continue from their checkpoints under their own numbers."""
     pause = {"pause": {"value": 0.4}, "steps": {"value": 4}}
     sweep_file(tmp_path / "s.yaml", parameters={"x": {"values": [1, 2, 3, 4, 5, 6]}} | pause)
     main = "import sys; from clustergym.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -342,7 +333,7 @@ def test_killed_half_way_and_resumed(number: int, tmp_path: Path) -> None:
         log, deadline = tmp_path / "sweep" / "starts.txt", time.monotonic() + 60
         while not (log.is_file() and len(starts(log.parent)) >= 4) and time.monotonic() < deadline:
             time.sleep(0.05)
-        time.sleep(0.5)  # past the first checkpoint of the third and fourth run
+        time.sleep(0.5)  # after the first checkpoint of the third and fourth run
         process.send_signal(number)
         process.wait(30)
     finally:
@@ -353,7 +344,7 @@ def test_killed_half_way_and_resumed(number: int, tmp_path: Path) -> None:
     deadline = time.monotonic() + 20
     while any(alive(int(pid)) for _, pid, _ in begun) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(alive(int(pid)) for _, pid, _ in begun)  # the runs ended with the runner
+    assert not any(alive(int(pid)) for _, pid, _ in begun)  # the runs died with the runner
     store = Store(tmp_path / "sweep" / "sweep.db")
     before = store.runs()
     store.close()
@@ -381,7 +372,7 @@ def test_killed_half_way_and_resumed(number: int, tmp_path: Path) -> None:
     assert "6 of 6 runs ended" in done.stdout
 
 
-def test_a_run_that_ended_while_nobody_watched_is_not_repeated(tmp_path: Path) -> None:
+def test_a_run_that_ended_during_an_interruption_is_not_repeated(tmp_path: Path) -> None:
     sweep_file(tmp_path / "s.yaml")
     store_path = tmp_path / "sweep"
     store_path.mkdir()
@@ -398,10 +389,7 @@ def test_a_run_that_ended_while_nobody_watched_is_not_repeated(tmp_path: Path) -
     assert [name for name, _, _ in starts(store_path)] == ["run-0002"]
 
 
-# -- scores, command ------------------------------------------------------------------------------------------------
-
-
-def test_the_score_of_a_run(tmp_path: Path) -> None:
+def test_score_prefers_the_result_line(tmp_path: Path) -> None:
     log = tmp_path / "o.log"
     assert last_result(log) is None
     log.write_text('result {"a": 1}\nmore\nresult {"a": 2.5}\n')
@@ -415,8 +403,8 @@ def test_the_score_of_a_run(tmp_path: Path) -> None:
     assert Scores(tmp_path / "absent", "a").history() == []
 
 
-def test_curves_of_a_run(tmp_path: Path) -> None:
-    """Agents that log below the run's folder are averaged where all have come; the run's own curve goes before theirs."""
+def test_history_averages_agents(tmp_path: Path) -> None:
+    """Curves in subfolders are averaged at common steps. A curve in the run folder itself has priority."""
     write_events(tmp_path / "agent_0", [1.0, 2.0, float("nan"), 4.0], "a")
     write_events(tmp_path / "agent_1", [3.0, 6.0, 7.0], "a")
     write_events(tmp_path / "agent_2", [9.0], "other")

@@ -1,4 +1,4 @@
-"""Sweeps on this machine: an unmodified wandb sweep file, runs proposed, started, scored and remembered."""
+"""Run wandb sweep files on this machine: propose parameters, start runs, read their scores, store everything."""
 
 from clustergym.sweeping.config import Sweep, load_sweep
 from clustergym.sweeping.runner import Runner

@@ -1,4 +1,4 @@
-"""Sweep files: read, checked by wandb's own schema, and turned into commands as wandb's agent would."""
+"""Sweep files: validated with the schema of wandb, and turned into the commands that the wandb agent would run."""
 
 from __future__ import annotations
 
@@ -11,33 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustergym.common.extras import require
 from clustergym.common.files import write_atomically
 
 DEFAULT_COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]
 METHODS = ("grid", "random", "bayes")
 _ENVIRONMENT = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
-# Keys that the service knows and the package's older schema does not.
+# Keys that the wandb service accepts, but not the older schema of the package.
 _SERVICE_KEYS = ("run_cap",)
 
 
 def sweeps_package() -> Any:
-    """wandb's ``sweeps`` package, without its complaint about another version of pydantic."""
+    """The ``sweeps`` package of wandb, without its warnings about the version of pydantic."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            import sweeps
-        except ImportError as error:
-            raise ValueError("local sweeps need the extra 'sweep': pip install 'clustergym[sweep]'") from error
-    return sweeps
+        return require("sweeps", "sweep")
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep file."""
+    """A validated sweep file."""
 
     path: Path
     config: dict[str, Any]
-    """As in the file, ``run_cap`` apart."""
+    """The content of the file, without ``run_cap``."""
     run_cap: int | None
 
     @property
@@ -50,7 +47,7 @@ class Sweep:
 
     @property
     def uses_program(self) -> bool:
-        return "${program}" in self.config.get("command", DEFAULT_COMMAND)
+        return "${program}" in list(self.config.get("command", DEFAULT_COMMAND))
 
     @property
     def metric(self) -> str | None:
@@ -58,15 +55,18 @@ class Sweep:
 
     @property
     def maximise(self) -> bool:
-        """wandb minimises where the file does not say."""
-        return self.config.get("metric", {}).get("goal", "minimize") == "maximize"
+        """Whether the metric is maximised. The default of wandb is to minimise."""
+        return bool(self.config.get("metric", {}).get("goal", "minimize") == "maximize")
 
     @property
     def early_terminate(self) -> bool:
         return "early_terminate" in self.config
 
     def command(self, parameters: dict[str, Any], folder: Path) -> list[str]:
-        """The command line of a run, macros filled in as wandb's agent does; ``folder`` gets the file of ``${args_json_file}``."""
+        """The command line of a run, with the macros replaced as the wandb agent does.
+
+        A file for ``${args_json_file}`` is written to ``folder``.
+        """
         flags = [f"--{key}={value}" for key, value in parameters.items()]
         macros = {
             "env": ["/usr/bin/env"] if os.name != "nt" else [],
@@ -96,15 +96,14 @@ class Sweep:
             elif name and not name.startswith("envvar:"):
                 raise ValueError(f"{self.path}: unknown macro {word}; the macros are: {', '.join(macros)}, envvar:NAME")
             else:
-                # An unset variable leaves its name, as with wandb's agent.
+                # An unset variable is replaced by its name, as the wandb agent does.
                 words.append(_ENVIRONMENT.sub(lambda match: os.environ.get(match[1], match[1]), word))
         return words
 
 
 def load_sweep(path: Path) -> Sweep:
-    """Read a sweep file, or say what in it wandb would refuse."""
-    import yaml
-
+    """Read a sweep file. Raises a ValueError if wandb would refuse it."""
+    yaml = require("yaml", "sweep")
     if not path.is_file():
         raise ValueError(f"no sweep file at {path}")
     try:
@@ -125,14 +124,14 @@ def load_sweep(path: Path) -> Sweep:
     if known.get("method") not in METHODS:
         raise ValueError(f"{path}: method {known.get('method')!r} cannot run locally; expected {', '.join(METHODS)}")
     if "${program}" in known.get("command", DEFAULT_COMMAND) and not known.get("program"):
-        raise ValueError(f"{path}: no program: which script is to run?")
+        raise ValueError(f"{path}: no program: name the script to run")
     if (known["method"] == "bayes" or "early_terminate" in known) and "metric" not in known:
         raise ValueError(f"{path}: {'bayes' if known['method'] == 'bayes' else 'early_terminate'} needs a metric")
     return Sweep(path, known, cap)
 
 
 def flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    """{name: value} of what a proposer gives as {name: {"value": value}}, in plain Python numbers."""
+    """{name: value} with plain Python numbers, from the {name: {"value": value}} of a proposer."""
     return {
         key: _plain(value["value"] if isinstance(value, dict) and "value" in value else value)
         for key, value in parameters.items()

@@ -1,4 +1,4 @@
-"""Where a sweep's next parameters come from: wandb's own search, or Optuna's."""
+"""Proposers of parameters: the search algorithms of wandb and of Optuna."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from clustergym.common.extras import require
 from clustergym.sweeping.config import Sweep, flat, sweeps_package
 from clustergym.sweeping.store import Run
 
 
 class Proposer(Protocol):
-    """Stateless: what it proposes follows from the sweep, the seed and the runs so far, so that a resumed sweep goes on as it would have."""
+    """Proposes the parameters of the next run.
+
+    It has no state: a proposal depends only on the sweep, the seed and the runs so far. So a resumed sweep continues as
+    if it had not been interrupted.
+    """
 
     def propose(self, runs: Sequence[Run]) -> dict[str, Any] | None:
-        """Parameters of the next run; None where the search space is exhausted."""
+        """Parameters of the next run, or None if the search space is exhausted."""
 
 
 def make_proposer(name: str, sweep: Sweep, seed: int) -> Proposer:
     if name not in PROPOSERS:
         raise ValueError(f"unknown proposer {name!r}; expected one of: {', '.join(PROPOSERS)}")
-    return PROPOSERS[name](sweep, seed)
+    proposer: Proposer = PROPOSERS[name](sweep, seed)
+    return proposer
 
 
 def as_sweep_runs(runs: Sequence[Run], metric: str | None) -> list[Any]:
-    """The runs as the ``sweeps`` package knows them."""
+    """The runs as objects of the ``sweeps`` package."""
     sweeps = sweeps_package()
     states = {
         "pending": "pending",
@@ -41,7 +47,7 @@ def as_sweep_runs(runs: Sequence[Run], metric: str | None) -> list[Any]:
             state=states[run.state],
             config=dict(_named(run.parameters)),
             stopped=run.state == "stopped",
-            # By their aliases: under a newer pydantic the field names are ignored without a word.
+            # Aliases, because newer versions of pydantic silently ignore the field names.
             summaryMetrics={} if run.metric is None or metric is None else {metric: run.metric},
             sampledHistory=[] if metric is None else [{metric: value} for value in run.history],
         )
@@ -50,7 +56,7 @@ def as_sweep_runs(runs: Sequence[Run], metric: str | None) -> list[Any]:
 
 
 def _named(parameters: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each value under its name and, inside nested parameters, under the joined name by which the package looks for it."""
+    """Each value under its name. Nested values are also given under the joined name that the package looks up."""
     delimiter = sweeps_package().params.HyperParameterSet.NESTING_DELIMITER
     for key, value in parameters.items():
         yield prefix + key, {"value": value}
@@ -59,13 +65,13 @@ def _named(parameters: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class SweepsProposer:
-    """Grid, random and Bayesian search of wandb's ``sweeps`` package."""
+    """Grid, random and Bayesian search of the ``sweeps`` package of wandb."""
 
     def __init__(self, sweep: Sweep, seed: int) -> None:
         self.sweep, self.seed = sweep, seed
 
     def propose(self, runs: Sequence[Run]) -> dict[str, Any] | None:
-        # The package draws from the global generators.
+        # The package uses the global random number generators.
         kept = random.getstate(), np.random.get_state()  # noqa: NPY002
         random.seed(self.seed * 1_000_003 + len(runs))
         np.random.seed((self.seed * 1_000_003 + len(runs)) % 2**32)  # noqa: NPY002
@@ -80,15 +86,10 @@ class SweepsProposer:
 
 
 class OptunaProposer:
-    """Optuna's tree-structured Parzen estimator (or its grid) over the same parameters."""
+    """Bayesian (TPE), random and grid search with Optuna over the same parameters."""
 
     def __init__(self, sweep: Sweep, seed: int) -> None:
-        try:
-            import optuna
-        except ImportError as error:
-            raise ValueError(
-                "the proposer 'optuna' needs the extra 'sweep': pip install 'clustergym[sweep]'"
-            ) from error
+        optuna = require("optuna", "sweep")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.optuna, self.sweep, self.seed = optuna, sweep, seed
         if sweep.metric is None:
@@ -119,8 +120,8 @@ class OptunaProposer:
         if kind == "q_uniform":
             return d.FloatDistribution(low, high, step=spec.get("q", 1.0))
         raise ValueError(
-            f"{self.sweep.path}: parameter {name!r} is {kind}, which Optuna does not know: use uniform, int_uniform, "
-            "log_uniform_values, q_uniform or values, or the proposer 'sweeps'"
+            f"{self.sweep.path}: parameter {name!r} is {kind}, which is not supported with Optuna: use uniform, "
+            "int_uniform, log_uniform_values, q_uniform or values, or the proposer 'sweeps'"
         )
 
     def propose(self, runs: Sequence[Run]) -> dict[str, Any] | None:
@@ -141,7 +142,7 @@ class OptunaProposer:
         if self.sweep.method == "random":
             sampler = o.samplers.RandomSampler(seed=seed)
         else:
-            # Runs that are still going count as bad ones, lest all of them crowd on one place.
+            # constant_liar: unfinished runs count as bad, so that parallel runs do not all try the same parameters.
             sampler = o.samplers.TPESampler(seed=seed, constant_liar=True)
         study = o.create_study(direction="maximize" if self.sweep.maximise else "minimize", sampler=sampler)
         for run in runs:

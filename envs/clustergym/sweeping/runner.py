@@ -1,4 +1,4 @@
-"""Runs a sweep: proposes, starts up to J processes, watches their scores, stops the hopeless, remembers all of it."""
+"""Run a sweep: propose parameters, start processes, read their scores, stop bad runs early, store everything."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from clustergym.sweeping.store import Run, Store
 
 CHECKPOINT = "checkpoint.pt"
 OUTPUT = "output.log"
-# A run that is asked to end has this long before it is made to.
+# Time between SIGTERM and SIGKILL.
 _GRACE_S = 10.0
 _POLL_S = 0.2
-# Scores are read from files: often enough for stopping early, seldom enough to cost nothing.
+# Interval for reading scores from files: short enough to stop runs early, long enough to cost little.
 _SCORE_S = 2.0
-# So many runs fail one after the other before the sweep gives up: the fault is then not in the parameters.
+# After this many failures in a row the sweep ends: then the parameters are not the cause.
 _MAX_FAILURES = 3
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +41,7 @@ class _Process:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
-    """Called in the child: a runner that is killed takes its runs with it, so that a resumed sweep never doubles one."""
+    """A function for the child process that makes it die with the runner. So a resumed sweep never runs one twice."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def prepare() -> None:
@@ -54,17 +54,17 @@ def _die_with_parent(parent: int) -> Callable[[], None]:
 
 
 class Runner:
-    """Takes a sweep from where it stands to ``count`` runs.
+    """Starts or resumes a sweep.
 
     Args:
-        sweep: the file.
-        folder: gets ``sweep.db`` and a folder a run with its output, events and checkpoint.
-        jobs: processes at a time.
+        sweep: the sweep file.
+        folder: for ``sweep.db`` and one folder per run with its output, events and checkpoint.
+        jobs: number of runs at the same time.
         proposer: ``sweeps`` or ``optuna``.
-        seed: of the proposals.
-        run_dir_flag: flag by which the program takes its folder; None where it has none: then only its result line is read.
-        cwd: where the programs run.
-        watch: hears about every change.
+        seed: for the proposals.
+        run_dir_flag: flag of the program that sets its run folder. With None, only its result line is read.
+        cwd: working directory of the programs.
+        watch: called regularly with all runs.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Runner:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            raise ValueError(f"{folder}: another process runs this sweep") from error
+            raise ValueError(f"{folder}: another process is running this sweep") from error
         try:
             self.store = Store(folder / "sweep.db")
             self.store.begin(sweep.path, sweep.config, proposer, seed)
@@ -100,7 +100,7 @@ class Runner:
         self._failures: list[Run] = []
 
     def run(self, count: int | None) -> list[Run]:
-        """Start and finish runs until there are ``count`` (or the cap, or the end of the grid); returns all of them."""
+        """Run until there are ``count`` runs, ``run_cap`` is reached or the grid ends. Returns all runs."""
         limit = min(n for n in (count, self.sweep.run_cap, 10**9) if n is not None)
         try:
             waiting = self._recover()
@@ -112,17 +112,19 @@ class Runner:
             os.close(self._lock)
         return runs
 
-    # -- the loop ------------------------------------------------------------------------------------------------
-
     def _recover(self) -> list[Run]:
-        """Runs to start first: proposed and never started, or interrupted. What had ended without being noted is noted."""
+        """Runs that were proposed but not started, or interrupted. Runs that ended unnoticed are marked as finished."""
         waiting = []
         for run in self.store.runs():
             if run.done:
                 continue
             if run.state == "running" and (result := last_result(run.folder / OUTPUT)) is not None:
                 self._finish(
-                    run, result, Scores(run.folder, self.sweep.metric).history(), 0, "ended while nobody watched"
+                    run,
+                    result,
+                    Scores(run.folder, self.sweep.metric).history(),
+                    0,
+                    "ended while the sweep was interrupted",
                 )
             else:
                 waiting.append(run)
@@ -135,8 +137,8 @@ class Runner:
             if time.monotonic() - scored > _SCORE_S:
                 scored = time.monotonic()
                 self._read_scores()
-                self._stop_hopeless()
-            self._give_up_on_faults()
+                self._stop_early()
+            self._check_failures()
             while len(self._processes) < self.jobs:
                 if waiting:
                     self._start(waiting.pop(0))
@@ -161,7 +163,7 @@ class Runner:
             if (run.folder / CHECKPOINT).exists():
                 command += ["--resume"]
         run.command, run.state, run.starts, run.started = command, "running", run.starts + 1, time.time()
-        # Noted before it starts: whatever happens next, the run is known.
+        # Stored before it starts, so that the run is known whatever happens next.
         self.store.save(run)
         output = os.open(run.folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -208,7 +210,7 @@ class Runner:
     ) -> None:
         run.history, run.result, run.metric = history, result, score(self.sweep.metric, result, history)
         if self.sweep.metric is not None and run.metric is None:
-            self._fail(run, f"ended well, but reported no {self.sweep.metric!r}", code)
+            self._fail(run, f"exit code 0, but reported no {self.sweep.metric!r}", code)
             return
         run.state, run.exit_code, run.ended, run.note = "finished", code, time.time(), note
         self._failures.clear()
@@ -227,7 +229,7 @@ class Runner:
             process.run.metric = process.run.history[-1] if process.run.history else None
             self.store.save(process.run)
 
-    def _stop_hopeless(self) -> None:
+    def _stop_early(self) -> None:
         if not self.sweep.early_terminate:
             return
         runs = as_sweep_runs(self.store.runs(), self.sweep.metric)
@@ -237,15 +239,13 @@ class Runner:
                 process.stopped, process.stopping = True, time.monotonic()
                 _signal_group(process.handle, signal.SIGTERM)
 
-    def _give_up_on_faults(self) -> None:
+    def _check_failures(self) -> None:
         if len(self._failures) >= _MAX_FAILURES:
             last = self._failures[-1]
-            raise ValueError(
-                f"{_MAX_FAILURES} runs failed one after the other; the last, in {last.folder}: {last.note}"
-            )
+            raise ValueError(f"{_MAX_FAILURES} runs failed in a row; the last one, in {last.folder}: {last.note}")
 
     def _end_all(self) -> None:
-        """Interrupted: the runs end too, and stay 'running' in the store, to go on when the sweep is resumed."""
+        """Stop all processes. Their runs stay 'running' in the store and continue when the sweep is resumed."""
         for process in self._processes:
             _signal_group(process.handle, signal.SIGTERM)
         until = time.monotonic() + _GRACE_S
@@ -258,7 +258,7 @@ class Runner:
 
 
 def _signal_group(handle: subprocess.Popen[bytes], number: int) -> None:
-    """To the run and what it started: each run leads a group of its own."""
+    """Send a signal to a run and its subprocesses. Each run has its own process group."""
     try:
         os.killpg(handle.pid, number)
     except ProcessLookupError:
@@ -266,9 +266,9 @@ def _signal_group(handle: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _tail(path: Path) -> str:
-    """The last line that a failed run wrote."""
+    """The last line of the output of a failed run."""
     with open(path, "rb") as file:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - 4096))
         lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it wrote nothing"
+    return lines[-1][:300] if lines else "no output"

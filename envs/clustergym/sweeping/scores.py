@@ -1,16 +1,17 @@
-"""How a run did: scalars of its TensorBoard events, and the ``result {json}`` line at the end of its output."""
+"""Scores of a run: scalars in its TensorBoard events, and the ``result {json}`` line in its output."""
 
 from __future__ import annotations
 
 import json
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from clustergym.common.extras import require
+
 
 class Scores:
-    """The metric of one run, read as it grows."""
+    """The metric of one run. Can be read while the run is going on."""
 
     def __init__(self, folder: Path, metric: str | None) -> None:
         self.folder, self.metric = folder, metric
@@ -19,8 +20,8 @@ class Scores:
     def history(self) -> list[float]:
         """Values of the metric so far, in order of their steps.
 
-        Read from the run's own folder. Where a trainer logs only into folders below (one an agent), it is the mean over those that
-        log the metric, at steps that all of them have reached.
+        They come from the events in the run folder. If a trainer logs only to subfolders (one per agent), they are the
+        mean over the subfolders with the metric, at steps that all of them have.
         """
         if self.metric is None or not self.folder.is_dir():
             return []
@@ -34,9 +35,9 @@ class Scores:
         return [sum(curve[step] for curve in curves) / len(curves) for step in steps]
 
     def _scalars(self, folder: Path) -> dict[int, float]:
-        """{step: value}; what a resumed run logs again takes the place of what it had logged before."""
+        """{step: value}. Values that a resumed run logs again replace the earlier ones."""
         if folder not in self._readers:
-            events = import_module("tensorboard.backend.event_processing.event_accumulator")
+            events = require("tensorboard.backend.event_processing.event_accumulator", "train")
             self._readers[folder] = events.EventAccumulator(str(folder), size_guidance={"scalars": 0})
         reader = self._readers[folder]
         reader.Reload()
@@ -46,7 +47,7 @@ class Scores:
 
 
 def last_result(output: Path) -> dict[str, Any] | None:
-    """The JSON of the last ``result {…}`` line of a run's output; None where the run did not come that far."""
+    """The JSON of the last ``result {…}`` line in the output of a run, or None."""
     if not output.is_file():
         return None
     with open(output, "rb") as file:
@@ -64,10 +65,10 @@ def last_result(output: Path) -> dict[str, Any] | None:
 
 
 def score(metric: str | None, result: dict[str, Any] | None, history: list[float]) -> float | None:
-    """The run's score: what its result says by that name, else the last value it logged."""
+    """Score of a run: the metric in its result line, otherwise the last value that it logged."""
     if metric is None:
         return None
-    said = (result or {}).get(metric)
-    if isinstance(said, (int, float)) and not isinstance(said, bool) and math.isfinite(said):
-        return float(said)
+    value = (result or {}).get(metric)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
     return history[-1] if history else None

@@ -1,4 +1,4 @@
-"""What a sweep remembers, in SQLite: every run with its parameters, state, command, scores. Survives any crash."""
+"""Database of a sweep (SQLite): every run with its parameters, state, command and scores. Survives a crash."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 STATES = ("pending", "running", "finished", "stopped", "failed")
-"""pending: proposed, not started; stopped: ended early by early_terminate; failed: left with an error or without a result."""
+"""pending: proposed, not started. stopped: by early_terminate. failed: ended with an error or without a result."""
 
 _SCHEMA = """
-create table if not exists sweep (id integer primary key check (id = 1), file text not null, config text not null, proposer text not null,
-  seed integer not null, created real not null);
-create table if not exists runs (id integer primary key, parameters text not null, state text not null, command text, folder text not null,
-  starts integer not null default 0, exit_code integer, metric real, history text not null default '[]', result text, note text,
-  started real, ended real);
+create table if not exists sweep (id integer primary key check (id = 1), file text not null, config text not null,
+  proposer text not null, seed integer not null, created real not null);
+create table if not exists runs (id integer primary key, parameters text not null, state text not null, command text,
+  folder text not null, starts integer not null default 0, exit_code integer, metric real,
+  history text not null default '[]', result text, note text, started real, ended real);
 """
 
 
@@ -31,7 +31,7 @@ class Run:
     folder: Path
     command: list[str] | None = None
     starts: int = 0
-    """How often it was started: more than once where the sweep was interrupted."""
+    """Number of starts: more than one if the sweep was interrupted."""
     exit_code: int | None = None
     metric: float | None = None
     history: list[float] = field(default_factory=list)
@@ -46,37 +46,40 @@ class Run:
 
 
 class Store:
-    """A sweep's database. One process at a time runs a sweep (see :class:`~clustergym.sweeping.runner.Runner`); any may look."""
+    """Database of a sweep. One process at a time runs a sweep (see :class:`~clustergym.sweeping.runner.Runner`), others
+    may read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self.database = sqlite3.connect(path, isolation_level=None)
+            self.database.row_factory = sqlite3.Row
             self.database.execute("pragma journal_mode=wal")
             self.database.execute("pragma synchronous=full")
             self.database.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
-            raise ValueError(f"{path}: not a sweep's database: {error}") from error
+            raise ValueError(f"{path}: not the database of a sweep: {error}") from error
 
     def close(self) -> None:
         self.database.close()
 
     def begin(self, file: Path, config: dict[str, Any], proposer: str, seed: int) -> None:
-        """Remember what is swept, or make sure that it is still the same."""
-        text = json.dumps(config, sort_keys=True)
+        """Store the sweep, or check that it is the one in the database."""
+        given = {"config": json.dumps(config, sort_keys=True), "proposer": proposer, "seed": seed}
         found = self.database.execute("select config, proposer, seed from sweep").fetchone()
         if found is None:
             self.database.execute(
-                "insert into sweep values (1, ?, ?, ?, ?, ?)", (str(file), text, proposer, seed, time.time())
+                "insert into sweep values (1, ?, ?, ?, ?, ?)", (str(file), *given.values(), time.time())
             )
-        elif found != (text, proposer, seed):
-            what = "sweep file" if found[0] != text else "proposer" if found[1] != proposer else "seed"
+        elif different := [key for key in given if found[key] != given[key]]:
+            what = "sweep file" if different[0] == "config" else different[0]
             raise ValueError(
-                f"{self.path} belongs to another {what}: give another --folder, or the same file, proposer and seed to go on"
+                f"{self.path} belongs to another {what}: give another --folder, or the same file, proposer and seed to "
+                "resume"
             )
 
     def add(self, parameters: dict[str, Any], folder: Path) -> Run:
-        """A proposed run, remembered before it starts."""
+        """Store a proposed run before it starts."""
         run_id = self.database.execute("select coalesce(max(id), 0) + 1 from runs").fetchone()[0]
         where = folder / f"run-{run_id:04d}"
         self.database.execute(
@@ -87,8 +90,8 @@ class Store:
 
     def save(self, run: Run) -> None:
         self.database.execute(
-            "update runs set state=?, command=?, starts=?, exit_code=?, metric=?, history=?, result=?, note=?, started=?, ended=? "
-            "where id=?",
+            "update runs set state=?, command=?, starts=?, exit_code=?, metric=?, history=?, result=?, note=?, "
+            "started=?, ended=? where id=?",
             (
                 run.state, json.dumps(run.command), run.starts, run.exit_code, run.metric, json.dumps(run.history),
                 json.dumps(run.result), run.note, run.started, run.ended, run.id,
@@ -96,26 +99,20 @@ class Store:
         )  # fmt: skip
 
     def runs(self) -> list[Run]:
-        rows = self.database.execute(
-            "select id, parameters, state, folder, command, starts, exit_code, metric, history, result, note, started, ended "
-            "from runs order by id"
-        )
-        return [
-            Run(
-                r[0], json.loads(r[1]), r[2], Path(r[3]), json.loads(r[4] or "null"), r[5], r[6], r[7], json.loads(r[8]),
-                json.loads(r[9] or "null"), *r[10:],
-            )
-            for r in rows
-        ]  # fmt: skip
+        def run(row: sqlite3.Row) -> Run:
+            texts = {key: json.loads(row[key] or "null") for key in ("parameters", "command", "history", "result")}
+            return Run(**{**dict(row), **texts, "folder": Path(row["folder"])})
+
+        return [run(row) for row in self.database.execute("select * from runs order by id")]
 
     def config(self) -> tuple[str, dict[str, Any]] | None:
-        """(file, config) of the sweep, None where none began here."""
+        """(file, config) of the sweep, or None if none was started."""
         found = self.database.execute("select file, config from sweep").fetchone()
-        return None if found is None else (found[0], json.loads(found[1]))
+        return None if found is None else (found["file"], json.loads(found["config"]))
 
 
 def ranked(runs: list[Run], maximise: bool) -> list[Run]:
-    """Runs with a score, best first; those without come after, in the order they were made."""
+    """Runs with a score, best first, then runs without a score in the order of their ids."""
     scored = [(r.metric, r) for r in runs if r.metric is not None]
     scored.sort(key=lambda pair: -pair[0] if maximise else pair[0])
     return [r for _, r in scored] + [r for r in runs if r.metric is None]
