@@ -43,8 +43,9 @@ from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.search import Anneal
-from clustergym.moe_placement.policy.network import PlacementPolicy
-from clustergym.moe_placement.policy.planner import Policy, PolicyGuided, ViewSettings, load_policy
+from clustergym.moe_placement.policy.export import PolicySettings, load_policy, read_policy
+from clustergym.moe_placement.policy.network import PolicyNetwork
+from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, PolicyView
 from clustergym.moe_placement.specs import MODELS
 from clustergym.training import read_scalars
@@ -198,13 +199,23 @@ def seed_folder(args: Args, seed: int) -> Path:
     return args.output / "train" / f"seed-{seed}"
 
 
-def stage_policy(folder: Path, seed: int, stage: str) -> tuple[PlacementPolicy, ViewSettings]:
+def stage_policy(folder: Path, seed: int, stage: str) -> tuple[PolicyNetwork, PolicySettings]:
     """The network of a training before, between and after its two phases."""
-    network, view, _ = load_policy(folder if stage == "policy" else folder / "supervised")
+    network, settings = load_policy(folder if stage == "policy" else folder / "supervised")
     if stage == "untrained":
-        torch.manual_seed(seed)
-        network = PlacementPolicy(network.config).eval()
-    return network, view
+        options = read_policy(folder)["network"]
+        network = PolicyNetwork.from_state(options, new_agent(seed, **options).state_dict())
+    return network, settings
+
+
+def new_agent(seed: int = 1, **options: Any) -> Any:
+    """The trainer's networks before training."""
+    marl = load_trainer()
+    args = marl.Args()
+    for name, value in options.items():
+        setattr(args.network if name in vars(args.network) else args.ablation, name, value)
+    torch.manual_seed(seed)
+    return marl.Agent(args)
 
 
 def stage_planner(args: Args, simulator: Simulator, seed: int, stage: str) -> Policy:
@@ -586,28 +597,28 @@ class PlainView:
             process.join(timeout=10)
 
 
-def plain_collect(marl: Any, view: PlainView, agent: PlacementPolicy, trainer: Any) -> Any:
+def plain_collect(marl: Any, view: PlainView, agent: Any, ppo: Any) -> Any:
     """The trainer's rollout on the plain view: every observation is kept whole, and any steps make a minibatch."""
     size = len(view.pipes)
     seen: dict[str, list[torch.Tensor]] = {key: [] for key in (*STEP_KEYS, *LAYER_KEYS)}
     taken = []
     with torch.no_grad():
-        for _ in range(trainer.num_steps):
+        for _ in range(ppo.num_steps):
             inputs = view.inputs()
             for key, each in inputs.items():
                 seen[key].append(each)
             encoded = agent.encode(inputs, view.same_node)
-            expert, first = marl.choose(agent.expert_logits(inputs, encoded))
+            expert, first = marl.sample(agent.expert_logits(inputs, encoded))
             values = agent.values(inputs, encoded, view.same_node).mean(-1)
             parts, legal = view.look(expert)
-            node, second = marl.choose(agent.node_logits(inputs, encoded, view.same_node, expert, parts, legal))
+            node, second = marl.sample(agent.node_logits(inputs, encoded, view.same_node, expert, parts, legal))
             reward, end = view.step(expert, node)
             taken.append((expert, node, parts, legal, first + second, values, reward, end))
     expert, node, parts, legal, logprobs, values, rewards, ends = (
         torch.stack(each) for each in zip(*taken, strict=True)
     )
     advantages, returns = marl.compute_gae(
-        rewards, values, ends, ends, torch.zeros(size), torch.zeros_like(values), trainer.gamma, trainer.gae_lambda
+        rewards, values, ends, ends, torch.zeros(size), torch.zeros_like(values), ppo.gamma, ppo.gae_lambda
     )
     return marl.Batch(
         *({key: torch.stack(seen[key]).flatten(0, 1) for key in keys} for keys in (STEP_KEYS, LAYER_KEYS)),
@@ -629,7 +640,7 @@ def throughput(args: Args) -> None:
         "trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[0],
     }  # fmt: skip
     ours = marl.Args(**common, threads=args.threads)
-    plain = marl.Args(**common, num_envs=8, num_steps=512)  # as many steps an update, in as many minibatches
+    plain = marl.Args(**common, ppo=marl.PPOArgs(num_envs=8, num_steps=512))  # as many steps per update
     world = marl.World()
     rounds: dict[str, list[dict[str, float]]] = {"batched": [], "one process each": []}
     task = marl.make_task(ours)
@@ -638,15 +649,17 @@ def throughput(args: Args) -> None:
     optimizer = marl.make_optimizer(agent, 1e-4)
     rollouts = marl.Rollouts(ours, agent, task, world.device)
     rollouts.restart(1)
-    view = PlainView(task.config, plain.num_envs, (ours.homes, ours.lookahead_norm), rollouts.view.same_node)
+    view = PlainView(
+        task.config, plain.ppo.num_envs, (ours.task.homes, ours.task.lookahead_norm), rollouts.view.same_node
+    )
     try:
         marl.iterate(agent, optimizer, rollouts, marl.ReturnStatistics(), ours, world)
-        plain_collect(marl, view, agent, plain)
+        plain_collect(marl, view, agent, plain.ppo)
         for _ in range(4):
             found = marl.iterate(agent, optimizer, rollouts, marl.ReturnStatistics(), ours, world)
             rounds["batched"].append({key: found[key] for key in found if key.startswith(("time/", "charts/SPS"))})
             began = time.perf_counter()
-            batch = plain_collect(marl, view, agent, plain)
+            batch = plain_collect(marl, view, agent, plain.ppo)
             collected = time.perf_counter()
             torch.set_num_threads(args.threads)
             marl.update(agent, optimizer, batch, view.same_node, plain, world)
@@ -702,7 +715,7 @@ def growth(args: Args) -> None:
         )
         view = PolicyView(PlacementBatch(config, setting["environments"]))
         view.reset()
-        network, spent = PlacementPolicy().eval(), {"policy": list[float](), "simulator": list[float]()}
+        network, spent = new_agent().eval(), {"policy": list[float](), "simulator": list[float]()}
         repeats = max(12, 64 // setting["environments"])
         with torch.no_grad():
             for i in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""The policy at work: what it sees, what it may do, that renumbering changes nothing, and the checkpoint that ships."""
+"""The policy planners: their observations, plans, policy files and the pretrained policy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +18,19 @@ from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, Pla
 from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING, change, layer_time, migration_time, resolve
 from clustergym.moe_placement.evaluation import Protocol, compare
 from clustergym.moe_placement.planners.search import Anneal, evenly_dealt
-from clustergym.moe_placement.policy.network import ExpertLayer, NetworkConfig, NodeLayer, PlacementPolicy, averaging
-from clustergym.moe_placement.policy.planner import (
+from clustergym.moe_placement.policy.export import (
     NETWORK_VERSION,
     PRETRAINED,
-    Policy,
-    PolicyGuided,
-    ViewSettings,
+    PolicySettings,
     load_policy,
+    read_policy,
     save_policy,
 )
+from clustergym.moe_placement.policy.network import PolicyNetwork
+from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.policy.view import UNIT, PolicyView
 from clustergym.training import CheckpointError, save_checkpoint
+from test_ppo_moe_marl import exported, make_args, marl
 
 MODEL = ModelSpec("small", 2, 12, 3, 1024, 256)
 CLUSTER = ClusterSpec("2x2", 2, 2, 4)
@@ -58,13 +59,13 @@ def random_steps(view: PolicyView, steps: int, seed: int = 0) -> None:
         view.step(expert, torch.multinomial(view.legal(expert).float(), 1, generator=generator).squeeze(-1))
 
 
-def test_homes_are_dealt_evenly_and_the_tokens_stay(trace: TokenTrace) -> None:
+def test_even_homes_change_the_observed_window_only(trace: TokenTrace) -> None:
     even, served = view_of(trace, homes="even"), view_of(trace, homes="served")
     for _ in range(4):  # into the second layer
         homes = even.batch.sim["src"][:, 0].numpy()
         assert (homes == np.arange(128) % 4).all()
         np.testing.assert_array_equal(even.batch.sim["tok"], served.batch.sim["tok"])
-        # Only the observed window is dealt anew: what is to come, and so the reward, stays what it is.
+        # The next window, and so the reward, does not change.
         np.testing.assert_array_equal(even.batch.sim["src"][:, 1], served.batch.sim["src"][:, 1])
         nothing = even.batch.obs["placement"][:, 0].argmax(-1)
         for view in (even, served):
@@ -73,7 +74,7 @@ def test_homes_are_dealt_evenly_and_the_tokens_stay(trace: TokenTrace) -> None:
 
 
 @pytest.mark.parametrize("norm", [0, 4])
-def test_look_ahead_parts_are_what_the_operations_then_do(trace: TokenTrace, norm: int) -> None:
+def test_look_ahead_equals_the_effect_of_each_operation(trace: TokenTrace, norm: int) -> None:
     view = view_of(trace, envs=1, norm=norm)
     random_steps(view, 2)
     batch = view.batch
@@ -97,7 +98,7 @@ def test_look_ahead_parts_are_what_the_operations_then_do(trace: TokenTrace, nor
             change(sim, 0, e, target, source, victim, source, target, net, mode, 1)
 
 
-def test_an_expert_left_alone_is_not_offered_again_until_something_moves(trace: TokenTrace) -> None:
+def test_an_expert_without_operation_is_masked_until_the_placement_changes(trace: TokenTrace) -> None:
     view = view_of(trace, envs=2)
     expert = view.inputs()["expert_mask"].int().argmax(-1)
     stay = view.batch.obs["placement"][view.rows, expert].argmax(-1)
@@ -113,7 +114,7 @@ def test_an_expert_left_alone_is_not_offered_again_until_something_moves(trace: 
 
 
 def seen(launcher: str) -> dict[str, np.ndarray]:
-    """What a view shows in a few steps that cross a layer's end, on the given launcher."""
+    """Observations of a few steps that cross the end of a layer, on the given launcher."""
     from clustergym.moe_placement.launchers import cpu, cuda
 
     made = synthetic_trace(n_tokens=120, n_layers=2, n_experts=6, top_k=2, n_domains=2, mean_seq_len=12.0, seed=3)
@@ -146,117 +147,16 @@ np.savez(sys.argv[1], **seen("cuda"))
 """
 
 
-def test_the_cuda_launcher_shows_what_the_cpu_shows(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "NUMBA_ENABLE_CUDASIM": "1"}
+def test_the_cuda_launcher_gives_the_observations_of_the_cpu(tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "NUMBA_ENABLE_CUDASIM": "1"}
     subprocess.run([sys.executable, "-c", SIMULATE, str(tmp_path / "cuda.npz")], check=True, env=environment)
     with np.load(tmp_path / "cuda.npz") as simulated:
         for name, array in seen("cpu").items():
             np.testing.assert_allclose(simulated[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-# Networks
-
-
-def scores(network: PlacementPolicy, inputs: dict[str, torch.Tensor], same: torch.Tensor, **about: torch.Tensor) -> Any:
-    with torch.no_grad():
-        return network(inputs, same, about["expert"], about["parts"], about["legal"])
-
-
-def inputs_of(view: PolicyView) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    random_steps(view, 1)
-    inputs = {key: each.clone() for key, each in view.inputs().items()}
-    # The first layer has none before it: what a later one would show stands in.
-    inputs["similar"] = torch.rand((3, 12, 12), generator=torch.Generator().manual_seed(1)).softmax(-1)
-    expert = torch.tensor([3, 7, 1])
-    return inputs, {"expert": expert, "parts": view.look(expert), "legal": view.legal(expert)}
-
-
-@pytest.mark.parametrize("config", [NetworkConfig(), NetworkConfig(encoder="mlp"), NetworkConfig(separate_critic=True)])
-def test_renumbering_experts_renumbers_scores(trace: TokenTrace, config: NetworkConfig) -> None:
-    view = view_of(trace)
-    inputs, about = inputs_of(view)
-    torch.manual_seed(0)
-    network = PlacementPolicy(config)
-    order = torch.randperm(12)
-    shuffled = dict(inputs)
-    for key in ("experts", "memory", "placement", "expert_mask"):
-        shuffled[key] = inputs[key][:, order]
-    for key in ("coactivation", "similar"):
-        shuffled[key] = inputs[key][:, order][:, :, order]
-    experts, nodes, values = scores(network, inputs, view.same_node, **about)
-    moved = about | {"expert": order.argsort()[about["expert"]]}
-    experts2, nodes2, values2 = scores(network, shuffled, view.same_node, **moved)
-    torch.testing.assert_close(experts2, experts[:, order], atol=1e-4, rtol=0)
-    torch.testing.assert_close(nodes2, nodes, atol=1e-4, rtol=0)
-    torch.testing.assert_close(values2, values, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 0, 1]])  # within a node; nodes exchanged
-def test_renumbering_gpus_with_their_nodes_renumbers_scores(trace: TokenTrace, order: list[int]) -> None:
-    view = view_of(trace)
-    inputs, about = inputs_of(view)
-    torch.manual_seed(0)
-    network = PlacementPolicy(NetworkConfig())
-    gpus = torch.tensor(order)
-    nodes_order = torch.cat([gpus, gpus + 4, gpus + 8])
-    shuffled = dict(inputs)
-    shuffled["gpus"] = inputs["gpus"][:, nodes_order]
-    shuffled["gpu_mask"] = inputs["gpu_mask"][:, nodes_order]
-    shuffled["traffic"] = inputs["traffic"][:, gpus][:, :, gpus]
-    shuffled["placement"] = inputs["placement"][:, :, gpus]
-    experts, nodes, values = scores(network, inputs, view.same_node, **about)
-    moved = about | {"parts": about["parts"][:, nodes_order], "legal": about["legal"][:, nodes_order]}
-    experts2, nodes2, values2 = scores(network, shuffled, view.same_node, **moved)
-    torch.testing.assert_close(experts2, experts, atol=1e-4, rtol=0)
-    torch.testing.assert_close(nodes2, nodes[:, nodes_order], atol=1e-4, rtol=0)
-    torch.testing.assert_close(values2, values, atol=1e-4, rtol=0)
-
-
-def test_a_graph_layer_is_the_sum_of_two_torch_geometric_ones() -> None:
-    """Evaluated together, by visits and once a GPU, or layer by layer as the library does it: the same."""
-    torch.manual_seed(0)
-    layer = ExpertLayer(8, True)
-    for weight in layer.parameters():
-        torch.nn.init.normal_(weight)
-    nodes_layer = NodeLayer(8, True)
-    nodes_layer.load_state_dict(layer.state_dict())
-    visits, steps, experts, gpus = 3, 4, 5, 4
-    x, graphs = torch.randn(visits, experts, steps, 8), torch.rand(2, visits, experts, experts) * 2
-    ours = layer(x, *(averaging(graph) for graph in graphs))
-    for v, t in np.ndindex(visits, steps):
-        alone = x[v : v + 1, :, t]
-        heard = layer.first(alone, graphs[0, v : v + 1]) + layer.second(alone, graphs[1, v : v + 1])
-        torch.testing.assert_close(ours[v : v + 1, :, t], torch.relu(heard) + alone)
-    nodes, traffic, same = torch.randn(2, 3, gpus, 8), torch.rand(2, gpus, gpus), torch.eye(gpus) / 2 + 0.125
-    ours = nodes_layer(nodes, averaging(traffic, copies=3), same / 3).flatten(1, 2)
-    flat = nodes.flatten(1, 2)
-    heard = layer.first(flat, traffic.repeat(1, 3, 3)) + layer.second(flat, same.repeat(3, 3)[None] / 3)
-    torch.testing.assert_close(ours, torch.relu(heard) + flat)
-
-
-def test_the_steps_of_a_visit_may_share_their_graphs(trace: TokenTrace) -> None:
-    view = view_of(trace)
-    (first, about), steps = inputs_of(view), []
-    for seed in (5, 6):
-        generator = torch.Generator().manual_seed(seed)
-        other = {
-            key: first[key] + 0.1 * torch.rand(first[key].shape, generator=generator) for key in ("experts", "gpus")
-        }
-        steps.append(first | other)
-    torch.manual_seed(0)
-    network = PlacementPolicy(NetworkConfig())
-    apart = [scores(network, inputs, view.same_node, **about) for inputs in steps]
-    # Rows of a visit are neighbours.
-    joined = {key: torch.stack([inputs[key] for inputs in steps], 1).flatten(0, 1) for key in first}
-    joined |= {key: first[key] for key in ("coactivation", "similar")}
-    together = scores(
-        network, joined, view.same_node, **{key: each.repeat_interleave(2, 0) for key, each in about.items()}
-    )
-    for found, *known in zip(together, *apart, strict=True):
-        torch.testing.assert_close(found, torch.stack(known, 1).flatten(0, 1), atol=1e-4, rtol=0)
-
-
-def test_settling_is_the_last_step_and_no_more(trace: TokenTrace) -> None:
+def test_settle_applies_the_last_operation_without_a_next_layer(trace: TokenTrace) -> None:
     ended, settled = view_of(trace), view_of(trace)
     for view in (ended, settled):
         random_steps(view, 2)  # of three
@@ -269,28 +169,6 @@ def test_settling_is_the_last_step_and_no_more(trace: TokenTrace) -> None:
     assert (ended.batch.env["clock"][:, 0] == 1).all()
 
 
-def test_messages_are_what_the_graph_encoder_adds(trace: TokenTrace) -> None:
-    """Without messages an expert's score cannot depend on who is co-active with whom beyond its own features."""
-    view = view_of(trace)
-    inputs, about = inputs_of(view)
-    for encoder, hears in (("graph", True), ("mlp", False)):
-        torch.manual_seed(0)
-        network = PlacementPolicy(NetworkConfig(encoder=encoder))
-        other = inputs | {"similar": torch.roll(inputs["similar"], 1, 2)}
-        same = scores(network, inputs, view.same_node, **about)[0]
-        changed = scores(network, other, view.same_node, **about)[0]
-        assert torch.equal(same, changed) != hears
-
-
-def test_the_simultaneous_actor_knows_nothing_of_the_expert(trace: TokenTrace) -> None:
-    view = view_of(trace)
-    inputs, about = inputs_of(view)
-    network = PlacementPolicy(NetworkConfig(simultaneous=True))
-    first = scores(network, inputs, view.same_node, **about)[1]
-    other = about | {"expert": torch.tensor([0, 0, 0]), "parts": torch.ones_like(about["parts"])}
-    torch.testing.assert_close(scores(network, inputs, view.same_node, **other)[1], first)
-
-
 # Planners
 
 
@@ -298,13 +176,14 @@ def windows(trace: TokenTrace, n: int = 3) -> list[Window]:
     return Stream(trace, 4, 128, seed=1).take(n)
 
 
-def untrained(operations: int = 6) -> tuple[PlacementPolicy, ViewSettings]:
+def untrained(operations: int = 6) -> tuple[PolicyNetwork, PolicySettings]:
+    args = make_args(hidden=8)
     torch.manual_seed(0)
-    return PlacementPolicy(NetworkConfig(hidden=8)), ViewSettings(operations=operations)
+    return exported(marl.Agent(args), args), PolicySettings(operations=operations)
 
 
-def test_a_plan_saves_what_the_look_ahead_promised(trace: TokenTrace) -> None:
-    """On the observed window itself, in the norm the policy plans in, no layer is worse than before."""
+def test_a_plan_is_not_worse_than_the_placement_on_the_observed_window(trace: TokenTrace) -> None:
+    """In the norm that the policy plans with, no layer is worse and at least one is better."""
     sim = Simulator(MODEL, CLUSTER)
     planner = Policy(sim, policy=untrained())
     static = sim.static(2)
@@ -350,7 +229,7 @@ def test_more_samples_are_never_worse_on_the_observed_window(trace: TokenTrace) 
     assert (np.array(totals[1]) <= np.array(totals[0]) + 1e-3).all()
 
 
-def test_guided_search_never_ends_above_the_policy_it_starts_from(trace: TokenTrace) -> None:
+def test_guided_search_is_never_worse_than_the_policy(trace: TokenTrace) -> None:
     sim, window = Simulator(MODEL, CLUSTER), windows(trace)[0]
     policy = untrained()
     alone, guided = Policy(sim, policy=policy), PolicyGuided(sim, policy=policy, iterations=300)
@@ -371,7 +250,7 @@ def test_guided_search_never_ends_above_the_policy_it_starts_from(trace: TokenTr
     assert (cost_of(guided.plan([window], static)) <= cost_of(alone.plan([window], static)) + 1e-6).all()
 
 
-def test_guided_search_keeps_to_its_time(trace: TokenTrace) -> None:
+def test_guided_search_keeps_its_time_budget(trace: TokenTrace) -> None:
     sim, window = Simulator(MODEL, CLUSTER), windows(trace)[0]
     planner = PolicyGuided(sim, policy=untrained(), seconds=0.2)
     planner.plan([window], sim.static(2))
@@ -380,7 +259,7 @@ def test_guided_search_keeps_to_its_time(trace: TokenTrace) -> None:
     assert 0.15 < time.perf_counter() - began < 3
 
 
-def test_one_network_serves_any_shape(trace: TokenTrace) -> None:
+def test_one_network_plans_for_any_model_and_cluster(trace: TokenTrace) -> None:
     policy = untrained()
     for nodes, gpus, experts, top_k, layers in ((1, 3, 5, 1, 1), (4, 2, 40, 4, 3)):
         model = ModelSpec("other", layers, experts, top_k, 512, 128)
@@ -392,7 +271,7 @@ def test_one_network_serves_any_shape(trace: TokenTrace) -> None:
         sim.check(Policy(sim, policy=policy).plan(window, sim.static(layers)))
 
 
-def test_the_policy_forgets_at_reset(trace: TokenTrace) -> None:
+def test_reset_clears_the_history_of_the_policy(trace: TokenTrace) -> None:
     sim, history = Simulator(MODEL, CLUSTER), windows(trace)
     planner = Policy(sim, policy=untrained())
     first = planner.plan(history[:1], sim.static(2))
@@ -401,44 +280,70 @@ def test_the_policy_forgets_at_reset(trace: TokenTrace) -> None:
     np.testing.assert_array_equal(planner.plan(history[:1], sim.static(2)), first)
 
 
-# Checkpoints
+# Policy files
 
 
-def test_a_policy_comes_back_as_it_was_saved(tmp_path: Path, trace: TokenTrace) -> None:
-    network, view = untrained()
-    save_policy(tmp_path / "policy.pt", network, view, {"made": "here"})
-    again, settings, about = load_policy(tmp_path)
-    assert (settings, about, again.config) == (view, {"made": "here"}, network.config)
+def save_untrained(path: Path) -> None:
+    network, settings = untrained()
+    save_policy(path, asdict(network.config), network.state_dict(), settings, {"made": "here"})
+
+
+def test_a_saved_policy_is_loaded_unchanged(tmp_path: Path) -> None:
+    network, settings = untrained()
+    save_untrained(tmp_path / "policy.pt")
+    loaded, loaded_settings = load_policy(tmp_path)
+    assert (loaded_settings, loaded.config) == (settings, network.config)
+    assert read_policy(tmp_path)["about"] == {"made": "here"}
     for name, tensor in network.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
+        assert torch.equal(tensor, loaded.state_dict()[name])
 
 
-def test_a_checkpoint_for_other_features_is_refused(tmp_path: Path) -> None:
-    network, _ = untrained()
-    content = {**network.as_state(), "features": [1, 2, 3], "network_version": NETWORK_VERSION}
-    save_checkpoint(tmp_path / "policy.pt", "moe-policy", content)
+def test_policy_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.pt"
+    save_untrained(path)
+    content = read_policy(path)
+    save_checkpoint(path, "moe-policy", content | {"features": [1, 2, 3]})
     with pytest.raises(CheckpointError, match=r"reads \[1, 2, 3\] features.*train it again"):
-        load_policy(tmp_path / "policy.pt")
-    save_checkpoint(tmp_path / "policy.pt", "moe-policy", network.as_state())
+        load_policy(path)
+    save_checkpoint(path, "moe-policy", content | {"network_version": NETWORK_VERSION - 1})
     with pytest.raises(CheckpointError, match=r"earlier clustergym.*train it again"):
-        load_policy(tmp_path / "policy.pt")
-    save_checkpoint(tmp_path / "policy.pt", "ppo", {})
+        load_policy(path)
+    del content["weights"]["look_scale"]
+    save_checkpoint(path, "moe-policy", content)
+    with pytest.raises(RuntimeError, match="look_scale"):
+        load_policy(path)
+    save_checkpoint(path, "ppo", {})
     with pytest.raises(CheckpointError, match="belongs to 'ppo'"):
-        load_policy(tmp_path / "policy.pt")
+        load_policy(path)
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_policy(tmp_path / "nowhere.pt")
 
 
-def test_the_pretrained_policy_is_small_and_says_where_it_comes_from() -> None:
+def test_the_pretrained_policy_is_small_and_names_its_origin() -> None:
     assert PRETRAINED.stat().st_size < 2_000_000
-    _, _, about = load_policy("pretrained")
-    assert about["steps"] > 0
+    assert read_policy("pretrained")["about"]["steps"] > 0
     card = (PRETRAINED.parent / "README.md").read_text()
     assert "ppo_moe_marl.py" in card
 
 
+PLAN_WITHOUT_TORCH_GEOMETRIC = """
+import sys
+sys.modules["torch_geometric"] = None  # importing it raises ImportError
+from clustergym import TokenTrace
+from clustergym.moe_placement import Simulator, Stream
+from clustergym.moe_placement.planner_registry import make_planner
+simulator, trace = Simulator("deepseek-v2-lite", "h800-4x4"), TokenTrace.load("synthetic").select(layers=[0])
+planner = make_planner("policy", simulator)
+simulator.check(planner.plan(Stream(trace, 16, 256, seed=0).take(1), simulator.static(1)))
+"""
+
+
+def test_the_policy_planner_works_without_torch_geometric() -> None:
+    subprocess.run([sys.executable, "-c", PLAN_WITHOUT_TORCH_GEOMETRIC], check=True)
+
+
 def test_the_pretrained_policy_beats_every_eplb_on_the_bundled_trace() -> None:
-    """It was trained on real routing: this trace is synthetic and new to it."""
+    """It was trained on recorded routing. This trace is synthetic and was not used for training."""
     trace = TokenTrace.load("synthetic").select(layers=[0, 2])
     sim = Simulator("deepseek-v2-lite", "h800-4x4")
     names = ["eplb-once", "eplb", "eplb-ema", "eplb-threshold", "policy"]

@@ -1,4 +1,4 @@
-"""Multi-agent PPO for placement: a known optimum is found, and is not found when reward, mask or advantages are broken."""
+"""Multi-agent PPO for placement: it finds a known optimum, but not with a wrong reward, mask or advantage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ import torch
 from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig, Simulator, Stream
 from clustergym.moe_placement.dynamics import OP_ILLEGAL
+from clustergym.moe_placement.episode import OP_KIND
 from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement.planners.exact import Exact
-from clustergym.moe_placement.policy.network import NetworkConfig, PlacementPolicy
-from clustergym.moe_placement.policy.planner import Policy, ViewSettings, load_policy
+from clustergym.moe_placement.policy.export import read_policy
+from clustergym.moe_placement.policy.network import PolicyNetwork
+from clustergym.moe_placement.policy.planner import Policy
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, World, load_checkpoint
 from trainers import FOLDER, load_trainer
 
@@ -30,35 +32,49 @@ marl = load_trainer("ppo_moe_marl")
 MODEL = ModelSpec("pairs", 1, 4, 2, 2048, 64)
 CLUSTER = ClusterSpec("2x1", 2, 1, 2)
 SMALL: dict[str, Any] = {
-    "ops_per_layer": 2, "windows": 1, "window_tokens": 64, "num_envs": 16, "num_steps": 8, "hidden": 16, "graph_layers": 1,
-    "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4, "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01,
-    "twins": 4, "pretrain_sharpen": 1.0, "reward_norm": 0,
+    "ops_per_layer": 2, "windows": 1, "window_tokens": 64, "num_envs": 16, "num_steps": 8, "hidden": 16,
+    "graph_layers": 1, "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4, "learning_rate": 5e-3,
+    "layers": 0, "ent_coef": 0.01, "envs_per_stream": 4, "pretrain_sharpen": 1.0, "reward_norm": 0,
 }  # fmt: skip
 
 
+def make_args(**changes: Any) -> Any:
+    """Arguments by the name of their flag, in whichever group they are."""
+    args = marl.Args()
+    groups = [args, *(value for value in vars(args).values() if is_dataclass(value))]
+    for name, value in changes.items():
+        (group,) = (group for group in groups if name in vars(group))
+        setattr(group, name, value)
+    return args
+
+
+def exported(agent: Any, args: Any) -> PolicyNetwork:
+    return PolicyNetwork.from_state(marl.network_options(args), agent.state_dict())
+
+
 def pairs_trace(tokens: int = 512) -> TokenTrace:
-    """Experts 0 and 2 are always used together, and 1 and 3: the static placement {0, 1}, {2, 3} parts both pairs."""
+    """Experts 0 and 2 are always used together, and 1 and 3. The static placement {0, 1}, {2, 3} separates them."""
     kinds = np.array([[0, 2], [1, 3]], np.int16)
     experts = kinds[np.random.default_rng(0).integers(0, 2, tokens)][:, None]
     return TokenTrace(experts, n_experts=4, seq_lens=np.full(tokens // 8, 8), name="pairs")
 
 
 def tiny_task(args: Any) -> Any:
-    trace = pairs_trace()
-    view = ViewSettings(args.homes, args.lookahead_norm, args.horizon, args.ops_per_layer)
+    trace, options = pairs_trace(), args.task
+    settings = marl.policy_settings(options)
     config = PlacementConfig(
-        trace=trace, cluster=CLUSTER, model=MODEL, windows=args.windows, window_tokens=args.window_tokens,
-        ops_per_layer=args.ops_per_layer, passes_per_window=view.passes(100),
+        trace=trace, cluster=CLUSTER, model=MODEL, windows=options.windows, window_tokens=options.window_tokens,
+        ops_per_layer=options.ops_per_layer, passes_per_window=settings.passes(100),
     )  # fmt: skip
-    return marl.Task(trace, trace, config, Simulator(MODEL, CLUSTER), view)
+    return marl.Task(trace, trace, config, Simulator(MODEL, CLUSTER), settings)
 
 
-def learn(iterations: int, **changes: Any) -> tuple[Any, Any, Any, int]:
-    """(agent, task, rollouts, illegal operations) after so many iterations of the real training loop, without look-ahead."""
-    args = marl.Args(**(SMALL | {"lookahead": False, "start": "static"} | changes))
+def learn(iterations: int, **changes: Any) -> tuple[PolicyNetwork, Any, Any, int]:
+    """(policy, task, rollouts, number of illegal operations) after some training iterations without look-ahead."""
+    args = make_args(**(SMALL | {"lookahead": False, "start": "static"} | changes))
     torch.manual_seed(args.seed)
     world, task, agent = World(), tiny_task(args), marl.make_agent(args)
-    optimizer, statistics = marl.make_optimizer(agent, args.learning_rate), marl.ReturnStatistics()
+    optimizer, statistics = marl.make_optimizer(agent, args.ppo.learning_rate), marl.ReturnStatistics()
     rollouts = marl.Rollouts(args, agent, task, world.device)
     rollouts.restart(args.seed)
     illegal = 0
@@ -67,20 +83,21 @@ def learn(iterations: int, **changes: Any) -> tuple[Any, Any, Any, int]:
     def counted(expert: torch.Tensor, node: torch.Tensor) -> Any:
         nonlocal illegal
         result = step(expert, node)
-        illegal += int((rollouts.view.batch.env["op"][:, 0] == OP_ILLEGAL).sum())
+        illegal += int((rollouts.view.batch.env["op"][:, OP_KIND] == OP_ILLEGAL).sum())
         return result
 
     rollouts.step = counted
     for iteration in range(1, iterations + 1):
-        optimizer.param_groups[0]["lr"] = marl.anneal(args.learning_rate, iteration, iterations)
+        optimizer.param_groups[0]["lr"] = marl.anneal(args.ppo.learning_rate, iteration, iterations)
         marl.iterate(agent, optimizer, rollouts, statistics, args, world)
-    return agent, task, rollouts, illegal
+    return exported(agent, args), task, rollouts, illegal
 
 
-def reached(agent: PlacementPolicy, task: Any) -> tuple[set[frozenset[int]], float, float]:
-    """(who shares a GPU in the policy's plan, its time, the proven optimum) for a window that training never saw, µs.
+def reached(network: PolicyNetwork, task: Any) -> tuple[set[frozenset[int]], float, float]:
+    """(experts that share a GPU in the policy's plan, its time, the proven optimum) for a new window, µs.
 
-    Which GPU is which is a matter of where the window's sequences happen to live: the time is that of the plan or of its mirror image.
+    The best assignment of the two groups to the two GPUs depends on the home GPUs of the window's tokens, which the
+    policy does not see. The time is therefore the better one of the plan and its mirror image.
     """
     sim = task.simulator
     free = Simulator(sim.model, sim.cluster, passes_per_window=10**12)
@@ -88,7 +105,7 @@ def reached(agent: PlacementPolicy, task: Any) -> tuple[set[frozenset[int]], flo
     exact = Exact(free)
     static = sim.static(1)
     exact.plan([window], static)
-    plan = Policy(sim, policy=(agent, task.view)).plan([window], static)
+    plan = Policy(sim, policy=(network, task.settings)).plan([window], static)
     shared = {frozenset(int(expert) for expert in gpu if expert >= 0) for gpu in plan[0]}
     images = plan, np.ascontiguousarray(plan[:, ::-1])
     times = [float(free.evaluate(window, image).time_us.sum()) for image in images]
@@ -99,16 +116,16 @@ ITERATIONS = 25
 TOGETHER = {frozenset({0, 2}), frozenset({1, 3})}
 
 
-def test_the_known_optimum_is_found() -> None:
-    agent, task, rollouts, illegal = learn(ITERATIONS)
-    shared, time_us, optimum_us = reached(agent, task)
+def test_training_finds_the_known_optimum() -> None:
+    network, task, rollouts, illegal = learn(ITERATIONS)
+    shared, time_us, optimum_us = reached(network, task)
     assert shared == TOGETHER
     assert time_us == pytest.approx(optimum_us)
     assert rollouts.saved > 0
     assert illegal == 0
 
 
-def test_a_broken_reward_sign_misses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_a_negated_reward_misses_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     right = marl.Rollouts.step
 
     def wrong(self: Any, expert: torch.Tensor, node: torch.Tensor) -> Any:
@@ -121,11 +138,11 @@ def test_a_broken_reward_sign_misses_it(monkeypatch: pytest.MonkeyPatch) -> None
     assert time_us > 1.05 * optimum_us
 
 
-def test_broken_advantages_miss_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_negated_advantages_misses_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
     right = marl.compute_gae
 
     def wrong(*arguments: Any) -> Any:
-        """Value minus return in place of return minus value."""
+        """Value minus return instead of return minus value."""
         advantages, returns = right(*arguments)
         return -advantages, returns
 
@@ -135,54 +152,54 @@ def test_broken_advantages_miss_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time_us > 1.05 * optimum_us
 
 
-def test_a_broken_mask_lets_illegal_operations_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = PlacementPolicy.node_logits
+def test_without_the_mask_illegal_operations_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = marl.Agent.node_logits
 
     def wrong(self: Any, inputs: Any, encoded: Any, same_node: Any, expert: Any, parts: Any, legal: Any) -> Any:
         return right(self, inputs, encoded, same_node, expert, parts, torch.ones_like(legal))
 
-    monkeypatch.setattr(PlacementPolicy, "node_logits", wrong)
+    monkeypatch.setattr(marl.Agent, "node_logits", wrong)
     assert learn(1)[3] > 0
 
 
-def test_look_ahead_alone_finds_it_untrained() -> None:
-    """The look-ahead enters a node's score directly: it works before anything is learnt."""
-    args = marl.Args(**SMALL)
+def test_an_untrained_policy_with_look_ahead_finds_the_optimum() -> None:
+    """The look-ahead is a term of a node's score, so it works before training."""
+    args = make_args(**SMALL)
     torch.manual_seed(0)
-    shared, time_us, optimum_us = reached(marl.make_agent(args), tiny_task(args))
+    shared, time_us, optimum_us = reached(exported(marl.make_agent(args), args), tiny_task(args))
     assert shared == TOGETHER
     assert time_us == pytest.approx(optimum_us)
 
 
-def test_supervision_teaches_what_the_simulation_likes() -> None:
-    args = marl.Args(**(SMALL | {"pretrain_states": 1024, "pretrain_experts": 4, "start": "static"}))
+def test_pretraining_prefers_the_best_simulated_operation() -> None:
+    args = make_args(**(SMALL | {"pretrain_states": 1024, "pretrain_experts": 4, "start": "static"}))
     torch.manual_seed(1)
     world, task, agent = World(), tiny_task(args), marl.make_agent(args)
     rollouts = marl.Rollouts(args, agent, task, world.device)
     rollouts.restart(1)
     view = rollouts.view
     inputs = {key: each.clone() for key, each in view.inputs().items()}
-    everyone = torch.arange(4).expand(16, 4)
-    parts = view.look_many(everyone)
+    experts = torch.arange(4).expand(16, 4)
+    parts = view.look_many(experts)
     legal = view.batch.obs["joint_mask"].bool().clone()
 
-    def surprise() -> float:
+    def cross_entropy() -> float:
         with torch.no_grad():
             encoded = agent.encode(inputs, view.same_node)
-            nodes = agent.node_logits(inputs, encoded, view.same_node, everyone[:, 0], parts[:, 0], legal[:, 0])
+            nodes = agent.node_logits(inputs, encoded, view.same_node, experts[:, 0], parts[:, 0], legal[:, 0])
             best = torch.where(legal[:, 0], marl.gains(parts[:, 0]), -torch.inf).argmax(-1)
             return float(-nodes.log_softmax(-1).gather(-1, best[:, None]).mean())
 
-    before = surprise()
-    marl.imitate(agent, rollouts, args, world)
-    assert surprise() < 0.5 * before
+    before = cross_entropy()
+    marl.supervised_phase(agent, rollouts, args, world)
+    assert cross_entropy() < 0.5 * before
 
 
 # Details
 
 
 def rollout(**changes: Any) -> tuple[Any, Any, Any]:
-    args = marl.Args(**(SMALL | changes))
+    args = make_args(**(SMALL | changes))
     torch.manual_seed(3)
     agent = marl.make_agent(args)
     rollouts = marl.Rollouts(args, agent, tiny_task(args), torch.device("cpu"))
@@ -200,9 +217,9 @@ def test_log_probabilities_of_both_choices_add_up_and_the_first_ratio_is_one(cha
     experts, nodes, values = agent(inputs, rollouts.view.same_node, batch.expert, batch.parts, batch.legal)
     joint = experts.log_softmax(-1)[rows, batch.expert] + nodes.log_softmax(-1)[rows, batch.node]
     torch.testing.assert_close(joint, batch.logprobs, atol=1e-5, rtol=0)
-    assert values.shape == (len(batch), 1 if args.centralised else 2)
+    assert values.shape == (len(batch), 1 if args.ablation.centralised else 2)
     assert bool(inputs["expert_mask"][rows, batch.expert].all())
-    if not args.simultaneous:
+    if not args.ablation.simultaneous:
         assert bool(batch.legal[rows, batch.node].all())
 
 
@@ -218,9 +235,9 @@ def test_masked_choices_have_probability_zero_and_no_gradient() -> None:
     assert float(gradient.abs().sum()) == 0
 
 
-def test_layers_end_episodes_and_advantages_do_not_cross_them() -> None:
-    """With credit by operation and no twins, the first layer's last advantage is its reward minus its value."""
-    _, _, rollouts = rollout(num_steps=4, twins=1)
+def test_advantages_do_not_cross_the_end_of_a_visit() -> None:
+    """With credit operation and no group baseline, the last advantage of a visit is its reward minus its value."""
+    _, _, rollouts = rollout(num_steps=4, envs_per_stream=1)
     rewards: list[torch.Tensor] = []
     step = rollouts.step
 
@@ -231,32 +248,32 @@ def test_layers_end_episodes_and_advantages_do_not_cross_them() -> None:
 
     rollouts.step = noted
     batch = rollouts.collect()
-    # Two visits to each environment's layer, one after the other, two steps each.
+    # Two visits per environment, one after the other, with two steps each.
     advantages, values = batch.advantages.view(2, 16, 2), batch.values.view(2, 16, 2)
     for visit, last in enumerate((1, 3)):
         torch.testing.assert_close(advantages[visit, :, 1], rewards[last] - values[visit, :, 1])
 
 
-def test_twins_share_their_luck_and_nothing_else() -> None:
-    """Hand-worked: of 1, 2, 6 the others' means are 4, 3.5, 1.5."""
+def test_the_group_baseline_is_the_mean_of_the_others() -> None:
+    """By hand: the means of the others of 1, 2, 6 are 4, 3.5, 1.5."""
     advantages = torch.tensor([[1.0, 2.0, 6.0, 5.0, 5.0, 5.0]])
     expected = torch.tensor([[-3.0, -1.5, 4.5, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(marl.without_luck(advantages, 3), expected)
-    # What all twins share falls out, whatever it is.
+    torch.testing.assert_close(marl.subtract_group_baseline(advantages, 3), expected)
+    # What the whole group shares has no effect.
     shared = torch.tensor([[7.0, 7.0, 7.0, -2.0, -2.0, -2.0]])
-    torch.testing.assert_close(marl.without_luck(advantages + shared, 3), expected)
+    torch.testing.assert_close(marl.subtract_group_baseline(advantages + shared, 3), expected)
 
 
-def test_twins_play_the_same_stream_for_ever() -> None:
-    _, _, rollouts = rollout(twins=4, windows=2, num_steps=16)
-    for _ in range(3):  # episodes of 4 steps: several of them end on the way
+def test_a_group_of_environments_plays_the_same_stream() -> None:
+    _, _, rollouts = rollout(envs_per_stream=4, windows=2, num_steps=16)
+    for _ in range(3):  # episodes have 4 steps, so several end in each rollout
         rollouts.collect()
         loads = rollouts.view.batch.env["ema"].reshape(4, 4, -1)
         assert bool((loads == loads[:, :1]).all())
-        assert len(torch.unique(loads[:, 0], dim=0)) > 1, "twins of different streams must differ"
+        assert len(torch.unique(loads[:, 0], dim=0)) > 1, "different streams must differ"
 
 
-def test_sharpening_keeps_the_order_and_narrows_the_choice() -> None:
+def test_scale_logits_multiplies_the_logits_of_both_actors() -> None:
     _, agent, rollouts = rollout()
     view = rollouts.view
     inputs = view.inputs()
@@ -270,20 +287,20 @@ def test_sharpening_keeps_the_order_and_narrows_the_choice() -> None:
             return agent.expert_logits(inputs, encoded), torch.where(legal, nodes, 0.0)
 
     before = scores()
-    agent.sharpen(3.0)
+    agent.scale_logits(3.0)
     for plain, sharp in zip(before, scores(), strict=True):
         torch.testing.assert_close(sharp, 3 * plain, atol=1e-5, rtol=1e-5)
 
 
-def test_supervision_does_not_ask_for_experts_that_cannot_be_chosen() -> None:
+def test_masked_experts_are_no_target_of_pretraining() -> None:
     args, agent, rollouts = rollout(pretrain_states=16, pretrain_experts=4)
     view = rollouts.view
-    looked = torch.arange(4).expand(16, 4)
-    parts, legal = view.look_many(looked), view.batch.obs["joint_mask"].bool()
+    candidates = torch.arange(4).expand(16, 4)
+    parts, legal = view.look_many(candidates), view.batch.obs["joint_mask"].bool()
     inputs = view.inputs() | {"expert_mask": torch.tensor([[True, True, True, False]]).expand(16, 4)}
     optimizer = marl.make_optimizer(agent, 1e-3)
-    losses = marl.supervised_step(agent, optimizer, inputs, view, looked, parts, legal, args, World())
-    # Nearly alike scores among three: the cross-entropy is that of a guess among three.
+    losses = marl.supervised_step(agent, optimizer, view, inputs, candidates, parts, legal, args, World())
+    # The three scores are nearly equal: the cross-entropy is that of a uniform choice among three.
     assert losses["pretrain/expert_loss"] == pytest.approx(np.log(3), rel=0.05)
 
 
@@ -292,18 +309,18 @@ def test_value_normalisation_changes_no_value() -> None:
     inputs = rollouts.view.inputs()
     with torch.no_grad():
         encoded = agent.encode(inputs, rollouts.view.same_node)
-        unknown = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
-        assert bool((unknown == 0).all()), "an untrained critic must not drown the rewards"
-        agent.standardise(torch.tensor(0.1), torch.tensor(0.02))
-        before = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
-        agent.standardise(torch.tensor(0.3), torch.tensor(0.07))
-        after = rollouts.denormalised(agent.values(inputs, encoded, rollouts.view.same_node))
+        unknown = agent.rewards_to_go(inputs, encoded, rollouts.view.same_node)
+        assert bool((unknown == 0).all()), "values of an untrained critic must not outweigh the rewards"
+        agent.set_value_scale(torch.tensor(0.1), torch.tensor(0.02))
+        before = agent.rewards_to_go(inputs, encoded, rollouts.view.same_node)
+        agent.set_value_scale(torch.tensor(0.3), torch.tensor(0.07))
+        after = agent.rewards_to_go(inputs, encoded, rollouts.view.same_node)
     torch.testing.assert_close(before, after, atol=1e-5, rtol=1e-4)
     assert float(agent.value_std) == pytest.approx(0.07)
 
 
-def test_the_critic_learns_returns_of_any_size() -> None:
-    """Rewards of 1e-4 are what real traces give: a critic that starts in the wrong units never recovers under clipping."""
+def test_the_critic_learns_returns_of_any_scale() -> None:
+    """Real traces give rewards of 1e-4. With clipping, a critic that starts at the wrong scale never recovers."""
     args, agent, rollouts = rollout(num_steps=16, learning_rate=5e-3)
     step = rollouts.step
 
@@ -312,7 +329,7 @@ def test_the_critic_learns_returns_of_any_size() -> None:
         return 1e-4 * reward, layer_end, done
 
     rollouts.step = tiny
-    optimizer, statistics = marl.make_optimizer(agent, args.learning_rate), marl.ReturnStatistics()
+    optimizer, statistics = marl.make_optimizer(agent, args.ppo.learning_rate), marl.ReturnStatistics()
     found = [
         marl.iterate(agent, optimizer, rollouts, statistics, args, World())["losses/explained_variance"]
         for _ in range(10)
@@ -321,7 +338,7 @@ def test_the_critic_learns_returns_of_any_size() -> None:
 
 
 def test_orthogonal_initialisation() -> None:
-    agent = PlacementPolicy(NetworkConfig())
+    agent = marl.Agent(marl.Args())
     hidden = agent.encoders.gpus_in.weight
     gram = hidden.T @ hidden
     torch.testing.assert_close(gram, 2 * torch.eye(len(gram)), atol=1e-4, rtol=0)
@@ -340,11 +357,12 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def file_args(trace: Path, folder: Path, **changes: Any) -> Any:
     """A run of a few seconds on a preset model and cluster."""
     tiny = {
-        "trace": (str(trace),), "model": "mixtral-8x7b", "cluster": "h800-2x4", "run_dir": folder, "num_envs": 4, "num_steps": 4,
-        "total_timesteps": 96, "checkpoint_interval": 2, "pretrain_states": 16, "pretrain_experts": 4, "eval_interval": 3,
-        "eval_streams": 2, "eval_windows": 2, "eval_planners": ("static", "eplb"), "learning_rate": 1e-3,
+        "trace": (str(trace),), "model": "mixtral-8x7b", "cluster": "h800-2x4", "run_dir": folder, "num_envs": 4,
+        "num_steps": 4, "total_timesteps": 96, "checkpoint_interval": 2, "pretrain_states": 16, "pretrain_experts": 4,
+        "eval_interval": 3, "eval_streams": 2, "eval_windows": 2, "eval_planners": ("static", "eplb"),
+        "learning_rate": 1e-3,
     }  # fmt: skip
-    return marl.Args(**(SMALL | tiny | changes))
+    return make_args(**(SMALL | tiny | changes))
 
 
 def test_a_run_writes_policy_table_curve_and_result(
@@ -362,8 +380,8 @@ def test_a_run_writes_policy_table_curve_and_result(
     assert evaluate_planner(planner, "policy", trace, trace, Protocol(windows=1, window_tokens=64)).total_us > 0
 
 
-def test_a_policy_to_start_from_is_taken_as_it_is(trace_file: Path, tmp_path: Path) -> None:
-    """Only the supervised phase is followed by sharpening: a trained policy that goes on must not become four times as sure."""
+def test_init_takes_the_policy_unchanged(trace_file: Path, tmp_path: Path) -> None:
+    """Logits are scaled only after a supervised phase, not after loading a trained policy."""
     common = {
         "total_timesteps": 0,
         "pretrain_states": 0,
@@ -374,9 +392,7 @@ def test_a_policy_to_start_from_is_taken_as_it_is(trace_file: Path, tmp_path: Pa
     marl.train(file_args(trace_file, tmp_path / "first", **common), World())
     first = tmp_path / "first" / "policy.pt"
     marl.train(file_args(trace_file, tmp_path / "second", init=str(first), seed=2, **common), World())
-    before, after = (
-        load_policy(folder / "policy.pt")[0].state_dict() for folder in (first.parent, tmp_path / "second")
-    )
+    before, after = (read_policy(folder / "policy.pt")["weights"] for folder in (first.parent, tmp_path / "second"))
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -387,7 +403,7 @@ def states_agree(a: Path, b: Path) -> None:
         assert torch.equal(tensor, second["agent"][name]), name
 
 
-def test_killed_and_resumed_is_the_same_run(trace_file: Path, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_is_bit_equal(trace_file: Path, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     args = file_args(trace_file, whole, total_timesteps=640, eval_streams=0, eval_interval=0)
     marl.train(args, World())
@@ -396,8 +412,9 @@ def test_killed_and_resumed_is_the_same_run(trace_file: Path, tmp_path: Path) ->
         for name, value in {**SMALL, "num_envs": 4, "num_steps": 4, "total_timesteps": 640}.items()
     ]
     flags += [
-        "--model=mixtral-8x7b", "--cluster=h800-2x4", "--checkpoint-interval=2", "--pretrain-states=16", "--pretrain-experts=4",
-        "--eval-interval=0", "--eval-streams=0", "--learning-rate=1e-3", f"--run-dir={broken}", "--resume",
+        "--model=mixtral-8x7b", "--cluster=h800-2x4", "--checkpoint-interval=2", "--pretrain-states=16",
+        "--pretrain-experts=4", "--eval-interval=0", "--eval-streams=0", "--learning-rate=1e-3",
+        f"--run-dir={broken}", "--resume",
         "--eval-windows=2", "--eval-planners", "static", "eplb", "--trace", str(trace_file),
     ]  # fmt: skip
     command = [sys.executable, str(FOLDER / "ppo_moe_marl.py"), *dict.fromkeys(flags)]
@@ -417,7 +434,7 @@ def test_killed_and_resumed_is_the_same_run(trace_file: Path, tmp_path: Path) ->
     states_agree(whole, broken)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_good_checkpoint(
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(
     trace_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, calls = marl.update, []
@@ -445,7 +462,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_good_checkpo
         ({"init": "pretrained"}, "--init pretrained has network"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_training(
+def test_arguments_that_do_not_fit_are_refused_before_training(
     trace_file: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, CheckpointError), match=message):
@@ -456,17 +473,16 @@ def test_what_does_not_fit_is_refused_before_training(
 def test_an_evaluation_trace_of_another_model_is_refused(trace_file: Path, tmp_path: Path) -> None:
     other = TokenTrace(np.zeros((64, 1, 1), np.int16), n_experts=2, seq_lens=[32, 32], name="other")
     path = other.save(tmp_path / "other.npz")
-    with pytest.raises(ValueError, match="one run is about one model"):
+    with pytest.raises(ValueError, match="expected traces of one model"):
         marl.train(file_args(trace_file, tmp_path / "run", eval_trace=(str(path),)), World())
 
 
-def test_the_result_is_the_last_line(trace_file: Path, tmp_path: Path) -> None:
-    """Smoke: the script as users start it."""
+def test_smoke_the_script_prints_the_result_as_its_last_line(trace_file: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, str(FOLDER / "ppo_moe_marl.py"), "--trace", str(trace_file), "--model", "mixtral-8x7b", "--cluster",
-        "h800-2x4", "--run-dir", str(tmp_path / "run"), "--total-timesteps", "0", "--pretrain-states", "0", "--eval-streams", "1",
-        "--eval-windows", "1", "--window-tokens", "64", "--eval-planners", "static", "eplb", "--num-envs", "2", "--num-steps", "16",
-        "--num-minibatches", "2",
+        sys.executable, str(FOLDER / "ppo_moe_marl.py"), "--trace", str(trace_file), "--model", "mixtral-8x7b",
+        "--cluster", "h800-2x4", "--run-dir", str(tmp_path / "run"), "--total-timesteps", "0",
+        "--pretrain-states", "0", "--eval-streams", "1", "--eval-windows", "1", "--window-tokens", "64",
+        "--eval-planners", "static", "eplb", "--num-envs", "2", "--num-steps", "16", "--num-minibatches", "2",
     ]  # fmt: skip
     run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     last = run.stdout.strip().splitlines()[-1]

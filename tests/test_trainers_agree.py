@@ -76,11 +76,15 @@ def test_no_trainer_imports_a_sibling(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
 def test_every_argument_is_documented(path: Path) -> None:
-    (tree,) = [
-        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == "Args"
+    classes = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Args")
     ]
+    assert "Args" in [tree.name for tree in classes]
     undocumented = [
         node.target.id
+        for tree in classes
         for node, following in zip(tree.body, [*tree.body[1:], None], strict=True)
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
@@ -91,6 +95,17 @@ def test_every_argument_is_documented(path: Path) -> None:
         )
     ]
     assert not undocumented, f"{path.name}: Args without a docstring below: {undocumented}"
+
+
+def flag_names(args: object) -> set[str]:
+    """Names of all arguments, those of groups without a prefix included."""
+    names: set[str] = set()
+    for field in dataclasses.fields(args):
+        if "OmitArgPrefixes" in str(field.type):
+            names |= flag_names(getattr(args, field.name))
+        else:
+            names.add(field.name)
+    return names
 
 
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
@@ -115,7 +130,7 @@ def test_help_shows_every_flag_and_the_common_ones_exist(path: Path, capsys: pyt
 def test_sweeps_name_flags_and_metrics_of_their_program(sweep: Path) -> None:
     content = yaml.safe_load(sweep.read_text())
     program = FOLDER.parent / content["program"]
-    fields = {field.name for field in dataclasses.fields(load_trainer(program.stem).Args)}
+    fields = flag_names(load_trainer(program.stem).Args())
     unknown = {name for name in content["parameters"] if name.replace("-", "_") not in fields}
     assert not unknown, f"{sweep.name}: {program.name} has no such arguments: {unknown}"
     assert content["metric"]["goal"] in ("maximize", "minimize")
