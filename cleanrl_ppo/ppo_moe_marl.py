@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -247,12 +247,12 @@ class Args:
     """Options of the evaluation."""
 
 
-def flat_args(args: object) -> dict[str, Any]:
+def flat_args(args: Args) -> dict[str, Any]:
     """All arguments by the name of their flag, without the groups."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in plain_args(args).items():
-        found |= flat_args(value) if is_dataclass(value) else {name: value}
-    return found
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
 
 
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
@@ -626,9 +626,10 @@ def policy_settings(args: TaskArgs) -> PolicySettings:
 def check_arguments(args: Args) -> None:
     """Refuse sizes that do not fit together before anything is loaded."""
     ppo, ops_per_layer = args.ppo, args.task.ops_per_layer
+    flat = flat_args(args)
     for name in ("threads", "envs_per_stream", "hidden", "graph_layers"):
-        if flat_args(args)[name] < 1:
-            raise ValueError(f"{name} is {flat_args(args)[name]}: expected at least 1")
+        if flat[name] < 1:
+            raise ValueError(f"{name} is {flat[name]}: expected at least 1")
     if args.pretrain.pretrain_sharpen <= 0:
         raise ValueError(f"pretrain_sharpen is {args.pretrain.pretrain_sharpen}: expected more than 0")
     if ppo.num_steps % ops_per_layer:
