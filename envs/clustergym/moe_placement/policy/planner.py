@@ -31,8 +31,7 @@ class Policy(Planner):
         checkpoint: a policy.pt, the folder of a training run, or ``pretrained``.
         operations: per layer and window; by default as many as in training.
         samples: 1 takes the most likely choices. k > 1 also samples k − 1 plans per layer and keeps the one that saves
-        most on
-            the observed window.
+            most on the observed window.
         policy: (network, settings) instead of a checkpoint.
     """
 
