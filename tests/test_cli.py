@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -340,6 +341,10 @@ def test_help_explains_every_flag(
             assert flag in text
             assert len(sentence.split()) > 2, f"{flag} is not explained"
             assert " ".join(sentence.replace("``", "").split()[:4]) in text.replace("``", ""), flag
+
+
+def test_help_of_eval_lists_every_planner() -> None:
+    assert set(PLANNERS) <= set(re.findall(r"[\w-]+", documented_fields(eval_command.Command)["planner"]))
 
 
 # The installed script

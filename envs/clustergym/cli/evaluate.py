@@ -37,9 +37,11 @@ class Command:
     cluster: str = "h800-4x4"
     """Cluster preset GPU-NODESxGPUS, for example h800-4x4, h800-2x8 or h100-4x8."""
     model: str | None = None
-    """Model preset. Default: the model that the trace names."""
+    """Model preset; by default the model that the trace names."""
     planner: list[str] = field(default_factory=lambda: ["all"])
-    """Names of planners, or 'all'."""
+    """One or more of static, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental, grouping,
+    random-best, bottleneck, bottleneck-8, swap-greedy, anneal-max, anneal, anneal-4, anneal-even, policy, policy-guided,
+    oracle (sees the next window) and exact (small instances only); 'all' means all but exact."""
     checkpoint: str = "pretrained"
     """Policy of the planners 'policy' and 'policy-guided': a policy.pt file, a run folder, or 'pretrained'."""
     schedule: str = "drift"
@@ -59,9 +61,9 @@ class Command:
     comm: str = "dedup"
     """dedup: one copy per GPU and node. per-expert: low-latency mode. stay: tokens stay where their first expert ran."""
     slots: int | None = None
-    """Experts per layer that a GPU can hold. Default: about a quarter more than needed."""
+    """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
     layers: list[int] | None = None
-    """Positions of the layers of the trace to use. Default: all layers."""
+    """Positions of the layers of the trace to use; by default all layers."""
     seed: int = 0
     """Seed of the split into planning and held-out part, of the streams, and of planners that draw random numbers."""
     json: Path | None = None

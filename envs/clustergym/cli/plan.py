@@ -44,23 +44,24 @@ class Command:
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """Plan file to write: .json or .pt for sglang, .yaml for tensorrt-llm, .json for vllm-ascend and vllm."""
     engine: str = "sglang"
-    """sglang, tensorrt-llm, vllm-ascend or vllm."""
+    """Engine to write the plan for: sglang, tensorrt-llm, vllm-ascend or vllm."""
     planner: str = "anneal"
-    """Name of a planner, for example anneal, eplb or policy."""
+    """A planner of ``clustergym eval``, for example anneal, eplb or policy-guided."""
     checkpoint: Path | None = None
-    """Policy of the planners 'policy' and 'policy-guided'. Default: the pretrained one."""
+    """Policy of the planners 'policy' and 'policy-guided': a policy.pt file or a run folder; by default the pretrained
+    policy."""
     model: str | None = None
-    """Model preset. Default: the model that the trace names."""
+    """Model preset; by default the model that the trace names."""
     cluster: str = "h800-4x4"
     """Cluster preset GPU-NODESxGPUS, for example h800-4x4."""
     slots: int | None = None
-    """Experts per layer that a GPU can hold. Default: about a quarter more than needed."""
+    """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
     comm: str = "dedup"
     """dedup: DeepEP's normal mode. per-expert: its low-latency mode."""
     share: float = 0.5
     """Share of the trace, from its beginning, to plan on. The rest is held out."""
     seconds: float = 30.0
-    """Time budget of annealing, in seconds."""
+    """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
     plan_tokens: int = 8192
     """Maximum number of tokens to plan on, for planners that look at tokens."""
     window_tokens: int = 2048

@@ -33,11 +33,11 @@ class RunSweep:
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """A wandb sweep file (.yaml)."""
     count: int | None = None
-    """Total number of runs. Default: until run_cap of the file or the end of the grid."""
+    """Total number of runs; by default until run_cap of the file or the end of the grid."""
     jobs: int = 1
     """Number of runs at the same time."""
     folder: Path | None = None
-    """Folder for the database and the runs. Default: runs/sweep-FILE."""
+    """Folder for the database and the runs; by default runs/sweep-FILE."""
     proposer: str = "sweeps"
     """Search algorithm: sweeps (that of wandb) or optuna."""
     seed: int = 0

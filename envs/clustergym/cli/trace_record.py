@@ -31,15 +31,15 @@ class Record:
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The .npz file to write."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer. Default: that of the model."""
+    """Folder or hub name of the tokenizer; by default that of the model."""
     max_tokens: int | None = None
-    """Maximum number of tokens in the trace, divided evenly among the files. Default: the whole text."""
+    """Maximum number of tokens in the trace, divided evenly among the files; by default the whole text."""
     sequence_length: int = 512
     """Tokens per sequence."""
     batch_size: int = 4
     """Sequences per forward pass."""
     preset: str | None = None
-    """Model preset to write into the trace. Default: the only preset with these layers, experts and top-k, if any."""
+    """Model preset to write into the trace; by default the only preset with these layers, experts and top-k, if any."""
     device: str = "cpu"
     """Device to run the model on: cpu, cuda, cuda:1 …"""
     dtype: str = "auto"
