@@ -1,7 +1,6 @@
-"""Reference pages from the code itself: environments from their docstrings, trainers' flags from their ``Args``.
+"""Generate reference pages: environments from their docstrings, flags of the trainers from their ``Args``.
 
-Run by mkdocs (plugin gen-files). Sources are parsed and never imported, so that the pages need neither torch nor a compiler, and a
-build takes seconds.
+Run by mkdocs (plugin gen-files). Sources are parsed, not imported, so that a build takes seconds.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ def _class(path: Path, name: str) -> ast.ClassDef | None:
 
 
 def _plain(text: str) -> str:
-    """Markdown of a docstring in reStructuredText's habits: roles and double backticks become code."""
+    """Markdown of a reStructuredText docstring: roles and double backticks become code."""
     text = re.sub(r":\w+:`~?([^`]+)`", lambda m: f"`{m[1]}`", text)
     return text.replace("``", "`")
 
 
 def fields(node: ast.ClassDef) -> list[tuple[str, str, str, str]]:
-    """(name, type, default, what it says) of the fields of a dataclass with a docstring under each."""
+    """(name, type, default, docstring) of the fields of a dataclass."""
     found = []
     for at, entry in enumerate(node.body):
         if not isinstance(entry, ast.AnnAssign) or not isinstance(entry.target, ast.Name):
             continue
         after = node.body[at + 1] if at + 1 < len(node.body) else None
-        said = ""
+        docstring = ""
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            said = " ".join(after.value.value.split())
+            docstring = " ".join(after.value.value.split())
         default = "" if entry.value is None else ast.unparse(entry.value)
-        found.append((entry.target.id, ast.unparse(entry.annotation), default, _plain(said)))
+        found.append((entry.target.id, ast.unparse(entry.annotation), default, _plain(docstring)))
     return found
 
 
@@ -56,24 +55,26 @@ def _cell(text: str) -> str:
 
 
 def table(rows: list[tuple[str, str, str, str]], flags: bool) -> str:
-    """A Markdown table of fields; as flags on request."""
+    """A Markdown table of fields or flags."""
     lines = ["| " + ("flag" if flags else "argument") + " | type | default | |", "| --- | --- | --- | --- |"]
-    for name, kind, default, said in rows:
+    for name, kind, default, docstring in rows:
         shown = f"--{name.replace('_', '-')}" if flags else name
-        lines.append(f"| `{shown}` | `{_cell(kind)}` | {f'`{_cell(default)}`' if default else ''} | {_cell(said)} |")
+        lines.append(
+            f"| `{shown}` | `{_cell(kind)}` | {f'`{_cell(default)}`' if default else ''} | {_cell(docstring)} |"
+        )
     return "\n".join(lines)
 
 
 def trainer_page(path: Path) -> str:
-    """Flags of one trainer, under what its file says of itself."""
+    """The docstring and the flags of a trainer."""
     node = _class(path, "Args")
     assert node is not None
-    said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return f"# {path.name}: flags\n\n{_plain(said)}\n\n{table(fields(node), flags=True)}\n"
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return f"# {path.name}: flags\n\n{_plain(docstring)}\n\n{table(fields(node), flags=True)}\n"
 
 
 def task_page(name: str) -> str:
-    """An environment's docstring, which is its documentation, and the arguments it takes."""
+    """The docstring of an environment and its arguments."""
     path = PACKAGE / name / "environment.py"
     node = next(
         n
@@ -92,7 +93,7 @@ def task_page(name: str) -> str:
 
 
 def pages() -> dict[str, str]:
-    """Every generated page, by its path in the site."""
+    """All generated pages by their paths in the site."""
     made = {f"reference/{name}.md": task_page(name) for name in tasks()}
     return made | {f"reference/{path.stem}_flags.md": trainer_page(path) for path in trainers()}
 
@@ -105,5 +106,5 @@ def main() -> None:
             file.write(text)
 
 
-if __name__ == "<run_path>":  # how the plugin runs it
+if __name__ == "<run_path>":  # the plugin runs the file this way
     main()

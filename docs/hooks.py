@@ -1,4 +1,4 @@
-"""What mkdocs is told while it builds: the navigation, from the pages that are there, and links that leave the site."""
+"""Hooks of the mkdocs build: the navigation from the existing pages, and links to files outside the site."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
-# A section, and the pages that belong there, in order; patterns take what fits and is not taken yet.
+# Sections and patterns of their pages, in order. A page belongs to the first pattern that matches.
 SECTIONS: list[tuple[str, list[str]]] = [
     ("Tasks", ["moe_placement", "gpu_allocation", "reference/moe_placement", "reference/gpu_allocation"]),
     ("Serving engineers", ["engines", "planners", "traces", "record.*"]),
@@ -20,7 +20,7 @@ SECTIONS: list[tuple[str, list[str]]] = [
 
 
 def on_config(config: Any) -> Any:
-    """The navigation. A page that nobody has listed still gets its place."""
+    """Build the navigation. Every page gets a place."""
     spec = importlib.util.spec_from_file_location("gen_pages", DOCS / "gen_pages.py")
     assert spec is not None
     assert spec.loader is not None
@@ -44,7 +44,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A link to a file of the repository outside the site becomes the file's name."""
+    """Replace links to files outside the site by the names of the files."""
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)", _outside, markdown)
 
 

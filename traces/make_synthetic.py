@@ -1,4 +1,4 @@
-"""Make the bundled sample trace: ``python traces/make_synthetic.py`` writes ``traces/synthetic.npz``."""
+"""Write the bundled sample trace ``traces/synthetic.npz``: ``python traces/make_synthetic.py``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 
-# Eight of the 26 layers of DeepSeek-V2-Lite keep the file below 900 kB; every other parameter is the default.
+# 8 of the 26 layers of DeepSeek-V2-Lite keep the file below 900 kB. All other parameters are defaults.
 CONFIG = SyntheticConfig(n_tokens=24_000, n_layers=8, first_layer=1)
 SEED = 0
 
 
 def bundled_sample() -> TokenTrace:
-    """The trace that ``TokenTrace.load("synthetic")`` gives."""
+    """The trace that ``TokenTrace.load("synthetic")`` returns."""
     return synthetic_trace(CONFIG, seed=SEED)
 
 

@@ -1,13 +1,13 @@
 """Make the bundled traces ``tiny_moe.npz`` and ``tiny_moe_ppo.npz``: train a small language model, record its routing.
 
-    python traces/make_tiny_moe.py                  # a quarter of an hour on one CPU thread; needs the extra "train"
+    python traces/make_tiny_moe.py                  # 15 minutes on one CPU thread; needs the extra "train"
 
-1. Six kinds of text that every Python carries are written to files; a part of each is reserved for recording.
-2. ``cleanrl_ppo/ppo_llm.py`` learns the rest from scratch and then optimises the model by PPO with a KL penalty.
-3. The routing of the reference (before PPO) and of the policy (after) is recorded on the reserved text, token for token the same
-   in both files, and on what each model writes itself (domain ``generated``).
+1. Six kinds of text that come with every Python are written to files. A part of each is reserved for recording.
+2. ``cleanrl_ppo/ppo_llm.py`` trains a model on the rest and then optimises it with PPO and a KL penalty.
+3. The routing of the reference (before PPO) and of the policy (after PPO) is recorded on the reserved text, the same in
+   both files, and on text that each model generates (domain ``generated``).
 
-The text depends on the version of Python; the data card names the one that made the committed files.
+The text depends on the version of Python. The data card names the version of the committed files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from clustergym.training import load_checkpoint
 
 HERE = Path(__file__).resolve().parent
 PRESET = "tiny-moe"
-# Modules of the standard library whose source, documentation and bytecode are read: pure Python, importable everywhere.
+# Modules of the standard library whose source, documentation and bytecode are used. All are pure Python.
 MODULES = (
     "argparse", "ast", "base64", "bisect", "calendar", "cmd", "code", "codecs", "collections", "configparser",
     "contextlib", "copy", "csv", "dataclasses", "datetime", "difflib", "dis", "doctest", "email.message", "enum",
@@ -49,27 +49,27 @@ MODULES = (
     "timeit", "tokenize", "trace", "traceback", "types", "typing", "unittest.case", "urllib.parse", "urllib.request",
     "uuid", "warnings", "weakref", "zipfile",
 )  # fmt: skip
-CHARACTERS = 300_000  # of each kind of text, at most
-RESERVED = 0.15  # share of each kind that is kept for recording
+CHARACTERS = 300_000  # maximum per kind of text
+RESERVED = 0.15  # share of each kind that is reserved for recording
 BLOCK = 12  # paragraphs that are reserved together
 SEQUENCE = (48, 128)  # shortest and longest sequence of the trace
-PROMPT, RESPONSE = 32, 64  # of the sequences that a model writes itself
+PROMPT, RESPONSE = 32, 64  # tokens of generated sequences
 
 
 @dataclass
 class Args:
     work: Path = Path("runs/tiny_moe_trace")
-    """Folder for the text, the training run and its checkpoints; the same command again goes on where it was interrupted."""
+    """Folder for the text, the training run and its checkpoints. Repeat the command to resume."""
     output: Path = HERE
-    """Folder that the two traces are written to."""
+    """Folder for the two traces."""
     pretrain_steps: int = 900
-    """Updates of pre-training."""
+    """Pre-training updates."""
     iterations: int = 40
-    """Iterations of PPO."""
+    """PPO iterations."""
     tokens: int = 10_000
-    """Tokens of each domain in a trace."""
+    """Tokens per domain and trace."""
     seed: int = 1
-    """Of training, of the cut into sequences, and of what the models write."""
+    """Seed of training, sequence lengths and generated text."""
 
 
 def modules() -> list[ModuleType]:
@@ -77,26 +77,26 @@ def modules() -> list[ModuleType]:
 
 
 def tidy(text: str) -> str:
-    """Without addresses in memory and places on this disk, which differ between two runs."""
+    """Remove memory addresses and file paths, which differ between runs."""
     text = re.sub(r"<a href=\"file:[^>]*>[^<]*</a>", "", text)
     text = re.sub(r", file \"[^\"]*\"", "", text)
     return re.sub(r"\b0x[0-9a-f]{6,}\b", "0x0", text)
 
 
 def help_text() -> Iterator[str]:
-    """English: the topics of Python's built-in help."""
+    """English: the topics of the built-in help of Python."""
     from pydoc_data.topics import topics
 
     yield from (topics[name] for name in sorted(topics))
 
 
 def source_text() -> Iterator[str]:
-    """Programs: the source of modules."""
+    """Programs: the source code of modules."""
     yield from (inspect.getsource(module) for module in modules())
 
 
 def html_text() -> Iterator[str]:
-    """Mark-up: the documentation of modules as pydoc writes it, a line a paragraph."""
+    """Markup: the HTML documentation of modules by pydoc, one line per paragraph."""
     for module in modules():
         yield "\n\n".join(tidy(pydoc.HTMLDoc().docmodule(module)).splitlines())
 
@@ -109,7 +109,7 @@ def bytecode_text() -> Iterator[str]:
 
 
 def json_text() -> Iterator[str]:
-    """Data: signatures and defaults of the functions of modules as JSON."""
+    """Data: signatures of functions as JSON."""
     for module in modules():
         for name, function in inspect.getmembers(module, inspect.isfunction):
             parameters = {p.name: tidy(str(p)) for p in inspect.signature(function).parameters.values()}
@@ -119,11 +119,11 @@ def json_text() -> Iterator[str]:
 
 
 def names_text() -> Iterator[str]:
-    """Tables: numbers, categories and names of characters, sixteen rows a paragraph."""
+    """Tables: numbers, categories and names of Unicode characters, 16 rows per paragraph."""
     rows = [
-        f"{point:06X};{unicodedata.category(chr(point))};{unicodedata.name(chr(point))};{point};{unicodedata.bidirectional(chr(point))}"
-        for point in range(0x20, 0x3000)
-        if unicodedata.name(chr(point), "")
+        f"{point:06X};{unicodedata.category(character)};{name};{point};{unicodedata.bidirectional(character)}"
+        for point, character in ((point, chr(point)) for point in range(0x20, 0x3000))
+        if (name := unicodedata.name(character, ""))
     ]
     yield from ("\n".join(rows[i : i + 16]) for i in range(0, len(rows), 16))
 
@@ -139,7 +139,7 @@ DOMAINS = {
 
 
 def paragraphs(texts: Iterator[str]) -> list[str]:
-    """Distinct paragraphs, up to the limit of characters: what is recorded must not have been trained on."""
+    """Distinct paragraphs up to the limit of characters. No paragraph is both trained on and recorded."""
     found: dict[str, None] = {}
     length = 0
     for text in texts:
@@ -154,7 +154,7 @@ def paragraphs(texts: Iterator[str]) -> list[str]:
 
 
 def reserve(pieces: list[str], rng: random.Random) -> tuple[list[str], list[str]]:
-    """(to learn, reserved) paragraphs: blocks of consecutive ones are dealt at random."""
+    """(training, reserved) paragraphs. Blocks of consecutive paragraphs are reserved at random."""
     blocks = [pieces[i : i + BLOCK] for i in range(0, len(pieces), BLOCK)]
     kept = set(rng.sample(range(len(blocks)), max(round(RESERVED * len(blocks)), 1)))
     learn = [piece for i, block in enumerate(blocks) if i not in kept for piece in block]
@@ -162,7 +162,7 @@ def reserve(pieces: list[str], rng: random.Random) -> tuple[list[str], list[str]
 
 
 def sequences(pieces: list[str], n_tokens: int, rng: random.Random) -> list[list[int]]:
-    """Consecutive pieces of the text with lengths between the limits, ``n_tokens`` in all; each paragraph ends in END."""
+    """Cut the text into consecutive sequences of random lengths, ``n_tokens`` in total. Each paragraph ends in END."""
     tokens = [token for piece in pieces for token in [*encode(piece), END]]
     if len(tokens) < n_tokens:
         raise ValueError(f"{len(tokens)} tokens are reserved, but {n_tokens} are to be recorded: lower --tokens")
@@ -175,7 +175,7 @@ def sequences(pieces: list[str], n_tokens: int, rng: random.Random) -> list[list
 
 
 def generated(model: TinyMoE, rows: dict[str, list[list[int]]], n_tokens: int, seed: int) -> list[list[int]]:
-    """What the model writes after prompts from all domains, prompt included, each up to its first end token."""
+    """Prompts from all domains and the text that the model generates after them, up to the first end token."""
     long = [row for part in rows.values() for row in part if len(row) >= PROMPT]
     prompts = [row[:PROMPT] for row in long if END not in row[:PROMPT]]
     random.Random(seed).shuffle(prompts)
@@ -205,7 +205,7 @@ def routing(model: TinyMoE, rows: dict[str, list[list[int]]], args: Args, name: 
 
 
 def train(args: Args, files: list[Path], run: Path) -> None:
-    """Pre-training and PPO in a process of their own; what was interrupted goes on."""
+    """Run pre-training and PPO in a subprocess. Resumes an interrupted run."""
     trainer = HERE.parent / "cleanrl_ppo" / "ppo_llm.py"
     flags = {"seed": args.seed, "pretrain-steps": args.pretrain_steps, "iterations": args.iterations, "run-dir": run}
     options = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
@@ -225,7 +225,7 @@ def main(args: Args) -> None:
         files.append(file)
         rows[domain] = sequences(reserved, args.tokens, rng)
         print(
-            f"{domain}: {file.stat().st_size:,} bytes to learn, {sum(map(len, reserved)):,} characters reserved",
+            f"{domain}: {file.stat().st_size:,} bytes for training, {sum(map(len, reserved)):,} characters reserved",
             flush=True,
         )
     run = args.work / "run"
