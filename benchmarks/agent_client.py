@@ -1,4 +1,4 @@
-"""A running allocation agent and quick clients for it, for the benchmarks (and tests) that put it under load."""
+"""A running allocation agent and fast clients, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Server:
             return text
 
     def post(self, path: str, body: Any, token: str = TOKEN) -> tuple[int, Any]:
-        """(status, JSON) of one request; for many use :class:`Connection`."""
+        """Status and JSON of one request. For many requests, use :class:`Connection`."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data, headers)
@@ -59,12 +59,12 @@ class Server:
             return error.code, json.loads(error.read())
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its name and labels, as written."""
+        """Values of /metrics. The keys are names with labels, as in the text."""
         lines = [line for line in self.get("/metrics").splitlines() if line and not line.startswith("#")]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
     def kill(self) -> None:
-        """SIGKILL to the server alone: its learning process must notice by itself."""
+        """Send SIGKILL to the server only. Its learner process must end without help."""
         self.process.kill()
         self.process.wait()
 
@@ -85,7 +85,7 @@ def agent_server(
     ready_s: float = 60.0,
     **environment: str,
 ) -> Iterator[Server]:
-    """The agent as a process of its own, gone at the end of the block and with this process."""
+    """Run the agent in another process, and kill it at the end of the block or with this process."""
     store.mkdir(parents=True, exist_ok=True)
     token, log = store / "token", store / "agent.log"
     token.write_text(TOKEN + "\n")
@@ -100,12 +100,12 @@ def agent_server(
         )  # fmt: skip
     server = Server(port, process, log, host)
     try:
-        give_up = time.monotonic() + ready_s
+        deadline = time.monotonic() + ready_s
         while True:
             with suppress(OSError):
                 server.get("/healthz")
                 break
-            if process.poll() is not None or time.monotonic() > give_up:
+            if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the agent did not start:\n{log.read_text()[-3000:]}")
             time.sleep(0.05)
         yield server
@@ -116,12 +116,12 @@ def agent_server(
 
 
 class StubGpu:
-    """A GPU for machines without one: libnvidia-ml.so.1, compiled from tests/nvml_stub.c, whose load is set here."""
+    """A stub GPU: libnvidia-ml.so.1, compiled from tests/nvml_stub.c, with a load that :meth:`set` sets."""
 
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
-            raise RuntimeError("no C compiler to build the stub of libnvidia-ml with")
+            raise RuntimeError("no C compiler to build the libnvidia-ml stub")
         library, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "nvml_stub.c"
         subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
         self._state = folder / "gpu"
@@ -131,14 +131,14 @@ class StubGpu:
     def set(
         self, util: int = 0, used_mb: int = 0, total_mb: int = 32768, processes: int = 0, mps: int = 0, error: int = 0
     ) -> None:
-        """Utilisation in %, memory in MB, processes as the driver lists them, and an error that every query returns."""
+        """Set utilisation (%), memory (MB), processes, MPS clients, and an error that every query returns."""
         temporary = self._state.with_suffix(".new")
         temporary.write_text(f"{util} {used_mb} {total_mb} {processes} {mps} {error}\n")
         os.replace(temporary, self._state)
 
 
 class Connection:
-    """One keep-alive connection with as little work on the client's side as will do."""
+    """A keep-alive connection with minimal work on the client side."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -153,7 +153,7 @@ class Connection:
     async def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         data = json.dumps(body).encode()
         if self.reader.at_eof():
-            # The server closes connections that have been quiet for long.
+            # The server closes idle connections.
             await self.__aenter__()
         self.writer.write(
             f"POST {path} HTTP/1.1\r\nHost: agent\r\nAuthorization: Bearer {TOKEN}\r\n"
@@ -168,58 +168,58 @@ class Connection:
 
 @dataclass
 class Load:
-    """What a load came to."""
+    """Results of a load test."""
 
     latencies_s: dict[str, list[float]] = field(default_factory=lambda: {"/allocate": [], "/feedback": []})
     errors: list[str] = field(default_factory=list)
     accepted: list[str] = field(default_factory=list)
-    """Allocations whose feedback was acknowledged."""
-    doubtful: list[str] = field(default_factory=list)
-    """Allocations whose feedback was sent and not answered."""
+    """Ids of allocations whose feedback was acknowledged."""
+    unanswered: list[str] = field(default_factory=list)
+    """Ids of allocations whose feedback was sent but not answered."""
     elapsed_s: float = 0.0
 
 
 async def _pods(port: int, until_s: float, load: Load, rng: random.Random) -> None:
-    """Pods that start, run for no time at all, and report: until time is up or the server is gone."""
-    in_doubt = None
+    """Allocate and give feedback at once, until the time is up or the server is gone."""
+    pending = None
     try:
         async with Connection(port) as connection:
             while time.perf_counter() < until_s:
-                asked = rng.choice((20, 40, 60, 80))
+                requested = rng.choice((20, 40, 60, 80))
                 body = {
-                    "owner": f"team/{rng.randrange(200)}", "cores": asked, "memory": 4000,
+                    "owner": f"team/{rng.randrange(200)}", "cores": requested, "memory": 4000,
                     "qos_class": rng.choice(("best-effort", "latency-sensitive")),
                 }  # fmt: skip
-                began = time.perf_counter()
+                start = time.perf_counter()
                 status, found = await connection.post("/allocate", body)
-                load.latencies_s["/allocate"].append(time.perf_counter() - began)
+                load.latencies_s["/allocate"].append(time.perf_counter() - start)
                 if status != 200:
                     load.errors.append(f"/allocate {status} {found}")
                     continue
-                in_doubt = found["allocation_id"]
-                needed = 0.5 * asked
+                pending = found["allocation_id"]
+                needed = 0.5 * requested
                 body = {
-                    "allocation_id": in_doubt, "actual_usage": min(needed, found["cores"]),
+                    "allocation_id": pending, "actual_usage": min(needed, found["cores"]),
                     "qos_met": found["cores"] >= needed, "pods": rng.randrange(1, 4), "memory_used": 2000, "oom": False,
                 }  # fmt: skip
-                began = time.perf_counter()
+                start = time.perf_counter()
                 status, found = await connection.post("/feedback", body)
-                load.latencies_s["/feedback"].append(time.perf_counter() - began)
+                load.latencies_s["/feedback"].append(time.perf_counter() - start)
                 if status != 200 or found["status"] not in ("accepted", "stale"):
                     load.errors.append(f"/feedback {status} {found}")
                 elif found["status"] == "accepted":
-                    load.accepted.append(in_doubt)
-                in_doubt = None
+                    load.accepted.append(pending)
+                pending = None
     except (OSError, asyncio.IncompleteReadError) as error:
         load.errors.append(f"{type(error).__name__}: {error}")
-        if in_doubt is not None:
-            load.doubtful.append(in_doubt)
+        if pending is not None:
+            load.unanswered.append(pending)
 
 
 async def run_load(port: int, connections: int, seconds: float, seed: int = 0) -> Load:
-    """Pairs of /allocate and /feedback, back to back on every connection."""
-    load, began = Load(), time.perf_counter()
-    until = began + seconds
+    """Send /allocate and /feedback in turn, without a pause, on every connection."""
+    load, start = Load(), time.perf_counter()
+    until = start + seconds
     await asyncio.gather(*(_pods(port, until, load, random.Random(f"{seed}/{i}")) for i in range(connections)))
-    load.elapsed_s = time.perf_counter() - began
+    load.elapsed_s = time.perf_counter() - start
     return load

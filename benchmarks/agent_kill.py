@@ -1,7 +1,7 @@
-"""SIGKILL under load, round after round on one store: no acknowledged feedback lost, none counted twice, checkpoint whole.
+"""Kill the agent under load again and again: no acknowledged feedback may be lost or counted twice.
 
-In each round the agent is started on the store of the round before, put under load, and killed at a moment drawn at random
-while requests are in flight and updates run. Then the store is looked at from outside, and the next round's agent is asked.
+Each round starts the agent on the store of the previous round, puts it under load and kills it (SIGKILL) at a random
+time, while requests are in flight and updates run. Then the store and the checkpoint are checked.
 
     python benchmarks/agent_kill.py
 """
@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Load, Server, agent_server, run_load
-from clustergym.training import CHECKPOINT_NAME, load_checkpoint
+from clustergym.agent.learner import CHECKPOINT_KIND
+from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
 
 ACCEPTED = 'clustergym_feedback_total{status="accepted"}'
 
@@ -33,21 +34,21 @@ ACCEPTED = 'clustergym_feedback_total{status="accepted"}'
 @dataclass
 class Args:
     rounds: int = 20
-    """Times the agent is killed."""
+    """Number of kills."""
     connections: int = 32
-    """Connections in flight."""
+    """Number of parallel connections."""
     shortest: float = 1.0
-    """Least seconds of load before the kill."""
+    """Minimum seconds of load before a kill."""
     longest: float = 6.0
-    """Most seconds of load before the kill."""
+    """Maximum seconds of load before a kill."""
     seed: int = 0
-    """Of the moments."""
+    """Seed of the times of the kills and of the load."""
     output: Path = Path("runs/agent_kill.json")
-    """Where the figures go."""
+    """JSON file for the results."""
 
 
 def kill_under_load(server: Server, after_s: float, connections: int, seed: int) -> Load:
-    """Load that ends with the server's life."""
+    """Run a load and kill the server during it."""
     timer = threading.Timer(after_s, server.kill)
     timer.start()
     load = asyncio.run(run_load(server.port, connections, after_s + 30, seed))
@@ -55,29 +56,28 @@ def kill_under_load(server: Server, after_s: float, connections: int, seed: int)
     return load
 
 
-def inspect(store: Path, acknowledged: set[str], doubtful: set[str]) -> dict[str, Any]:
-    """What the dead agent left behind; raises where it broke its word."""
-    state = load_checkpoint(store / CHECKPOINT_NAME, "ppo_gpu_alloc_online")
+def check_store(store: Path, acknowledged: set[str], unanswered: set[str]) -> dict[str, Any]:
+    """Check the store of a killed agent. Raises RuntimeError if something is lost or counted twice."""
+    state = load_checkpoint(store / CHECKPOINT_NAME, CHECKPOINT_KIND)
     with sqlite3.connect(store / "store.db") as connection:
         (integrity,) = connection.execute("PRAGMA integrity_check").fetchone()
         rows = connection.execute(
             "SELECT printf('%x-%s', a.seq, a.token), f.status, f.seq, f.learnable FROM feedback f "
             "JOIN allocations a ON a.seq = f.allocation"
         ).fetchall()
-        found = connection.execute("SELECT value FROM counters WHERE name = 'feedback:accepted'").fetchone()
+        counted = connection.execute("SELECT sum(value) FROM counters WHERE name = 'feedback:accepted'").fetchone()
     connection.close()
-    counted = found[0] if found else 0
-    stored = [row[0] for row in rows if row[1] == "accepted"]
+    stored = [allocation_id for allocation_id, status, _, _ in rows if status == "accepted"]
+    last_seq = max((seq for _, _, seq, _ in rows), default=0)
+    learnable = sum(learnable for _, _, seq, learnable in rows if seq <= state["learned_through"])
     problems = {
         "integrity": integrity != "ok",
         "acknowledged but lost": acknowledged - set(stored),
         "stored twice": len(stored) - len(set(stored)),
-        "stored but never sent": set(stored) - acknowledged - doubtful,
-        "counter differs from rows": counted - len(stored),
-        "learned from the future": max(0, state["learned_through"] - max((row[2] for row in rows), default=0)),
-        "learned twice": max(
-            0, state["experiences"] - sum(row[3] for row in rows if row[2] <= state["learned_through"])
-        ),
+        "stored but never sent": set(stored) - acknowledged - unanswered,
+        "counter differs from rows": (counted[0] or 0) - len(stored),
+        "learned from the future": max(0, state["learned_through"] - last_seq),
+        "learned twice": max(0, state["experiences"] - learnable),
     }
     broken = {name: value for name, value in problems.items() if value}
     if broken:
@@ -89,14 +89,15 @@ def inspect(store: Path, acknowledged: set[str], doubtful: set[str]) -> dict[str
 
 
 def run_rounds(args: Args, store: Path) -> list[dict[str, Any]]:
+    """Results of each round."""
     rng = random.Random(args.seed)
     acknowledged: set[str] = set()
-    doubtful: set[str] = set()
+    unanswered: set[str] = set()
     rows = []
     for i in range(args.rounds):
         with agent_server(store) as server:
             if rows:
-                # The new agent counts on from where the old one died, and knows what it acknowledged.
+                # The new agent continues the counters of the killed one, and knows what that one acknowledged.
                 if server.metrics()[ACCEPTED] != rows[-1]["stored"]:
                     raise RuntimeError(
                         f"round {i}: {server.metrics()[ACCEPTED]:g} counted, {rows[-1]['stored']} stored"
@@ -105,11 +106,11 @@ def run_rounds(args: Args, store: Path) -> list[dict[str, Any]]:
                     body = {"allocation_id": old, "actual_usage": 1, "qos_met": False}
                     status, found = server.post("/feedback", body)
                     if (status, found["status"]) != (200, "duplicate"):
-                        raise RuntimeError(f"round {i}: {old} again was {status} {found}")
+                        raise RuntimeError(f"round {i}: repeated feedback on {old} got {status} {found}")
             load = kill_under_load(server, rng.uniform(args.shortest, args.longest), args.connections, seed=i)
         acknowledged |= set(load.accepted)
-        doubtful |= set(load.doubtful)
-        rows.append(inspect(store, acknowledged, doubtful) | {"in_flight": len(load.doubtful)})
+        unanswered |= set(load.unanswered)
+        rows.append(check_store(store, acknowledged, unanswered) | {"in_flight": len(load.unanswered)})
     return rows
 
 
@@ -120,7 +121,7 @@ def main() -> None:
         rows = run_rounds(args, Path(folder) / "store")
     table = Table(
         "round", "acknowledged", "stored", "in flight at the kill", "policy version", "experiences learned",
-        title=f"{args.rounds} kills, nothing lost, nothing twice, every checkpoint whole",
+        title=f"{args.rounds} kills: no feedback lost, none counted twice, every checkpoint valid",
     )  # fmt: skip
     for i, row in enumerate(rows):
         keys = ("acknowledged", "stored", "in_flight", "version", "experiences")
@@ -128,7 +129,7 @@ def main() -> None:
     console.print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"command": shlex.join(sys.argv), "rounds": rows}, indent=2) + "\n")
-    console.print(f"figures: {args.output}")
+    console.print(f"results: {args.output}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The allocation agent under load: 64 connections for 30 s of /allocate + /feedback, learning and not learning, in one run.
+"""Load test of the allocation agent: 64 connections send /allocate and /feedback for 30 s, with and without learning.
 
-Both servers answer in turns (learning first, then the same server with --explore off, which starts no learning process), each
-from an empty store on loopback. Every request is durable before it is answered. Prints a table and writes JSON.
+The agent with learning is measured first, then the agent with --explore off, which has no learner process. Each starts
+with an empty store on loopback. Every request is durable before it is answered. Prints a table and writes JSON.
 
     python benchmarks/agent_load.py
 """
@@ -29,41 +29,42 @@ from agent_client import agent_server, run_load
 @dataclass
 class Args:
     connections: int = 64
-    """Connections that send one request after another."""
+    """Number of parallel connections."""
     seconds: float = 30.0
-    """Length of a measurement."""
+    """Seconds per measurement."""
     rounds: int = 1
-    """Times each way is measured; the worst p99 is reported beside the means."""
+    """Number of measurements of each agent. The table shows means, and the worst of each high percentile."""
     warmup: float = 2.0
-    """Seconds of load before each measurement, not counted."""
+    """Seconds of load before each measurement."""
     output: Path = Path("runs/agent_load.json")
-    """Where the figures go."""
+    """JSON file for the results."""
 
 
 def busy_s() -> float:
-    """Processor seconds that all processes of the machine have used."""
+    """CPU seconds that all processes of the machine have used."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.softirq + times.irq)
 
 
 def own_s(pid: int) -> float:
-    """Processor seconds of this process and of the agent with its learning process."""
+    """CPU seconds of this process, the agent and its learner process."""
     tree = [psutil.Process(), psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return sum(sum(one.cpu_times()[:2]) for one in tree)
 
 
 def measure(args: Args, learning: bool, store: Path) -> dict[str, Any]:
+    """Results of one measurement."""
     with agent_server(store, "--explore", "all" if learning else "off") as server:
         asyncio.run(run_load(server.port, args.connections, args.warmup, seed=1))
         before = server.metrics()
         busy, own = busy_s(), own_s(server.process.pid)
         load = asyncio.run(run_load(server.port, args.connections, args.seconds, seed=2))
-        # What the measurement had to share the machine with.
+        # CPU cores that other programs used during the measurement.
         others = (busy_s() - busy - own_s(server.process.pid) + own) / load.elapsed_s
         after = server.metrics()
     updates = after["clustergym_policy_version"] - before["clustergym_policy_version"]
     if learning and not updates:
-        raise RuntimeError("no update ran during the measurement: there was no learning to measure beside")
+        raise RuntimeError("no update ran during the measurement, so the effect of learning was not measured")
     every = np.array(load.latencies_s["/allocate"] + load.latencies_s["/feedback"])
     figures = {"requests": len(every), "errors": len(load.errors), "updates": updates, "cores_used_by_others": others}
     figures["requests_per_s"] = len(every) / load.elapsed_s
@@ -109,7 +110,7 @@ def main() -> None:
         "rounds": rows,
     }
     args.output.write_text(json.dumps(document, indent=2) + "\n")
-    console.print(f"figures: {args.output}")
+    console.print(f"results: {args.output}")
 
 
 if __name__ == "__main__":

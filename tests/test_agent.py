@@ -199,7 +199,7 @@ def test_init_checkpoint_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="belongs to 'ppo'"):
         online.initial_state(dataclasses.replace(ARGS, init_checkpoint=tmp_path / "c.pt"))
     (tmp_path / "d.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    with pytest.raises(CheckpointError, match="no clustergym checkpoint"):
+    with pytest.raises(CheckpointError, match="not a clustergym checkpoint"):
         online.initial_state(dataclasses.replace(ARGS, init_checkpoint=tmp_path / "d.pt"))
 
 

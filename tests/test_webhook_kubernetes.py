@@ -130,8 +130,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             command = [
                 Path(sys.executable).with_name("clustergym"), "webhook", "--host", "127.0.0.1",
                 "--port", ports[backend], "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
-                "--backend", backend, "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token, "--api-server", api.url,
-                "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
+                "--backend", backend, "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token,
+                "--api-server", api.url, "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
             ]  # fmt: skip
             process = stack.enter_context(running(command, log))
             wait_until(partial(says_running, log), "the webhook", process, log)
