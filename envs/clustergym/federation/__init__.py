@@ -1,0 +1,1 @@
+"""Federated learning: communication matrices, exchange of policies between agents, replayable environments, plots."""
