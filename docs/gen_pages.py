@@ -25,8 +25,14 @@ def tasks() -> list[str]:
 
 
 def _class(path: Path, name: str) -> ast.ClassDef | None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    """A class by name, in the file or in the module of the package that the file imports it from."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            module = PACKAGE.parent / str(node.module).replace(".", "/")
+            return _class(module / "__init__.py" if module.is_dir() else module.with_suffix(".py"), name)
+    return None
 
 
 def _plain(text: str) -> str:
@@ -50,6 +56,22 @@ def fields(node: ast.ClassDef) -> list[tuple[str, str, str, str]]:
     return found
 
 
+def flag_groups(path: Path) -> dict[str, list[tuple[str, str, str, str]]]:
+    """Heading → fields. The fields of ``Args`` come first, then those of each nested dataclass."""
+    node = _class(path, "Args")
+    assert node is not None
+    own, groups = [], {}
+    for row in fields(node):
+        _, kind, _, docstring = row
+        if nested := re.fullmatch(r"(?:tyro\.conf\.)?OmitArgPrefixes\[(\w+)\]", kind):
+            group = _class(path, nested[1])
+            assert group is not None, f"{path}: no class {nested[1]}"
+            groups[docstring.rstrip(".")] = fields(group)
+        else:
+            own.append(row)
+    return {"": own, **groups}
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -67,10 +89,12 @@ def table(rows: list[tuple[str, str, str, str]], flags: bool) -> str:
 
 def trainer_page(path: Path) -> str:
     """The docstring and the flags of a trainer."""
-    node = _class(path, "Args")
-    assert node is not None
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return f"# {path.name}: flags\n\n{_plain(docstring)}\n\n{table(fields(node), flags=True)}\n"
+    parts = [f"# {path.name}: flags", _plain(docstring)]
+    for title, rows in flag_groups(path).items():
+        parts += [f"## {title}"] if title else []
+        parts.append(table(rows, flags=True))
+    return "\n\n".join(parts) + "\n"
 
 
 def task_page(name: str) -> str:

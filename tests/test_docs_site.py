@@ -92,9 +92,9 @@ def test_every_flag_of_every_trainer_is_documented(site: Path) -> None:
     assert {"ppo", "ppo_federated", "ppo_llm"} <= {path.stem for path in trainers}
     for path in trainers:
         text = (site / "reference" / f"{path.stem}_flags.html").read_text()
-        for name, _, _, said in gen_pages.fields(gen_pages._class(path, "Args")):
-            assert f"--{name.replace('_', '-')}" in text
-            assert said, f"{path.name}: {name} has no docstring"
+        for name, _, _, docstring in (row for rows in gen_pages.flag_groups(path).values() for row in rows):
+            assert f"<code>--{name.replace('_', '-')}</code>" in text
+            assert docstring, f"{path.name}: {name} has no docstring"
 
 
 def test_the_reference_contains_the_docstrings(site: Path) -> None:
@@ -114,3 +114,16 @@ def test_fields_of_a_small_class(tmp_path: Path) -> None:
     page = gen_pages.trainer_page(tmp_path / "t.py")
     assert "| `--a` | `int` | `1` | First `one`. |" in page
     assert "| `--b` | `str \\| None` | `None` | Two lines. |" in page
+
+
+def test_nested_dataclasses_are_flags_too(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text(
+        "from clustergym.agent.settings import ServerSettings\n"
+        'class Inner:\n    a: int = 1\n    """One."""\n'
+        'class Args:\n    inner: tyro.conf.OmitArgPrefixes[Inner] = Inner()\n    """Options of PPO."""\n'
+        '    server: tyro.conf.OmitArgPrefixes[ServerSettings] = ServerSettings()\n    """Settings."""\n'
+    )
+    groups = gen_pages.flag_groups(tmp_path / "t.py")
+    assert groups[""] == []
+    assert groups["Options of PPO"] == [("a", "int", "1", "One.")]
+    assert "port" in {name for name, *_ in groups["Settings"]}

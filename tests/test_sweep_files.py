@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 import sys
+from dataclasses import is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -60,7 +61,7 @@ def test_the_file_is_valid_and_the_names_in_it_exist(file: Path) -> None:
     sweep = load_sweep(file)
     program = ROOT / sweep.program
     assert program.is_file()
-    known = {name for name, *_ in gen_pages.fields(gen_pages._class(program, "Args"))}
+    known = {name for rows in gen_pages.flag_groups(program).values() for name, *_ in rows}
     unknown = [name for name in sweep.config["parameters"] if name.replace("-", "_") not in known]
     assert not unknown
     assert sweep.metric is not None
@@ -82,6 +83,8 @@ def test_the_trainer_parses_the_proposed_flags(file: Path, tmp_path: Path, monke
         assert proposed is not None
         command = sweep.command(proposed, tmp_path)
         args = parse([*command[command.index(sweep.program) + 1 :], f"--run-dir={tmp_path}"])
+        groups = [vars(value) for value in vars(args).values() if is_dataclass(value)]
+        parsed = {key: value for group in [vars(args), *groups] for key, value in group.items()}
         for name, value in proposed.items():
-            found = getattr(args, name.replace("-", "_"))
+            found = parsed[name.replace("-", "_")]
             assert str(found) == str(value) or found == pytest.approx(value), name
