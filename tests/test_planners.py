@@ -1,4 +1,4 @@
-"""Planners: invariants on random instances, brute-force optima, hand-worked plans, and the oracle above all."""
+"""Planners: invariants on random instances, brute-force optima, plans worked out by hand, and the oracle as reference."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ QUICK: dict[str, dict[str, object]] = {
     name: {"iterations": 150} for name in ("anneal", "anneal-max", "anneal-4", "oracle")
 }
 HOT = {"norm": 0, "iterations": 20_000, "heat": (0.2, 1e-3)}
-"""Annealing for tiny instances, where a step is a large share of the time."""
+"""Annealing for tiny instances, where one step changes a large share of the time."""
 
 
 def even_simulator(
     nodes: int, per_node: int, n_experts: int, top_k: int, slots: int, comm: str = "dedup", expert_us: float = 2.0
 ) -> Simulator:
-    """A copy, a pair, an active expert and a fetched expert all cost a few µs, so that every term decides sometimes."""
+    """A copy, a pair, an active expert and a fetched expert all cost a few µs, so that each of them matters."""
     model = ModelSpec("even", 4, n_experts, top_k, 1000, 1, weight_bytes=0.5, dispatch_bytes=1, combine_bytes=0.5,
         kernel_start_us=3, kernel_expert_us=expert_us, kernel_pair_us=1.7,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def even_instance(
 def cost_us(
     sim: Simulator, window: Window, plan: Placement, before: Placement, migration: bool = True
 ) -> npt.NDArray[np.float64]:
-    """(L,) what a planner that counts migration pays on the window."""
+    """(L,) served time and, if counted, migration time of the window."""
     served = sim.evaluate(window, plan, before)
     return served.time_us + (served.migration_us if migration else 0.0)
 
@@ -71,7 +71,7 @@ def cost_us(
 def costs_of_all(
     sim: Simulator, window: Window, plans: list[Placement], before: Placement, migration: bool = True
 ) -> npt.NDArray[np.float64]:
-    """One-layer plans (G, S) tried at once, each as a layer of its own with the same traffic."""
+    """Costs of many one-layer plans (G, S) at once: each is a layer with the same traffic."""
     n = len(plans)
     same = Window(np.repeat(window.experts, n, axis=0), window.rows, window.home)
     return cost_us(sim, same, np.stack(plans).astype(np.int16), np.repeat(before, n, axis=0), migration)
@@ -79,7 +79,7 @@ def costs_of_all(
 
 @lru_cache
 def every_placement(n_experts: int, n_gpus: int, n_slots: int) -> list[Placement]:
-    """All (G, S) placements, the straightforward way."""
+    """All (G, S) placements, by brute force."""
     ways = [c for size in range(n_slots + 1) for c in combinations(range(n_experts), size)]
     return [
         np.array([list(c) + [-1] * (n_slots - len(c)) for c in chosen], np.int16)
@@ -89,7 +89,7 @@ def every_placement(n_experts: int, n_gpus: int, n_slots: int) -> list[Placement
 
 
 def held(placement: Placement) -> set[tuple[int, int, int]]:
-    """{(layer, GPU, expert)}: a placement without the order of its slots."""
+    """{(layer, GPU, expert)}: a placement without the order of slots."""
     return {(int(l), int(g), int(placement[l, g, s])) for l, g, s in np.argwhere(placement >= 0)}
 
 
@@ -97,7 +97,7 @@ def window_of(tokens: list[tuple[int, ...]], homes: list[int]) -> Window:
     return Window(np.array([tokens], np.int16), np.arange(len(tokens), dtype=np.int32), np.array(homes, np.int16))
 
 
-# -- what holds for every planner -----------------------------------------------------------------------------------
+# What holds for every planner
 
 
 @st.composite
@@ -125,13 +125,13 @@ def check_planner(name: str, instance: Instance, comm: str) -> None:
     first = planner.plan(history, given_placement)
     second = planner.plan(history, first)
 
-    assert (given_placement == current).all(), "the planner wrote into the placement it was given"
+    assert (given_placement == current).all(), "the planner changed its input"
     for plan in (first, second):
         assert plan.shape == current.shape
         assert plan.dtype == np.int16
         sim.check(plan)
     again = make_planner(name, sim, seed=3, **options)
-    for fresh in (again, planner):  # a new planner and one that forgot
+    for fresh in (again, planner):  # a new planner, and one after a reset
         fresh.reset()
         np.testing.assert_array_equal(fresh.plan(history, current), first)
         np.testing.assert_array_equal(fresh.plan(history, first), second)
@@ -159,24 +159,24 @@ def test_unknown_planner_lists_the_known_ones() -> None:
         make_planner("eplbb", even_simulator(1, 2, 4, 1, 2))
 
 
-# -- exact ----------------------------------------------------------------------------------------------------------
+# Exact
 
-# (nodes, GPUs a node, experts, top-k, slots): as many slots as experts, so that the program decides.
+# (nodes, GPUs per node, experts, top-k, slots): as many slots as experts, so the exact planner solves a program.
 FULL = [(1, 2, 6, 2, 3), (1, 3, 6, 2, 2), (2, 2, 4, 2, 1), (2, 1, 6, 3, 3), (2, 2, 8, 3, 2), (3, 1, 6, 1, 2)]
-# With spare slots, so that every placement is tried.
+# With spare slots, so it tries every placement.
 SPARE = [(1, 2, 4, 2, 3), (2, 1, 5, 2, 3), (1, 3, 4, 1, 2), (2, 2, 3, 2, 1)]
 
 
 @pytest.mark.parametrize("migration", [True, False])
 @pytest.mark.parametrize("shape", FULL + SPARE)
 @pytest.mark.parametrize("seed", range(3))
-def test_exact_is_the_best_of_all_placements(shape: tuple[int, int, int, int, int], seed: int, migration: bool) -> None:
+def test_exact_plan_is_the_best_of_all_placements(shape: tuple[int, int, int, int, int], seed: int, migration: bool) -> None:
     sim, window, before = even_instance(seed, *shape)
     planner = Exact(sim, migration=migration)
     plan = planner.plan([window], before)
     least = costs_of_all(sim, window, every_placement(sim.n_experts, sim.n_gpus, sim.n_slots), before, migration).min()
     assert cost_us(sim, window, plan, before, migration)[0] == pytest.approx(least, rel=1e-6)
-    # The program's own objective: its linear model and the simulator agree.
+    # The objective of the program agrees with the simulator.
     assert planner.optimum_us == pytest.approx([least], rel=1e-6)
     if not migration:
         assert sim.lower_bound(window)[0] <= least
@@ -188,15 +188,15 @@ def test_exact_program_and_enumeration_agree_over_layers(monkeypatch: pytest.Mon
     window, before = random_window(rng, sim, 12, layers=3), random_placement(rng, 3, 4, 1, 4, 0.0)
     program = Exact(sim)
     program.plan([window], before)
-    monkeypatch.setattr(exact, "MODE_DEDUP", -1)  # no mode has a program now
+    monkeypatch.setattr(exact, "MODE_DEDUP", -1)  # no mode has a program
     enumeration = Exact(sim)
     enumeration.plan([window], before)
     assert len(program.optimum_us) == 3
     assert program.optimum_us == pytest.approx(enumeration.optimum_us, rel=1e-6)
 
 
-def test_exact_weighs_migration() -> None:
-    """Two experts on two GPUs, every token wants the other GPU's: swapping saves copies, unless fetching costs more."""
+def test_exact_planner_weighs_migration() -> None:
+    """Two experts on two GPUs, and every token uses the one on the other GPU. A swap saves copies, but costs migration."""
     window = window_of([(1,), (0,)] * 4, [0, 1] * 4)
     before = np.array([[[0], [1]]], np.int16)
     swapped = np.array([[[1], [0]]], np.int16)
@@ -207,7 +207,7 @@ def test_exact_weighs_migration() -> None:
     np.testing.assert_array_equal(Exact(sim, migration=False).plan([window], before), swapped)
 
 
-def test_exact_refuses_what_it_cannot_prove() -> None:
+def test_exact_planner_refuses_large_instances() -> None:
     rng = np.random.default_rng(0)
     wide = even_simulator(1, 11, 11, 1, 1)
     with pytest.raises(ValueError, match=r"11 experts × 11 GPUs are 121 binary choices: .* at most 120"):
@@ -222,7 +222,7 @@ def test_exact_refuses_what_it_cannot_prove() -> None:
         Exact(stay).plan([random_window(rng, stay, 4)], stay.static(1))
 
 
-# -- annealing ------------------------------------------------------------------------------------------------------
+# Annealing
 
 
 @pytest.mark.parametrize("shape", FULL + SPARE)
@@ -235,8 +235,8 @@ def test_annealing_reaches_the_proven_optimum(shape: tuple[int, int, int, int, i
     assert cost_us(sim, window, plan, before) == pytest.approx(proven.optimum_us, rel=1e-6)
 
 
-def test_annealing_drops_replicas_that_cost_more_than_they_bring() -> None:
-    """Where an active expert costs far more than a copy, one replica of each is best: slots must be left empty."""
+def test_annealing_deletes_replicas_that_cost_more_than_they_save() -> None:
+    """If an active expert costs far more than a copy, one replica of each is best and slots stay empty."""
     rng = np.random.default_rng(1)
     sim = even_simulator(1, 2, 4, 2, 4, expert_us=500.0)
     window, before = random_window(rng, sim, 12, pads=0.0), np.array([[[0, 1, 2, 3]] * 2], np.int16)
@@ -263,7 +263,7 @@ def own_objective(planner: Anneal, window: Window, plan: Placement, before: Plac
 @pytest.mark.parametrize("comm", ["dedup", "per-expert"])
 @settings(max_examples=25, deadline=None)
 @given(instance=instances(), iterations=st.integers(1, 60), weight=st.sampled_from([0.0, 1.0]))
-def test_annealing_never_ends_worse_than_it_began(
+def test_annealing_is_never_worse_than_its_start(
     norm: int, comm: str, instance: Instance, iterations: int, weight: float
 ) -> None:
     planner = Anneal(
@@ -272,20 +272,20 @@ def test_annealing_never_ends_worse_than_it_began(
     window, now = instance.window, instance.placement
     static = planner.simulator.static(window.n_layers)
     after, *starts = (own_objective(planner, window, p, now) for p in (planner.plan([window], now), now, static))
-    for start in starts:  # the way to the static placement is in the objective
+    for start in starts:  # the objective includes the migration to the static placement
         assert (after <= start * (1 + 1e-12)).all()
 
 
 @pytest.mark.parametrize("comm", ["dedup", "stay"])
-def test_annealing_keeps_to_its_seconds(comm: str) -> None:
+def test_annealing_keeps_its_time_budget(comm: str) -> None:
     sim = even_simulator(2, 2, 16, 2, 5, comm)
     rng = np.random.default_rng(2)
     window, planner = random_window(rng, sim, 200, layers=4), Anneal(sim, seconds=0.4)
-    planner.plan([window], sim.static(4))  # compiled now
+    planner.plan([window], sim.static(4))  # compile
     began = time.perf_counter()
     plan = planner.plan([window], sim.static(4))
     elapsed = time.perf_counter() - began
-    assert 0.39 < elapsed < 0.8  # slack for a busy machine
+    assert 0.39 < elapsed < 0.8  # with slack for a busy machine
     if comm == "dedup":
         assert (cost_us(sim, window, plan, sim.static(4)) < sim.evaluate(window, sim.static(4)).time_us).all()
 
@@ -306,8 +306,8 @@ def test_annealing_refuses_impossible_options(options: dict[str, object], messag
 
 
 @pytest.mark.parametrize("name", ["anneal", "bottleneck-8", "swap-greedy"])
-def test_joined_windows_weigh_like_one(name: str) -> None:
-    """The same window twice, joined, is no more traffic a pass than once: migration must not look half as dear."""
+def test_joined_windows_weigh_as_much_as_one(name: str) -> None:
+    """The same window joined with itself has the same traffic per pass, so migration must weigh the same."""
     options = {"iterations": 500} if name == "anneal" else {}
     for seed in range(5):
         sim, window, before = even_instance(seed, 2, 2, 8, 2, 3)
@@ -317,7 +317,7 @@ def test_joined_windows_weigh_like_one(name: str) -> None:
     assert (one != before).any()
 
 
-# -- EPLB -----------------------------------------------------------------------------------------------------------
+# EPLB
 
 
 def packed(loads: list[float], nodes: int, per_node: int, slots: int, groups: int = 0) -> list[set[int]]:
@@ -326,12 +326,12 @@ def packed(loads: list[float], nodes: int, per_node: int, slots: int, groups: in
     return [set(gpu.tolist()) for gpu in EPLB(sim, hierarchical=groups > 0).pack(np.array([loads]))[0]]
 
 
-def test_eplb_by_hand() -> None:
+def test_eplb_matches_plans_worked_out_by_hand() -> None:
     # Heaviest first to the lightest GPU with room: 9 | 7, 6 | 9+5, 7+6+4 | 3.
     assert packed([9, 7, 6, 5, 4, 3], 1, 2, 3) == [{0, 3, 5}, {1, 2, 4}]
     # Two spare slots: 10 splits into 5 + 5, then 6 is heaviest and splits into 3 + 3; 2 and 2 fill up.
     assert packed([10, 6, 2, 2], 1, 2, 3) == [{0, 1, 2}, {0, 1, 3}]
-    # The original would put three copies of expert 0 on two GPUs; one copy a GPU is all that helps.
+    # The original EPLB would put three copies of expert 0 on two GPUs, but only one copy per GPU helps.
     assert packed([100, 1], 1, 2, 2) == [{0, 1}, {0, 1}]
     # Groups (11, 9, 3, 2) to nodes, two each: 11 + 2 and 9 + 3. Globally, the heavy experts would be mixed.
     assert packed([10, 1, 5, 4, 2, 1, 1, 1], 2, 1, 4, groups=4) == [{0, 1, 6, 7}, {2, 3, 4, 5}]
@@ -365,7 +365,7 @@ def test_eplb_balances_skewed_traffic_better_than_static() -> None:
     assert (sim.evaluate(window, plan).balancedness > sim.evaluate(window, static).balancedness + 0.1).all()
 
 
-def test_imbalance_by_hand() -> None:
+def test_imbalance_matches_a_calculation_by_hand() -> None:
     sim = even_simulator(1, 2, 3, 1, 2)
     # GPU 0: 6/2 + 2 = 5; GPU 1: 6/2 + 0 = 3; mean 4.
     placement = np.array([[[0, 1], [2, 0]]], np.int16)
@@ -374,7 +374,7 @@ def test_imbalance_by_hand() -> None:
 
 def test_eplb_threshold_keeps_balanced_layers() -> None:
     sim = even_simulator(1, 2, 4, 1, 2)
-    # Layer 0 uses all experts alike; in layer 1 everything goes to experts 0 and 1, which share a GPU.
+    # Layer 0 uses all experts equally. In layer 1 all tokens use experts 0 and 1, which share a GPU.
     experts = np.array([[[0], [1], [2], [3]] * 3, [[0], [1], [0], [1]] * 3], np.int16)
     window = Window(experts, np.arange(12, dtype=np.int32), np.zeros(12, np.int16))
     current = np.array([[[3, 0], [2, 1]], [[1, 0], [3, 2]]], np.int16)
@@ -382,11 +382,11 @@ def test_eplb_threshold_keeps_balanced_layers() -> None:
     np.testing.assert_array_equal(plan[0], current[0])
     np.testing.assert_array_equal(plan[1], EPLB(sim).plan([window], current)[1])
     assert {0, 1} not in [set(gpu.tolist()) for gpu in plan[1]]
-    # Layer 1's imbalance is exactly 2: the threshold itself is still allowed.
+    # The imbalance of layer 1 is exactly 2, which a threshold of 2 allows.
     np.testing.assert_array_equal(EPLB(sim, threshold=2.0).plan([window], current), current)
 
 
-def test_eplb_remembers_as_much_as_it_is_told() -> None:
+def test_eplb_averages_loads_over_windows() -> None:
     rng = np.random.default_rng(3)
     sim = even_simulator(2, 2, 8, 2, 3)
     windows = [random_window(rng, sim, 60) for _ in range(3)]
@@ -416,12 +416,12 @@ def test_eplb_once_plans_once() -> None:
     np.testing.assert_array_equal(planner.plan(windows, sim.static(1)), plans[1])
 
 
-# -- the other heuristics -------------------------------------------------------------------------------------------
+# The other heuristics
 
 
 @settings(max_examples=60, deadline=None)
 @given(instance=instances(), moves=st.integers(0, 4))
-def test_incremental_keeps_to_its_budget_and_never_unbalances(instance: Instance, moves: int) -> None:
+def test_incremental_keeps_its_budget_and_never_increases_imbalance(instance: Instance, moves: int) -> None:
     sim, window, current = instance.simulator("dedup"), instance.window, instance.placement
     planner = Incremental(sim, moves=moves)
     plan = planner.plan([window], current)
@@ -430,15 +430,15 @@ def test_incremental_keeps_to_its_budget_and_never_unbalances(instance: Instance
     assert (planner.imbalance(loads, plan) <= planner.imbalance(loads, current) * (1 + 1e-12)).all()
 
 
-def test_incremental_by_hand() -> None:
-    """Loads 8, 4, 1 | 2, 0, 0: exchanging 8 and 2 evens 13 | 2 out to 7 | 8, the nearest that one swap can get."""
+def test_incremental_matches_a_swap_worked_out_by_hand() -> None:
+    """Loads 8, 4, 1 | 2, 0, 0: swapping 8 and 2 turns 13 | 2 into 7 | 8, the best that one swap can do."""
     sim = even_simulator(1, 2, 6, 1, 3)
     window = window_of([(0,)] * 8 + [(1,)] * 4 + [(2,)] + [(3,)] * 2, [0] * 15)
     plan = Incremental(sim, moves=1).plan([window], np.array([[[0, 1, 2], [3, 4, 5]]], np.int16))
     assert plan.tolist() == [[[3, 1, 2], [0, 4, 5]]]
 
 
-def test_static_stays() -> None:
+def test_static_planner_keeps_the_placement() -> None:
     sim, window, current = even_instance(0, 2, 2, 8, 2, 3)
     np.testing.assert_array_equal(Static(sim).plan([window], current), current)
 
@@ -457,22 +457,22 @@ def test_grouping_recovers_known_groups() -> None:
     assert sim.evaluate(window, sim.static(1)).gpus_per_token[0] > 1.5
 
 
-def test_grouping_gives_spare_slots_to_the_hottest() -> None:
+def test_grouping_gives_spare_slots_to_the_hottest_experts() -> None:
     sim = even_simulator(1, 2, 4, 2, 3)
     window = window_of([(0, 2)] * 5 + [(1, 3)] * 2, [0] * 7)
     plan = Grouping(sim).plan([window], sim.static(1))
-    # {0, 2} and {1, 3} lie together. The lighter GPU {1, 3} chooses first and takes 0; then 1 and 3 (2 each) are tied.
+    # {0, 2} and {1, 3} are grouped. The lighter GPU {1, 3} chooses first and takes 0; then 1 and 3 (2 each) are tied.
     assert [set(gpu.tolist()) for gpu in plan[0]] == [{0, 2, 1}, {1, 3, 0}]
 
 
-# -- searches -------------------------------------------------------------------------------------------------------
+# Searches
 
 
 @pytest.mark.parametrize("comm", ["dedup", "per-expert"])
 @pytest.mark.parametrize("candidates", [0, 1, 8])
 @settings(max_examples=25, deadline=None)
 @given(instance=instances(), operations=st.integers(0, 3))
-def test_bottleneck_keeps_to_its_operations_and_never_loses(
+def test_bottleneck_keeps_its_budget_and_never_increases_the_time(
     comm: str, candidates: int, instance: Instance, operations: int
 ) -> None:
     sim, window, current = instance.simulator(comm), instance.window, instance.placement
@@ -487,8 +487,8 @@ def test_bottleneck_keeps_to_its_operations_and_never_loses(
     assert (cost_us(sim, window, plan, current) <= before * (1 + 1e-12)).all()
 
 
-def test_bottleneck_moves_the_heaviest_expert_by_hand() -> None:
-    """All traffic on GPU 0 of two, tokens at home on GPU 1: the heavy expert 0 goes there, into the empty slot."""
+def test_bottleneck_moves_the_heaviest_expert() -> None:
+    """GPU 0 has all the work, but the tokens come from GPU 1: the heavy expert 0 moves there, into an empty slot."""
     sim = even_simulator(1, 2, 2, 1, 2)
     window = window_of([(0,)] * 9 + [(1,)] * 3, [1] * 12)
     plan = Bottleneck(sim, operations=1).plan([window], np.array([[[0, 1], [-1, -1]]], np.int16))
@@ -506,7 +506,7 @@ def test_more_candidates_beat_random_operations() -> None:
 
 
 def every_swap_and_move(placement: Placement) -> list[Placement]:
-    """All placements one swap of two replicas or one move to an empty slot away, and the placement itself."""
+    """The placement, and all that differ from it by one swap of two replicas or one move to an empty slot."""
     n_gpus, n_slots = placement.shape
     found = [placement]
     for (g, s), (h, t) in product(np.ndindex(n_gpus, n_slots), repeat=2):
@@ -521,17 +521,17 @@ def every_swap_and_move(placement: Placement) -> list[Placement]:
 
 @pytest.mark.parametrize("comm", ["dedup", "per-expert"])
 @pytest.mark.parametrize("shape", [(2, 2, 6, 2, 4), (1, 2, 6, 2, 4), (3, 1, 8, 2, 3)])
-def test_swap_greedy_takes_the_best_of_all(comm: str, shape: tuple[int, int, int, int, int]) -> None:
+def test_swap_greedy_applies_the_best_of_all_swaps_and_moves(comm: str, shape: tuple[int, int, int, int, int]) -> None:
     for seed in range(25):
         sim, window, current = even_instance(seed, *shape, comm)
-        # Empty slots first: where a tried replica came back to another slot, a walk over slots would skip some.
+        # Empty slots first: a replica that returned to another slot after a trial would make the search skip some.
         current.sort(axis=2)
         plan = SwapGreedy(sim, operations=1).plan([window], current)
         least = costs_of_all(sim, window, every_swap_and_move(current[0]), current).min()
         assert cost_us(sim, window, plan, current)[0] == pytest.approx(least, rel=1e-12)
 
 
-# -- oracle ---------------------------------------------------------------------------------------------------------
+# Oracle
 
 
 @pytest.mark.parametrize("schedule", ["stationary", "drift", "switch", "replay"])
@@ -550,8 +550,8 @@ def test_oracle_serves_faster_than_every_other_planner(schedule: str) -> None:
         assert oracle < min(served.values()), (oracle, served)
 
 
-def test_oracle_knows_only_the_last_window() -> None:
-    """What it is told last is the window to come; earlier ones must not matter."""
+def test_oracle_uses_only_the_last_window() -> None:
+    """The last window is the one to come; earlier windows must not matter."""
     rng = np.random.default_rng(8)
     sim = even_simulator(2, 2, 8, 2, 3)
     past, future = random_window(rng, sim, 50), random_window(rng, sim, 50)
