@@ -170,7 +170,9 @@ SPARE = [(1, 2, 4, 2, 3), (2, 1, 5, 2, 3), (1, 3, 4, 1, 2), (2, 2, 3, 2, 1)]
 @pytest.mark.parametrize("migration", [True, False])
 @pytest.mark.parametrize("shape", FULL + SPARE)
 @pytest.mark.parametrize("seed", range(3))
-def test_exact_plan_is_the_best_of_all_placements(shape: tuple[int, int, int, int, int], seed: int, migration: bool) -> None:
+def test_exact_plan_is_the_best_of_all_placements(
+    shape: tuple[int, int, int, int, int], seed: int, migration: bool
+) -> None:
     sim, window, before = even_instance(seed, *shape)
     planner = Exact(sim, migration=migration)
     plan = planner.plan([window], before)
