@@ -1,13 +1,13 @@
-"""PPO on Atari games: details 14–22 of "The 37 Implementation Details of PPO", to the letter, on top of ppo.py's core.
+"""PPO for Atari games: details 14–22 of "The 37 Implementation Details of PPO" on top of the core in ppo.py.
 
     python cleanrl_ppo/ppo_atari.py                                       # BreakoutNoFrameskip-v4
     python cleanrl_ppo/ppo_atari.py --env-id PongNoFrameskip-v4 --cuda
-    python cleanrl_ppo/ppo_atari.py --resume
+    python cleanrl_ppo/ppo_atari.py --resume                              # continue after a crash
 
-Needs the ``atari`` extra (ale-py, which carries its ROMs, and OpenCV). ``diff cleanrl_ppo/ppo.py cleanrl_ppo/ppo_atari.py`` shows what Atari
-adds: six wrappers, a stack of four frames, and a shared convolutional network that scales its input itself. The wrappers
-are written out because Gymnasium's AtariPreprocessing restarts the game at every lost life, which is not what episodic
-life means. docs/ppo_atari.md explains every metric.
+Needs the ``atari`` extra: ale-py, which contains the ROMs, and OpenCV. ``diff cleanrl_ppo/ppo.py
+cleanrl_ppo/ppo_atari.py`` shows what Atari adds: six wrappers, a stack of four frames, and a convolutional network that
+policy and value function share. Gymnasium's AtariPreprocessing is not used, because it restarts the game after every
+lost life. docs/ppo_atari.md explains every metric.
 """
 
 from __future__ import annotations
@@ -29,24 +29,10 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation, RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from clustergym.common.statistics import ci95
-from clustergym.training import (
-    CHECKPOINT_NAME,
-    Progress,
-    RunLogger,
-    World,
-    check_same_args,
-    derive_seed,
-    init_distributed,
-    load_checkpoint,
-    plain_args,
-    print_result,
-    run_folder,
-    save_checkpoint,
-)
+from clustergym.training import EpisodeStatistics, Run, World, derive_seed, play_episodes, run_trainer
 
 gym.register_envs(ale_py)
-# One process, one thread: OpenCV's own pool would fight with the other environments.
+# One thread per process, because OpenCV's thread pool would compete with the other environments.
 cv2.setNumThreads(1)
 
 
@@ -110,139 +96,6 @@ class Args:
     """Maximum global norm of the gradients."""
     target_kl: float | None = None
     """Stop an update after an epoch whose approximate KL exceeds this value."""
-
-
-# ENVIRONMENT: the wrappers, innermost first
-
-
-class NoopReset(gym.Wrapper):
-    """Begin each game with 1 to ``noop_max`` idle frames, so that games differ."""
-
-    def __init__(self, env: gym.Env, noop_max: int = 30) -> None:
-        super().__init__(env)
-        meanings = env.unwrapped.get_action_meanings()
-        if meanings[0] != "NOOP":
-            raise ValueError(f"action 0 is {meanings[0]!r}: expected 'NOOP'")
-        self.noop_max = noop_max
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.env.reset(**kwargs)
-        for _ in range(self.unwrapped.np_random.integers(1, self.noop_max + 1)):
-            obs, _, terminated, truncated, info = self.env.step(0)
-            if terminated or truncated:
-                obs, info = self.env.reset()
-        return obs, info
-
-
-class MaxAndSkip(gym.Wrapper):
-    """Repeat each action for ``skip`` frames; show the pixelwise maximum of the last two, as sprites flicker."""
-
-    def __init__(self, env: gym.Env, skip: int = 4) -> None:
-        super().__init__(env)
-        self.skip = skip
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        frames: deque[np.ndarray] = deque(maxlen=2)
-        total = 0.0
-        for _ in range(self.skip):
-            obs, reward, terminated, truncated, info = self.env.step(action)
-            frames.append(obs)
-            total += float(reward)
-            if terminated or truncated:
-                break
-        return np.max(frames, axis=0), total, terminated, truncated, info
-
-
-class EpisodicLife(gym.Wrapper):
-    """A lost life ends the episode, the next one goes on in the same game; only its end, or a seed, starts a new game."""
-
-    def __init__(self, env: gym.Env) -> None:
-        super().__init__(env)
-        self.lives = 0
-        self.game_over = True
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        self.game_over = terminated or truncated
-        lives = self.unwrapped.ale.lives()
-        # Some games count down to 0 a few frames before they are over: that is left to the game's own end.
-        if 0 < lives < self.lives:
-            terminated = True
-        self.lives = lives
-        return obs, reward, terminated, truncated, info
-
-    def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        if self.game_over or seed is not None:
-            obs, info = self.env.reset(seed=seed, **kwargs)
-        else:
-            obs, _, terminated, truncated, info = self.env.step(0)
-            if terminated or truncated:
-                obs, info = self.env.reset(**kwargs)
-        self.game_over = False
-        self.lives = self.unwrapped.ale.lives()
-        return obs, info
-
-
-class FireReset(gym.Wrapper):
-    """Press FIRE at the start of an episode, for games that wait for it."""
-
-    def __init__(self, env: gym.Env) -> None:
-        super().__init__(env)
-        meanings = env.unwrapped.get_action_meanings()
-        if meanings[1] != "FIRE" or len(meanings) < 3:
-            raise ValueError(f"actions are {meanings}: expected FIRE as number 1, and another after it")
-
-    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        obs, info = self.env.reset(**kwargs)
-        for action in (1, 2):
-            obs, _, terminated, truncated, info = self.env.step(action)
-            if terminated or truncated:
-                obs, info = self.env.reset()
-        return obs, info
-
-
-class WarpFrame(gym.ObservationWrapper):
-    """Grey, 84 × 84, averaged over areas."""
-
-    def __init__(self, env: gym.Env, size: int = 84) -> None:
-        super().__init__(env)
-        self.size = size
-        self.observation_space = gym.spaces.Box(0, 255, (size, size), np.uint8)
-
-    def observation(self, frame: np.ndarray) -> np.ndarray:
-        grey = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
-        return cv2.resize(grey, (self.size, self.size), interpolation=cv2.INTER_AREA)
-
-
-class ClipReward(gym.RewardWrapper):
-    """The sign of the reward: games score on scales of their own."""
-
-    def reward(self, reward: Any) -> float:
-        return float(np.sign(reward))
-
-
-def make_env(env_id: str, training: bool) -> gym.Env:
-    """One game with all wrappers; evaluation keeps its lives and its score."""
-    env = gym.make(env_id)
-    if getattr(env.unwrapped, "_frameskip", None) != 1:
-        raise ValueError(f"{env_id} skips frames by itself, and MaxAndSkip would skip again: use <Game>NoFrameskip-v4")
-    env = RecordEpisodeStatistics(env)
-    env = NoopReset(env)
-    env = MaxAndSkip(env)
-    if training:
-        env = EpisodicLife(env)
-    if "FIRE" in env.unwrapped.get_action_meanings():
-        env = FireReset(env)
-    env = WarpFrame(env)
-    if training:
-        env = ClipReward(env)
-    return FrameStackObservation(env, 4)
-
-
-def make_envs(env_id: str, num_envs: int, training: bool = True, async_envs: bool = False) -> gym.vector.VectorEnv:
-    """Games that reset within the step that ends an episode; that episode's last frames are in ``info["final_obs"]``."""
-    vectorize = gym.vector.AsyncVectorEnv if async_envs else gym.vector.SyncVectorEnv
-    return vectorize([partial(make_env, env_id, training)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
@@ -324,7 +177,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 
 class Agent(nn.Module):
-    """The network of the Nature paper, shared by policy and value; takes frames as bytes."""
+    """Convolutional network of Mnih et al. (Nature, 2015) with a policy head and a value head."""
 
     def __init__(self, num_actions: int) -> None:
         super().__init__()
@@ -343,7 +196,7 @@ class Agent(nn.Module):
         self.critic_head = layer_init(nn.Linear(512, 1), std=1.0)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits, values) of observations (batch, 4, 84, 84) in 0 … 255."""
+        """Returns (logits, values) for uint8 observations of shape (batch, 4, 84, 84)."""
         features = self.network(obs / 255.0)
         return self.actor_head(features), self.critic_head(features).squeeze(-1)
 
@@ -354,6 +207,139 @@ class Agent(nn.Module):
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     # The fused version updates all parameters in one kernel, on CPU and GPU.
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+
+
+# Environments and rollouts
+
+
+class NoopReset(gym.Wrapper):
+    """Start each game with 1 to ``noop_max`` no-op frames, so that games differ."""
+
+    def __init__(self, env: gym.Env, noop_max: int = 30) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()
+        if meanings[0] != "NOOP":
+            raise ValueError(f"action 0 is {meanings[0]!r}: expected 'NOOP'")
+        self.noop_max = noop_max
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**kwargs)
+        for _ in range(self.unwrapped.np_random.integers(1, self.noop_max + 1)):
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        return obs, info
+
+
+class MaxAndSkip(gym.Wrapper):
+    """Repeat each action for ``skip`` frames and return the maximum of the last two, because sprites flicker."""
+
+    def __init__(self, env: gym.Env, skip: int = 4) -> None:
+        super().__init__(env)
+        self.skip = skip
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        frames: deque[np.ndarray] = deque(maxlen=2)
+        total = 0.0
+        for _ in range(self.skip):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            frames.append(obs)
+            total += float(reward)
+            if terminated or truncated:
+                break
+        return np.max(frames, axis=0), total, terminated, truncated, info
+
+
+class EpisodicLife(gym.Wrapper):
+    """End the episode when a life is lost. The game continues; it is reset only when it is over or when a seed is given."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        self.lives = 0
+        self.game_over = True
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.game_over = terminated or truncated
+        lives = self.unwrapped.ale.lives()
+        # Some games show 0 lives for a few frames before they are over. The episode ends with the game then.
+        if 0 < lives < self.lives:
+            terminated = True
+        self.lives = lives
+        return obs, reward, terminated, truncated, info
+
+    def reset(self, *, seed: int | None = None, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        if self.game_over or seed is not None:
+            obs, info = self.env.reset(seed=seed, **kwargs)
+        else:
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset(**kwargs)
+        self.game_over = False
+        self.lives = self.unwrapped.ale.lives()
+        return obs, info
+
+
+class FireReset(gym.Wrapper):
+    """Press FIRE at the start of an episode, for games that do not start without it."""
+
+    def __init__(self, env: gym.Env) -> None:
+        super().__init__(env)
+        meanings = env.unwrapped.get_action_meanings()
+        if meanings[1] != "FIRE" or len(meanings) < 3:
+            raise ValueError(f"actions are {meanings}: expected FIRE as action 1 and at least three actions")
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        obs, info = self.env.reset(**kwargs)
+        for action in (1, 2):
+            obs, _, terminated, truncated, info = self.env.step(action)
+            if terminated or truncated:
+                obs, info = self.env.reset()
+        return obs, info
+
+
+class WarpFrame(gym.ObservationWrapper):
+    """Convert frames to grayscale and resize them to 84 × 84 by area averaging."""
+
+    def __init__(self, env: gym.Env, size: int = 84) -> None:
+        super().__init__(env)
+        self.size = size
+        self.observation_space = gym.spaces.Box(0, 255, (size, size), np.uint8)
+
+    def observation(self, frame: np.ndarray) -> np.ndarray:
+        gray = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
+        return cv2.resize(gray, (self.size, self.size), interpolation=cv2.INTER_AREA)
+
+
+class ClipReward(gym.RewardWrapper):
+    """Replace each reward by its sign, because the scales of games differ."""
+
+    def reward(self, reward: Any) -> float:
+        return float(np.sign(reward))
+
+
+def make_env(env_id: str, training: bool) -> gym.Env:
+    """Create one game with all wrappers. Evaluation games have neither EpisodicLife nor ClipReward."""
+    env = gym.make(env_id)
+    if getattr(env.unwrapped, "_frameskip", None) != 1:
+        raise ValueError(f"{env_id} already skips frames, and MaxAndSkip would skip again: use <Game>NoFrameskip-v4")
+    env = RecordEpisodeStatistics(env)
+    env = NoopReset(env)
+    env = MaxAndSkip(env)
+    if training:
+        env = EpisodicLife(env)
+    if "FIRE" in env.unwrapped.get_action_meanings():
+        env = FireReset(env)
+    env = WarpFrame(env)
+    if training:
+        env = ClipReward(env)
+    return FrameStackObservation(env, 4)
+
+
+def make_envs(env_id: str, num_envs: int, training: bool = True, async_envs: bool = False) -> gym.vector.VectorEnv:
+    """Create games that reset in the same step; ``info["final_obs"]`` holds the last observation of an episode."""
+    vectorize = gym.vector.AsyncVectorEnv if async_envs else gym.vector.SyncVectorEnv
+    return vectorize([partial(make_env, env_id, training)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 @dataclass
@@ -371,27 +357,19 @@ class Batch:
         return len(self.actions)
 
     def take(self, rows: Tensor | slice) -> Batch:
-        return Batch(
-            self.obs[rows],
-            self.actions[rows],
-            self.logprobs[rows],
-            self.advantages[rows],
-            self.returns[rows],
-            self.values[rows],
-        )
+        return Batch(*(column[rows] for column in vars(self).values()))
 
 
 class Rollouts:
-    """Plays the policy in vectorised games; observations and games are carried from one rollout to the next."""
+    """Collects experience with the current policy. Episodes continue from one rollout to the next."""
 
     def __init__(self, args: Args, agent: Agent, device: torch.device) -> None:
         self.args, self.agent, self.device = args, agent, device
         self.envs: gym.vector.VectorEnv | None = None
-        self.returns_100: deque[float] = deque(maxlen=100)
-        """Scores of the last hundred games that ended, unclipped and over all lives."""
+        self.episodes = EpisodeStatistics(args.num_envs)
 
     def restart(self, seed: int) -> None:
-        """New games from a seed: nothing of the old ones is left, so a resumed run and an uninterrupted one agree."""
+        """Create new environments. A resumed run does so at the same iterations and continues identically."""
         self.close()
         self.envs = make_envs(self.args.env_id, self.args.num_envs, async_envs=self.args.async_envs)
         self.next_obs, _ = self.envs.reset(seed=seed)
@@ -402,19 +380,16 @@ class Rollouts:
             self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
-        """One rollout of num_steps × num_envs transitions, and what its finished games scored."""
+        """Play num_steps steps in each environment. Returns the training data and the charts of finished games."""
         args, agent, device, envs = self.args, self.agent, self.device, self.envs
-        assert envs is not None, "restart() comes first"
+        assert envs is not None, "call restart() first"
         shape = (args.num_steps, args.num_envs)
         obs = torch.zeros((*shape, 4, 84, 84), dtype=torch.uint8, device=device)
         actions = torch.zeros(shape, dtype=torch.int64, device=device)
-        logprobs, values = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
+        logprobs, values, final_values = (torch.zeros(shape, device=device) for _ in range(3))
         rewards = torch.zeros(shape)
-        terminations = torch.zeros(shape, dtype=torch.bool)
-        truncations = torch.zeros(shape, dtype=torch.bool)
-        final_values = torch.zeros(shape, device=device)
-        scores: list[float] = []
-        lengths: list[float] = []
+        terminations, truncations = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+
         with torch.no_grad():
             for step in range(args.num_steps):
                 obs[step] = torch.from_numpy(self.next_obs)
@@ -431,29 +406,22 @@ class Rollouts:
                     final_obs = torch.from_numpy(np.stack([np.asarray(infos["final_obs"][env]) for env in cut]))
                     final_values[step, cut] = agent.get_value(final_obs.to(device))
                 if "episode" in infos.get("final_info", {}):
-                    # Only the end of a game carries these, not the loss of a life.
-                    ended = infos["final_info"]["_episode"]
-                    scores += infos["final_info"]["episode"]["r"][ended].tolist()
-                    lengths += infos["final_info"]["episode"]["l"][ended].tolist()
+                    # Set only at the end of a game, not when a life is lost.
+                    games, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
+                    self.episodes.add(games["r"][ended].tolist(), games["l"][ended].tolist())
             next_value = agent.get_value(torch.from_numpy(self.next_obs).to(device))
             rewards, terminations, truncations = rewards.to(device), terminations.to(device), truncations.to(device)
             dones = terminations | truncations
-            advantages, returns = compute_gae(
-                rewards, values, terminations, dones, next_value, final_values, args.gamma, args.gae_lambda
-            )
+            steps = (rewards, values, terminations, dones, next_value, final_values)
+            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
         batch = Batch(*(each.flatten(0, 1) for each in (obs, actions, logprobs, advantages, returns, values)))
-        self.returns_100.extend(scores)
-        charts = {}
-        if scores:
-            charts["charts/episodic_return"] = float(np.mean(scores))
-            charts["charts/episodic_length"] = float(np.mean(lengths))
-        return batch, charts
+        return batch, self.episodes.charts()
 
 
 def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, world: World
 ) -> dict[str, float]:
-    """Several epochs of shuffled minibatches on one rollout; returns the means of what was seen."""
+    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch), device=batch.obs.device)
@@ -482,10 +450,10 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:
+        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-    means = torch.stack(seen).detach().mean(0).tolist()
+    means = torch.stack(seen).mean(0).tolist()
     metrics = {f"losses/{name}": value for name, value in zip(names, means, strict=True)}
     metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
     metrics["charts/updates"] = float(len(seen))
@@ -493,127 +461,72 @@ def update(
 
 
 def evaluate(agent: Agent, args: Args, device: torch.device) -> list[float]:
-    """Scores of held-out games with all their lives, one an environment, played with sampled actions."""
+    """Scores of the evaluation games, played with sampled actions and all lives."""
     envs = make_envs(args.env_id, args.eval_episodes, training=False)
-    # The trailing 1 keeps these seeds apart from those of training, whose keys are (seed, iteration, rank).
+
+    def act(obs: Any, infos: dict[str, Any]) -> np.ndarray:
+        logits, _ = agent(torch.from_numpy(obs).to(device))
+        return torch.multinomial(logits.softmax(-1), 1).squeeze(-1).cpu().numpy()
+
+    # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
     seed = derive_seed(args.seed, 0, 0, 1)
     torch.manual_seed(seed)
-    obs, _ = envs.reset(seed=seed)
-    scores = np.zeros(args.eval_episodes)
-    playing = np.ones(args.eval_episodes, bool)
     with torch.inference_mode():
-        while playing.any():
-            logits, _ = agent(torch.from_numpy(obs).to(device))
-            actions = torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
-            obs, reward, terminated, truncated, _ = envs.step(actions.cpu().numpy())
-            scores += reward * playing
-            playing &= ~(terminated | truncated)
-    envs.close()
-    return scores.tolist()
+        return play_episodes(envs, act, seed)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
-    """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
+    """Train and evaluate. Returns the content of the result line (on rank 0)."""
     device = world.device
-    folder = run_folder(f"ppo_atari__{args.env_id.replace('/', '-')}__{args.seed}", args.run_dir, args.resume)
-    config = plain_args(args) | {"world_size": world.size}
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // (batch_size * world.size)
-    if num_iterations < 1:
-        raise ValueError(
-            f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {batch_size * world.size}"
-        )
-
+    run = Run("ppo_atari", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
     probe = make_env(args.env_id, training=True)
-    agent = Agent(int(probe.action_space.n)).to(device)
+    num_actions = int(probe.action_space.n)
     probe.close()
+    agent = Agent(num_actions).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
-    first = 1
-    if args.resume and (folder / CHECKPOINT_NAME).exists():
-        state = load_checkpoint(folder / CHECKPOINT_NAME, "ppo_atari", device)
-        check_same_args(state["args"], config)
+    if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
-        rollouts.returns_100.extend(state["returns_100"])
-        first = state["iteration"] + 1
+        rollouts.episodes.last_100_returns.extend(state["returns_100"])
     world.broadcast(agent)
     if args.compile:
         agent.compile()
 
-    start_step = (first - 1) * batch_size * world.size
-    total_steps = num_iterations * batch_size * world.size
-    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
-    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
-        for iteration in range(first, num_iterations + 1):
-            interval = args.checkpoint_interval or num_iterations
-            if (iteration - 1) % interval == 0:
-                # Interrupted or not, every run passes here with the same network and then draws the same numbers.
+    with run:
+        for iteration in run.iterations():
+            if (iteration - 1) % (args.checkpoint_interval or run.num_iterations) == 0:
+                # A resumed run also starts here, with the same network, and then draws the same random numbers.
                 seed = derive_seed(args.seed, iteration, world.rank)
                 torch.manual_seed(seed)
                 rollouts.restart(seed)
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
-            clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef
+                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
+            clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
 
-            batch, charts = rollouts.collect()
-            metrics = update(agent, optimizer, batch, args, clip_coef, world)
+            batch, metrics = rollouts.collect()
+            metrics |= update(agent, optimizer, batch, args, clip_coef, world)
 
-            step = iteration * batch_size * world.size
-            mean_return = float(np.mean(rollouts.returns_100)) if rollouts.returns_100 else float("nan")
-            charts |= metrics | {
-                "charts/mean_return_100": mean_return,
+            metrics |= {
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 "charts/clip_coef": clip_coef,
-                "charts/SPS": progress.steps_per_s(step),
             }
-            logger.scalars(charts, step)
-            progress.update(step, mean_return=mean_return)
-            due = iteration % interval == 0 or iteration == num_iterations
-            if world.is_main and args.checkpoint_interval and due:
-                logger.flush()
-                state = {
-                    "args": config,
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "iteration": iteration,
-                    "returns_100": list(rollouts.returns_100),
-                }
-                save_checkpoint(folder / CHECKPOINT_NAME, "ppo_atari", state)
+            run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
+            if run.checkpoint_due(iteration):
+                run.save_checkpoint(
+                    iteration,
+                    agent=agent.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    returns_100=list(rollouts.episodes.last_100_returns),
+                )
         rollouts.close()
-        steps_per_s = progress.steps_per_s(total_steps)
         if not world.is_main:
             return {}
-
-        scores = evaluate(agent, args, device) if args.eval_episodes else []
-        if scores:
-            logger.scalar("eval/mean_return", float(np.mean(scores)), total_steps)
-    if args.save_model:
-        save_checkpoint(folder / "model.pt", "ppo_atari-model", {"args": config, "agent": agent.state_dict()})
-    return {
-        "env_id": args.env_id,
-        "seed": args.seed,
-        "mean_return": float(np.mean(scores)) if scores else None,
-        "mean_return_ci95": ci95(scores) if scores else None,
-        "train_return_100": float(np.mean(rollouts.returns_100)) if rollouts.returns_100 else None,
-        "steps": total_steps,
-        "steps_per_s": steps_per_s,
-        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
-        "run_dir": folder,
-    }
-
-
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    world = init_distributed(args.cuda)
-    try:
-        result = train(args, world)
-    finally:
-        world.close()
-    if world.is_main:
-        print_result(result)
+        run.save_model(agent=agent.state_dict())
+        evaluation = run.log_returns(evaluate(agent, args, device) if args.eval_episodes else [])
+    return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(train, tyro.cli(Args, description=__doc__))

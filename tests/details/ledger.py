@@ -284,7 +284,7 @@ DETAILS: list[Detail] = [
         "18",
         "frames warped to 84 × 84 grey",
         "ppo_atari",
-        "return cv2.resize(grey, (self.size, self.size), interpolation=cv2.INTER_AREA)",
+        "return cv2.resize(gray, (self.size, self.size), interpolation=cv2.INTER_AREA)",
         (
             "test_ppo_atari.py::test_frames_are_grey_and_84_by_84",
             "test_ppo_atari.py::test_shrinking_averages_over_areas",
