@@ -346,20 +346,25 @@ def test_histories_survive_a_kill_whether_saved_or_not(
     store.connection.close()
 
 
-def test_a_history_that_leaves_the_cache_hides_no_feedback_from_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("interval_s", [0.0, 1e9])
+def test_histories_are_complete_when_the_cache_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval_s: float
 ) -> None:
-    monkeypatch.setattr(agent_store, "MAX_CACHED_OWNERS", 1)
-    monkeypatch.setattr(Store, "HISTORY_INTERVAL_S", 1e9)
+    monkeypatch.setattr(agent_store, "MAX_CACHED_OWNERS", 2)
+    monkeypatch.setattr(Store, "HISTORY_INTERVAL_S", interval_s)
+    owners = [f"team/{i}" for i in range(5)]
     store = Store(tmp_path, "process")
-    first, second = allocation(store, owner="team/1"), allocation(store, owner="team/2")
-    accept(store, first)
-    accept(store, second)  # saves the history of team/1 to make room
-    store.flush()
-    expected = list(store.history("team/2"))
-    assert expected != history.new_history()
+    for _ in range(3):
+        for owner in owners:
+            accept(store, allocation(store, owner=owner))
+            store.history(f"new/{owner}")
+        store.flush()
+    expected = history.new_history()
+    for _ in range(3):
+        history.remember(expected, 0.375, 0.75, True, False, 0.5)
+    assert all(store.history(owner) == expected for owner in owners)
     again = Store(tmp_path, "process")
-    assert again.history("team/2") == again.history("team/1") == expected
+    assert all(again.history(owner) == expected for owner in owners)
     again.close()
     store.connection.close()
 

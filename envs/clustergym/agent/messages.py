@@ -48,11 +48,7 @@ class FeedbackRequest(BaseModel):
     memory_used: float | None = Field(default=None, ge=0, le=MAX_REQUEST_MB, description="GPU memory used in MB")
     oom: bool = Field(default=False, description="Whether the pod ran out of GPU memory and was killed")
     pressure: float | None = Field(
-        default=None,
-        ge=0,
-        le=1000,
-        description="If measured: the larger of load and latency / objective. Above 1, the pod needed that many times "
-        "its cores",
+        default=None, ge=0, le=1000, description="max(load, latency / objective), if measured"
     )
 
 

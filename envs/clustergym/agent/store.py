@@ -88,7 +88,10 @@ ALLOCATION_COLUMNS = (
     "a.version, a.learnable, f.status"
 )
 """Columns of an :class:`Allocation`, in the order of its fields."""
-FEEDBACK_COLUMNS = ", ".join(Feedback._fields)
+INSERT_FEEDBACK = (
+    f"INSERT INTO feedback (allocation, status, {', '.join(Feedback._fields)}, learnable) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 def connect(folder: Path, durability: str) -> sqlite3.Connection:
@@ -157,15 +160,11 @@ class Store:
     ) -> None:
         """Add an allocation; call :meth:`committed` before it is answered."""
         a = allocation
-        self._statements.append(
-            (
-                "INSERT INTO allocations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    a.seq, a.token, request_id, a.created_s, a.owner, a.requested_cores, a.requested_memory_mb,
-                    a.sensitive, obs.astype(np.float32).tobytes(), action.astype(np.float32).tobytes(), log_prob,
-                    a.version, a.learnable, a.cores, a.memory_mb,
-                ),
-            )
+        self._add_statement(
+            "INSERT INTO allocations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            a.seq, a.token, request_id, a.created_s, a.owner, a.requested_cores, a.requested_memory_mb, a.sensitive,
+            obs.astype(np.float32).tobytes(), action.astype(np.float32).tobytes(), log_prob, a.version, a.learnable,
+            a.cores, a.memory_mb,
         )  # fmt: skip
         _cache(self._allocations, a.seq, a)
         if request_id is not None:
@@ -210,8 +209,8 @@ class Store:
         if seqs:
             for (seq,) in seqs:
                 self._allocations.pop(seq, None)
-                self._statements.append(("DELETE FROM feedback WHERE allocation = ?", (seq,)))
-                self._statements.append(("DELETE FROM allocations WHERE seq = ?", (seq,)))
+                self._add_statement("DELETE FROM feedback WHERE allocation = ?", seq)
+                self._add_statement("DELETE FROM allocations WHERE seq = ?", seq)
             self.flush()
         return len(seqs)
 
@@ -219,27 +218,20 @@ class Store:
 
     def add_feedback(self, allocation: Allocation, status: str, feedback: Feedback, learnable: bool) -> None:
         """Add the only feedback that an allocation can have (the table's UNIQUE would refuse a second one)."""
-        # The history first: it may save other histories, and that marks all feedback added so far as saved.
-        self._remember(allocation, feedback)
         allocation.feedback = status
-        self._statements.append(
-            (
-                f"INSERT INTO feedback (allocation, status, {FEEDBACK_COLUMNS}, learnable) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (allocation.seq, status, *feedback, learnable),
-            )
-        )
+        self._add_statement(INSERT_FEEDBACK, allocation.seq, status, *feedback, learnable)
+        self._remember(allocation, feedback)
 
     def history(self, owner: str) -> list[float]:
         """History of an owner's pods. It is cached and saved about once per second; feedback can always rebuild it."""
         if owner not in self._histories:
+            if len(self._histories) >= MAX_CACHED_OWNERS:
+                # The oldest saved history makes room. Unsaved ones are not in the database yet, so they stay.
+                oldest = next((name for name in self._histories if name not in self._unsaved_owners), None)
+                if oldest is not None:
+                    del self._histories[oldest]
             row = self.connection.execute("SELECT history FROM owners WHERE owner = ?", (owner,)).fetchone()
             self._histories[owner] = new_history() if row is None else np.frombuffer(row[0]).tolist()
-            if len(self._histories) > MAX_CACHED_OWNERS:
-                oldest = next(iter(self._histories))
-                if oldest in self._unsaved_owners:
-                    self._save_histories()
-                del self._histories[oldest]
         return self._histories[owner]
 
     def _remember(self, allocation: Allocation, feedback: Feedback) -> None:
@@ -253,15 +245,12 @@ class Store:
     def _save_histories(self) -> None:
         sql = "INSERT INTO owners VALUES (?1, ?2) ON CONFLICT DO UPDATE SET history = ?2"
         for owner in self._unsaved_owners:
-            self._statements.append((sql, (owner, np.array(self._histories[owner]).tobytes())))
+            self._add_statement(sql, owner, np.array(self._histories[owner]).tobytes())
         self._unsaved_owners.clear()
         # Committed together with the histories: a restart replays only feedback that was added later.
-        self._statements.append(
-            (
-                "INSERT OR REPLACE INTO meta SELECT 'remembered', coalesce(max(seq), 0) FROM sqlite_sequence "
-                "WHERE name = 'feedback'",
-                (),
-            )
+        self._add_statement(
+            "INSERT OR REPLACE INTO meta SELECT 'remembered', coalesce(max(seq), 0) FROM sqlite_sequence "
+            "WHERE name = 'feedback'"
         )
 
     def _replay_feedback(self) -> None:
@@ -276,6 +265,10 @@ class Store:
             self._remember(Allocation(*row[split:]), Feedback(*row[:split]))
 
     # Transactions
+
+    def _add_statement(self, sql: str, *values: Any) -> None:
+        """Add a statement to the next transaction."""
+        self._statements.append((sql, values))
 
     def count(self, name: str) -> None:
         """Increment a counter that survives restarts."""

@@ -40,10 +40,7 @@ class Webhooks:
         self.api, self.agents = api, agents
         self.registry = CollectorRegistry()
         self.decisions = Counter(
-            "clustergym_webhook_decisions",
-            "Reviews by webhook and outcome",
-            ("webhook", "outcome"),
-            registry=self.registry,
+            "clustergym_webhook_decisions", "Reviews by outcome", ("webhook", "outcome"), registry=self.registry
         )
         self.seconds = Histogram(
             "clustergym_webhook_seconds",
@@ -53,9 +50,7 @@ class Webhooks:
             registry=self.registry,
         )
         expiry = Gauge(
-            "clustergym_webhook_certificate_expiry_timestamp_seconds",
-            "When the serving certificate expires",
-            registry=self.registry,
+            "clustergym_webhook_certificate_expiry_timestamp_seconds", "Certificate expiry", registry=self.registry
         )
         expiry.set_function(lambda: certificates.expiry(certificate).timestamp())
 
