@@ -1,12 +1,12 @@
-"""The allocation agent against the simulator, over HTTP: what it earns as it learns, beside VPA and the offline-trained policy.
+"""Online learning of the allocation agent over HTTP: its reward, compared with VPA and the offline-trained policy.
 
-Each node is one long stream of pods of six owners. For each pod the simulator asks the agent (POST /allocate), gives it what
-was granted, and reports what came of it (POST /feedback); the GPU's load reaches the agent through a stub of libnvidia-ml
-that reads what the simulator wrote. Arms, all on the same streams:
+Each node is one long stream of pods of six owners. For each pod, the simulator asks the agent (POST /allocate), applies
+the grant and reports the outcome (POST /feedback). The agent reads the load of the GPU from a libnvidia-ml stub, which
+reads what the simulator wrote. All arms use the same streams:
 
-    cold      an agent that has never seen a pod, learning
-    warm      the policy of ppo_gpu_alloc.py, learning on
-    offline   the same policy as it is (--explore off)
+    cold      an untrained agent that learns
+    warm      the policy of ppo_gpu_alloc.py, which continues to learn
+    offline   the same policy without learning (--explore off)
     rules     grant, vpa, vpa-fraction, and the oracle
 
     python benchmarks/online_learning.py --checkpoint runs/ppo_gpu_alloc__GPUAllocationHistory-v0__1/checkpoint.pt
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Connection, StubGpu, agent_server
+from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import dynamics
 from clustergym.gpu_allocation.baselines import RULES
@@ -38,26 +39,27 @@ from clustergym.gpu_allocation.space import MAX_MEMORY_MB, MAX_PODS, inverse_tra
 
 RULE_NAMES = ("grant", "vpa", "vpa-fraction", "oracle")
 FIRST_NODE = 2**41
-"""Streams from here on: neither the offline trainer's nor those of its evaluation."""
+"""Seed of the first stream. The offline trainer and its evaluation use other seeds."""
 
 
 @dataclass
 class Args:
     checkpoint: Path | None = None
-    """A checkpoint of ppo_gpu_alloc.py on GPUAllocationHistory-v0; without it the arms warm and offline are left out."""
+    """Checkpoint of ppo_gpu_alloc.py on GPUAllocationHistory-v0. Without it, there are no arms warm and offline."""
     nodes: int = 5
-    """Nodes, each with owners and streams of its own."""
+    """Number of nodes. Each has its own owners and stream."""
     decisions: int = 20_000
-    """Pods on each node."""
+    """Number of pods per node."""
     frozen_decisions: int = 5_000
-    """Pods for the arm that does not change."""
+    """Number of pods per node for the offline arm, which does not change."""
     window: int = 1000
-    """Decisions that a point of the curve averages."""
+    """Number of decisions per point of the curve."""
     output: Path = Path("runs/online_learning")
-    """Prefix of the .json and .png files."""
+    """Path of the .json and .png files, without the suffix."""
 
 
-def node(index: int, decisions: int) -> AllocationBatch:
+def make_node(index: int, decisions: int) -> AllocationBatch:
+    """The simulator of one node."""
     batch = AllocationBatch(AllocationConfig(history=True, arrivals=decisions + 1), 1)
     batch.seed([FIRST_NODE + index])
     batch.reset()
@@ -65,8 +67,8 @@ def node(index: int, decisions: int) -> AllocationBatch:
 
 
 def play_rule(name: str, index: int, decisions: int) -> np.ndarray:
-    """(decisions,) rewards of a rule."""
-    batch = node(index, decisions)
+    """Rewards (decisions,) of a rule."""
+    batch = make_node(index, decisions)
     rule, rewards = RULES[name](batch), np.zeros(decisions)
     for i in range(decisions):
         batch.step(rule.act(), autoreset=False)
@@ -82,8 +84,8 @@ def pressure_of(ask: list[float], out: list[float]) -> float:
 
 
 async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tuple[np.ndarray, int]:
-    """(decisions,) rewards that the agent answered, checked against the simulator's, and the last policy's version."""
-    batch, rewards, version = node(index, decisions), np.zeros(decisions), 0
+    """Rewards (decisions,) of the agent, compared with those of the simulator, and the last policy version."""
+    batch, rewards, version = make_node(index, decisions), np.zeros(decisions), 0
     async with Connection(port) as connection:
         for i in range(decisions):
             ask, obs = batch.state["ask"][0].tolist(), batch.obs[0].tolist()
@@ -114,8 +116,9 @@ async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tup
 
 
 def run_arm(arm: str, index: int, args: Args) -> dict[str, Any]:
+    """Rewards and number of updates of one arm on one node."""
     decisions = args.frozen_decisions if arm == "offline" else args.decisions
-    began = time.perf_counter()
+    start = time.perf_counter()
     if arm in RULE_NAMES:
         return {"rewards": play_rule(arm, index, decisions), "updates": 0}
     flags: list[object] = ["--telemetry-s", 0, "--seed", index, "--update-interval-s", 0.05]
@@ -125,16 +128,12 @@ def run_arm(arm: str, index: int, args: Args) -> dict[str, Any]:
         gpu = StubGpu(Path(folder))
         with agent_server(Path(folder) / "store", *flags, **gpu.environment) as server:
             rewards, updates = asyncio.run(play_agent(server.port, gpu, index, decisions))
-    return {"rewards": rewards, "updates": updates, "seconds": time.perf_counter() - began}
+    return {"rewards": rewards, "updates": updates, "seconds": time.perf_counter() - start}
 
 
 def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
-    """Mean over nodes with its 95 % interval, decision by decision; rules as lines across."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Plot the mean over nodes with its 95 % interval per window of decisions. Rules are horizontal lines."""
+    plt = require_matplotlib()
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     styles = {
         "grant": ("#BBBBBB", ":"),
@@ -162,7 +161,9 @@ def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
         )
         axes.fill_between(x, points.mean(0) - spread, points.mean(0) + spread, color=colour, alpha=0.2, lw=0)
     count = len(next(iter(curves.values())))
-    axes.set(xlabel="decisions on a node", ylabel="mean reward", title=f"The agent over HTTP, {count} nodes, ±95 %")
+    axes.set(
+        xlabel="decisions on a node", ylabel="mean reward", title=f"Online learning over HTTP, {count} nodes, ±95 %"
+    )
     axes.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -179,10 +180,10 @@ def main() -> None:
             found[arm].append(run_arm(arm, index, args))
             rewards = found[arm][-1]["rewards"]
             console.print(
-                f"node {index} {arm:12s} first {rewards[: args.window].mean():.3f} last {rewards[-args.window :].mean():.3f} "
-                f"updates {found[arm][-1]['updates']}"
+                f"node {index} {arm:12s} first {rewards[: args.window].mean():.3f} "
+                f"last {rewards[-args.window :].mean():.3f} updates {found[arm][-1]['updates']}"
             )
-    table = Table(title=f"mean reward, {args.nodes} nodes ± 95 %; {args.window} decisions at each end")
+    table = Table(title=f"mean reward, {args.nodes} nodes ± 95 %; first and last {args.window} decisions")
     for column in ("", "first", "last", "all", "last − vpa", "updates"):
         table.add_column(column, justify="right" if column else "left")
     curves = {arm: np.stack([one["rewards"] for one in each]) for arm, each in found.items()}
@@ -206,7 +207,7 @@ def main() -> None:
     document = {"command": shlex.join(sys.argv), "nodes": args.nodes, "decisions": args.decisions, "arms": figures}
     args.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     plot(curves, args.window, args.output.with_suffix(".png"))
-    console.print(f"figures: {args.output.with_suffix('.json')}, plot: {args.output.with_suffix('.png')}")
+    console.print(f"results: {args.output.with_suffix('.json')}, plot: {args.output.with_suffix('.png')}")
 
 
 if __name__ == "__main__":
