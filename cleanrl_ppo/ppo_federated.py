@@ -902,9 +902,7 @@ def train(args: Args) -> dict[str, Any] | None:
 
 def main() -> None:
     args = parse_args(sys.argv[1:])
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    log.addHandler(handler)
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     try:
         if args.serve_store is not None:
