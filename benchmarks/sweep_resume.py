@@ -97,7 +97,7 @@ def main(args: Args) -> None:
         process = start(file, folder / "cut", args.jobs)
         while sum(run.done for run in runs_of(folder / "cut")) < args.runs // 2 and process.poll() is None:
             time.sleep(0.5)
-        time.sleep(2)  # until the next runs are going on
+        time.sleep(2)  # let the next runs start
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         at_kill = {run.id: run for run in runs_of(folder / "cut")}

@@ -38,7 +38,7 @@ def main() -> None:
     with open(args.run_dir.parent / "starts.txt", "a") as file:
         file.write(f"{args.run_dir.name} {os.getpid()} {'resumed' if args.resume else 'fresh'}\n")
     checkpoint = args.run_dir / "checkpoint.pt"
-    done = int(checkpoint.read_text()) if args.resume else 0
+    done = int(checkpoint.read_text()) if args.resume and checkpoint.exists() else 0
     score = -((args.x - 3) ** 2)
     for step in range(done, args.steps):
         time.sleep(args.pause)

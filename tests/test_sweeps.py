@@ -389,6 +389,21 @@ def test_a_run_that_ended_during_an_interruption_is_not_repeated(tmp_path: Path)
     assert [name for name, _, _ in starts(store_path)] == ["run-0002"]
 
 
+def test_a_run_with_checkpoints_in_subfolders_is_resumed(tmp_path: Path) -> None:
+    """The federated trainer has one checkpoint per agent and refuses to start again without --resume."""
+    sweep_file(tmp_path / "s.yaml")
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    store = Store(folder / "sweep.db")
+    interrupted = store.add({"x": 1}, folder)
+    store.close()
+    (interrupted.folder / "agent_0").mkdir(parents=True)
+    (interrupted.folder / "agent_0" / "checkpoint.pt").touch()
+    runs = Runner(load_sweep(tmp_path / "s.yaml"), folder).run(2)
+    assert [run.state for run in runs] == ["finished", "finished"]
+    assert [(name, how) for name, _, how in starts(folder)] == [("run-0001", "resumed"), ("run-0002", "fresh")]
+
+
 def test_score_prefers_the_result_line(tmp_path: Path) -> None:
     log = tmp_path / "o.log"
     assert last_result(log) is None

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ class _Process:
     run: Run
     handle: subprocess.Popen[bytes]
     scores: Scores
-    stopping: float | None = None
-    stopped: bool = field(default=False)
+    stop_requested: float | None = None
+    """Time at which it was asked to stop early."""
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
@@ -119,13 +119,8 @@ class Runner:
             if run.done:
                 continue
             if run.state == "running" and (result := last_result(run.folder / OUTPUT)) is not None:
-                self._finish(
-                    run,
-                    result,
-                    Scores(run.folder, self.sweep.metric).history(),
-                    0,
-                    "ended while the sweep was interrupted",
-                )
+                history = Scores(run.folder, self.sweep.metric).history()
+                self._finish(run, result, history, 0, "ended while the sweep was interrupted")
             else:
                 waiting.append(run)
         return waiting
@@ -136,8 +131,8 @@ class Runner:
             self._reap()
             if time.monotonic() - scored > _SCORE_S:
                 scored = time.monotonic()
-                self._read_scores()
-                self._stop_early()
+                if self.sweep.early_terminate:
+                    self._stop_early()
             self._check_failures()
             while len(self._processes) < self.jobs:
                 if waiting:
@@ -160,7 +155,8 @@ class Runner:
         command = self.sweep.command(run.parameters, run.folder)
         if self.run_dir_flag is not None:
             command += [f"{self.run_dir_flag}={run.folder}"]
-            if (run.folder / CHECKPOINT).exists():
+            # A trainer with several agents has one checkpoint per agent, in subfolders.
+            if any(run.folder.rglob(CHECKPOINT)):
                 command += ["--resume"]
         run.command, run.state, run.starts, run.started = command, "running", run.starts + 1, time.time()
         # Stored before it starts, so that the run is known whatever happens next.
@@ -186,7 +182,7 @@ class Runner:
 
     def _reap(self) -> None:
         for process in list(self._processes):
-            if process.stopping is not None and time.monotonic() - process.stopping > _GRACE_S:
+            if process.stop_requested is not None and time.monotonic() - process.stop_requested > _GRACE_S:
                 _signal_group(process.handle, signal.SIGKILL)
             code = process.handle.poll()
             if code is None:
@@ -194,10 +190,9 @@ class Runner:
             self._processes.remove(process)
             run, history = process.run, process.scores.history()
             result = last_result(run.folder / OUTPUT)
-            if process.stopped:
+            if process.stop_requested is not None:
                 run.history, run.metric, run.result = history, score(self.sweep.metric, result, history), result
-                run.state, run.exit_code, run.ended = "stopped", code, time.time()
-                run.note = "stopped early"
+                run.state, run.exit_code, run.ended, run.note = "stopped", code, time.time(), "stopped early"
                 self.store.save(run)
             elif code != 0:
                 run.history = history
@@ -221,22 +216,16 @@ class Runner:
         self._failures.append(run)
         self.store.save(run)
 
-    def _read_scores(self) -> None:
-        if not self.sweep.early_terminate:
-            return
+    def _stop_early(self) -> None:
         for process in self._processes:
             process.run.history = process.scores.history()
             process.run.metric = process.run.history[-1] if process.run.history else None
             self.store.save(process.run)
-
-    def _stop_early(self) -> None:
-        if not self.sweep.early_terminate:
-            return
         runs = as_sweep_runs(self.store.runs(), self.sweep.metric)
         names = {run.name for run in sweeps_package().stop_runs(self.sweep.config, runs)}
         for process in self._processes:
-            if str(process.run.id) in names and not process.stopped:
-                process.stopped, process.stopping = True, time.monotonic()
+            if str(process.run.id) in names and process.stop_requested is None:
+                process.stop_requested = time.monotonic()
                 _signal_group(process.handle, signal.SIGTERM)
 
     def _check_failures(self) -> None:

@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STATES = ("pending", "running", "finished", "stopped", "failed")
-"""pending: proposed, not started. stopped: by early_terminate. failed: ended with an error or without a result."""
-
 _SCHEMA = """
 create table if not exists sweep (id integer primary key check (id = 1), file text not null, config text not null,
   proposer text not null, seed integer not null, created real not null);
@@ -28,6 +25,7 @@ class Run:
     id: int
     parameters: dict[str, Any]
     state: str
+    """pending (not started), running, finished, stopped (by early_terminate), or failed (error, or no score)."""
     folder: Path
     command: list[str] | None = None
     starts: int = 0
