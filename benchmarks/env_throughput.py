@@ -1,16 +1,20 @@
-"""Steps a second of the batched environment, beside the same environment in Gymnasium's Sync and Async vector wrappers.
+"""Steps per second of the batched environment, next to the same environment in Gymnasium's Sync and Async vector wrappers.
 
-Both are measured in one run, in turns, with random actions and full observations. The growth with tokens, experts, GPUs
-and layers is measured on the batched environment. Writes a JSON file and a plot.
+All are measured in one run, in turns, with random actions and full observations. The growth with tokens, experts, GPUs and
+layers is measured on the batched environment. Writes a JSON file and a plot.
 
     python benchmarks/env_throughput.py
+    python benchmarks/env_throughput.py --against ../other-checkout   # only the ratio of speeds of two revisions
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +29,10 @@ from rich.table import Table
 
 import clustergym
 from clustergym import SyntheticConfig, synthetic_trace
-from clustergym.moe_placement import ClusterSpec
-from clustergym.moe_placement.batch import DEFAULT_TRACE
+from clustergym.moe_placement import ClusterSpec, Simulator, Stream
+from clustergym.moe_placement.batch import DEFAULT_TRACE, load_cached
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -34,20 +40,23 @@ class Args:
     batches: tuple[int, ...] = (1, 64, 1024, 4096)
     """Batch sizes to compare at."""
     rounds: int = 5
-    """Times each way is measured; the median and the spread are reported."""
+    """Number of measurements; the median and the spread are reported."""
     steps: int = 64
-    """Steps in a round at the smallest batches; large batches take fewer."""
+    """Steps per round at the smallest batches; large batches take fewer."""
     window_tokens: int = 2048
     trace: str = DEFAULT_TRACE
     """Trace of the comparison, of 64 experts; by default the environment's own."""
     sizes: bool = True
     """Also measure the growth with tokens, experts, GPUs and layers."""
     largest_wrapper: int = 1024
-    """The wrappers are left out above this batch: one Python object an environment."""
+    """Largest batch for the wrappers, which need one Python object per environment."""
     largest_async: int = 64
-    """The Async wrapper is left out above this batch: one process an environment."""
+    """Largest batch for the Async wrapper, which needs one process per environment."""
     output: Path = Path("runs/env_throughput")
     """Prefix of the .json and .png files."""
+    against: Path | None = None
+    """Folder of another checkout: measure both revisions in turns, in CPU time of one thread, and print the ratios."""
+    worker: tyro.conf.Suppress[bool] = False
 
 
 def actions(env: Any, n: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -59,7 +68,7 @@ def actions(env: Any, n: int, rng: np.random.Generator) -> list[np.ndarray]:
 
 
 def rate(env: Any, steps: int, rng: np.random.Generator) -> float:
-    """Environment steps a second."""
+    """Environment steps per second."""
     chosen = actions(env, steps, rng)
     began = time.perf_counter()
     for action in chosen:
@@ -133,6 +142,92 @@ def growth(args: Args) -> list[dict[str, Any]]:
     return rows
 
 
+# Two revisions
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    f"{batch} environments, {comm}": (batch, {"comm": comm}) for batch in (1, 1024) for comm in ("dedup", "per-expert")
+}
+ANNEAL = "anneal, one plan"
+
+
+def work() -> None:
+    """Measure the cases named on standard input, one per line; write the CPU seconds of each to standard output."""
+    envs: dict[str, Any] = {}
+    rng = np.random.default_rng(0)
+    for line in sys.stdin:
+        case = line.strip()
+        if case == ANNEAL:
+            seconds = anneal_seconds()
+        else:
+            if case not in envs:
+                batch, options = CASES[case]
+                envs[case] = gymnasium.make_vec("MoEPlacement-v0", batch, "vector_entry_point", **options)
+                envs[case].reset(seed=0)
+            chosen = actions(envs[case], max(16, 512 // envs[case].num_envs), rng)
+            began = time.process_time()
+            for action in chosen:
+                envs[case].step(action)
+            seconds = time.process_time() - began
+        print(seconds, flush=True)
+
+
+def anneal_seconds() -> float:
+    try:
+        from clustergym.moe_placement.planner_registry import make_planner
+    except ImportError:  # the place until 0.1
+        from clustergym.planners import make_planner
+    simulator = Simulator("tiny-moe", "h800-4x4")
+    window = Stream(load_cached(DEFAULT_TRACE), simulator.n_gpus, seed=0).take(1)
+    static = simulator.static(window[0].n_layers)
+    planner = make_planner("anneal", simulator, iterations=1500)
+    began = time.process_time()
+    planner.plan(window, static)
+    return time.process_time() - began
+
+
+def against(other: Path, rounds: int) -> None:
+    """Print the ratio of the other revision's CPU time to this one's: more than 1 means that this one is faster."""
+    workers = []
+    for tree in (ROOT, other):
+        environment = os.environ | {"PYTHONPATH": str(tree / "envs"), "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        workers.append(
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+        )
+
+    def measure(worker: subprocess.Popen[str], case: str) -> float:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        print(case, file=worker.stdin, flush=True)
+        return float(worker.stdout.readline())
+
+    table = Table("case", "this, ms", "other, ms", "speed ratio", "quartiles", title=f"this checkout against {other}")
+    for case in (*CASES, ANNEAL):
+        for worker in workers:
+            measure(worker, case)  # compiles
+        pairs = []
+        for i in range(rounds):
+            order = (0, 1) if i % 2 == 0 else (1, 0)
+            found = {which: measure(workers[which], case) for which in order}
+            pairs.append((found[0], found[1]))
+        this, that = np.array(pairs).T * 1e3
+        low, middle, high = np.quantile(that / this, (0.25, 0.5, 0.75))
+        table.add_row(
+            case, f"{np.median(this):.2f}", f"{np.median(that):.2f}", f"{middle:.3f}", f"{low:.3f} … {high:.3f}"
+        )
+    Console(width=130).print(table)
+    for worker in workers:
+        worker.communicate()
+
+
+# Output
+
+
 def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -145,7 +240,7 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         if points:
             axes[0].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=name)
     axes[0].set(
-        xlabel="environments", ylabel="environment steps a second", title="batched simulator and vector wrappers"
+        xlabel="environments", ylabel="environment steps per second", title="batched simulator and vector wrappers"
     )
     axes[0].legend()
     for what, colour, marker in (
@@ -157,7 +252,7 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         points = [(r["value"], 1e6 / r["rate"]) for r in rows if r["what"] == what]
         if points:
             axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=what)
-    axes[1].set(xlabel="size", ylabel="µs a step", title="growth of the cost of a step, 128 environments")
+    axes[1].set(xlabel="size", ylabel="µs per step", title="growth of the cost of a step, 128 environments")
     if rows:
         axes[1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,14 +261,21 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)
+    if args.worker:
+        work()
+        return
+    if args.against is not None:
+        against(args.against.resolve(), args.rounds)
+        return
     console = Console(width=130)
     options = {"window_tokens": args.window_tokens, "trace": args.trace}
     batches = sorted(args.batches)
     results = []
     table = Table(
-        title=f"environment steps a second: {args.trace}, 64 experts, 16 GPUs, {args.window_tokens} tokens, full observations"
+        title=f"environment steps per second: {args.trace}, 64 experts, 16 GPUs, {args.window_tokens} tokens, "
+        "full observations"
     )
-    for column in ("environments", "batched", "sync", "async", "batched / sync", "µs a step", "state MB"):
+    for column in ("environments", "batched", "sync", "async", "batched / sync", "µs per step", "state MB"):
         table.add_column(column, justify="right")
     for batch in batches:
         result = compare(batch, options, args)
@@ -189,14 +291,15 @@ def main(args: Args) -> None:
         console.print(f"{batch} environments: batched {median['batched']:,.0f} steps/s")
     console.print(table)
     rows = growth(args) if args.sizes else []
-    sizes = Table("what", "value", "steps/s", "kB an environment", title="growth, batched, 128 environments")
+    sizes = Table("what", "value", "steps/s", "kB per environment", title="growth, batched, 128 environments")
     for row in rows:
         sizes.add_row(row["what"], str(row["value"]), f"{row['rate']:,.0f}", f"{row['bytes_per_env'] / 1e3:.0f}")
     if rows:
         console.print(sizes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     console.print(
-        f"peak memory of this process: {peak:,.0f} MB; {platform.processor() or platform.machine()}, {torch.get_num_threads()} torch thread"
+        f"peak memory of this process: {peak:,.0f} MB; {platform.processor() or platform.machine()}, "
+        f"{torch.get_num_threads()} torch thread"
     )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(

@@ -37,8 +37,8 @@ from clustergym.common.statistics import ci95
 from clustergym.moe_placement import PlacementBatch, PlacementConfig, Simulator
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
 from clustergym.moe_placement.environment import frame_of
-from clustergym.moe_placement.episode import N_EXPERT_FEATURES, N_GPU_FEATURES, SAVED
 from clustergym.moe_placement.evaluation import Protocol, Result, evaluate_planner
+from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.policy.export import FILE_NAME, PolicySettings, read_policy, save_policy
@@ -775,7 +775,7 @@ class Rollouts:
         batch = self.view.batch
         done = batch.done
         if bool(done.any()):
-            saved = batch.env["time"][done, SAVED] / batch.rules_host.static_us / batch.config.windows
+            saved = batch.saved[done] / batch.config.windows
             self.saved = float(saved.mean())
             self.view.reset(done)
             visit_end = visit_end | done

@@ -38,7 +38,7 @@ def played(launcher: str, comm: str, norm: int) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
 
     def note(when: str) -> None:
-        parts = {"sim": batch.sim, "env": batch.env, "stream": batch.stream, "obs": batch.buffers}
+        parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.buffers}
         for part, tensors in parts.items():
             arrays.update({f"{when}/{part}/{name}": tensor.numpy().copy() for name, tensor in tensors.items()})
         arrays[f"{when}/reward"] = batch.reward.numpy().copy()
@@ -56,7 +56,7 @@ def played(launcher: str, comm: str, norm: int) -> dict[str, np.ndarray]:
     arrays["lookahead"] = batch.lookahead(torch.tensor([0, 3, 5])).numpy().copy()
     # Once, and not as an observation of every step: the simulator takes seconds for it.
     arrays["lookahead_all"] = np.zeros((3, 6, 3 * 18), np.float32)
-    batch.launcher.look_ahead_all(arrays["lookahead_all"], batch._env, batch._sim, batch._corpus, batch._rules)
+    batch.launcher.look_ahead_all(arrays["lookahead_all"], batch._episode, batch._sim, batch._rules)
     note("end")
     return arrays
 
@@ -93,11 +93,11 @@ def test_cuda_simulator_plays_the_same(comm: str, norm: int, tmp_path: Path) -> 
             else:
                 # float32 observations, and sums of them, may differ in the last bit: numpy rounds between operations where
                 # compiled code does not.
-                exact = array.dtype == np.float64 and not name.endswith("env/company")
+                exact = array.dtype == np.float64 and not name.endswith("episode/local_coactivation")
                 tolerance = 1e-12 if exact else 3e-7
                 np.testing.assert_allclose(theirs[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
     # The episode did something: operations of several kinds, rewards, a second episode.
-    kinds = {int(k) for name, array in mine.items() if name.endswith("env/op") for k in array[:, 0]}
+    kinds = {int(k) for name, array in mine.items() if name.endswith("episode/last_operation") for k in array[:, 0]}
     assert len(kinds & {2, 3, 4, 5}) >= 2
     assert any((array != 0).any() for name, array in mine.items() if name.endswith("reward"))
     assert all((mine[name] != 0).any() for name in ("lookahead", "lookahead_all"))
@@ -124,13 +124,13 @@ trace = synthetic_trace(n_tokens=64, n_layers=2, n_experts=8, top_k=2, n_domains
 config = PlacementConfig(trace, ClusterSpec("c", 2, 2, 3), ModelSpec("m", 2, 8, 2, 64, 64), window_tokens=16)
 batch = PlacementBatch(config, 2)
 index, flag, ahead = np.zeros(2, np.int64), np.zeros(2, bool), np.zeros((2, 12), np.float32)
-state = (batch._env, batch._sim)
-rest = (batch._corpus, batch._rules)
+state = (batch._episode, batch._sim)
+rest = (batch._trace, batch._rules)
 kernels = {
     "_advance": (index, index, batch.reward.numpy(), *state, batch._stream, batch._obs, *rest),
     "_reset": (flag, *state, batch._stream, batch._obs, *rest),
-    "_look_ahead": (index, ahead, *state, *rest),
-    "_look_ahead_all": (np.zeros((2, 8, 12), np.float32), *state, *rest),
+    "_look_ahead": (index, ahead, *state, batch._rules),
+    "_look_ahead_all": (np.zeros((2, 8, 12), np.float32), *state, batch._rules),
 }
 for name, arguments in kernels.items():
     signature = tuple(typeof(argument) for argument in arguments)

@@ -21,8 +21,10 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 
 import clustergym
 from clustergym import TokenTrace, moe_placement_v0, synthetic_trace
-from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, Simulator, Window, dynamics, episode
+from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, Simulator, Window
 from clustergym.moe_placement.environment import MoEPlacementEnv, MoEPlacementVectorEnv
+from clustergym.moe_placement.kernels import state as kernel_state
+from clustergym.moe_placement.kernels.operations import resolve
 from reference import LayerResult, serve
 
 MODEL = ModelSpec("tiny", 3, 8, 2, 512, 256, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
@@ -262,23 +264,25 @@ def test_counts_of_a_walk_equal_the_simulator_s(length: int, comm: str) -> None:
     trace = TokenTrace(experts, n_experts=EXPERTS, seq_lens=np.full(400 // length, length))
     env = MoEPlacementEnv(**(TINY | {"trace": trace, "windows": 3, "comm": comm}))
     batch, simulator = env.batch, env.batch.simulator
-    assert bool(batch.sim["own"][0]) == (length == 1)
+    assert bool(batch.sim["own_index"][0]) == (length == 1)
     obs, done = env.reset(seed=1)[0], False
     while not done:
         obs, _, done, _, _ = env.step(legal_action(obs, rng))
-        layer = int(batch.env["clock"][0, episode.LAYER])
+        layer = int(batch.episode["clock"][0, kernel_state.CLOCK_LAYER])
         if comm == "stay" and layer > 0:
             continue
         for w in range(2):
             window = Window(
-                batch._corpus.experts[layer : layer + 1],
-                batch.sim["tok"][0, w].numpy(),
-                batch.sim["src"][0, w].numpy().astype(np.int16),
+                batch._trace.experts[layer : layer + 1],
+                batch.sim["rows"][0, w].numpy(),
+                batch.sim["origin"][0, w].numpy().astype(np.int16),
             )
             fresh = simulator.count(window, batch.sim["slots"].numpy())
-            # With the trace's index, mode dedup counts by sets of tokens and has no use for ``met``.
-            by_sets = comm == "dedup" and length > 1
-            for name in ("vis", "nvis", "bvis", "bnvis", "pairs", "load", *(() if by_sets else ("met",))):
+            # With the trace's index, mode dedup counts by sets of tokens and does not use ``gpu_uses``.
+            names = ["visits", "node_visits", "return_visits", "return_node_visits", "pairs", "load"]
+            if comm != "dedup" or length == 1:
+                names.append("gpu_uses")
+            for name in names:
                 np.testing.assert_array_equal(batch.sim[name][0, w].numpy(), getattr(fresh, name)[0, 0], err_msg=name)
 
 
@@ -291,7 +295,7 @@ def test_looking_ahead_leaves_no_trace(comm: str) -> None:
     spacious = ClusterSpec("spacious", 2, 2, EXPERTS)
     options = TINY | {"trace": trace, "cluster": spacious, "windows": 4, "comm": comm, "ops_per_layer": 6}
     looks, blind = MoEPlacementEnv(**options), MoEPlacementEnv(**options)
-    assert not looks.batch.sim["own"][0]
+    assert not looks.batch.sim["own_index"][0]
     obs, done = looks.reset(seed=2)[0], False
     assert same(obs, blind.reset(seed=2)[0])
     while not done:
@@ -371,7 +375,7 @@ def test_illegal_actions_change_nothing_and_are_marked() -> None:
     tried: Counter[str] = Counter()
     for _ in range(2 * LAYERS):
         for i in range(OPS):
-            before = {name: t.clone() for name, t in {**state.sim, "placement": state.env["slots"]}.items()}
+            before = {name: t.clone() for name, t in {**state.sim, "placement": state.episode["slots"]}.items()}
             forbidden = np.argwhere(obs["joint_mask"] == 0)
             kind = ["outside", "forbidden", "legal"][(i + tried.total() // OPS) % 3]
             choices = {"outside": outside, "forbidden": forbidden}
@@ -379,12 +383,12 @@ def test_illegal_actions_change_nothing_and_are_marked() -> None:
             old, (obs, reward, _, _, info) = obs, env.step(action)
             tried[kind] += 1
             assert info["legal"] == (kind == "legal")
-            assert (info["operation"] == dynamics.OP_ILLEGAL) == (kind != "legal")
+            assert (info["operation"] == kernel_state.OP_ILLEGAL) == (kind != "legal")
             if kind != "legal" and i < OPS - 1:
                 assert reward == 0
                 # Scratch totals aside, nothing moved; only the clock did.
-                assert all(bool((before[name] == t).all()) for name, t in state.sim.items() if name != "tot")
-                assert bool((before["placement"] == state.env["slots"]).all())
+                assert all(bool((before[name] == t).all()) for name, t in state.sim.items() if name != "copies")
+                assert bool((before["placement"] == state.episode["slots"]).all())
                 assert all(np.array_equal(old[name], obs[name]) for name in obs if name != "progress")
             elif kind == "legal" and i < OPS - 1:
                 assert not np.array_equal(old["placement"], obs["placement"])
@@ -397,7 +401,7 @@ def test_place_where_the_expert_lies_is_the_no_op() -> None:
     e, g = np.argwhere(obs["placement"] == 1)[3]
     assert obs["joint_mask"][e, g] == 1
     after, reward, _, _, info = env.step([e, g])
-    assert (reward, info["legal"], info["operation"]) == (0.0, True, dynamics.OP_NOTHING)
+    assert (reward, info["legal"], info["operation"]) == (0.0, True, kernel_state.OP_NOTHING)
     assert all(np.array_equal(obs[name], after[name]) for name in obs if name != "progress")
 
 
@@ -410,18 +414,16 @@ def test_masks_say_what_the_operations_would(slots: int, comm: str) -> None:
     rng = np.random.default_rng(0)
     seen: set[int] = set()
     for _ in range(40):
-        kinds = np.array(
-            [[dynamics.resolve(env.batch._sim, 0, e, n)[0] for n in range(3 * GPUS)] for e in range(EXPERTS)]
-        )
+        kinds = np.array([[resolve(env.batch._sim, 0, e, n)[0] for n in range(3 * GPUS)] for e in range(EXPERTS)])
         seen |= set(kinds.ravel().tolist())
-        legal = kinds != dynamics.OP_ILLEGAL
+        legal = kinds != kernel_state.OP_ILLEGAL
         np.testing.assert_array_equal(obs["joint_mask"], legal)
         np.testing.assert_array_equal(obs["gpu_mask"], legal.any(0))
-        np.testing.assert_array_equal(obs["expert_mask"], (legal & (kinds != dynamics.OP_NOTHING)).any(1))
+        np.testing.assert_array_equal(obs["expert_mask"], (legal & (kinds != kernel_state.OP_NOTHING)).any(1))
         obs = env.step(legal_action(obs, rng))[0]
     # With as many slots as experts every GPU may hold all of them; with just enough, nothing can be added at first.
-    assert {dynamics.OP_NOTHING, dynamics.OP_ILLEGAL, dynamics.OP_SWAP} <= seen or slots == 8
-    assert dynamics.OP_DELETE in seen or slots == 2
+    assert {kernel_state.OP_NOTHING, kernel_state.OP_ILLEGAL, kernel_state.OP_SWAP} <= seen or slots == 8
+    assert kernel_state.OP_DELETE in seen or slots == 2
 
 
 def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
@@ -438,7 +440,7 @@ def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
 
 def window_of(batch: PlacementBatch, w: int) -> Window:
     """A copy of the observed (0) or the next (1) window of environment 0."""
-    rows, home = batch.sim["tok"][0, w].numpy().copy(), batch.homes[0, w].numpy().astype(np.int16)
+    rows, home = batch.sim["rows"][0, w].numpy().copy(), batch.homes[0, w].numpy().astype(np.int16)
     return Window(np.ascontiguousarray(TRACE.experts.transpose(1, 0, 2)), rows, home)
 
 
@@ -451,7 +453,7 @@ def test_rewards_add_up_to_the_time_saved(windows: int, credit: str, comm: str, 
     batch, simulator = env.batch, Simulator(MODEL, CLUSTER, comm, passes_per_window=5)
     obs, _ = env.reset(seed=21)
     rng = np.random.default_rng(1)
-    first = batch.env["slots"][0].numpy().copy()
+    first = batch.episode["slots"][0].numpy().copy()
     if start == "static":
         np.testing.assert_array_equal(first, simulator.static(LAYERS))
     used, total, saved, served, migrated = first, 0.0, 0.0, 0.0, 0.0
@@ -460,7 +462,7 @@ def test_rewards_add_up_to_the_time_saved(windows: int, credit: str, comm: str, 
         for _ in range(LAYERS * OPS):
             obs, reward, done, _, info = env.step(legal_action(obs, rng))
             total += reward
-        used = simulator.check(batch.env["slots"][0].numpy().copy())
+        used = simulator.check(batch.episode["slots"][0].numpy().copy())
         paid = simulator.evaluate(served_next, used, before)
         against = first if credit == "stream" else before
         served += paid.time_us.sum()
@@ -481,7 +483,7 @@ def test_each_reward_is_what_its_operation_saves() -> None:
     batch, simulator = env.batch, Simulator(MODEL, CLUSTER, "dedup", passes_per_window=5)
     obs, _ = env.reset(seed=2)
     rng = np.random.default_rng(1)
-    window, first = window_of(batch, 1), batch.env["slots"][0].numpy().copy()
+    window, first = window_of(batch, 1), batch.episode["slots"][0].numpy().copy()
     placement = first.copy()
     for step in range(LAYERS * OPS):
         layer = step // OPS
@@ -490,7 +492,7 @@ def test_each_reward_is_what_its_operation_saves() -> None:
         np.testing.assert_array_equal(np.sort(old_slots), np.sort(placement[layer]))
         obs, reward, done, _, _ = env.step(legal_action(obs, rng))
         at_end = (step + 1) % OPS == 0
-        placement[layer] = (batch.env["slots"][0, layer] if at_end else batch.sim["slots"][0]).numpy()
+        placement[layer] = (batch.episode["slots"][0, layer] if at_end else batch.sim["slots"][0]).numpy()
         after = simulator.evaluate(window, placement, first)
         saved = (before.time_us + before.migration_us - after.time_us - after.migration_us).sum()
         assert reward == pytest.approx(saved / batch.rules_host.static_us, rel=1e-9, abs=1e-12)
@@ -504,7 +506,7 @@ def test_observed_reward_window_pays_on_what_is_seen() -> None:
     paid = 0
     for step in range(LAYERS * OPS):
         action = legal_action(obs, rng)
-        start_us = float(env.batch.env["time"][0, episode.TIME_SEEN_START])
+        start_us = float(env.batch.episode["times_us"][0, kernel_state.TIME_OBSERVED_START])
         foretold = float(obs["lookahead"][tuple(action)]) * start_us / env.batch.rules_host.static_us
         obs, reward, *_ = env.step(action)
         assert reward == pytest.approx(foretold, rel=1e-5, abs=1e-7), step
@@ -543,7 +545,7 @@ def tokens_of(window: Window, layer: int) -> list[set[int]]:
 
 def reference_layer(batch: PlacementBatch, window: Window, comm: str, layer: int) -> LayerResult:
     """The observed window under the placement as it is now, up to and including the layer."""
-    placement = batch.env["slots"][0].numpy().copy()
+    placement = batch.episode["slots"][0].numpy().copy()
     placement[layer] = batch.sim["slots"][0].numpy()
     return serve(
         window.experts.tolist(), window.rows.tolist(), window.home.tolist(), placement.tolist(), MODEL, CLUSTER, comm, 5
@@ -591,7 +593,7 @@ def test_observations_mean_what_the_table_says(comm: str) -> None:
                 affinity[i] = [sum(j in t for t in users) / max(1, len(users)) for j in range(EXPERTS)]
         np.testing.assert_allclose(obs["affinity"], affinity, rtol=1e-6)
 
-        old = batch.env["slots"][0, layer].numpy()
+        old = batch.episode["slots"][0, layer].numpy()
         experts = {
             0: share * EXPERTS,
             1: average[layer] * EXPERTS,
@@ -639,7 +641,7 @@ def test_observations_mean_what_the_table_says(comm: str) -> None:
             np.testing.assert_array_equal(rows[:, :3], np.tile(np.eye(3)[kind], (GPUS, 1)))
             for column, known in gpus.items():
                 np.testing.assert_allclose(rows[:, column], known, rtol=1e-5, atol=1e-6, err_msg=f"{column}")
-        received = batch.sim["mig"][0].numpy() @ [MODEL.expert_bytes / 4e3, MODEL.expert_bytes / 1e3]
+        received = batch.sim["received"][0].numpy() @ [MODEL.expert_bytes / 4e3, MODEL.expert_bytes / 1e3]
         progress = [
             layer / LAYERS, op / OPS, window_index / 2, truth.time_us / start_us, kernels.max() / truth.time_us,
             received.max() / 5 / truth.time_us,
@@ -673,7 +675,7 @@ def test_the_next_window_is_never_seen() -> None:
         env.reset(seed=seed)
         return env
 
-    start = int(environment(first).batch.sim["tok"][0, 0, 0])
+    start = int(environment(first).batch.sim["rows"][0, 0, 0])
     second[start : start + length] = first[start : start + length]
     pair = [environment(first), environment(second)]
     seen = [env.reset(seed=seed)[0] for env in pair]

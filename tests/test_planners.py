@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window, dynamics
+from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window
 from clustergym.moe_placement.evaluation import Protocol, compare
+from clustergym.moe_placement.kernels.cost import layer_time, migration_time
 from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
 from clustergym.moe_placement.planners import exact
 from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static
@@ -254,8 +255,8 @@ def own_objective(planner: Anneal, window: Window, plan: Placement, before: Plac
     counts = sim.count(window, plan, before)
     return np.array(
         [
-            dynamics.layer_time(counts, l, 0, sim.cost, sim.net, sim.mode, planner.doublings, 1.0)
-            + planner.migration_weight * dynamics.migration_time(counts, l, sim.cost)
+            layer_time(counts, l, 0, sim.costs, sim.network, planner.norm_log2, 1.0)
+            + planner.migration_weight * migration_time(counts, l, sim.costs)
             for l in range(window.n_layers)
         ]
     )

@@ -15,8 +15,10 @@ import torch
 
 from clustergym import SyntheticConfig, TokenTrace, synthetic_trace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig, Simulator, Stream, Window
-from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING, change, layer_time, migration_time, resolve
 from clustergym.moe_placement.evaluation import Protocol, compare
+from clustergym.moe_placement.kernels.cost import layer_time, migration_time
+from clustergym.moe_placement.kernels.operations import apply_operation, resolve
+from clustergym.moe_placement.kernels.state import CLOCK_LAYER, OP_ILLEGAL, OP_NOTHING, TIME_OBSERVED_START
 from clustergym.moe_placement.planners.search import Anneal, evenly_dealt
 from clustergym.moe_placement.policy.export import (
     NETWORK_VERSION,
@@ -62,15 +64,15 @@ def random_steps(view: PolicyView, steps: int, seed: int = 0) -> None:
 def test_even_homes_change_the_observed_window_only(trace: TokenTrace) -> None:
     even, served = view_of(trace, homes="even"), view_of(trace, homes="served")
     for _ in range(4):  # into the second layer
-        homes = even.batch.sim["src"][:, 0].numpy()
+        homes = even.batch.sim["origin"][:, 0].numpy()
         assert (homes == np.arange(128) % 4).all()
-        np.testing.assert_array_equal(even.batch.sim["tok"], served.batch.sim["tok"])
+        np.testing.assert_array_equal(even.batch.sim["rows"], served.batch.sim["rows"])
         # The next window, and so the reward, does not change.
-        np.testing.assert_array_equal(even.batch.sim["src"][:, 1], served.batch.sim["src"][:, 1])
+        np.testing.assert_array_equal(even.batch.sim["origin"][:, 1], served.batch.sim["origin"][:, 1])
         nothing = even.batch.obs["placement"][:, 0].argmax(-1)
         for view in (even, served):
             view.step(torch.zeros(3, dtype=torch.int64), nothing)
-    assert (served.batch.sim["src"][:, 0].numpy() != np.arange(128) % 4).any()
+    assert (served.batch.sim["origin"][:, 0].numpy() != np.arange(128) % 4).any()
 
 
 @pytest.mark.parametrize("norm", [0, 4])
@@ -78,14 +80,14 @@ def test_look_ahead_equals_the_effect_of_each_operation(trace: TokenTrace, norm:
     view = view_of(trace, envs=1, norm=norm)
     random_steps(view, 2)
     batch = view.batch
-    sim, cost, net, mode = batch._sim, batch.rules_host.cost, batch.rules_host.net, batch.rules_host.mode
-    unit = float(batch.env["time"][0, 1])
+    sim, costs, network = batch._sim, batch.rules_host.costs, batch.rules_host.network
+    unit = float(batch.episode["times_us"][0, TIME_OBSERVED_START])
     for e in range(batch.n_experts):
         parts = view.look_many(torch.tensor([[e]]))[0, 0].numpy() / UNIT
 
         def times() -> np.ndarray:
-            smooth, true = (layer_time(sim, 0, 0, cost, net, mode, d, 1.0) for d in (view.doublings, -1))
-            return np.array([smooth, true, migration_time(sim, 0, cost)])
+            smooth, true = (layer_time(sim, 0, 0, costs, network, d, 1.0) for d in (view.norm_log2, -1))
+            return np.array([smooth, true, migration_time(sim, 0, costs)])
 
         before = times()
         for node in range(12):
@@ -93,9 +95,9 @@ def test_look_ahead_equals_the_effect_of_each_operation(trace: TokenTrace, norm:
             if kind in (OP_NOTHING, OP_ILLEGAL):
                 assert (parts[node] == 0).all()
                 continue
-            change(sim, 0, e, source, target, victim, target, source, net, mode, 1)
+            apply_operation(sim, 0, e, source, target, victim, network, 1)
             np.testing.assert_allclose(parts[node], (before - times()) / unit, atol=1e-6)
-            change(sim, 0, e, target, source, victim, source, target, net, mode, 1)
+            apply_operation(sim, 0, e, target, source, victim, network, 1)
 
 
 def test_an_expert_without_operation_is_masked_until_the_placement_changes(trace: TokenTrace) -> None:
@@ -164,9 +166,9 @@ def test_settle_applies_the_last_operation_without_a_next_layer(trace: TokenTrac
     node = ended.legal(expert).float().argmax(-1)
     ended.step(expert, node)
     settled.settle(expert, node)
-    np.testing.assert_array_equal(settled.batch.env["slots"][:, 0], ended.batch.env["slots"][:, 0])
-    assert (settled.batch.env["clock"][:, 0] == 0).all()
-    assert (ended.batch.env["clock"][:, 0] == 1).all()
+    np.testing.assert_array_equal(settled.batch.episode["slots"][:, 0], ended.batch.episode["slots"][:, 0])
+    assert (settled.batch.episode["clock"][:, CLOCK_LAYER] == 0).all()
+    assert (ended.batch.episode["clock"][:, CLOCK_LAYER] == 1).all()
 
 
 # Planners
@@ -191,14 +193,13 @@ def test_a_plan_is_not_worse_than_the_placement_on_the_observed_window(trace: To
     plan = planner.plan([window], static)
     sim.check(plan)
     even = evenly_dealt(window, 4)
-    cost = sim.cost.copy()
-    cost[9:] /= planner.settings.horizon
+    costs = Simulator(sim.model, sim.cluster, passes_per_window=planner.settings.passes(sim.passes_per_window)).costs
 
     def smooth(placement: np.ndarray) -> np.ndarray:
         counted = sim.count(even, placement, static)
         return np.array(
             [
-                layer_time(counted, b, 0, cost, sim.net, sim.mode, 2, 1.0) + migration_time(counted, b, cost)
+                layer_time(counted, b, 0, costs, sim.network, 2, 1.0) + migration_time(counted, b, costs)
                 for b in range(2)
             ]
         )
@@ -215,16 +216,12 @@ def test_more_samples_are_never_worse_on_the_observed_window(trace: TokenTrace) 
     assert len(many.view_of(window).rows) == 16
     even = evenly_dealt(window, 4)
     plans = [planner.plan([window], sim.static(2)) for planner in (one, many)]
-    cost = sim.cost.copy()
-    cost[9:] /= one.settings.horizon
+    costs = Simulator(sim.model, sim.cluster, passes_per_window=one.settings.passes(sim.passes_per_window)).costs
     totals = []
     for plan in plans:
         counted = sim.count(even, plan, sim.static(2))
         totals.append(
-            [
-                layer_time(counted, b, 0, cost, sim.net, sim.mode, 2, 1.0) + migration_time(counted, b, cost)
-                for b in (0, 1)
-            ]
+            [layer_time(counted, b, 0, costs, sim.network, 2, 1.0) + migration_time(counted, b, costs) for b in (0, 1)]
         )
     assert (np.array(totals[1]) <= np.array(totals[0]) + 1e-3).all()
 
@@ -241,8 +238,8 @@ def test_guided_search_is_never_worse_than_the_policy(trace: TokenTrace) -> None
         weight = judge.migration_weight
         return np.array(
             [
-                layer_time(counted, b, 0, sim.cost, sim.net, sim.mode, 2, 1.0)
-                + weight * migration_time(counted, b, sim.cost)
+                layer_time(counted, b, 0, sim.costs, sim.network, 2, 1.0)
+                + weight * migration_time(counted, b, sim.costs)
                 for b in range(2)
             ]
         )

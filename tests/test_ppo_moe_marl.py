@@ -18,9 +18,8 @@ import torch
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig, Simulator, Stream
-from clustergym.moe_placement.dynamics import OP_ILLEGAL
-from clustergym.moe_placement.episode import OP_KIND
 from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
+from clustergym.moe_placement.kernels.state import LAST_KIND, OP_ILLEGAL
 from clustergym.moe_placement.planners.exact import Exact
 from clustergym.moe_placement.policy.export import read_policy
 from clustergym.moe_placement.policy.network import PolicyNetwork
@@ -83,7 +82,7 @@ def learn(iterations: int, **changes: Any) -> tuple[PolicyNetwork, Any, Any, int
     def counted(expert: torch.Tensor, node: torch.Tensor) -> Any:
         nonlocal illegal
         result = step(expert, node)
-        illegal += int((rollouts.view.batch.env["op"][:, OP_KIND] == OP_ILLEGAL).sum())
+        illegal += int((rollouts.view.batch.episode["last_operation"][:, LAST_KIND] == OP_ILLEGAL).sum())
         return result
 
     rollouts.step = counted
@@ -268,7 +267,7 @@ def test_a_group_of_environments_plays_the_same_stream() -> None:
     _, _, rollouts = rollout(envs_per_stream=4, windows=2, num_steps=16)
     for _ in range(3):  # episodes have 4 steps, so several end in each rollout
         rollouts.collect()
-        loads = rollouts.view.batch.env["ema"].reshape(4, 4, -1)
+        loads = rollouts.view.batch.episode["load_average"].reshape(4, 4, -1)
         assert bool((loads == loads[:, :1]).all())
         assert len(torch.unique(loads[:, 0], dim=0)) > 1, "different streams must differ"
 

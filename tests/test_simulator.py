@@ -15,16 +15,27 @@ from hypothesis import strategies as st
 
 from clustergym import TokenTrace
 from clustergym.common.threads import spread
-from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator, Window, dynamics
-from clustergym.moe_placement.dynamics import Sim
-from clustergym.moe_placement.eplb import eplb_slots
-from clustergym.moe_placement.simulator import allocate_sim, uses_of
-from clustergym.moe_placement.stream import index_of
+from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator, Window
+from clustergym.moe_placement.kernels import compile as compiling
+from clustergym.moe_placement.kernels import state
+from clustergym.moe_placement.kernels.cost import layer_time
+from clustergym.moe_placement.kernels.counting import count_window
+from clustergym.moe_placement.kernels.eplb import eplb_slots
+from clustergym.moe_placement.kernels.index import token_index
+from clustergym.moe_placement.kernels.lookahead import look_ahead
+from clustergym.moe_placement.kernels.operations import apply_operation, change, resolve
+from clustergym.moe_placement.kernels.replicas import hash31, set_first_placement
+from clustergym.moe_placement.kernels.state import SimulationState
+from clustergym.moe_placement.kernels.token_sets import popcount
+from clustergym.moe_placement.simulator import allocate_simulation, uses_of
 from instances import Instance, random_instance, random_placement
 from reference import LayerResult, busiest, serve, token_hash
 
 MODES = ("dedup", "per-expert", "stay")
-COUNTS = ("vis", "nvis", "bvis", "bnvis", "pairs", "met", "loc", "mig", "nrep", "pick", "old", "load")
+COUNTS = (
+    "visits", "node_visits", "return_visits", "return_node_visits", "pairs", "gpu_uses", "destination", "received",
+    "n_replicas", "replica_choice", "held_before", "load",
+)  # fmt: skip
 
 instances = st.builds(
     random_instance,
@@ -74,11 +85,11 @@ def check_against_reference(case: Instance, comm: str) -> None:
         assert served.pairs[layer].tolist() == [
             sum(n for (_, h), n in truth.pairs.items() if h == g) for g in range(gpus)
         ]
-        counts = np.stack([uses_of(sim, simulator.net, g)[layer, 0] for g in range(gpus)], 1)
+        counts = np.stack([uses_of(sim, simulator.network, g)[layer, 0] for g in range(gpus)], 1)
         assert counts.tolist() == [[ran.count(g) for g in range(gpus)] for ran in truth.ran]
         if comm == "stay":
-            assert sim.loc[layer, 0].tolist() == truth.stays
-        received = {(g, bool(far)): int(n) for (g, far), n in np.ndenumerate(sim.mig[layer]) if n}
+            assert sim.destination[layer, 0].tolist() == truth.stays
+        received = {(g, bool(far)): int(n) for (g, far), n in np.ndenumerate(sim.received[layer]) if n}
         assert received == dict(+truth.received)
         assert served.moves[layer] == truth.received.total()
         between = sum(
@@ -119,14 +130,14 @@ def test_windows_with_more_pairs_than_16_bits_count(tokens: int) -> None:
     simulator = case.simulator("dedup")
     sim = simulator.count(case.window, case.placement, case.before)
     for e in range(6):
-        _, source, target, victim = dynamics.resolve(sim, 0, e, next(g for g in range(4) if e not in sim.slots[0, g]))
-        dynamics.change(sim, 0, e, source, target, victim, target, source, simulator.net, simulator.mode, 1)
+        _, source, target, victim = resolve(sim, 0, e, next(g for g in range(4) if e not in sim.slots[0, g]))
+        apply_operation(sim, 0, e, source, target, victim, simulator.network, 1)
     assert_same_counts(sim, scratch(case, "dedup", sim.slots))
 
 
 def test_hash_is_the_reference_s() -> None:
     rows = [*range(2000), 2**31 - 1, 2**31 - 2, 2**30, *np.random.default_rng(0).integers(0, 2**31, 2000).tolist()]
-    assert [dynamics.hash31(r) for r in rows] == [token_hash(r) for r in rows]
+    assert [hash31(r) for r in rows] == [token_hash(r) for r in rows]
 
 
 # -- the index of a trace ------------------------------------------------------------------------------------------
@@ -143,23 +154,23 @@ def trace_of(
 
 def test_index_lists_the_uses_of_each_expert_in_each_piece() -> None:
     trace = trace_of(0, [1500, 40, 513], 6, 3)
-    index = index_of(trace, 7)
+    index = token_index(trace, 7)
     assert index is not None
     # Equal pieces of at most 512 tokens, none across two sequences.
-    assert index.pieces.tolist() == [0, 500, 1000, 1500, 1540, 1796, 2053]
+    assert index.piece_starts.tolist() == [0, 500, 1000, 1500, 1540, 1796, 2053]
     for layer in range(2):
-        for piece, (start, end) in enumerate(pairwise(index.pieces)):
-            off = index.off[layer, piece]
+        for piece, (start, end) in enumerate(pairwise(index.piece_starts)):
+            off = index.use_starts[layer, piece]
             assert len(off) == 8
             for e in range(7):
                 rows = [r for r in range(start, end) if e in trace.experts[r, layer]]
                 first = [trace.experts[r, layer][trace.experts[r, layer] >= 0][0] == e for r in rows]
                 entries = [(r - start) << 1 | int(f) for r, f in zip(rows, first, strict=True)]
-                assert index.lst[layer, off[e] : off[e + 1]].tolist() == entries
+                assert index.uses[layer, off[e] : off[e + 1]].tolist() == entries
         # The same as sets of rows, with the rows that choose the upper of two replicas as one more column.
         users = np.array([[e in trace.experts[r, layer] for e in range(7)] for r in range(trace.n_tokens)])
         upper = np.array([token_hash(r) * 2 >> 31 for r in range(trace.n_tokens)], bool)
-        rows = np.unpackbits(index.bits[layer].T.copy().view(np.uint8), axis=1, bitorder="little").astype(bool)
+        rows = np.unpackbits(index.user_bits[layer].T.copy().view(np.uint8), axis=1, bitorder="little").astype(bool)
         np.testing.assert_array_equal(rows[:, 64 : 64 + trace.n_tokens], np.column_stack([users, upper]).T)
         assert not rows[:, :64].any()
         assert not rows[:, 64 + trace.n_tokens :].any()
@@ -167,13 +178,13 @@ def test_index_lists_the_uses_of_each_expert_in_each_piece() -> None:
 
 @given(st.integers(0, 2**64 - 1))
 def test_popcount(x: int) -> None:
-    assert dynamics.popcount(np.uint64(x)) == x.bit_count()
+    assert popcount(np.uint64(x)) == x.bit_count()
 
 
 def test_no_index_larger_than_the_trace() -> None:
     """A piece lists all experts: where sequences are short, each window indexes its own rows."""
-    assert index_of(trace_of(0, [2] * 30, 6, 3), 6) is None
-    assert index_of(trace_of(0, [3] * 30, 6, 3), 6) is not None
+    assert token_index(trace_of(0, [2] * 30, 6, 3), 6) is None
+    assert token_index(trace_of(0, [3] * 30, 6, 3), 6) is not None
 
 
 @settings(max_examples=150, deadline=None)
@@ -193,83 +204,84 @@ def test_windows_count_the_same_by_the_trace_s_index_and_by_their_own(seed: int,
     window = Window(whole.experts, rows.astype(np.int32), rng.integers(0, simulator.n_gpus, tokens).astype(np.int16))
     placement = random_placement(rng, 1, simulator.n_gpus, simulator.n_slots, 8, float(rng.choice([0.1, 0.5])))
     own = simulator.count(window, placement)
-    tensors = allocate_sim(
-        1, 1, tokens, experts=8, top_k=4, cluster=simulator.cluster, slots=simulator.n_slots, words=simulator.n_words,
-        mode=simulator.mode, index=index_of(trace, 8),
+    tensors = allocate_simulation(
+        1, 1, tokens, experts=8, top_k=4, slots=simulator.n_slots, network=simulator.network, index=token_index(trace, 8),
     )  # fmt: skip
-    shared = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
-    shared.tok[0, 0], shared.src[0, 0], shared.slots[0] = window.rows, window.home, placement[0]
-    dynamics.begin_window(shared, 0, simulator.net)
-    dynamics.count_window(shared, 0, 0, window.experts, 0, simulator.net, simulator.mode)
-    assert not shared.own[0]
-    assert own.own[0]
+    shared = SimulationState(**{name: tensor.numpy() for name, tensor in tensors.items()})
+    shared.rows[0, 0], shared.origin[0, 0], shared.slots[0] = window.rows, window.home, placement[0]
+    set_first_placement(shared, 0, simulator.network)
+    count_window(shared, 0, 0, window.experts, 0, simulator.network)
+    assert not shared.own_index[0]
+    assert own.own_index[0]
     assert_same_traffic(shared, own, simulator)
     for e, node in rng.integers(0, [8, 3 * simulator.n_gpus], (6, 2)):
         ahead = np.zeros((2, 3 * simulator.n_gpus))
         for sim, result in zip((own, shared), ahead, strict=True):
-            dynamics.look_ahead(sim, 0, e, simulator.cost, simulator.net, simulator.mode, 2, result)
+            look_ahead(sim, 0, e, simulator.costs, simulator.network, 2, result)
         np.testing.assert_array_equal(*ahead)
         assert_same_traffic(shared, own, simulator)
-        kind, source, target, victim = dynamics.resolve(own, 0, e, node)
-        if kind not in (dynamics.OP_NOTHING, dynamics.OP_ILLEGAL):
+        kind, source, target, victim = resolve(own, 0, e, node)
+        if kind not in (state.OP_NOTHING, state.OP_ILLEGAL):
             for sim in (own, shared):
-                dynamics.change(sim, 0, e, source, target, victim, target, source, simulator.net, simulator.mode, 1)
+                apply_operation(sim, 0, e, source, target, victim, simulator.network, 1)
         assert_same_traffic(shared, own, simulator)
 
 
-def assert_same_traffic(shared: Sim, own: Sim, simulator: Simulator) -> None:
+def assert_same_traffic(shared: SimulationState, own: SimulationState, simulator: Simulator) -> None:
     """The trace's index counts by sets of tokens in mode dedup, an own index token by token."""
     if simulator.comm != "dedup":
         assert_same_counts(shared, own)
         return
-    assert_same_counts(shared, own._replace(met=shared.met))
-    tokens = np.unpackbits(shared.run[0, 0].view(np.uint8), axis=2, bitorder="little")[:, :, : own.tok.shape[2]]
+    assert_same_counts(shared, own._replace(gpu_uses=shared.gpu_uses))
+    tokens = np.unpackbits(shared.slot_tokens[0, 0].view(np.uint8), axis=2, bitorder="little")[
+        :, :, : own.rows.shape[2]
+    ]
     for g in range(simulator.n_gpus):
         runs = tokens[g, shared.slots[0, g] >= 0].sum(0)
-        np.testing.assert_array_equal(runs, uses_of(own, simulator.net, g)[0, 0])
+        np.testing.assert_array_equal(runs, uses_of(own, simulator.network, g)[0, 0])
 
 
 # -- incremental = from scratch ------------------------------------------------------------------------------------
 
 
-def scratch(case: Instance, comm: str, slots: np.ndarray) -> Sim:
+def scratch(case: Instance, comm: str, slots: np.ndarray) -> SimulationState:
     """A fresh count of the placement in ``slots`` (1, G, S), after the case's ``before``."""
     return case.simulator(comm).count(case.window, np.ascontiguousarray(slots), case.before)
 
 
-def assert_same_counts(sim: Sim, fresh: Sim) -> None:
+def assert_same_counts(sim: SimulationState, fresh: SimulationState) -> None:
     for name in COUNTS:
         np.testing.assert_array_equal(getattr(sim, name), getattr(fresh, name), err_msg=name)
-    for e, n in enumerate(sim.nrep[0]):
-        assert sim.rep[0, e, :n].tolist() == fresh.rep[0, e, :n].tolist()
+    for e, n in enumerate(sim.n_replicas[0]):
+        assert sim.replicas[0, e, :n].tolist() == fresh.replicas[0, e, :n].tolist()
     # Slot order carries no meaning.
     np.testing.assert_array_equal(np.sort(sim.slots), np.sort(fresh.slots))
 
 
-def copy_of(sim: Sim) -> Sim:
-    return Sim(*(array.copy() for array in sim))
+def copy_of(sim: SimulationState) -> SimulationState:
+    return SimulationState(*(array.copy() for array in sim))
 
 
-def what_an_action_means(case: Instance, sim: Sim, e: int, node: int) -> tuple[int, int, int, int]:
+def what_an_action_means(case: Instance, sim: SimulationState, e: int, node: int) -> tuple[int, int, int, int]:
     """The rules of the action table, from sets."""
     gpus, slots = case.cluster.n_gpus, sim.slots.shape[2]
     held = [{int(x) for x in gpu if x >= 0} for gpu in sim.slots[0]]
     pairs = sim.pairs[0, 0]
     kind, g = divmod(node, gpus)
     homes = [h for h in range(gpus) if e in held[h]]
-    nothing = (dynamics.OP_ILLEGAL, -1, -1, -1)
+    nothing = (state.OP_ILLEGAL, -1, -1, -1)
     if kind == 0:
         if e in held[g]:
-            return dynamics.OP_NOTHING, -1, -1, -1
+            return state.OP_NOTHING, -1, -1, -1
         # The replica on the busiest GPU moves (lowest index at a tie), against the least used one that the source lacks.
         source = max(homes, key=lambda h: (pairs[:, h].sum(), -h))
         if len(held[g]) < slots:
-            return dynamics.OP_PLACE, source, g, -1
+            return state.OP_PLACE, source, g, -1
         victims = sorted(held[g] - held[source], key=lambda v: (pairs[v, g], v))
-        return (dynamics.OP_SWAP, source, g, victims[0]) if victims else nothing
+        return (state.OP_SWAP, source, g, victims[0]) if victims else nothing
     if kind == 1:
-        return (dynamics.OP_ADD, -1, g, -1) if e not in held[g] and len(held[g]) < slots else nothing
-    return (dynamics.OP_DELETE, g, -1, -1) if e in held[g] and len(homes) > 1 else nothing
+        return (state.OP_ADD, -1, g, -1) if e not in held[g] and len(held[g]) < slots else nothing
+    return (state.OP_DELETE, g, -1, -1) if e in held[g] and len(homes) > 1 else nothing
 
 
 @settings(max_examples=300, deadline=None)
@@ -280,21 +292,21 @@ def test_operations_equal_a_fresh_count_and_undo_exactly(
     simulator = case.simulator(comm)
     sim = simulator.count(case.window, case.placement, case.before)
     for e, node in ((e % case.model.n_experts, node % (3 * case.cluster.n_gpus)) for e, node in actions):
-        meaning = dynamics.resolve(sim, 0, e, node)
+        meaning = resolve(sim, 0, e, node)
         assert tuple(int(x) for x in meaning) == what_an_action_means(case, sim, e, node)
         kind, source, target, victim = meaning
-        if kind in (dynamics.OP_NOTHING, dynamics.OP_ILLEGAL):
+        if kind in (state.OP_NOTHING, state.OP_ILLEGAL):
             continue
         before = copy_of(sim)
         forth = (source, target, victim, target, source)
         back = (target, source, victim, source, target)
-        dynamics.change(sim, 0, e, *forth, simulator.net, simulator.mode, 1)
+        change(sim, 0, e, *forth, simulator.network, 1)
         simulator.check(sim.slots)
         assert_same_counts(sim, scratch(case, comm, sim.slots))
         after = copy_of(sim)
-        dynamics.change(sim, 0, e, *back, simulator.net, simulator.mode, 1)
+        change(sim, 0, e, *back, simulator.network, 1)
         assert_same_counts(sim, before)
-        dynamics.change(sim, 0, e, *forth, simulator.net, simulator.mode, 1)
+        change(sim, 0, e, *forth, simulator.network, 1)
         assert_same_counts(sim, after)
 
 
@@ -302,7 +314,7 @@ def test_operations_equal_a_fresh_count_and_undo_exactly(
 def test_resolve_refuses_what_is_out_of_range(action: tuple[int, int]) -> None:
     case = random_instance(0, nodes=2, per_node=2, n_experts=5, top_k=2, tokens=4, layers=1, spare_slots=1)
     sim = case.simulator("dedup").count(case.window, case.placement)
-    assert dynamics.resolve(sim, 0, *action) == (dynamics.OP_ILLEGAL, -1, -1, -1)
+    assert resolve(sim, 0, *action) == (state.OP_ILLEGAL, -1, -1, -1)
 
 
 @settings(max_examples=120, deadline=None)
@@ -313,14 +325,14 @@ def test_look_ahead_is_the_difference_of_evaluations(case: Instance, comm: str, 
     sim = simulator.count(case.window, case.placement, case.before)
     untouched = copy_of(sim)
     result = np.full(3 * gpus, np.nan, np.float32)
-    dynamics.look_ahead(sim, 0, e, simulator.cost, simulator.net, simulator.mode, -1, result)
+    look_ahead(sim, 0, e, simulator.costs, simulator.network, -1, result)
     assert_same_counts(sim, untouched)
     served = simulator.evaluate(case.window, case.placement, case.before)
     now = served.time_us[0] + served.migration_us[0]
     for node in range(3 * gpus):
         kind, source, target, victim = what_an_action_means(case, sim, e, node)
         held = [{int(x) for x in gpu if x >= 0} for gpu in case.placement[0]]
-        if kind not in (dynamics.OP_NOTHING, dynamics.OP_ILLEGAL):
+        if kind not in (state.OP_NOTHING, state.OP_ILLEGAL):
             for x, leaves, enters in ((e, source, target), (victim, target, source)):
                 if x >= 0:
                     if leaves >= 0:
@@ -393,9 +405,7 @@ def test_hand_worked_example(comm: str) -> None:
 def test_smooth_norm_is_the_p_norm_and_tends_to_the_max(case: Instance, comm: str) -> None:
     simulator, per_node, gpus = case.simulator(comm), case.cluster.gpus_per_node, case.cluster.n_gpus
     sim = simulator.count(case.window, case.placement)
-    times = [
-        dynamics.layer_time(sim, 0, 0, simulator.cost, simulator.net, simulator.mode, d, 1.0) for d in range(-1, 7)
-    ]
+    times = [layer_time(sim, 0, 0, simulator.costs, simulator.network, d, 1.0) for d in range(-1, 7)]
     true, smooth = times[0], times[1:]
     assert true == pytest.approx(simulator.evaluate(case.window, case.placement).time_us[0], rel=1e-12)
     assert all(a >= b * (1 - 1e-12) for a, b in zip(smooth, [*smooth[1:], true], strict=True))
@@ -431,10 +441,8 @@ def test_scale_weighs_tokens(comm: str) -> None:
     simulator = case.simulator(comm)
     one = simulator.count(case.window, case.placement)
     two = simulator.count(Window.join([case.window, case.window]), case.placement)
-    arguments = (simulator.cost, simulator.net, simulator.mode, -1)
-    assert dynamics.layer_time(two, 0, 0, *arguments, 0.5) == pytest.approx(
-        dynamics.layer_time(one, 0, 0, *arguments, 1.0), rel=1e-12
-    )
+    arguments = (simulator.costs, simulator.network, -1)
+    assert layer_time(two, 0, 0, *arguments, 0.5) == pytest.approx(layer_time(one, 0, 0, *arguments, 1.0), rel=1e-12)
 
 
 @settings(max_examples=300, deadline=None)
@@ -600,25 +608,25 @@ def test_random_placements_are_legal() -> None:
 
 def test_a_change_in_one_kernel_source_renews_the_cache_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numba itself would go on using a caller compiled with an older version of what it calls from another file."""
-    assert dynamics.count_window._cache._cache_file._source_stamp == dynamics._FINGERPRINT == dynamics._fingerprint()
-    assert eplb_slots._cache._cache_file._source_stamp == dynamics._FINGERPRINT
+    assert count_window._cache._cache_file._source_stamp == compiling.FINGERPRINT == compiling.source_fingerprint()
+    assert eplb_slots._cache._cache_file._source_stamp == compiling.FINGERPRINT
     package = tmp_path / "clustergym"
-    shutil.copytree(Path(dynamics.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(dynamics, "__file__", str(package / "moe_placement" / "dynamics.py"))
-    assert dynamics._fingerprint() == dynamics._FINGERPRINT
+    shutil.copytree(Path(compiling.__file__).parents[2], package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiling, "__file__", str(package / "moe_placement" / "kernels" / "compile.py"))
+    assert compiling.source_fingerprint() == compiling.FINGERPRINT
     for name, matters in (
         ("moe_placement/specs.py", False),
-        ("moe_placement/episode.py", True),
+        ("moe_placement/kernels/episode.py", True),
         ("moe_placement/planners/kernels.py", True),
         ("moe_placement/launchers/prefetch.py", True),
         # Kernels of other tasks are none of these, and compile by themselves.
         ("other/kernels.py", False),
     ):
         (package / "other").mkdir(exist_ok=True)
-        before = dynamics._fingerprint()
+        before = compiling.source_fingerprint()
         with open(package / name, "a") as file:
             file.write("# changed\n@device\n" if "other" in name else "# changed\n")
-        assert (dynamics._fingerprint() != before) == matters
+        assert (compiling.source_fingerprint() != before) == matters
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 100, 1000])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import CLUSTERS, MODELS, ClusterSpec, ModelSpec, Simulator, get_cluster, get_model
-from clustergym.moe_placement.specs import cost_vector, network
+from clustergym.moe_placement.specs import Costs, Network
 
 MODEL = ModelSpec("m", 2, 8, 2, 1000, 10, kernel_start_us=10, kernel_expert_us=5, kernel_pair_us=1)
 CLUSTER = ClusterSpec("c", 2, 4, 3)
@@ -159,57 +159,60 @@ def test_kernel_constants_come_from_sizes_only_when_none_is_given() -> None:
     assert ModelSpec("m", 1, 8, 2, 1000, 10, kernel_pair_us=1).kernel_start_us == 0
 
 
-def test_cost_vector_by_hand() -> None:
+def test_costs_by_hand() -> None:
     model = replace(MODEL, dispatch_bytes=1, combine_bytes=4)
     cluster = ClusterSpec("c", 2, 2, 4, intra_gb_s=100, inter_gb_s=10, intra_latency_us=1, inter_latency_us=2)
     # 1000 B at 100 GB/s = 0.01 µs; 60 kB of weights = 0.6 and 6 µs, in 3 passes.
     known = [3, 0.01, 0.1, 3, 0.04, 0.4, 10, 5, 1, 0.2, 2]
-    np.testing.assert_allclose(cost_vector(model, cluster, 3), known, rtol=1e-12)
+    np.testing.assert_allclose(Costs.of(model, cluster, 3), known, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "start"), [(1, 1, 0), (1, 4, 1), (3, 1, 2), (2, 2, 3)])
 def test_latency_is_paid_on_the_links_that_exist(nodes: int, per_node: int, start: float) -> None:
     cluster = ClusterSpec("c", nodes, per_node, 8, intra_latency_us=1, inter_latency_us=2)
-    assert cost_vector(MODEL, cluster, 1)[[0, 3]].tolist() == [start, start]
+    costs = Costs.of(MODEL, cluster, 1)
+    assert (costs.dispatch_us, costs.combine_us) == (start, start)
 
 
 @pytest.mark.parametrize("passes", [0, -1])
 def test_passes_must_be_positive(passes: int) -> None:
     with pytest.raises(ValueError, match=f"passes_per_window is {passes}: expected at least 1"):
-        cost_vector(MODEL, CLUSTER, passes)
+        Costs.of(MODEL, CLUSTER, passes)
+
+
+def test_weigh_tokens_scales_only_what_each_token_costs() -> None:
+    costs = Costs(*(float(x) for x in range(1, 12)))
+    assert tuple(costs.weigh_tokens(0.5)) == (1, 1, 1.5, 4, 2.5, 3, 7, 8, 4.5, 10, 11)
 
 
 def test_network_packs_whole_nodes_into_words() -> None:
-    # Counts up to 6 take 3 bits, 21 GPUs a word: two nodes of ten.
-    net = network(ClusterSpec("c", 3, 10), 6)
-    node, (width, per_node), (word, shift, bits) = net[:30], net[30:32], net[32:].reshape(3, 30)
-    assert node.tolist() == [g // 10 for g in range(30)]
-    assert (width, per_node) == (3, 10)
-    assert word.tolist() == [0] * 20 + [1] * 10
-    assert shift.tolist() == [3 * (g % 20) for g in range(30)]
-    assert [hex(b) for b in bits[[0, 10, 29]]] == ["0x3fffffff", "0xfffffffc0000000", "0x3fffffff"]
+    # Counts up to 6 take 3 bits, 21 GPUs per word: two nodes of ten.
+    network = Network.of(ClusterSpec("c", 3, 10), 6, 0)
+    assert network.node_of.tolist() == [g // 10 for g in range(30)]
+    assert (network.field_bits, network.gpus_per_node, network.words_per_node, network.n_words) == (3, 10, 1, 2)
+    assert network.word_of.tolist() == [0] * 20 + [1] * 10
+    assert network.shift_of.tolist() == [3 * (g % 20) for g in range(30)]
+    masks = network.node_mask[[0, 10, 29]]
+    assert [hex(mask) for mask in masks] == ["0x3fffffff", "0xfffffffc0000000", "0x3fffffff"]
 
 
 def test_network_gives_large_nodes_words_of_their_own() -> None:
-    # 4 bits, 15 GPUs a word.
-    net = network(ClusterSpec("c", 2, 16), 8)
-    word, shift = net[34:66], net[66:98]
-    assert word.tolist() == [0] * 15 + [1] + [2] * 15 + [3]
-    assert shift.tolist() == ([4 * g for g in range(15)] + [0]) * 2
+    # 4 bits, 15 GPUs per word.
+    network = Network.of(ClusterSpec("c", 2, 16), 8, 0)
+    assert network.word_of.tolist() == [0] * 15 + [1] + [2] * 15 + [3]
+    assert network.shift_of.tolist() == ([4 * g for g in range(15)] + [0]) * 2
+    assert (network.words_per_node, network.n_words) == (2, 4)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 7, 8, 15, 16, 255])
 @pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (4, 4), (4, 8), (3, 21), (31, 2), (2, 127)])
 def test_network_fields_never_overlap(nodes: int, per_node: int, top_k: int) -> None:
-    n_gpus = nodes * per_node
-    net = network(ClusterSpec("c", nodes, per_node), top_k)
+    network = Network.of(ClusterSpec("c", nodes, per_node), top_k, 0)
     words: dict[int, int] = {}
-    for g in range(n_gpus):
-        word, shift = int(net[n_gpus + 2 + g]), int(net[2 * n_gpus + 2 + g])
-        field = top_k << shift
-        assert words.get(word, 0) & (((1 << int(net[n_gpus])) - 1) << shift) == 0
-        words[word] = words.get(word, 0) | field
-    assert sorted(words) == list(range(len(words)))
+    for word, shift in zip(network.word_of.tolist(), network.shift_of.tolist(), strict=True):
+        assert words.get(word, 0) & (((1 << network.field_bits) - 1) << shift) == 0
+        words[word] = words.get(word, 0) | top_k << shift
+    assert sorted(words) == list(range(network.n_words))
     # Never negative, as an int64.
     assert all(w < 2**63 for w in words.values())
 

@@ -10,7 +10,8 @@ import pytest
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig, Stream, Window
-from clustergym.moe_placement.stream import SCHEDULES, StreamState, corpus_of, permuted, stream_keys, uniform
+from clustergym.moe_placement.kernels.state import SCHEDULES, StreamState
+from clustergym.moe_placement.kernels.streams import permuted, stream_keys, trace_tables, uniform
 
 GPUS = 3
 
@@ -68,7 +69,7 @@ def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(schedul
         served = step // 2
         for b in range(3):
             for w in (0, 1):
-                np.testing.assert_array_equal(batch.sim["tok"][b, w], streams[b][served + w].rows)
+                np.testing.assert_array_equal(batch.sim["rows"][b, w], streams[b][served + w].rows)
                 np.testing.assert_array_equal(batch.homes[b, w], streams[b][served + w].home)
         batch.step(nothing, nothing * 0)
     assert batch.done.all()
@@ -215,11 +216,11 @@ def test_keys_differ_between_seeds_and_ignore_the_batch() -> None:
     np.testing.assert_array_equal(stream_keys(seeds[17:18]), keys[17:18])
 
 
-def test_corpus_holds_the_trace_layer_first() -> None:
-    corpus = corpus_of(TRACE)
-    np.testing.assert_array_equal(corpus.experts[1, 7], TRACE.experts[7, 1])
+def test_trace_tables_hold_the_trace_layer_first() -> None:
+    tables = trace_tables(TRACE)
+    np.testing.assert_array_equal(tables.experts[1, 7], TRACE.experts[7, 1])
     assert [
-        sorted(corpus.dom_seq[corpus.dom_off[d] : corpus.dom_off[d + 1]].tolist()) for d in range(3)
+        sorted(tables.domain_sequences[tables.domain_start[d] : tables.domain_start[d + 1]].tolist()) for d in range(3)
     ] == [list(range(3)), list(range(3, 9)), list(range(9, 21))]  # fmt: skip
 
 

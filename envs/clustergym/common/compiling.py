@@ -1,4 +1,4 @@
-"""A word to a user who waits for the compiler."""
+"""A warning for users who wait for the compiler."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Timer
 
-AFTER_S = 3.0
-_told = False
+WARN_AFTER_S = 3.0
+_warned = False
 
 
-def _tell() -> None:
-    global _told
-    if not _told:
-        _told = True
+def _warn() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
         logging.getLogger("clustergym").warning(
             "compiling the simulator for this machine: one to two minutes, once; the result is cached on disk"
         )
 
 
 @contextmanager
-def patience() -> Iterator[None]:
-    """Log, once in a process, that kernels are being compiled, if what is inside takes longer than a few seconds."""
-    timer = Timer(AFTER_S, _tell)
+def warn_while_compiling() -> Iterator[None]:
+    """Log, once per process, that kernels are being compiled, if the block takes longer than a few seconds."""
+    timer = Timer(WARN_AFTER_S, _warn)
     timer.daemon = True
     timer.start()
     try:

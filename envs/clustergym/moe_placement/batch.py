@@ -13,13 +13,34 @@ import numpy.typing as npt
 import torch
 
 from clustergym.common.choices import one_of
-from clustergym.common.compiling import patience
-from clustergym.moe_placement import dynamics, episode
-from clustergym.moe_placement.dynamics import Sim
-from clustergym.moe_placement.episode import Env, Obs, Rules
-from clustergym.moe_placement.simulator import Simulator, Window, allocate_sim, zeros_of
+from clustergym.common.compiling import warn_while_compiling
+from clustergym.moe_placement.kernels.cost import link_copies
+from clustergym.moe_placement.kernels.index import token_index
+from clustergym.moe_placement.kernels.observation import (
+    N_EXPERT_FEATURES,
+    N_GPU_FEATURES,
+    N_LOAD_FEATURES,
+    N_PROGRESS,
+)
+from clustergym.moe_placement.kernels.state import (
+    CLOCK_DONE,
+    MODE_STAY,
+    N_CLOCKS,
+    N_LAST,
+    N_POSITIONS,
+    N_TIMES,
+    SCHEDULES,
+    TIME_SAVED,
+    EpisodeState,
+    Observation,
+    Rules,
+    SimulationState,
+    StreamState,
+    TraceTables,
+)
+from clustergym.moe_placement.kernels.streams import stream_keys, trace_tables
+from clustergym.moe_placement.simulator import Simulator, Window, allocate_simulation, norm_log2, zeros_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
-from clustergym.moe_placement.stream import SCHEDULES, Corpus, StreamState, corpus_of, index_of, stream_keys
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 DEFAULT_TRACE = "tiny_moe"
@@ -63,15 +84,6 @@ class PlacementConfig:
     credit: str = "operation"
     """``operation``: the reward is what the operation saves on one window; ``stream``: each window boundary adds what
     earlier operations still save there, so that the return is the time saved over the whole stream."""
-
-
-def doublings(norm: int) -> int:
-    """0 → −1 (max), 2^d → d."""
-    if norm == 0:
-        return -1
-    if norm < 2 or norm > 64 or norm & (norm - 1):
-        raise ValueError(f"a norm is 0 (the max over GPUs) or a power of two from 2 to 64, found {norm}")
-    return norm.bit_length() - 1
 
 
 def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
@@ -148,14 +160,13 @@ class PlacementBatch:
         if not 0 <= config.drift_rate <= 1:
             raise ValueError(f"drift_rate is {config.drift_rate}: expected 0 … 1")
         self.launcher = self._pick_launcher()
-        with patience():
+        with warn_while_compiling():
             self._static_times = _static_times(self.trace, self.simulator, config.window_tokens)
         self.rules_host = Rules(
-            cost=self.simulator.cost,
+            costs=self.simulator.costs,
+            network=self.simulator.network,
             static_us=float(self._static_times.sum()),
-            net=self.simulator.net,
-            mode=self.simulator.mode,
-            doublings=doublings(config.lookahead_norm),
+            norm_log2=norm_log2(config.lookahead_norm),
             schedule=one_of(config.schedule, SCHEDULES, "schedule"),
             rate=float(config.drift_rate),
             n_windows=config.windows,
@@ -163,7 +174,7 @@ class PlacementBatch:
             start_eplb=one_of(config.start, ("static", "eplb"), "start"),
             stream_credit=one_of(config.credit, ("operation", "stream"), "credit"),
             reward_observed=one_of(config.reward_window, ("next", "observed"), "reward_window"),
-            reward_doublings=doublings(config.reward_norm),
+            reward_norm_log2=norm_log2(config.reward_norm),
         )
         self._allocate()
 
@@ -187,48 +198,48 @@ class PlacementBatch:
     def _allocate(self) -> None:
         batch, config = self.num_envs, self.config
         layers, gpus, slots, experts = self.n_layers, self.n_gpus, self.n_slots, self.n_experts
-        stay = self.rules_host.mode == dynamics.MODE_STAY
+        stay = self.simulator.mode == MODE_STAY
 
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return zeros_of((batch, *shape), dtype, self.device)
 
-        self.sim = allocate_sim(
-            batch, 2, config.window_tokens, experts=experts, top_k=self.trace.top_k, cluster=self.cluster, slots=slots,
-            words=self.simulator.n_words, mode=self.rules_host.mode, index=index_of(self.trace, self.n_experts), device=self.device,
+        self.sim = allocate_simulation(
+            batch, 2, config.window_tokens, experts=experts, top_k=self.trace.top_k, slots=slots,
+            network=self.simulator.network, index=token_index(self.trace, self.n_experts), device=self.device,
         )  # fmt: skip
-        self.env = {
+        self.episode = {
             "slots": zeros((layers, gpus, slots), torch.int16),
-            "first": zeros((layers, gpus, slots), torch.int16),
+            "first_slots": zeros((layers, gpus, slots), torch.int16),
             "home": zeros((2, config.window_tokens if stay else 1), torch.uint8),
-            "ema": zeros((layers, experts), torch.float32),
-            "base": zeros((layers,), torch.float64),
-            "clock": zeros((4,), torch.int32),
-            "op": zeros((6,), torch.int32),
-            "time": zeros((episode.N_TIMES,), torch.float64),
-            "ints": zeros((3, experts), torch.int32),
-            "shared": zeros((gpus + 1, gpus), torch.int32),
-            "takes": zeros((gpus + 1, gpus), torch.int8),
-            "share": zeros((experts, 3), torch.float32),
-            "company": zeros((experts,), torch.float64),
-            "heat": zeros((experts,), torch.float32),
-            "floats": zeros((experts + gpus,), torch.float64),
+            "load_average": zeros((layers, experts), torch.float32),
+            "next_window_us": zeros((layers,), torch.float64),
+            "clock": zeros((N_CLOCKS,), torch.int32),
+            "last_operation": zeros((N_LAST,), torch.int32),
+            "times_us": zeros((N_TIMES,), torch.float64),
+            "int_scratch": zeros((3, experts), torch.int32),
+            "float_scratch": zeros((experts + gpus,), torch.float64),
+            "in_common": zeros((gpus + 1, gpus), torch.int32),
+            "accepts": zeros((gpus + 1, gpus), torch.int8),
+            "load_features": zeros((experts, N_LOAD_FEATURES), torch.float32),
+            "local_coactivation": zeros((experts,), torch.float64),
+            "hot_coactivation": zeros((experts,), torch.float32),
         }
         domains = len(self.trace.domain_names)
         self.stream = {
-            "key": torch.from_numpy(stream_keys(np.arange(batch, dtype=np.int64))).to(self.device),
-            "at": zeros((4,), torch.int32),
+            "random": torch.from_numpy(stream_keys(np.arange(batch, dtype=np.int64))).to(self.device),
+            "position": zeros((N_POSITIONS,), torch.int32),
             "drawn": zeros((domains,), torch.int32),
-            "logit": zeros((domains,), torch.float64),
+            "logits": zeros((domains,), torch.float64),
         }
         ahead = (experts, 3 * gpus) if config.lookahead else (1, 1)
         self.buffers = {
-            "experts": zeros((experts, episode.N_EXPERT_FEATURES), torch.float32),
+            "experts": zeros((experts, N_EXPERT_FEATURES), torch.float32),
             "coactivation": zeros((experts, experts), torch.float32),
             "affinity": zeros((experts, experts), torch.float32),
-            "gpus": zeros((3 * gpus, episode.N_GPU_FEATURES), torch.float32),
+            "gpus": zeros((3 * gpus, N_GPU_FEATURES), torch.float32),
             "traffic": zeros((gpus, gpus), torch.float32),
             "placement": zeros((experts, gpus), torch.float32),
-            "progress": zeros((episode.N_PROGRESS,), torch.float32),
+            "progress": zeros((N_PROGRESS,), torch.float32),
             "expert_mask": zeros((experts,), torch.int8),
             "gpu_mask": zeros((3 * gpus,), torch.int8),
             "joint_mask": zeros((experts, 3 * gpus), torch.int8),
@@ -237,14 +248,14 @@ class PlacementBatch:
         self.obs = {name: tensor for name, tensor in self.buffers.items() if name != "lookahead" or config.lookahead}
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
         self._ahead = torch.zeros((batch, 3 * gpus), dtype=torch.float32, device=self.device)
-        corpus = corpus_of(self.trace)
-        self._corpus = Corpus(*(self._array(torch.from_numpy(array).to(self.device)) for array in corpus))
-        self._sim = Sim(**{name: self._array(tensor) for name, tensor in self.sim.items()})
-        self._env = Env(**{name: self._array(tensor) for name, tensor in self.env.items()})
+        self._trace = TraceTables(*map(self._to_device, trace_tables(self.trace)))
+        self._sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
+        self._episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
         self._stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
         self.observe_into({})
-        tables = {name: torch.from_numpy(getattr(self.rules_host, name)).to(self.device) for name in ("cost", "net")}
-        self._rules = self.rules_host._replace(**{name: self._array(table) for name, table in tables.items()})
+        network = self.simulator.network
+        tables = {name: self._to_device(x) for name, x in network._asdict().items() if isinstance(x, np.ndarray)}
+        self._rules = self.rules_host._replace(network=network._replace(**tables))
 
     def observe_into(self, buffers: dict[str, torch.Tensor]) -> None:
         """Write observations from now on into these tensors, in place of those of the same names.
@@ -254,7 +265,11 @@ class PlacementBatch:
         """
         self.buffers |= buffers
         self.obs |= {name: tensor for name, tensor in buffers.items() if name in self.obs}
-        self._obs = Obs(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        self._obs = Observation(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+
+    def _to_device(self, array: npt.NDArray[Any]) -> Any:
+        """A host array as the launcher wants it."""
+        return self._array(torch.from_numpy(array).to(self.device))
 
     def _array(self, tensor: torch.Tensor) -> Any:
         """The tensor's memory as the launcher wants it, shared and not copied."""
@@ -267,30 +282,35 @@ class PlacementBatch:
     @property
     def done(self) -> torch.Tensor:
         """(B,) bool: the episode is over."""
-        return self.env["clock"][:, episode.DONE] != 0
+        return self.episode["clock"][:, CLOCK_DONE] != 0
 
     @property
     def homes(self) -> torch.Tensor:
         """(B, 2, T) uint8: GPU on which each token of the observed and of the next window lives."""
-        return self.env["home"] if self.rules_host.mode == dynamics.MODE_STAY else self.sim["src"]
+        return self.episode["home"] if self.simulator.mode == MODE_STAY else self.sim["origin"]
+
+    @property
+    def saved(self) -> torch.Tensor:
+        """(B,) float64: time saved in the episode so far, as a multiple of a window's time under the static placement."""
+        return self.episode["times_us"][:, TIME_SAVED] / self.rules_host.static_us
 
     @property
     def bytes_allocated(self) -> int:
         """Memory of all state and observation tensors."""
-        tensors = [*self.sim.values(), *self.env.values(), *self.stream.values(), *self.buffers.values()]
+        tensors = [*self.sim.values(), *self.episode.values(), *self.stream.values(), *self.buffers.values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def seed(self, seeds: npt.NDArray[np.int64]) -> None:
         """Give each environment (B,) a seed; it takes effect at its next reset."""
-        self.stream["key"].copy_(torch.from_numpy(stream_keys(np.asarray(seeds, dtype=np.int64))))
+        self.stream["random"].copy_(torch.from_numpy(stream_keys(np.asarray(seeds, dtype=np.int64))))
 
     def reset(self, where: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Begin new episodes, in all environments or where ``where`` (B,) is true."""
         if where is None:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        with patience():
+        with warn_while_compiling():
             self.launcher.reset(
-                self._array(where), self._env, self._sim, self._stream, self._obs, self._corpus, self._rules
+                self._array(where), self._episode, self._sim, self._stream, self._obs, self._trace, self._rules
             )
             self._look_at_all()
         return self.obs
@@ -301,7 +321,7 @@ class PlacementBatch:
         """Apply (B,) int64 choices of both agents. Returns (obs, reward (B,) float64, done (B,) bool); no autoreset."""
         self.launcher.step(
             self._array(expert), self._array(node), self._array(self.reward),
-            self._env, self._sim, self._stream, self._obs, self._corpus, self._rules,
+            self._episode, self._sim, self._stream, self._obs, self._trace, self._rules,
         )  # fmt: skip
         self._look_at_all()
         return self.obs, self.reward, self.done
@@ -309,18 +329,16 @@ class PlacementBatch:
     def _look_at_all(self) -> None:
         """Fill the observation's look-ahead. Apart from the step, because few tasks ask for it and it takes long to compile."""
         if self.config.lookahead:
-            self.launcher.look_ahead_all(self._obs.lookahead, self._env, self._sim, self._corpus, self._rules)
+            self.launcher.look_ahead_all(self._obs.lookahead, self._episode, self._sim, self._rules)
 
     def link_copies(self, index: int) -> npt.NDArray[np.int64]:
         """(G, G) copies that environment ``index`` dispatched from row to column in the observed window and layer."""
         links = np.zeros((self.n_gpus, self.n_gpus), np.int64)
-        part = Sim(**{name: tensor[index : index + 1].cpu().numpy() for name, tensor in self.sim.items()})
-        dynamics.link_copies(part, 0, 0, self.rules_host.net, self.rules_host.mode, links)
+        visits, node_visits = (self.sim[name][index, 0].cpu().numpy() for name in ("visits", "node_visits"))
+        link_copies(visits, node_visits, self.rules_host.network, links)
         return links
 
     def lookahead(self, expert: torch.Tensor) -> torch.Tensor:
         """(B, 3·G): what each operation on ``expert`` (B,) would save on the observed window, relative to its time."""
-        self.launcher.look_ahead(
-            self._array(expert), self._array(self._ahead), self._env, self._sim, self._corpus, self._rules
-        )
+        self.launcher.look_ahead(self._array(expert), self._array(self._ahead), self._episode, self._sim, self._rules)
         return self._ahead

@@ -16,14 +16,25 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from pettingzoo import ParallelEnv
 
-from clustergym.moe_placement import episode
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.dynamics import OP_ILLEGAL
+from clustergym.moe_placement.kernels.state import (
+    CLOCK_DONE,
+    CLOCK_LAYER,
+    CLOCK_OPERATION,
+    CLOCK_WINDOW,
+    LAST_KIND,
+    OP_ILLEGAL,
+    TIME_MIGRATED,
+    TIME_OBSERVED,
+    TIME_OBSERVED_START,
+    TIME_SAVED,
+    TIME_SERVED,
+)
 from clustergym.moe_placement.viewer import KINDS, Frame, Operation, draw, open_window
 
 ObsDict = dict[str, npt.NDArray[Any]]
 
-# Kinds in the order of dynamics.OP_*, as words.
+# Kinds in the order of state.OP_*, as words.
 OPERATIONS = ("nothing", "illegal", "place", "swap", "add", "delete")
 assert set(OPERATIONS) == set(KINDS)
 # Observations that change only when the agents walk to another layer.
@@ -44,13 +55,13 @@ def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Space[Any]]:
 
 def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame:
     """What a picture of environment ``index`` shows."""
-    sim = {name: batch.sim[name][index].cpu().numpy() for name in ("slots", "pairs", "old", "load")}
-    layer, op, window, _ = (int(x) for x in batch.env["clock"][index])
-    kind, expert, node, source, _, victim = (int(x) for x in batch.env["op"][index])
-    times = batch.env["time"][index].cpu().numpy()
+    sim = {name: batch.sim[name][index].cpu().numpy() for name in ("slots", "pairs", "held_before", "load")}
+    layer, op, window, _ = (int(x) for x in batch.episode["clock"][index])
+    kind, expert, node, source, _, victim = (int(x) for x in batch.episode["last_operation"][index])
+    times = batch.episode["times_us"][index].cpu().numpy()
     slots, pairs = sim["slots"], sim["pairs"][0]
     held = np.where(slots >= 0, np.take_along_axis(pairs.T, np.maximum(slots, 0).astype(np.int64), axis=1), 0)
-    fresh = np.take_along_axis(sim["old"].T, np.maximum(slots, 0).astype(np.int64), axis=1) == 0
+    fresh = np.take_along_axis(sim["held_before"].T, np.maximum(slots, 0).astype(np.int64), axis=1) == 0
     last = None
     # An action may name an expert or node that does not exist: there is nothing to draw.
     if kind >= 0 and 0 <= expert < batch.n_experts and 0 <= node < 3 * batch.n_gpus:
@@ -72,8 +83,8 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
         n_windows=batch.config.windows,
         op=op,
         ops_per_layer=batch.config.ops_per_layer,
-        layer_time_us=float(times[episode.TIME_SEEN]),
-        start_time_us=float(times[episode.TIME_SEEN_START]),
+        layer_time_us=float(times[TIME_OBSERVED]),
+        start_time_us=float(times[TIME_OBSERVED_START]),
         static_time_us=batch.static_layer_us(layer),
         migrated=fresh & (slots >= 0),
         last_op=last,
@@ -91,9 +102,9 @@ class _Picture:
 
     def _note_window(self) -> None:
         """Remember what each served window saved, for the picture's history."""
-        served = int(self.batch.env["clock"][0, episode.WINDOW])
+        served = int(self.batch.episode["clock"][0, CLOCK_WINDOW])
         if served > len(self._saved):
-            total = float(self.batch.env["time"][0, episode.SAVED]) / self.batch.rules_host.static_us
+            total = float(self.batch.episode["times_us"][0, TIME_SAVED]) / self.batch.rules_host.static_us
             self._saved.append(total - sum(self._saved))
 
     def _check_render_mode(self, render_mode: str | None) -> None:
@@ -131,22 +142,22 @@ def _split_options(options: dict[str, Any]) -> PlacementConfig:
 
 def _infos(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
     """Arrays (B,) that tell what the last operations came to."""
-    kind = batch.env["op"][:, episode.OP_KIND].cpu().numpy()
+    kind = batch.episode["last_operation"][:, LAST_KIND].cpu().numpy()
     return {
         "operation": kind.copy(),
         "legal": kind != OP_ILLEGAL,
-        "layer_time_us": batch.env["time"][:, episode.TIME_SEEN].cpu().numpy().copy(),
+        "layer_time_us": batch.episode["times_us"][:, TIME_OBSERVED].cpu().numpy().copy(),
     }
 
 
 def _episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
     """Sums over a finished episode: mean µs of a layer and window, and the share of the static time that was saved."""
-    times = batch.env["time"][index].cpu().numpy()
+    times = batch.episode["times_us"][index].cpu().numpy()
     served = batch.n_layers * batch.config.windows
     return {
-        "served_us": float(times[episode.SERVED] / served),
-        "migration_us": float(times[episode.MIGRATED] / served),
-        "saved": float(times[episode.SAVED] / batch.rules_host.static_us),
+        "served_us": float(times[TIME_SERVED] / served),
+        "migration_us": float(times[TIME_MIGRATED] / served),
+        "saved": float(times[TIME_SAVED] / batch.rules_host.static_us),
     }
 
 
@@ -253,7 +264,7 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[Any, npt.NDArray[np.int64]]):
         self._expert[0], self._node[0] = int(action[0]), int(action[1])
         _, reward, _ = self.batch.step(self._expert, self._node)
         self._note_window()
-        done = bool(self.batch.env["clock"][0, episode.DONE])
+        done = bool(self.batch.episode["clock"][0, CLOCK_DONE])
         info: dict[str, Any] = {name: values[0].item() for name, values in _infos(self.batch).items()}
         if done:
             info |= _episode_info(self.batch, 0)
@@ -378,10 +389,10 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
             raise ValueError(
                 f"actions have shape {tuple(chosen.shape[::-1])}: expected ({self.num_envs}, 2): expert, node"
             )
-        clock = self.batch.env["clock"]
-        leaves = clock[:, episode.OP] == self.batch.config.ops_per_layer - 1
-        ends = (clock[:, episode.LAYER] == self.batch.n_layers - 1) & (
-            clock[:, episode.WINDOW] == self.batch.config.windows - 1
+        clock = self.batch.episode["clock"]
+        leaves = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
+        ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
+            clock[:, CLOCK_WINDOW] == self.batch.config.windows - 1
         )
         changed = bool(leaves.any())
         self._renew([name for name in self.batch.obs if name not in LAYER_KEYS], keep=False)
@@ -515,7 +526,7 @@ class MoEPlacementParallelEnv(_Picture, ParallelEnv[str, ObsDict, int]):
         expert, node = (torch.tensor([int(actions[agent])]) for agent in self.possible_agents)
         _, reward, _ = self.batch.step(expert, node)
         self._note_window()
-        done = bool(self.batch.env["clock"][0, episode.DONE])
+        done = bool(self.batch.episode["clock"][0, CLOCK_DONE])
         info: dict[str, Any] = {name: values[0].item() for name, values in _infos(self.batch).items()}
         if done:
             info |= _episode_info(self.batch, 0)

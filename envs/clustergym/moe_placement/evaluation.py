@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from clustergym.common.choices import one_of
 from clustergym.common.statistics import ci95
+from clustergym.moe_placement.kernels.state import SCHEDULES
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.simulator import Placement, Served, Simulator, Stream, Window
-from clustergym.moe_placement.stream import SCHEDULES
 from clustergym.traces.token_trace import TokenTrace
 
 PASSES_OF_A_PERMANENT_PLAN = 10**12

@@ -15,23 +15,24 @@ import numpy.typing as npt
 import torch
 
 from clustergym.common.choices import one_of
-from clustergym.moe_placement import dynamics
-from clustergym.moe_placement.dynamics import Sim, static_slots
-from clustergym.moe_placement.launchers import cpu
-from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, cost_vector, get_cluster, get_model, network
-from clustergym.moe_placement.stream import (
+from clustergym.moe_placement.kernels.index import LONGEST_PIECE, TokenIndex
+from clustergym.moe_placement.kernels.replicas import static_slots
+from clustergym.moe_placement.kernels.state import (
+    MODE_DEDUP,
+    MODE_PER_EXPERT,
+    MODE_STAY,
+    N_POSITIONS,
     SCHEDULES,
-    Corpus,
-    Index,
+    SimulationState,
     StreamState,
-    begin_stream,
-    corpus_of,
-    draw_window,
-    stream_keys,
+    TraceTables,
 )
+from clustergym.moe_placement.kernels.streams import begin_stream, draw_window, stream_keys, trace_tables
+from clustergym.moe_placement.launchers import cpu
+from clustergym.moe_placement.specs import ClusterSpec, Costs, ModelSpec, Network, get_cluster, get_model
 from clustergym.traces.token_trace import TokenTrace
 
-COMM_MODES = {"dedup": dynamics.MODE_DEDUP, "per-expert": dynamics.MODE_PER_EXPERT, "stay": dynamics.MODE_STAY}
+COMM_MODES = {"dedup": MODE_DEDUP, "per-expert": MODE_PER_EXPERT, "stay": MODE_STAY}
 
 Placement = npt.NDArray[np.int16]
 
@@ -74,7 +75,7 @@ class Window:
     def whole(cls, trace: TokenTrace, n_gpus: int) -> Window:
         """All tokens of a trace as one window, its sequences dealt round robin to the GPUs."""
         home = np.repeat(np.arange(trace.n_sequences) % n_gpus, trace.seq_lens)
-        return cls(corpus_of(trace).experts, np.arange(trace.n_tokens, dtype=np.int32), home.astype(np.int16))
+        return cls(trace_tables(trace).experts, np.arange(trace.n_tokens, dtype=np.int32), home.astype(np.int16))
 
 
 class Stream:
@@ -100,25 +101,25 @@ class Stream:
     ) -> None:
         if window_tokens < 1:
             raise ValueError(f"window_tokens is {window_tokens}: expected at least 1")
-        self.corpus: Corpus = corpus_of(trace)
+        self.trace: TraceTables = trace_tables(trace)
         self.n_gpus, self.window_tokens, self.rate = n_gpus, window_tokens, float(rate)
         self.schedule = one_of(schedule, SCHEDULES, "schedule")
         domains = len(trace.domain_names)
         self.state = StreamState(
-            key=stream_keys(np.array([seed], dtype=np.int64)),
-            at=np.zeros((1, 4), np.int32),
+            random=stream_keys(np.array([seed], dtype=np.int64)),
+            position=np.zeros((1, N_POSITIONS), np.int32),
             drawn=np.zeros((1, domains), np.int32),
-            logit=np.zeros((1, domains)),
+            logits=np.zeros((1, domains)),
         )
-        begin_stream(self.state, 0, self.corpus, self.schedule)
+        begin_stream(self.state, 0, self.trace, self.schedule)
 
     def __iter__(self) -> Iterator[Window]:
         return self
 
     def __next__(self) -> Window:
         rows, home = np.zeros(self.window_tokens, np.int32), np.zeros(self.window_tokens, np.int16)
-        draw_window(self.state, 0, self.corpus, self.schedule, self.rate, self.n_gpus, rows, home)
-        return Window(self.corpus.experts, rows, home)
+        draw_window(self.state, 0, self.trace, self.schedule, self.rate, self.n_gpus, rows, home)
+        return Window(self.trace.experts, rows, home)
 
     def take(self, n: int) -> list[Window]:
         return [next(self) for _ in range(n)]
@@ -133,74 +134,84 @@ def zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
     return torch.from_numpy(array)
 
 
-def allocate_sim(
+def norm_log2(norm: int) -> int:
+    """The base-2 logarithm of a norm's order; −1 for norm 0, which is the maximum."""
+    if norm == 0:
+        return -1
+    if norm < 2 or norm > 64 or norm & (norm - 1):
+        raise ValueError(f"a norm is 0 (the max over GPUs) or a power of two from 2 to 64, found {norm}")
+    return norm.bit_length() - 1
+
+
+def allocate_simulation(
     batch: int,
     windows: int,
     tokens: int,
     *,
     experts: int,
     top_k: int,
-    cluster: ClusterSpec,
     slots: int,
-    words: int,
-    mode: int,
-    index: Index | None = None,
+    network: Network,
+    index: TokenIndex | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Zeroed tensors for a :class:`Sim` of ``batch`` simulations with ``windows`` windows of ``tokens`` each.
+    """Zeroed tensors for a :class:`SimulationState` of ``batch`` simulations with ``windows`` windows of ``tokens`` each.
 
-    Where ``index`` is given they share it; else each window has room for an index of its own rows.
+    If ``index`` is given they share it; else each window has room for an index of its own rows.
     """
-    gpus, nodes, stay = cluster.n_gpus, cluster.n_nodes, mode == dynamics.MODE_STAY
-    by_sets = index is not None and mode == dynamics.MODE_DEDUP
+    gpus, stay = len(network.node_of), network.mode == MODE_STAY
+    nodes = gpus // network.gpus_per_node
+    by_sets = index is not None and network.mode == MODE_DEDUP
     sets = ceil(tokens / 64)
-    # Thousands of environments do not fit into the caches: what an operation touches is as narrow as it can be.
+    # Thousands of environments do not fit into the caches: the arrays that an operation touches use the smallest dtypes.
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "tok": ((batch, windows, tokens), torch.int32),
-        "src": ((batch, windows, tokens), torch.uint8),
-        "loc": ((batch, windows, tokens if stay else 1), torch.uint8),
+        "rows": ((batch, windows, tokens), torch.int32),
+        "origin": ((batch, windows, tokens), torch.uint8),
+        "destination": ((batch, windows, tokens if stay else 1), torch.uint8),
         "load": ((batch, windows, experts), torch.int32),
-        "run": ((batch, windows, gpus, slots, sets) if by_sets else (batch, 1, 1, 1, 1), torch.uint64),
-        "masks": ((batch, windows, gpus + nodes + 1, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
-        "moved": ((batch, windows, 2, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
+        "slot_tokens": ((batch, windows, gpus, slots, sets) if by_sets else (batch, 1, 1, 1, 1), torch.uint64),
+        "token_masks": ((batch, windows, gpus + nodes + 1, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
+        "moved_tokens": ((batch, windows, 2, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
         "visitors": ((batch, 2, sets) if by_sets else (batch, 1, 1), torch.uint64),
-        "columns": ((batch, experts + 1) if by_sets else (batch, 1), torch.uint64),
+        "block_users": ((batch, experts + 1) if by_sets else (batch, 1), torch.uint64),
         "touched": ((batch, gpus), torch.int8),
-        "met": ((batch, windows, 1 if by_sets else tokens, words), torch.int64),
-        "vis": ((batch, windows, gpus, gpus), torch.int32),
-        "nvis": ((batch, windows, gpus, nodes), torch.int32),
-        "bvis": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
-        "bnvis": ((batch, windows, gpus, nodes) if stay else (batch, windows, 1, 1), torch.int32),
-        "tot": ((batch, 4, gpus), torch.int32),
+        "gpu_uses": ((batch, windows, 1 if by_sets else tokens, network.n_words), torch.int64),
+        "visits": ((batch, windows, gpus, gpus), torch.int32),
+        "node_visits": ((batch, windows, gpus, nodes), torch.int32),
+        "return_visits": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
+        "return_node_visits": ((batch, windows, gpus, nodes) if stay else (batch, windows, 1, 1), torch.int32),
+        "copies": ((batch, 4, gpus), torch.int32),
         "pairs": ((batch, windows, experts, gpus), torch.int32),
         "slots": ((batch, gpus, slots), torch.int16),
-        "rep": ((batch, experts, gpus), torch.int16),
-        "nrep": ((batch, experts), torch.int16),
-        "pick": ((batch, experts, gpus), torch.int32),
-        "was": ((batch, 2, 3, gpus), torch.int32),
-        "uses": ((batch, tokens + 1), torch.int32),
-        "solo": ((batch, experts + 1), torch.int64),
-        "old": ((batch, experts, gpus), torch.int8),
-        "mig": ((batch, gpus, 2), torch.int32),
+        "replicas": ((batch, experts, gpus), torch.int16),
+        "n_replicas": ((batch, experts), torch.int16),
+        "replica_choice": ((batch, experts, gpus), torch.int32),
+        "previous": ((batch, 2, 3, gpus), torch.int32),
+        "window_uses": ((batch, tokens + 1), torch.int32),
+        "only_gpu": ((batch, experts + 1), torch.int64),
+        "held_before": ((batch, experts, gpus), torch.int8),
+        "received": ((batch, gpus, 2), torch.int32),
     }
-    pieces = ceil(tokens / dynamics.LONGEST_PIECE)
+    pieces = ceil(tokens / LONGEST_PIECE)
     if index is None:
         shapes |= {
-            "off": ((batch * windows, pieces, experts + 1), torch.int32),
-            "lst": ((batch * windows, tokens * top_k), torch.uint16),
-            "bits": ((1, 1, 1), torch.uint64),
+            "use_starts": ((batch * windows, pieces, experts + 1), torch.int32),
+            "uses": ((batch * windows, tokens * top_k), torch.uint16),
+            "user_bits": ((1, 1, 1), torch.uint64),
         }
     segments = pieces if index is None else tokens
-    shapes |= {"seg": ((batch, windows, segments + 1, 3), torch.int32), "plane": ((batch, windows), torch.int32)}
+    shapes |= {
+        "segments": ((batch, windows, segments + 1, 3), torch.int32),
+        "index_plane": ((batch, windows), torch.int32),
+    }
     tensors = {name: zeros_of(shape, dtype, device) for name, (shape, dtype) in shapes.items()}
-    tensors["own"] = torch.tensor([index is None], dtype=torch.int8, device=device)
+    tensors["own_index"] = torch.tensor([index is None], dtype=torch.int8, device=device)
     if index is None:
-        starts = np.minimum(np.arange(pieces + 1) * dynamics.LONGEST_PIECE, tokens).astype(np.int32)
-        tensors["pieces"] = torch.from_numpy(starts).to(device)
-        tensors["plane"] += torch.arange(batch * windows, dtype=torch.int32, device=device).view(batch, windows)
+        starts = np.minimum(np.arange(pieces + 1) * LONGEST_PIECE, tokens).astype(np.int32)
+        tensors["piece_starts"] = torch.from_numpy(starts).to(device)
+        tensors["index_plane"] += torch.arange(batch * windows, dtype=torch.int32, device=device).view(batch, windows)
     else:
-        shared = {"pieces": index.pieces, "off": index.off, "lst": index.lst, "bits": index.bits}
-        tensors |= {name: torch.from_numpy(array).to(device) for name, array in shared.items()}
+        tensors |= {name: torch.from_numpy(array).to(device) for name, array in index._asdict().items()}
     return tensors
 
 
@@ -232,11 +243,10 @@ class Served:
         return self.pairs.mean(1) / np.maximum(self.pairs.max(1), 1)
 
 
-def uses_of(sim: Sim, net: npt.NDArray[np.int64], gpu: int) -> npt.NDArray[np.int64]:
-    """(B, W, T) experts of each token that run on the GPU."""
-    n_gpus = sim.slots.shape[1]
-    word, shift = int(net[n_gpus + 2 + gpu]), int(net[2 * n_gpus + 2 + gpu])
-    uses: npt.NDArray[np.int64] = sim.met[..., word] >> shift & (1 << int(net[n_gpus])) - 1
+def uses_of(sim: SimulationState, network: Network, gpu: int) -> npt.NDArray[np.int64]:
+    """(B, W, T) number of each token's experts that run on the GPU."""
+    field = (1 << network.field_bits) - 1
+    uses: npt.NDArray[np.int64] = sim.gpu_uses[..., network.word_of[gpu]] >> network.shift_of[gpu] & field
     return uses
 
 
@@ -262,14 +272,9 @@ class Simulator:
         self.n_experts, self.n_gpus = self.model.n_experts, self.cluster.n_gpus
         self.n_slots = self.cluster.slots_for(self.n_experts)
         self.passes_per_window = passes_per_window
-        self.cost = cost_vector(self.model, self.cluster, passes_per_window)
-        self.net = network(self.cluster, self.model.top_k)
+        self.costs = Costs.of(self.model, self.cluster, passes_per_window)
+        self.network = Network.of(self.cluster, self.model.top_k, self.mode)
         self._identity = (self.model, self.cluster, comm, passes_per_window)
-
-    @property
-    def n_words(self) -> int:
-        """Integers that hold where a token's experts run."""
-        return int(self.net[2 * self.n_gpus + 1]) + 1
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Simulator) and self._identity == other._identity
@@ -313,27 +318,19 @@ class Simulator:
             raise ValueError(f"layer {l}: expert {e} is on no GPU: every expert needs a slot")
         return placement.astype(np.int16)
 
-    def count(self, window: Window, placement: Placement, before: Placement | None = None) -> Sim:
-        """The ``Sim`` of all layers (b = layer) under ``placement``, with ``before`` as the window's beginning."""
+    def count(self, window: Window, placement: Placement, before: Placement | None = None) -> SimulationState:
+        """The ``SimulationState`` of all layers (b = layer) under ``placement``, with ``before`` as the window's beginning."""
         layers, top_k = window.n_layers, window.experts.shape[2]
         if top_k > self.model.top_k:
             raise ValueError(f"the window is top-{top_k}, but model {self.model.name!r} is top-{self.model.top_k}")
-        tensors = allocate_sim(
-            layers,
-            1,
-            window.n_tokens,
-            experts=self.n_experts,
-            top_k=top_k,
-            cluster=self.cluster,
-            slots=self.n_slots,
-            words=self.n_words,
-            mode=self.mode,
+        tensors = allocate_simulation(
+            layers, 1, window.n_tokens, experts=self.n_experts, top_k=top_k, slots=self.n_slots, network=self.network
         )
-        sim = Sim(**{name: tensor.numpy() for name, tensor in tensors.items()})
-        sim.tok[:, 0] = window.rows
-        sim.src[:, 0] = window.home
+        sim = SimulationState(**{name: tensor.numpy() for name, tensor in tensors.items()})
+        sim.rows[:, 0] = window.rows
+        sim.origin[:, 0] = window.home
         sim.slots[:] = placement if before is None else before
-        cpu.count(sim, np.ascontiguousarray(placement, dtype=np.int16), window.experts, self.net, self.mode)
+        cpu.count(sim, np.ascontiguousarray(placement, dtype=np.int16), window.experts, self.network)
         return sim
 
     def evaluate(
@@ -350,8 +347,8 @@ class Simulator:
         sim = self.count(window, placement, before)
         times = np.zeros((window.n_layers, 4))
         copies = np.zeros((window.n_layers, self.n_gpus, self.n_gpus), np.int64)
-        cpu.times(sim, self.cost, self.net, self.mode, times, copies)
-        node = self.net[: self.n_gpus]
+        cpu.times(sim, self.costs, self.network, times, copies)
+        node = self.network.node_of
         between = copies[:, node[:, None] != node[None, :]].sum(1)
         return Served(
             time_us=times[:, :3].sum(1),
@@ -361,9 +358,9 @@ class Simulator:
             combine_us=times[:, 2],
             pairs=sim.pairs[:, 0].sum(1, dtype=np.int64),
             copies=copies,
-            gpus_per_token=sum((uses_of(sim, self.net, g)[:, 0] > 0).mean(1) for g in range(self.n_gpus)),
+            gpus_per_token=sum((uses_of(sim, self.network, g)[:, 0] > 0).mean(1) for g in range(self.n_gpus)),
             inter_node_bytes=between * self.model.hidden * self.model.dispatch_bytes,
-            moves=sim.mig.sum((1, 2)).astype(np.int64),
+            moves=sim.received.sum((1, 2)).astype(np.int64),
         )
 
     def lower_bound(self, window: Window) -> npt.NDArray[np.float64]:
@@ -386,7 +383,9 @@ class Simulator:
             ),
             both,
         )
-        return np.asarray(self.cost[0] + self.cost[3] + self.model.kernel_start_us + least, dtype=np.float64)
+        return np.asarray(
+            self.costs.dispatch_us + self.costs.combine_us + self.model.kernel_start_us + least, dtype=np.float64
+        )
 
     def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
         """(L, G, G) bytes dispatched from row to column."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -207,18 +207,43 @@ def get_cluster(name: str | ClusterSpec, **overrides: Any) -> ClusterSpec:
     return replace(name, **overrides) if overrides else name
 
 
-def cost_vector(model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) -> npt.NDArray[np.float64]:
-    """Everything that the kernels need to turn counts into µs, in the order of :mod:`.dynamics`' ``COST_*`` indices."""
-    if passes_per_window < 1:
-        raise ValueError(f"passes_per_window is {passes_per_window}: expected at least 1")
-    intra_us_per_byte, inter_us_per_byte = 1e-3 / cluster.intra_gb_s, 1e-3 / cluster.inter_gb_s
-    start = cluster.intra_latency_us * (cluster.gpus_per_node > 1) + cluster.inter_latency_us * (cluster.n_nodes > 1)
-    return np.array(
-        [
-            start,
+class Costs(NamedTuple):
+    """Everything that turns counts into µs."""
+
+    dispatch_us: float
+    """Start of the dispatch exchange"""
+    dispatch_intra_us: float
+    """One copy of an activation to a GPU of the same node"""
+    dispatch_inter_us: float
+    """One copy to another node"""
+    combine_us: float
+    """Start of the combine exchange"""
+    combine_intra_us: float
+    combine_inter_us: float
+    kernel_us: float
+    """Start of the expert kernel"""
+    expert_us: float
+    """One more active expert"""
+    pair_us: float
+    """One more token-expert pair"""
+    receive_intra_us: float
+    """Receiving one expert's weights from the same node, spread over the passes of a window"""
+    receive_inter_us: float
+    """Receiving one expert's weights from another node, spread over the passes of a window"""
+
+    @classmethod
+    def of(cls, model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) -> Costs:
+        if passes_per_window < 1:
+            raise ValueError(f"passes_per_window is {passes_per_window}: expected at least 1")
+        intra_us_per_byte, inter_us_per_byte = 1e-3 / cluster.intra_gb_s, 1e-3 / cluster.inter_gb_s
+        latency_us = cluster.intra_latency_us * (cluster.gpus_per_node > 1) + cluster.inter_latency_us * (
+            cluster.n_nodes > 1
+        )
+        values = (
+            latency_us,
             model.hidden * model.dispatch_bytes * intra_us_per_byte,
             model.hidden * model.dispatch_bytes * inter_us_per_byte,
-            start,
+            latency_us,
             model.hidden * model.combine_bytes * intra_us_per_byte,
             model.hidden * model.combine_bytes * inter_us_per_byte,
             model.kernel_start_us,
@@ -226,24 +251,61 @@ def cost_vector(model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) 
             model.kernel_pair_us,
             model.expert_bytes * intra_us_per_byte / passes_per_window,
             model.expert_bytes * inter_us_per_byte / passes_per_window,
-        ]
-    )
+        )
+        return cls(*map(float, values))
+
+    def weigh_tokens(self, scale: float) -> Costs:
+        """The same costs with each token weighed by ``scale``; latencies, active experts and migration are unchanged."""
+        per_token = ("dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "pair_us")
+        return self._replace(**{name: getattr(self, name) * scale for name in per_token})
 
 
-def network(cluster: ClusterSpec, top_k: int) -> npt.NDArray[np.int64]:
-    """(4·G + 2,) the topology as the kernels read it, and where a GPU's count of a token's experts lies in the token's words.
+class Network(NamedTuple):
+    """The topology as the kernels read it, and how the counts of a token's experts are packed into integers.
 
-    The node of each GPU; bits of a field, enough to count ``top_k``; GPUs a node; the word of each GPU; its field's shift; the
-    bits of its node where they lie in one word. Words have 63 bits, so that they are never negative. A node's fields lie in one word, or fill words of their own.
+    How many of a token's experts run on each GPU is packed into a few 63-bit words, one bit field per GPU. Changing one
+    count, and testing a GPU or a whole node for zero, then takes a handful of instructions for any K. The fields of a node
+    share one word, or fill words of their own. Lookup tables replace integer division, which would dominate the run time.
     """
-    width, per_node = top_k.bit_length(), cluster.gpus_per_node
-    fields = 63 // width
-    gpu = np.arange(cluster.n_gpus)
-    node, rank = gpu // per_node, gpu % per_node
-    if per_node <= fields:
-        word, place = node // (fields // per_node), node % (fields // per_node) * per_node + rank
-        bits = ((1 << per_node * width) - 1) << (place - rank) * width
-    else:
-        word, place = node * ceil(per_node / fields) + rank // fields, rank % fields
-        bits = np.full(len(gpu), -1)
-    return np.concatenate([node, [width, per_node], word, place * width, bits]).astype(np.int64)
+
+    node_of: npt.NDArray[np.int64]
+    """(G,) node of each GPU"""
+    word_of: npt.NDArray[np.int64]
+    """(G,) word that holds the GPU's field"""
+    shift_of: npt.NDArray[np.int64]
+    """(G,) lowest bit of the GPU's field in that word"""
+    node_mask: npt.NDArray[np.int64]
+    """(G,) bits of all fields of the GPU's node, if they lie in one word"""
+    gpus_per_node: int
+    field_bits: int
+    """Width of a field: enough to count K"""
+    words_per_node: int
+    """Words over which the fields of one node are spread"""
+    n_words: int
+    mode: int
+    """How tokens travel: MODE_DEDUP, MODE_PER_EXPERT or MODE_STAY"""
+
+    @classmethod
+    def of(cls, cluster: ClusterSpec, top_k: int, mode: int) -> Network:
+        field_bits, per_node = top_k.bit_length(), cluster.gpus_per_node
+        fields_per_word = 63 // field_bits  # 63, so that a word is never negative
+        gpu = np.arange(cluster.n_gpus, dtype=np.int64)
+        node, rank = gpu // per_node, gpu % per_node
+        if per_node <= fields_per_word:
+            nodes_per_word = fields_per_word // per_node
+            word, field = node // nodes_per_word, node % nodes_per_word * per_node + rank
+            mask = ((1 << per_node * field_bits) - 1) << (field - rank) * field_bits
+        else:
+            word, field = node * ceil(per_node / fields_per_word) + rank // fields_per_word, rank % fields_per_word
+            mask = np.full(len(gpu), -1)
+        return cls(
+            node_of=node,
+            word_of=word,
+            shift_of=field * field_bits,
+            node_mask=mask,
+            gpus_per_node=per_node,
+            field_bits=field_bits,
+            words_per_node=int(word[per_node - 1] - word[0]) + 1,
+            n_words=int(word[-1]) + 1,
+            mode=mode,
+        )

@@ -1,4 +1,4 @@
-"""Run the per-environment functions over a batch: ``cpu`` on all cores, ``cuda`` on a grid.
+"""Run the kernels of one environment over a batch: ``cpu`` on all cores, ``cuda`` on a grid.
 
-Both modules offer the same functions over the same named tuples of arrays, so that callers pick one and forget which.
+Both modules offer the same functions over the same named tuples of arrays.
 """

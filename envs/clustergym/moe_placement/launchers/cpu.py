@@ -3,113 +3,101 @@
 from __future__ import annotations
 
 from clustergym.common.threads import spread
-from clustergym.moe_placement import episode
-from clustergym.moe_placement.dynamics import (
-    MODE_STAY,
-    begin_window,
-    count_window,
-    device,
-    layer_times,
-    link_copies,
-    take_slots,
-)
+from clustergym.moe_placement.kernels import episode as kernels
+from clustergym.moe_placement.kernels import lookahead
+from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.cost import layer_times, link_copies
+from clustergym.moe_placement.kernels.counting import count_window
+from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement
+from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, MODE_STAY
 from clustergym.moe_placement.launchers.prefetch import memory_of, prefetch
 
-_begin, _step, _look, _look_all = episode.begin_episode, episode.step, episode.look_ahead_one, episode.look_ahead_all
+_begin_episode, _step = kernels.begin_episode, kernels.step
+_look_ahead_one, _look_ahead_all = lookahead.look_ahead_one, lookahead.look_ahead_all
 
 
 @device
-def _reset_range(first, last, where, env, sim, stream, obs, corpus, rules):
+def _reset_range(first, last, where, episode, sim, stream, obs, trace, rules):
     for b in range(first, last):
         if where[b]:
-            _begin(env, sim, stream, obs, b, corpus, rules)
+            _begin_episode(episode, sim, stream, obs, b, trace, rules)
 
 
 @device
-def _step_range(first, last, expert, node, reward, env, sim, stream, obs, corpus, rules, blocks):
+def _step_range(first, last, expert, node, reward, episode, sim, stream, obs, trace, rules, blocks):
     for b in range(first, last):
         if b + 1 < last:
             # Neighbours mostly leave a layer together.
-            prefetch(blocks, b + 1, int(env.clock[b, episode.OP] + 1 == rules.ops_per_layer))
-        reward[b] = _step(env, sim, stream, obs, b, corpus, rules, expert[b], node[b])
+            prefetch(blocks, b + 1, int(episode.clock[b, CLOCK_OPERATION] + 1 == rules.ops_per_layer))
+        reward[b] = _step(episode, sim, stream, obs, b, trace, rules, expert[b], node[b])
 
 
 @device
-def _look_range(first, last, expert, result, env, sim, corpus, rules):
+def _look_ahead_range(first, last, expert, result, episode, sim, rules):
     for b in range(first, last):
-        _look(env, sim, b, corpus, rules, expert[b], result[b])
+        _look_ahead_one(episode, sim, b, rules, expert[b], result[b])
 
 
 @device
-def _look_all_range(first, last, result, env, sim, corpus, rules):
+def _look_ahead_all_range(first, last, result, episode, sim, rules):
     for b in range(first, last):
-        _look_all(env, sim, b, corpus, rules, result[b])
+        _look_ahead_all(episode, sim, b, rules, result[b])
 
 
 @device
-def _count_range(first, last, sim, placement, trace, net, mode):
+def _count_range(first, last, sim, placement, experts, network):
     for b in range(first, last):
-        if mode == MODE_STAY and b > 0:
-            for t in range(sim.src.shape[2]):
-                sim.src[b, 0, t] = sim.loc[b - 1, 0, t]
-        begin_window(sim, b, net)
-        take_slots(sim, b, placement[b], net)
-        count_window(sim, b, 0, trace, b, net, mode)
+        if network.mode == MODE_STAY and b > 0:
+            for t in range(sim.origin.shape[2]):
+                sim.origin[b, 0, t] = sim.destination[b - 1, 0, t]
+        set_first_placement(sim, b, network)
+        set_placement(sim, b, placement[b], network)
+        count_window(sim, b, 0, experts, b, network)
 
 
-def reset(where, env, sim, stream, obs, corpus, rules):
+def reset(where, episode, sim, stream, obs, trace, rules):
     """Begin new episodes where ``where`` (B,) is true."""
-    spread(_reset_range, len(where), where, env, sim, stream, obs, corpus, rules)
+    spread(_reset_range, len(where), where, episode, sim, stream, obs, trace, rules)
 
 
-def step(expert, node, reward, env, sim, stream, obs, corpus, rules):
+def step(expert, node, reward, episode, sim, stream, obs, trace, rules):
     """One operation in every environment; writes ``reward`` (B,)."""
-    # A batch does not fit into the caches: while one environment is stepped, what its neighbour needs is on its way from memory.
+    # A batch does not fit into the caches: while one environment steps, the data of its neighbour is fetched from memory.
     blocks = memory_of(
         [
-            *(
-                sim.met,
-                sim.run,
-                sim.masks,
-                sim.src,
-                sim.pairs,
-                sim.vis,
-                sim.nvis,
-                sim.pick,
-                sim.rep,
-                sim.slots,
-                sim.old,
-                sim.load,
-                env.share,
-            ),
-            *(obs.gpus, obs.experts, obs.placement, obs.joint_mask, obs.traffic),
+            sim.gpu_uses, sim.slot_tokens, sim.token_masks, sim.origin, sim.pairs, sim.visits, sim.node_visits,
+            sim.replica_choice, sim.replicas, sim.slots, sim.held_before, sim.load, episode.load_features, obs.gpus,
+            obs.experts, obs.placement, obs.joint_mask, obs.traffic,
         ],
-        [sim.tok, obs.coactivation, obs.affinity],
-    )
-    spread(_step_range, len(expert), expert, node, reward, env, sim, stream, obs, corpus, rules, blocks)
+        [sim.rows, obs.coactivation, obs.affinity],
+    )  # fmt: skip
+    spread(_step_range, len(expert), expert, node, reward, episode, sim, stream, obs, trace, rules, blocks)
 
 
-def look_ahead(expert, result, env, sim, corpus, rules):
+def look_ahead(expert, result, episode, sim, rules):
     """What each operation on ``expert`` (B,) would save; writes ``result`` (B, 3·G)."""
-    spread(_look_range, len(expert), expert, result, env, sim, corpus, rules)
+    spread(_look_ahead_range, len(expert), expert, result, episode, sim, rules)
 
 
-def look_ahead_all(result, env, sim, corpus, rules):
+def look_ahead_all(result, episode, sim, rules):
     """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
-    spread(_look_all_range, len(result), result, env, sim, corpus, rules)
+    spread(_look_ahead_all_range, len(result), result, episode, sim, rules)
 
 
-def count(sim, placement, trace, net, mode):
-    """Count window 0 of every layer b under ``placement`` (B, G, S); ``sim.slots`` holds the placement before."""
-    if mode == MODE_STAY:
-        # A layer begins where the one before left its tokens: one after the other.
-        _count_range(0, len(placement), sim, placement, trace, net, mode)
+def count(sim, placement, experts, network):
+    """Count window 0 of every layer b under ``placement`` (B, G, S); ``sim.slots`` holds the placement before.
+
+    ``experts`` is (B, rows, K).
+    """
+    if network.mode == MODE_STAY:
+        # A layer begins where the one before left its tokens: layers are counted in order.
+        _count_range(0, len(placement), sim, placement, experts, network)
     else:
-        spread(_count_range, len(placement), sim, placement, trace, net, mode)
+        spread(_count_range, len(placement), sim, placement, experts, network)
 
 
-def times(sim, cost, net, mode, result, copies):
+def times(sim, costs, network, result, copies):
     """Write dispatch, compute, combine and migration µs of every layer b to ``result`` (B, 4), and its copies (B, G, G)."""
     for b in range(len(result)):
-        result[b] = layer_times(sim, b, 0, cost, net, mode)
-        link_copies(sim, b, 0, net, mode, copies[b])
+        result[b] = layer_times(sim, b, 0, costs, network)
+        link_copies(sim.visits[b, 0], sim.node_visits[b, 0], network, copies[b])

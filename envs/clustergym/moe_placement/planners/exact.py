@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from clustergym.moe_placement.dynamics import COST_COMBINE_US, COST_DISPATCH_US, COST_KERNEL_US, MODE_DEDUP, MODE_STAY
+from clustergym.moe_placement.kernels.state import MODE_DEDUP, MODE_STAY
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Placement, Simulator, Window
 
@@ -85,7 +85,7 @@ class Exact(Planner):
             raise ValueError(
                 f"{experts} experts × {gpus} GPUs are {experts * gpus} binary choices: the exact planner takes at most {MAX_BINARIES}"
             )
-        node_of, per_node = sim.net[:gpus], sim.cluster.gpus_per_node
+        node_of, per_node = sim.network.node_of, sim.cluster.gpus_per_node
         ids = window.experts[0, window.rows]
         kinds = Counter(
             (int(h), frozenset(int(e) for e in row if e >= 0)) for h, row in zip(window.home, ids, strict=True)
@@ -127,8 +127,12 @@ class Exact(Planner):
                     add({z: 1.0, n_x + t * gpus + g: -1.0}, 0, np.inf)
                 sends[2][home][z] += count
                 sends[3][home + (n - int(node_of[home])) * per_node][z] += count
-        cost = sim.cost
-        us = [cost[1] + cost[4], cost[1] + cost[4], cost[2] + cost[5], cost[2] + cost[5]]
+        costs = sim.costs
+        intra_us, inter_us = (
+            costs.dispatch_intra_us + costs.combine_intra_us,
+            costs.dispatch_inter_us + costs.combine_inter_us,
+        )
+        us = [intra_us, intra_us, inter_us, inter_us]
         for which, longest in ((0, near), (1, near), (2, far), (3, far)):
             for g in range(gpus):
                 row = {var: -us[which] * count for var, count in sends[which][g].items()}
@@ -138,10 +142,10 @@ class Exact(Planner):
             held[before[g][before[g] >= 0], g] = True
         near_copy = np.stack([held[:, node_of == n].any(1) for n in range(nodes)], axis=1)
         for g in range(gpus):
-            time = {e * gpus + g: -(cost[8] * load[e] + cost[7] * (load[e] > 0)) for e in range(experts)}
+            time = {e * gpus + g: -(costs.pair_us * load[e] + costs.expert_us * (load[e] > 0)) for e in range(experts)}
             add(time | {compute: 1.0}, 0, np.inf)
             fetch = {
-                e * gpus + g: -(cost[9] if near_copy[e, node_of[g]] else cost[10])
+                e * gpus + g: -(costs.receive_intra_us if near_copy[e, node_of[g]] else costs.receive_inter_us)
                 for e in range(experts)
                 if not held[e, g]
             }
@@ -172,7 +176,7 @@ class Exact(Planner):
         for g in range(gpus):
             found = np.flatnonzero(x[:, g])
             slots[g, : len(found)] = found
-        return slots, float(result.fun + cost[COST_DISPATCH_US] + cost[COST_COMBINE_US] + cost[COST_KERNEL_US])
+        return slots, float(result.fun + costs.dispatch_us + costs.combine_us + costs.kernel_us)
 
 
 def _placements(n_experts: int, n_gpus: int, n_slots: int) -> Iterator[npt.NDArray[np.int16]]:

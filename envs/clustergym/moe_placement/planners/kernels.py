@@ -1,6 +1,6 @@
 """Searches over one layer's placement on the incremental simulator, and their launchers over all layers.
 
-Like :mod:`clustergym.moe_placement.dynamics`: functions of one simulation ``b`` (a layer), spread over the cores.
+Like :mod:`clustergym.moe_placement.kernels`: functions of one simulation ``b`` (a layer), spread over the cores.
 """
 
 from __future__ import annotations
@@ -8,20 +8,13 @@ from __future__ import annotations
 import math
 
 from clustergym.common.threads import spread
-from clustergym.moe_placement.dynamics import (
-    OP_ILLEGAL,
-    OP_NOTHING,
-    change,
-    device,
-    gpu_pairs,
-    hash31,
-    holds,
-    layer_time,
-    look_ahead,
-    migration_time,
-    resolve,
-)
-from clustergym.moe_placement.eplb import eplb_slots
+from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.cost import layer_time, migration_time
+from clustergym.moe_placement.kernels.eplb import eplb_slots
+from clustergym.moe_placement.kernels.lookahead import look_ahead
+from clustergym.moe_placement.kernels.operations import apply_operation, change, gpu_pairs, resolve
+from clustergym.moe_placement.kernels.replicas import hash31, holds
+from clustergym.moe_placement.kernels.state import OP_ILLEGAL, OP_NOTHING
 
 
 @device
@@ -32,15 +25,15 @@ def _draw(key, b):
 
 
 @device
-def _cost(sim, b, cost, net, mode, doublings, scale, migration_weight):
-    time = layer_time(sim, b, 0, cost, net, mode, doublings, scale)
-    return time + migration_weight * migration_time(sim, b, cost)
+def _cost(sim, b, costs, network, norm_log2, scale, migration_weight):
+    time = layer_time(sim, b, 0, costs, network, norm_log2, scale)
+    return time + migration_weight * migration_time(sim, b, costs)
 
 
 @device
-def _costs(first, last, sim, cost, net, mode, doublings, scale, migration_weight, found):
+def _costs(first, last, sim, costs, network, norm_log2, scale, migration_weight, found):
     for b in range(first, last):
-        found[b] = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
+        found[b] = _cost(sim, b, costs, network, norm_log2, scale, migration_weight)
 
 
 @device
@@ -58,7 +51,7 @@ def _draw_expert(key, b, prior):
 
 @device
 def anneal_layer(
-    sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best, best_cost, prior, guide
+    sim, b, costs, network, norm_log2, scale, migration_weight, key, heat, iterations, best, best_cost, prior, guide
 ):
     """Simulated annealing from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best one seen.
 
@@ -68,7 +61,7 @@ def anneal_layer(
     A share ``guide`` of the steps concerns an expert drawn from ``prior`` (E,), cumulative; the others a slot at random.
     """
     n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.pairs.shape[2]
-    now = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
+    now = _cost(sim, b, costs, network, norm_log2, scale, migration_weight)
     unit = now
     if now < best_cost[b]:
         best_cost[b] = now
@@ -79,7 +72,7 @@ def anneal_layer(
         g, s = int(_draw(key, b) * n_gpus), int(_draw(key, b) * n_slots)
         if guide > 0.0 and _draw(key, b) < guide:
             wanted = _draw_expert(key, b, prior)
-            g = int(sim.rep[b, wanted, int(_draw(key, b) * sim.nrep[b, wanted])])
+            g = int(sim.replicas[b, wanted, int(_draw(key, b) * sim.n_replicas[b, wanted])])
             s = 0
             while sim.slots[b, g, s] != wanted:
                 s += 1
@@ -87,7 +80,7 @@ def anneal_layer(
         here = sim.slots[b, g, s]
         if _draw(key, b) < 0.3:
             # Another expert, or nothing, takes the place of a spare replica or an empty slot.
-            if here >= 0 and sim.nrep[b, here] < 2:
+            if here >= 0 and sim.n_replicas[b, here] < 2:
                 continue
             e = int(_draw(key, b) * (n_experts + 1))
             if e == n_experts:
@@ -108,8 +101,8 @@ def anneal_layer(
             if holds(sim, b, here, h) or (there >= 0 and holds(sim, b, there, g)):
                 continue
             e, e_from, e_to, v, v_from, v_to = here, g, h, there, h, g
-        change(sim, b, e, e_from, e_to, v, v_from, v_to, net, mode, 1)
-        after = _cost(sim, b, cost, net, mode, doublings, scale, migration_weight)
+        change(sim, b, e, e_from, e_to, v, v_from, v_to, network, 1)
+        after = _cost(sim, b, costs, network, norm_log2, scale, migration_weight)
         temperature = unit * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
         if after <= now or _draw(key, b) < math.exp((now - after) / temperature):
             now = after
@@ -119,11 +112,11 @@ def anneal_layer(
                     for y in range(n_slots):
                         best[x, y] = sim.slots[b, x, y]
         else:
-            change(sim, b, e, e_to, e_from, v, v_to, v_from, net, mode, 1)
+            change(sim, b, e, e_to, e_from, v, v_to, v_from, network, 1)
 
 
 @device
-def bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates, key, chosen, ahead):
+def bottleneck_layer(sim, b, costs, network, norm_log2, operations, candidates, key, chosen, ahead):
     """Up to ``operations`` times the exact best operation on one of ``candidates`` experts, the bottleneck GPU's first.
 
     ``candidates`` beyond what that GPU holds are drawn at random; 0 takes one expert at random and no bottleneck.
@@ -156,7 +149,7 @@ def bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates,
             n_chosen = candidates
         gain, best_e, best_node = 0.0, -1, -1
         for i in range(n_chosen):
-            look_ahead(sim, b, chosen[b, i], cost, net, mode, doublings, ahead[b])
+            look_ahead(sim, b, chosen[b, i], costs, network, norm_log2, ahead[b])
             for node in range(3 * n_gpus):
                 if ahead[b, node] > gain:
                     gain, best_e, best_node = ahead[b, node], chosen[b, i], node
@@ -166,7 +159,7 @@ def bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates,
             return
         kind, source, target, victim = resolve(sim, b, best_e, best_node)
         if kind != OP_NOTHING and kind != OP_ILLEGAL:
-            change(sim, b, best_e, source, target, victim, target, source, net, mode, 1)
+            apply_operation(sim, b, best_e, source, target, victim, network, 1)
 
 
 @device
@@ -179,11 +172,11 @@ def _seat(sim, b, g, s, e):
 
 
 @device
-def swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations):
+def swap_greedy_layer(sim, b, costs, network, norm_log2, scale, operations):
     """Up to ``operations`` times the best of ALL swaps of two replicas and moves to empty slots, each tried exactly."""
     n_gpus, n_slots = sim.slots.shape[1], sim.slots.shape[2]
     for _ in range(operations):
-        now = _cost(sim, b, cost, net, mode, doublings, scale, 1.0)
+        now = _cost(sim, b, costs, network, norm_log2, scale, 1.0)
         least, best_e, best_from, best_v, best_to = now, -1, -1, -1, -1
         for g in range(n_gpus):
             for h in range(n_gpus):
@@ -195,9 +188,9 @@ def swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations):
                             continue
                         if holds(sim, b, e, h) or (v >= 0 and holds(sim, b, v, g)):
                             continue
-                        change(sim, b, e, g, h, v, h, g, net, mode, 1)
-                        after = _cost(sim, b, cost, net, mode, doublings, scale, 1.0)
-                        change(sim, b, e, h, g, v, g, h, net, mode, 1)
+                        change(sim, b, e, g, h, v, h, g, network, 1)
+                        after = _cost(sim, b, costs, network, norm_log2, scale, 1.0)
+                        change(sim, b, e, h, g, v, g, h, network, 1)
                         # The loops go by slots: each replica must be where it was.
                         _seat(sim, b, g, s, e)
                         if v >= 0:
@@ -206,7 +199,7 @@ def swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations):
                             least, best_e, best_from, best_v, best_to = after, e, g, v, h
         if best_e < 0:
             return
-        change(sim, b, best_e, best_from, best_to, best_v, best_to, best_from, net, mode, 1)
+        change(sim, b, best_e, best_from, best_to, best_v, best_to, best_from, network, 1)
 
 
 @device
@@ -260,10 +253,9 @@ def _anneal(
     first,
     last,
     sim,
-    cost,
-    net,
-    mode,
-    doublings,
+    costs,
+    network,
+    norm_log2,
     scale,
     migration_weight,
     key,
@@ -276,21 +268,21 @@ def _anneal(
 ):
     for b in range(first, last):
         anneal_layer(
-            sim, b, cost, net, mode, doublings, scale, migration_weight, key, heat, iterations, best[b], best_cost,
+            sim, b, costs, network, norm_log2, scale, migration_weight, key, heat, iterations, best[b], best_cost,
             prior[b], guide,
         )  # fmt: skip
 
 
 @device
-def _bottleneck(first, last, sim, cost, net, mode, doublings, operations, candidates, key, chosen, ahead):
+def _bottleneck(first, last, sim, costs, network, norm_log2, operations, candidates, key, chosen, ahead):
     for b in range(first, last):
-        bottleneck_layer(sim, b, cost, net, mode, doublings, operations, candidates, key, chosen, ahead)
+        bottleneck_layer(sim, b, costs, network, norm_log2, operations, candidates, key, chosen, ahead)
 
 
 @device
-def _swap_greedy(first, last, sim, cost, net, mode, doublings, scale, operations):
+def _swap_greedy(first, last, sim, costs, network, norm_log2, scale, operations):
     for b in range(first, last):
-        swap_greedy_layer(sim, b, cost, net, mode, doublings, scale, operations)
+        swap_greedy_layer(sim, b, costs, network, norm_log2, scale, operations)
 
 
 @device

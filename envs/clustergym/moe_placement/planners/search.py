@@ -9,31 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import one_of
-from clustergym.moe_placement.batch import doublings
-from clustergym.moe_placement.dynamics import (
-    COST_COMBINE_INTER_US,
-    COST_COMBINE_INTRA_US,
-    COST_DISPATCH_INTER_US,
-    COST_DISPATCH_INTRA_US,
-    COST_PAIR_US,
-    MODE_STAY,
-    Sim,
-    count_window,
-    write_replicas,
-)
+from clustergym.moe_placement.kernels.counting import count_window
+from clustergym.moe_placement.kernels.replicas import write_replicas
+from clustergym.moe_placement.kernels.state import MODE_STAY, SimulationState
 from clustergym.moe_placement.planners import kernels
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.simulator import Placement, Simulator, Window
-
-_COSTS_OF_A_TOKEN = [
-    COST_DISPATCH_INTRA_US,
-    COST_DISPATCH_INTER_US,
-    COST_COMBINE_INTRA_US,
-    COST_COMBINE_INTER_US,
-    COST_PAIR_US,
-]
-
+from clustergym.moe_placement.simulator import Placement, Simulator, Window, norm_log2
 
 HOMES = ("served", "even")
 
@@ -60,13 +42,15 @@ class _Search(Planner):
         if windows < 1:
             raise ValueError(f"windows is {windows}: expected at least 1")
         one_of(homes, HOMES, "homes")
-        self.doublings, self.windows, self.homes = doublings(norm), windows, homes
+        self.norm_log2, self.windows, self.homes = norm_log2(norm), windows, homes
         self.calls = 0
 
     def reset(self) -> None:
         self.calls = 0
 
-    def observe(self, history: Sequence[Window], placement: Placement, tokens: int | None) -> tuple[Window, Sim, float]:
+    def observe(
+        self, history: Sequence[Window], placement: Placement, tokens: int | None
+    ) -> tuple[Window, SimulationState, float]:
         """The joined window, its counts, and the weight of a token in it."""
         window = Window.join(history[-self.windows :]) if self.windows > 1 else history[-1]
         if self.homes == "even":
@@ -83,7 +67,7 @@ class _Search(Planner):
         )
 
     def each_layer(
-        self, window: Window, sim: Sim, search: Callable[[int, int], None], chosen: Placement | None = None
+        self, window: Window, sim: SimulationState, search: Callable[[int, int], None], chosen: Placement | None = None
     ) -> None:
         """Run ``search(first, last)`` over the layers; where a layer depends on the one before, one after the other.
 
@@ -95,14 +79,14 @@ class _Search(Planner):
             return
         for b in range(window.n_layers):
             if b:
-                sim.src[b] = sim.loc[b - 1]
-                count_window(sim, b, 0, window.experts, b, simulator.net, simulator.mode)
+                sim.origin[b] = sim.destination[b - 1]
+                count_window(sim, b, 0, window.experts, b, simulator.network)
             search(b, b + 1)
             if chosen is not None:
                 # The search ends elsewhere than at its best; the next layer starts from where the best leaves the tokens.
                 sim.slots[b] = chosen[b]
-                write_replicas(sim, b, simulator.net)
-                count_window(sim, b, 0, window.experts, b, simulator.net, simulator.mode)
+                write_replicas(sim, b, simulator.network)
+                count_window(sim, b, 0, window.experts, b, simulator.network)
 
 
 class Anneal(_Search):
@@ -158,12 +142,12 @@ class Anneal(_Search):
         left = None if self.seconds is None else max(1e-4, self.seconds - (time.perf_counter() - began))
         return self.refine(window, sim, scale, left)
 
-    def costs(self, sim: Sim, scale: float) -> npt.NDArray[np.float64]:
+    def costs(self, sim: SimulationState, scale: float) -> npt.NDArray[np.float64]:
         """(L,) of what is to be made small, as ``sim`` stands."""
         found = np.empty(len(sim.slots))
         simulator = self.simulator
         kernels.costs(
-            0, len(found), sim, simulator.cost, simulator.net, simulator.mode, self.doublings, scale,
+            0, len(found), sim, simulator.costs, simulator.network, self.norm_log2, scale,
             self.migration_weight, found,
         )  # fmt: skip
         return found
@@ -171,7 +155,7 @@ class Anneal(_Search):
     def refine(
         self,
         window: Window,
-        sim: Sim,
+        sim: SimulationState,
         scale: float,
         seconds: float | None = None,
         prior: npt.NDArray[np.float64] | None = None,
@@ -185,7 +169,7 @@ class Anneal(_Search):
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
             kernels.anneal(
-                first, last, sim, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
+                first, last, sim, self.simulator.costs, self.simulator.network, self.norm_log2, scale,
                 self.migration_weight, key, np.array(heat), iterations, best, best_cost, cumulative, guide,
             )  # fmt: skip
 
@@ -235,15 +219,14 @@ class Bottleneck(_Search):
         window, sim, scale = self.observe(history, placement, tokens)
         layers = window.n_layers
         # Looking ahead counts every token once; their weight against migration and active experts goes into the costs.
-        cost = self.simulator.cost.copy()
-        cost[_COSTS_OF_A_TOKEN] *= scale
+        costs = self.simulator.costs.weigh_tokens(scale)
         chosen = np.zeros((layers, self.candidates + self.simulator.n_slots + 1), np.int64)
         ahead = np.zeros((layers, 3 * self.simulator.n_gpus))
         key = self.keys(layers)
 
         def search(first: int, last: int) -> None:
             kernels.bottleneck(
-                first, last, sim, cost, self.simulator.net, self.simulator.mode, self.doublings,
+                first, last, sim, costs, self.simulator.network, self.norm_log2,
                 self.operations, self.candidates, key, chosen, ahead,
             )  # fmt: skip
 
@@ -271,7 +254,7 @@ class SwapGreedy(_Search):
 
         def search(first: int, last: int) -> None:
             kernels.swap_greedy(
-                first, last, sim, self.simulator.cost, self.simulator.net, self.simulator.mode, self.doublings, scale,
+                first, last, sim, self.simulator.costs, self.simulator.network, self.norm_log2, scale,
                 self.operations,
             )  # fmt: skip
 

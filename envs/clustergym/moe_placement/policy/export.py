@@ -11,11 +11,11 @@ from torch import Tensor
 
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.common.choices import one_of
-from clustergym.moe_placement.batch import doublings
-from clustergym.moe_placement.episode import N_EXPERT_FEATURES, N_GPU_FEATURES
+from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.moe_placement.planners.search import HOMES
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.view_kernels import N_PARTS
+from clustergym.moe_placement.simulator import norm_log2
 
 KIND = "moe-policy"
 FILE_NAME = "policy.pt"
@@ -40,7 +40,7 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         one_of(self.homes, HOMES, "homes")
-        doublings(self.norm)
+        norm_log2(self.norm)
         if self.horizon <= 0 or self.operations < 1:
             raise ValueError(
                 f"horizon is {self.horizon} and operations {self.operations}: expected more than 0 and at least 1"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from clustergym.common.choices import one_of
-from clustergym.moe_placement.episode import N_EXPERT_FEATURES, N_GPU_FEATURES
+from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.moe_placement.policy.view import PROGRESS, Inputs, gains
 from clustergym.moe_placement.policy.view_kernels import N_PARTS
 

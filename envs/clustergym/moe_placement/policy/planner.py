@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.dynamics import MODE_STAY
+from clustergym.moe_placement.kernels.state import MODE_STAY
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.search import Anneal, evenly_dealt
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
@@ -67,7 +67,7 @@ class Policy(Planner):
     def reset(self) -> None:
         self.generator.manual_seed(self.seed)
         if self._view is not None:
-            self._view.batch.env["ema"].fill_(-1.0)
+            self._view.batch.episode["load_average"].fill_(-1.0)
 
     def view_of(self, window: Window) -> PolicyView:
         """The view of the window's trace; built again only if the trace or the window size changed."""
@@ -86,7 +86,7 @@ class Policy(Planner):
                 comm=self.simulator.comm,
             )
             batch = PlacementBatch(config, window.n_layers * self.samples)
-            batch.env["ema"].fill_(-1.0)
+            batch.episode["load_average"].fill_(-1.0)
             self._view = PolicyView(batch, self.settings.homes, self.settings.norm)
         return self._view
 
@@ -127,7 +127,7 @@ class Policy(Planner):
             view.step(expert, node)
         best = saved.view(self.samples, layers).argmax(0)
         at = torch.arange(layers)
-        plans = view.batch.env["slots"].view(self.samples, layers, layers, *placement.shape[1:])
+        plans = view.batch.episode["slots"].view(self.samples, layers, layers, *placement.shape[1:])
         return plans[best, at, at].numpy().copy(), weighed.numpy().astype(np.float64)
 
     def _choose(self, logits: Tensor, greedy: Tensor) -> Tensor:

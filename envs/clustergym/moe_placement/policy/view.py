@@ -14,19 +14,24 @@ import torch
 from torch import Tensor
 
 from clustergym.common.choices import one_of
-from clustergym.common.compiling import patience
+from clustergym.common.compiling import warn_while_compiling
 from clustergym.common.threads import spread
-from clustergym.moe_placement import episode
-from clustergym.moe_placement.batch import PlacementBatch, doublings
-from clustergym.moe_placement.dynamics import OP_ILLEGAL, OP_NOTHING
+from clustergym.moe_placement.batch import PlacementBatch
+from clustergym.moe_placement.kernels.observation import (
+    PROGRESS_MIGRATION,
+    PROGRESS_OPERATION,
+    PROGRESS_SLOWEST_KERNEL,
+    PROGRESS_TIME,
+)
+from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, LAST_KIND, OP_ILLEGAL, OP_NOTHING
 from clustergym.moe_placement.launchers import cpu
 from clustergym.moe_placement.planners.search import HOMES
 from clustergym.moe_placement.policy import view_kernels
 from clustergym.moe_placement.policy.view_kernels import N_PARTS, PART_MIGRATION, PART_SMOOTH
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement, Window, norm_log2
 
 # Columns of the environment's progress that hold wherever the policy works; layer and window numbers do not.
-PROGRESS = [1, 3, 4, 5]
+PROGRESS = [PROGRESS_OPERATION, PROGRESS_TIME, PROGRESS_SLOWEST_KERNEL, PROGRESS_MIGRATION]
 # Features are shares of a layer's time, mostly below a hundredth: networks like them near one.
 UNIT = 100.0
 # Inputs that stay the same while the agents work on a layer, and those that change with each operation.
@@ -47,7 +52,7 @@ class PolicyView:
 
     def __init__(self, batch: PlacementBatch, homes: str = "even", norm: int = 4) -> None:
         one_of(homes, HOMES, "homes")
-        self.batch, self.even, self.doublings = batch, homes == "even", doublings(norm)
+        self.batch, self.even, self.norm_log2 = batch, homes == "even", norm_log2(norm)
         size, experts, device = batch.num_envs, batch.n_experts, batch.device
         self.memory = torch.zeros((size, experts, 2), device=device)
         """(B, E, 2): the best that an operation on the expert promised when it was last looked at on this layer; whether it was"""
@@ -56,7 +61,7 @@ class PolicyView:
         self.similar = torch.zeros((size, experts, experts), device=device)
         """(B, E, E): experts that the same experts of the layer before feed, rows sum to 1"""
         self.rows = torch.arange(size, device=device)
-        node = torch.from_numpy(batch.simulator.net[: batch.n_gpus].astype(np.int64)).to(device)
+        node = torch.from_numpy(batch.simulator.network.node_of).to(device)
         self.same_node = (node[:, None] == node[None, :]).float() / batch.cluster.gpus_per_node
         """(G, G): who shares a node, rows sum to 1"""
 
@@ -73,10 +78,10 @@ class PolicyView:
         slots = np.ascontiguousarray(np.tile(placement, (copies, 1, 1)), dtype=np.int16)
         home = np.ascontiguousarray(window.home, dtype=np.int16)
         batch = self.batch
-        batch.env["clock"].zero_()
-        batch.env["op"].fill_(-1)
+        batch.episode["clock"].zero_()
+        batch.episode["last_operation"].fill_(-1)
         self._run(
-            view_kernels.seat_range, batch.num_envs, batch._env, batch._sim, batch._obs, batch._corpus, batch._rules,
+            view_kernels.seat_range, batch.num_envs, batch._episode, batch._sim, batch._obs, batch._trace, batch._rules,
             slots, np.ascontiguousarray(window.rows, dtype=np.int32), home,
         )  # fmt: skip
         self._begin_layers(torch.ones_like(batch.done))
@@ -85,20 +90,20 @@ class PolicyView:
         """Apply the choices (B,), (B,). Returns rewards (B,) float32 and where a layer was left behind (B,) bool."""
         batch = self.batch
         _, reward, _ = batch.step(expert, node)
-        kind = batch.env["op"][:, episode.OP_KIND]
+        kind = batch.episode["last_operation"][:, LAST_KIND]
         idle = (kind == OP_NOTHING) | (kind == OP_ILLEGAL)
         self.spent &= idle[:, None]
         self.spent[self.rows, expert] |= idle
-        began = batch.env["clock"][:, episode.OP] == 0
+        began = batch.episode["clock"][:, CLOCK_OPERATION] == 0
         self._begin_layers(began)
         return reward.float(), began
 
     def settle(self, expert: Tensor, node: Tensor) -> None:
-        """The last choices (B,), (B,) on a layer: they are applied and ``env["slots"]`` is up to date; nothing goes on from there."""
+        """The last choices (B,), (B,) on a layer: they are applied and ``episode["slots"]`` is up to date; nothing goes on from there."""
         batch = self.batch
         self._run(
             view_kernels.settle_range, batch.num_envs, batch._array(expert.contiguous()), batch._array(node.contiguous()),
-            batch._env, batch._sim, batch._rules,
+            batch._episode, batch._sim, batch._rules,
         )  # fmt: skip
 
     def _begin_layers(self, where: Tensor) -> None:
@@ -107,7 +112,13 @@ class PolicyView:
         batch = self.batch
         if self.even:
             self._run(
-                view_kernels.deal_range, batch.num_envs, batch._env, batch._sim, batch._obs, batch._corpus, batch._rules
+                view_kernels.deal_range,
+                batch.num_envs,
+                batch._episode,
+                batch._sim,
+                batch._obs,
+                batch._trace,
+                batch._rules,
             )
         fresh = where[:, None]
         self.memory.masked_fill_(fresh[..., None], 0.0)
@@ -153,14 +164,14 @@ class PolicyView:
         parts = torch.empty((*experts.shape, 3 * batch.n_gpus, N_PARTS), device=batch.device)
         self._run(
             view_kernels.look_range, batch.num_envs, batch._array(experts.contiguous()), batch._array(parts),
-            batch._env, batch._sim, batch._rules, self.doublings,
+            batch._episode, batch._sim, batch._rules, self.norm_log2,
         )  # fmt: skip
         return parts.mul_(UNIT)
 
     def _run(self, kernel: Any, size: int, *arguments: Any) -> None:
         """``kernel(first, last, …)`` over all environments, on the cores or on the CUDA grid."""
         if self.batch.launcher is cpu:
-            with patience():
+            with warn_while_compiling():
                 spread(kernel, size, *arguments)
             return
         from clustergym.moe_placement.policy import view_cuda

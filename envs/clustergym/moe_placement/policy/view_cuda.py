@@ -20,32 +20,32 @@ from clustergym.moe_placement.policy.view_kernels import (
 
 
 @cuda.jit
-def _deal(env: Any, sim: Any, obs: Any, corpus: Any, rules: Any) -> None:
+def _deal(episode: Any, sim: Any, obs: Any, trace: Any, rules: Any) -> None:
     b = cuda.grid(1)
-    if b < env.clock.shape[0]:
-        deal_evenly(env, sim, obs, b, corpus, rules)
+    if b < episode.clock.shape[0]:
+        deal_evenly(episode, sim, obs, b, trace, rules)
 
 
 @cuda.jit
-def _seat(env: Any, sim: Any, obs: Any, corpus: Any, rules: Any, slots: Any, rows: Any, home: Any) -> None:
+def _seat(episode: Any, sim: Any, obs: Any, trace: Any, rules: Any, slots: Any, rows: Any, home: Any) -> None:
     b = cuda.grid(1)
-    if b < env.clock.shape[0]:
-        seat(env, sim, obs, b, corpus, rules, b % env.slots.shape[1], slots[b], rows, home)
+    if b < episode.clock.shape[0]:
+        seat(episode, sim, obs, b, trace, rules, b % episode.slots.shape[1], slots[b], rows, home)
 
 
 @cuda.jit
-def _look(expert: Any, result: Any, env: Any, sim: Any, rules: Any, doublings: Any) -> None:
+def _look(expert: Any, result: Any, episode: Any, sim: Any, rules: Any, norm_log2: Any) -> None:
     b = cuda.grid(1)
-    if b < env.clock.shape[0]:
+    if b < episode.clock.shape[0]:
         for i in range(expert.shape[1]):
-            look_ahead_parts(env, sim, b, rules, expert[b, i], doublings, result[b, i])
+            look_ahead_parts(episode, sim, b, rules, expert[b, i], norm_log2, result[b, i])
 
 
 @cuda.jit
-def _settle(expert: Any, node: Any, env: Any, sim: Any, rules: Any) -> None:
+def _settle(expert: Any, node: Any, episode: Any, sim: Any, rules: Any) -> None:
     b = cuda.grid(1)
-    if b < env.clock.shape[0]:
-        settle(env, sim, b, rules, expert[b], node[b])
+    if b < episode.clock.shape[0]:
+        settle(episode, sim, b, rules, expert[b], node[b])
 
 
 _KERNELS = {deal_range: _deal, seat_range: _seat, look_range: _look, settle_range: _settle}

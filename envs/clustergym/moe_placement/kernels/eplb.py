@@ -1,13 +1,13 @@
-"""EPLB for one layer: replicate the hottest experts, pack the heaviest first. Compiled for CPU and CUDA alike.
+"""EPLB for one layer: replicate the experts with most load, then pack the heaviest copies first.
 
-The algorithm that engines ship (greedy replication, then longest-processing-time packing; globally, or first groups to
-nodes and then within each node), with one rule added: never the same expert twice on a GPU, where the original would
-waste the second copy.
+This is the algorithm that inference engines ship: greedy replication, then longest-processing-time packing, either globally
+or first groups to nodes and then within each node. One rule is added: a GPU never holds the same expert twice, which
+would waste the second copy.
 """
 
 from __future__ import annotations
 
-from clustergym.moe_placement.dynamics import device
+from clustergym.moe_placement.kernels.compile import device
 
 
 @device
@@ -28,7 +28,7 @@ def _first_free(slots, g):
 
 @device
 def _make_room(slots, first, last, e):
-    """Put ``e`` on a full GPU by moving one of that GPU's experts to one with room; copies that fit nowhere are dropped."""
+    """Put ``e`` on a full GPU by moving one of its experts to a GPU with room. A copy that fits nowhere is dropped."""
     for g in range(first, last):
         free = _first_free(slots, g)
         if free < 0:
@@ -100,7 +100,7 @@ def eplb_slots(slots, load, n_nodes, n_groups, ints, floats):
             members[e] = e
         _pack(slots, 0, n_gpus, load, members, n_experts, copies, order, weight)
         return
-    # Groups go to nodes, heaviest first, each node taking the same number; copies[] holds a group's node + 1 meanwhile.
+    # Groups go to nodes, heaviest first, the same number to each. Until then copies[] holds the node + 1 of each group.
     group_size, per_node, gpus_per_node = n_experts // n_groups, n_groups // n_nodes, n_gpus // n_nodes
     for group in range(n_groups):
         floats[group] = 0.0

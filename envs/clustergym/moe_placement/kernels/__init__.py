@@ -1,0 +1,23 @@
+"""The simulator's compiled functions: what happens to one environment, as plain functions over arrays.
+
+| module | content |
+| --- | --- |
+| `compile` | the `device` decorator |
+| `state` | named tuples of arrays that all functions take, and names for their columns |
+| `index` | where each expert is used in a trace |
+| `replicas` | which GPUs hold an expert, and which of them serves a token |
+| `counting` | visits and loads of a window, counted token by token |
+| `token_sets` | the same counts from sets of 64 tokens per integer |
+| `operations` | changes of a placement, and what an action means |
+| `cost` | from counts to µs |
+| `lookahead` | what operations would save |
+| `streams` | drawing windows of traffic from a trace |
+| `observation` | observations and masks |
+| `episode` | reset and step of one environment |
+| `eplb` | the EPLB algorithm |
+
+All functions work on one environment ``b`` of a batch. The launchers (:mod:`clustergym.moe_placement.launchers`) run
+them over a batch on all CPU cores or on a CUDA grid.
+
+Names: E experts, G GPUs on N nodes, S slots per GPU, K experts per token, T tokens per window, L layers.
+"""

@@ -1,0 +1,301 @@
+"""Observations and masks of one environment. ``MoEPlacementEnv`` documents every array and column."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.cost import count_copies, link_copies, migration_time
+from clustergym.moe_placement.kernels.state import (
+    CLOCK_LAYER,
+    CLOCK_OPERATION,
+    CLOCK_WINDOW,
+    FROM_OTHER_NODE,
+    FROM_OWN_NODE,
+    MODE_STAY,
+    RECEIVED_INTER,
+    RECEIVED_INTRA,
+    SENT_INTER,
+    SENT_INTRA,
+    TIME_OBSERVED,
+    TIME_OBSERVED_START,
+)
+
+# Columns of the observation ``experts``. The first three stay the same while the agents work on a layer.
+EXPERT_FEATURES = (
+    "load", "load_average", "load_change", "replicas", "top_share", "top_gpu_load", "to_fetch", "local_coactivation",
+    "on_slowest",
+)  # fmt: skip
+EXPERT_LOAD, EXPERT_LOAD_AVERAGE, EXPERT_LOAD_CHANGE = 0, 1, 2
+EXPERT_REPLICAS, EXPERT_TOP_SHARE, EXPERT_TOP_GPU_LOAD = 3, 4, 5
+EXPERT_TO_FETCH, EXPERT_LOCAL_COACTIVATION, EXPERT_ON_SLOWEST = 6, 7, 8
+N_EXPERT_FEATURES, N_LOAD_FEATURES = len(EXPERT_FEATURES), 3
+
+# Columns of the observation ``gpus``. The first three are the kind of the node, one-hot.
+GPU_FEATURES = (
+    "is_place", "is_add", "is_delete", "load", "compute_time", "free_slots", "sent_intra", "received_intra", "sent_inter",
+    "received_inter", "active_experts", "hot_coactivation", "is_slowest", "node_load", "to_fetch", "bandwidth_ratio",
+)  # fmt: skip
+GPU_IS_PLACE, GPU_IS_ADD, GPU_IS_DELETE = 0, 1, 2
+GPU_LOAD, GPU_COMPUTE_TIME, GPU_FREE_SLOTS = 3, 4, 5
+GPU_SENT_INTRA, GPU_RECEIVED_INTRA, GPU_SENT_INTER, GPU_RECEIVED_INTER = 6, 7, 8, 9
+GPU_ACTIVE_EXPERTS, GPU_HOT_COACTIVATION, GPU_IS_SLOWEST = 10, 11, 12
+GPU_NODE_LOAD, GPU_TO_FETCH, GPU_BANDWIDTH_RATIO = 13, 14, 15
+N_GPU_FEATURES, N_KINDS = len(GPU_FEATURES), 3
+
+# Entries of the observation ``progress``.
+PROGRESS_FEATURES = ("layer", "operation", "window", "time", "slowest_kernel", "migration")
+PROGRESS_LAYER, PROGRESS_OPERATION, PROGRESS_WINDOW = 0, 1, 2
+PROGRESS_TIME, PROGRESS_SLOWEST_KERNEL, PROGRESS_MIGRATION = 3, 4, 5
+N_PROGRESS = len(PROGRESS_FEATURES)
+
+# Experts of highest load that ``hot_coactivation`` is about.
+HOT_EXPERTS = 8
+# Tokens from which co-activation and affinity are estimated.
+COACTIVATION_TOKENS = 1024
+AFFINITY_TOKENS = 256
+
+
+@device
+def observe_layer(episode, sim, obs, b, trace, rules, layer):
+    """Write what stays the same while the agents work on a layer: co-activation, affinity and loads."""
+    n_experts, n_tokens, top_k = sim.pairs.shape[2], sim.rows.shape[2], trace.experts.shape[2]
+    together, affinity, rows = obs.coactivation[b], obs.affinity[b], sim.rows[b, 0]
+    # A sample estimates these probabilities well enough. If layers depend on each other, the affinity is counted in full.
+    stride = (n_tokens + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
+    affinity_stride = (n_tokens + AFFINITY_TOKENS - 1) // AFFINITY_TOKENS
+    if rules.network.mode == MODE_STAY:
+        affinity_stride = 1
+    experts, experts_before = trace.experts[layer], trace.experts[max(0, layer - 1)]
+    used, used_before = episode.int_scratch[b, 0], episode.int_scratch[b, 1]
+    for i in range(n_experts):
+        used[i] = 0
+        used_before[i] = 0
+        for j in range(n_experts):
+            together[i, j] = 0.0
+            affinity[i, j] = 0.0
+    for t in range(0, n_tokens, stride):
+        row = index(rows[t])
+        for k in range(top_k):
+            i = experts[row, k]
+            if i < 0:
+                continue
+            used[index(i)] += 1
+            for m in range(k):
+                j = experts[row, m]
+                if j >= 0:
+                    together[index(i), index(j)] += 1.0
+    for t in range(0, n_tokens if layer > 0 else 0, affinity_stride):
+        row = index(rows[t])
+        for m in range(top_k):
+            j = experts_before[row, m]
+            if j < 0:
+                continue
+            used_before[index(j)] += 1
+            for k in range(top_k):
+                i = experts[row, k]
+                if i >= 0:
+                    affinity[index(j), index(i)] += 1.0
+    for i in range(n_experts):
+        for j in range(i):
+            both = together[i, j] + together[j, i]
+            together[i, j] = both
+            together[j, i] = both
+    for i in range(n_experts):
+        # In float32 a quotient of counts is the same as the rounded quotient in float64.
+        n_used, n_used_before = np.float32(max(1, used[i])), np.float32(max(1, used_before[i]))
+        for j in range(n_experts):
+            together[i, j] /= n_used
+        for j in range(n_experts):
+            affinity[i, j] /= n_used_before
+    _write_load_features(episode, sim, b, layer)
+    _write_hot_coactivation(episode, obs, b)
+    for i in range(n_experts):
+        update_local_coactivation(episode, sim, obs, b, i)
+
+
+@device
+def _write_load_features(episode, sim, b, layer):
+    """Write load, moving average and change of each expert, and advance the moving average."""
+    n_experts, total = sim.pairs.shape[2], 0
+    for e in range(n_experts):
+        total += sim.load[b, 0, e]
+    total = max(1, total)
+    features = episode.load_features[b]
+    for e in range(n_experts):
+        share = sim.load[b, 0, e] / total
+        known = episode.load_average[b, layer, e]
+        change = 0.0 if known < 0 else (share - known) * n_experts
+        episode.load_average[b, layer, e] = share if known < 0 else 0.5 * known + 0.5 * share
+        features[e, EXPERT_LOAD] = share * n_experts
+        features[e, EXPERT_LOAD_AVERAGE] = episode.load_average[b, layer, e] * n_experts
+        features[e, EXPERT_LOAD_CHANGE] = change
+
+
+@device
+def _write_hot_coactivation(episode, obs, b):
+    """Write how often each expert is used together with the experts of highest load."""
+    features, taken, hot = episode.load_features[b], episode.int_scratch[b, 0], episode.hot_coactivation[b]
+    n_experts = hot.shape[0]
+    for e in range(n_experts):
+        hot[e] = 0.0
+        taken[e] = 0
+    for _ in range(min(HOT_EXPERTS, n_experts)):
+        best = -1
+        for e in range(n_experts):
+            if taken[e] == 0 and (best < 0 or features[e, EXPERT_LOAD] > features[best, EXPERT_LOAD]):
+                best = e
+        taken[best] = 1
+        for e in range(n_experts):
+            hot[e] += obs.coactivation[b, best, e] / HOT_EXPERTS
+
+
+@device
+def update_local_coactivation(episode, sim, obs, b, e):
+    """Sum the expert's co-activation with all experts on its GPUs."""
+    total, together = 0.0, obs.coactivation[b, e]
+    for i in range(sim.n_replicas[b, e]):
+        slots = sim.slots[b, sim.replicas[b, e, i]]
+        for s in range(slots.shape[0]):
+            if slots[s] >= 0:
+                total += together[index(slots[s])]
+    episode.local_coactivation[b, e] = total
+
+
+@device
+def observe_step(episode, sim, obs, b, rules):
+    """Write what an operation changes: placement, load and traffic of the GPUs, masks, progress."""
+    time = episode.times_us[b, TIME_OBSERVED]
+    busiest, slowest = _observe_gpus(episode, sim, obs, b, rules, time)
+    _observe_experts(episode, sim, obs, b, busiest)
+    progress = obs.progress[b]
+    progress[PROGRESS_LAYER] = episode.clock[b, CLOCK_LAYER] / episode.slots.shape[1]
+    progress[PROGRESS_OPERATION] = episode.clock[b, CLOCK_OPERATION] / rules.ops_per_layer
+    progress[PROGRESS_WINDOW] = episode.clock[b, CLOCK_WINDOW] / rules.n_windows
+    progress[PROGRESS_TIME] = time / episode.times_us[b, TIME_OBSERVED_START]
+    progress[PROGRESS_SLOWEST_KERNEL] = slowest / time
+    progress[PROGRESS_MIGRATION] = migration_time(sim, b, rules.costs) / time
+
+
+@device
+def _observe_gpus(episode, sim, obs, b, rules, time):
+    """Write ``gpus``, ``traffic`` and ``gpu_mask``, and in scratch the load of each GPU and the replicas that it can take.
+
+    Returns the slowest GPU and the µs of its expert kernel.
+    """
+    n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
+    network, costs, per_node = rules.network, rules.costs, rules.network.gpus_per_node
+    total = 0
+    for e in range(n_experts):
+        total += sim.load[b, 0, e]
+    mean = max(1, total) / n_gpus
+    gpus, load, any_gpu = obs.gpus[b], episode.float_scratch[b], obs.gpu_mask[b]
+    slots, replicas, n_replicas, pairs = sim.slots[b], sim.replicas[b], sim.n_replicas[b], sim.pairs[b, 0]
+    copies, traffic, in_common, accepts = sim.copies[b], obs.traffic[b], episode.in_common[b], episode.accepts[b]
+    intra, inter = costs.dispatch_intra_us / time, costs.dispatch_inter_us / time
+
+    count_copies(copies, sim.visits[b, 0], sim.node_visits[b, 0], network)
+    link_copies(sim.visits[b, 0], sim.node_visits[b, 0], network, traffic)
+    busiest, slowest = 0, -1.0
+    for g in range(n_gpus):
+        for h in range(n_gpus):
+            in_common[g, h] = 0
+            traffic[g, h] *= intra if network.node_of[h] == network.node_of[g] else inter
+    for g in range(n_gpus):
+        done, active, held, spares, hot = 0, 0, 0, 0, 0.0
+        for s in range(n_slots):
+            e = slots[g, s]
+            if e < 0:
+                continue
+            count = pairs[index(e), g]
+            done += count
+            active += count > 0
+            held += 1
+            spares += n_replicas[index(e)] > 1
+            hot += episode.hot_coactivation[b, index(e)]
+            for i in range(n_replicas[index(e)]):
+                in_common[index(replicas[index(e), i]), g] += 1
+        compute = costs.expert_us * active + costs.pair_us * done
+        if compute > slowest:
+            busiest, slowest = g, compute
+        load[g] = done / mean
+        in_common[n_gpus, g] = done
+        accepts[n_gpus, g] = held < n_slots
+        # To leave an expert where it is, or to fill an empty GPU, is possible everywhere.
+        any_gpu[g] = 1
+        any_gpu[n_gpus + g] = held < n_slots and held < n_experts
+        any_gpu[2 * n_gpus + g] = spares > 0
+        gpus[g, GPU_LOAD] = load[g]
+        gpus[g, GPU_COMPUTE_TIME] = compute / time
+        gpus[g, GPU_FREE_SLOTS] = (n_slots - held) / n_slots
+        gpus[g, GPU_SENT_INTRA] = copies[SENT_INTRA, g] * intra
+        gpus[g, GPU_RECEIVED_INTRA] = copies[RECEIVED_INTRA, g] * intra
+        gpus[g, GPU_SENT_INTER] = copies[SENT_INTER, g] * inter
+        gpus[g, GPU_RECEIVED_INTER] = copies[RECEIVED_INTER, g] * inter
+        gpus[g, GPU_ACTIVE_EXPERTS] = active / n_slots
+        gpus[g, GPU_HOT_COACTIVATION] = hot
+        gpus[g, GPU_TO_FETCH] = (sim.received[b, g, FROM_OWN_NODE] + sim.received[b, g, FROM_OTHER_NODE]) / n_slots
+        gpus[g, GPU_BANDWIDTH_RATIO] = costs.dispatch_intra_us / costs.dispatch_inter_us
+    # A full GPU can swap with the source if it holds an expert that the source does not.
+    for g in range(n_gpus):
+        for h in range(n_gpus):
+            accepts[g, h] = accepts[n_gpus, h] | (in_common[g, h] < in_common[h, h])
+    for g in range(n_gpus):
+        first = network.node_of[g] * per_node
+        node_load = 0.0
+        for h in range(first, first + per_node):
+            node_load += load[h]
+        gpus[g, GPU_IS_SLOWEST] = 1.0 if g == busiest else 0.0
+        gpus[g, GPU_NODE_LOAD] = node_load / per_node
+        for kind in range(N_KINDS):
+            row = kind * n_gpus + g
+            for f in range(N_KINDS):
+                gpus[row, f] = 1.0 if f == kind else 0.0
+            if kind > 0:
+                for f in range(N_KINDS, N_GPU_FEATURES):
+                    gpus[row, f] = gpus[g, f]
+    return busiest, slowest
+
+
+@device
+def _observe_experts(episode, sim, obs, b, busiest):
+    """Write ``experts``, ``placement``, ``expert_mask`` and ``joint_mask`` after :func:`_observe_gpus`."""
+    n_experts, n_gpus = sim.pairs.shape[2], sim.slots.shape[1]
+    experts, placement, joint = obs.experts[b], obs.placement[b], obs.joint_mask[b]
+    replicas, n_replicas, pairs, load = sim.replicas[b], sim.n_replicas[b], sim.pairs[b, 0], episode.float_scratch[b]
+    gpu_done, accepts, has_room = episode.in_common[b, n_gpus], episode.accepts[b], episode.accepts[b, n_gpus]
+    for e in range(n_experts):
+        for g in range(n_gpus):
+            placement[e, g] = 0.0
+        source, most_done, most, top, moved = replicas[e, 0], -1, 0, 0.0, 0
+        for i in range(n_replicas[e]):
+            g = index(replicas[e, i])
+            placement[e, g] = 1.0
+            top = max(top, load[g])
+            most = max(most, pairs[e, g])
+            moved += sim.held_before[b, e, g] == 0
+            if gpu_done[g] > most_done:
+                source, most_done = replicas[e, i], gpu_done[g]
+        for f in range(N_LOAD_FEATURES):
+            experts[e, f] = episode.load_features[b, e, f]
+        experts[e, EXPERT_REPLICAS] = n_replicas[e] / n_gpus
+        experts[e, EXPERT_TOP_SHARE] = most / max(1, sim.load[b, 0, e])
+        experts[e, EXPERT_TOP_GPU_LOAD] = top
+        experts[e, EXPERT_TO_FETCH] = moved
+        experts[e, EXPERT_LOCAL_COACTIVATION] = episode.local_coactivation[b, e] / n_replicas[e]
+        experts[e, EXPERT_ON_SLOWEST] = placement[e, busiest]
+        choices, accepted = joint[e], accepts[source]
+        useful = 0
+        for g in range(n_gpus):
+            choices[g] = accepted[g]
+            choices[n_gpus + g] = has_room[g]
+            choices[2 * n_gpus + g] = 0
+            useful += accepted[g]
+        for i in range(n_replicas[e]):
+            g = index(replicas[e, i])
+            useful -= accepted[g]
+            choices[g] = 1
+            choices[index(n_gpus) + g] = 0
+            choices[index(2 * n_gpus) + g] = n_replicas[e] > 1
+        # On one GPU with all slots taken nothing can be done: the choice is then between no-ops.
+        obs.expert_mask[b, e] = useful > 0 or n_replicas[e] > 1 or n_gpus == 1
