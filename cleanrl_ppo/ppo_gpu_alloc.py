@@ -1,13 +1,13 @@
-"""PPO with a Gaussian policy for sharing out one GPU: details 1–13 and 23–31 of "The 37 Implementation Details of PPO".
+"""PPO with a Gaussian policy for GPU allocation: details 1–13 and 23–31 of "The 37 Implementation Details of PPO".
 
     python cleanrl_ppo/ppo_gpu_alloc.py                                   # GPUAllocationHistory-v0
-    python cleanrl_ppo/ppo_gpu_alloc.py --env-id GPUAllocation-v0         # five numbers, no history
-    python cleanrl_ppo/ppo_gpu_alloc.py --preset plain                    # one environment, batches of 32, nothing normalised
-    python cleanrl_ppo/ppo_gpu_alloc.py --resume                          # after a crash: goes on as if nothing had happened
+    python cleanrl_ppo/ppo_gpu_alloc.py --env-id GPUAllocation-v0         # five features, no history
+    python cleanrl_ppo/ppo_gpu_alloc.py --preset plain                    # textbook PPO
+    python cleanrl_ppo/ppo_gpu_alloc.py --resume                          # continue after a crash
 
-Ends with an evaluation on streams of pods that training never saw, beside the rules that operators use and an oracle. The
-checkpoint holds the network, what observations are normalised by, and the environments themselves; ``clustergym eval --task
-gpu-allocation --checkpoint …`` plays it. docs/ppo_gpu_alloc.md explains every metric.
+The final evaluation compares the policy with rules that operators use and with an oracle, on streams of pods that
+training has not seen. The checkpoint holds the network, the observation statistics and the environments; ``clustergym
+eval --task gpu-allocation --checkpoint …`` evaluates it. docs/ppo_gpu_alloc.md explains every metric.
 """
 
 from __future__ import annotations
@@ -23,25 +23,10 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-# Importing anything of clustergym registers its environments, so that --env-id finds them.
+# Importing clustergym registers its environments, so --env-id can name them.
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
-from clustergym.training import (
-    CHECKPOINT_NAME,
-    Progress,
-    RunLogger,
-    World,
-    capture_rng_state,
-    check_same_args,
-    derive_seed,
-    init_distributed,
-    load_checkpoint,
-    plain_args,
-    print_result,
-    restore_rng_state,
-    run_folder,
-    save_checkpoint,
-)
+from clustergym.gpu_allocation.evaluation import gap_closed, play, play_rules
+from clustergym.training import Run, World, capture_rng_state, derive_seed, restore_rng_state, run_trainer
 
 
 @dataclass
@@ -158,7 +143,7 @@ PLAIN_PRESET: dict[str, Any] = {
 
 NORM_CLIP = 10.0
 STD_TO_LR = 0.7
-"""With a falling standard deviation the learning rate falls as this power of it."""
+"""With ``final_std``, the learning rate is multiplied by this power of the decrease of the standard deviation."""
 
 
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
@@ -239,11 +224,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
-def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    # The fused version updates all parameters in one kernel, on CPU and GPU.
-    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
-
-
 # ALGO LOGIC: continuous actions
 
 
@@ -258,7 +238,7 @@ def gaussian_entropy(std: Tensor) -> Tensor:
 
 
 def scheduled_std(initial: float, final: float, iteration: int, num_iterations: int) -> float:
-    """From ``initial`` in iteration 1 geometrically down to ``final`` after four fifths of the run; there it stays."""
+    """Geometric schedule from ``initial`` in iteration 1 to ``final`` after 80 % of the run, constant after that."""
     return initial * (final / initial) ** min(1.0, (iteration - 1) / (0.8 * num_iterations))
 
 
@@ -316,7 +296,7 @@ class RewardScaler:
 
 
 class Agent(nn.Module):
-    """A Gaussian policy whose mean is a sigmoid, with a standard deviation of its own, and a value function: two networks."""
+    """Gaussian policy with a sigmoid mean and a state-independent standard deviation, and a separate value network."""
 
     def __init__(self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2) -> None:
         super().__init__()
@@ -336,15 +316,15 @@ class Agent(nn.Module):
         self.action_scale = action_scale
 
     def std(self) -> Tensor:
-        """(actions,) the same in every state; ``action_scale`` at log std 0."""
+        """Standard deviation of each action, the same in every state."""
         return self.action_scale * self.log_std.exp()
 
     def set_std(self, std: float) -> None:
-        """Give all actions this standard deviation, and learn it no longer."""
+        """Fix the standard deviation of all actions at this value. It is no longer learned."""
         self.log_std.requires_grad_(False).fill_(np.log(std / self.action_scale))
 
     def set_mean(self, mean: float) -> None:
-        """Make this the mean of all actions wherever the network's last layer says 0."""
+        """Set the bias of the last layer so that the initial mean of all actions is close to this value."""
         last = self.actor[-2]
         assert isinstance(last, nn.Linear)
         nn.init.constant_(last.bias, np.log(mean / (1 - mean)))
@@ -353,8 +333,16 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """(means of the actions, values)."""
+        """Returns (means of the actions, values)."""
         return self.actor(obs), self.get_value(obs)
+
+
+def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
+    # The fused version updates all parameters in one kernel, on CPU and GPU.
+    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+
+
+# Environments and rollouts
 
 
 def clip_action(raw: Tensor) -> Tensor:
@@ -362,7 +350,7 @@ def clip_action(raw: Tensor) -> Tensor:
     return raw.clamp(0.0, 1.0)
 
 
-def make_batch(args: Args, num_envs: int) -> AllocationBatch:
+def make_envs(args: Args, num_envs: int) -> AllocationBatch:
     """Create the batched environments of ``--env-id``."""
     options = {} if args.workload is None else {"workload": args.workload}
     envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
@@ -387,25 +375,28 @@ class Batch:
         return len(self.actions)
 
     def take(self, rows: Tensor | slice) -> Batch:
-        return Batch(
-            self.obs[rows],
-            self.actions[rows],
-            self.logprobs[rows],
-            self.advantages[rows],
-            self.returns[rows],
-            self.values[rows],
-        )
+        return Batch(*(column[rows] for column in vars(self).values()))
+
+
+def episode_charts(finished: list[Tensor]) -> dict[str, float]:
+    """Charts of the finished episodes, from their sums over all steps (episodes, columns)."""
+    if not finished:
+        return {}
+    sums = torch.cat(finished)
+    names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
+    means = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
+    return {f"charts/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
 
 class Rollouts:
-    """Plays the policy in the environments; observations and episodes are carried from one rollout to the next."""
+    """Collects experience with the current policy. Episodes continue from one rollout to the next."""
 
     def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int) -> None:
         self.args, self.agent, self.device = args, agent, device
-        self.envs = make_batch(args, args.num_envs)
+        self.envs = make_envs(args, args.num_envs)
         self.envs.seed(seed + np.arange(args.num_envs))
         self.envs.reset()
-        # Episodes are equally long: spread where the first ones begin, or every rollout would see one phase of them all.
+        # All episodes have the same length. Start them at different times, so that a rollout contains all phases.
         self.envs.state["counters"][:, 0] = torch.arange(args.num_envs) * self.envs.config.arrivals // args.num_envs
         self.statistics = RunningMeanStd((self.envs.n_features,))
         self.scaler = RewardScaler(args.num_envs, args.gamma)
@@ -424,11 +415,11 @@ class Rollouts:
         self.statistics.load_state_dict(state["statistics"])
         self.scaler.load_state_dict(state["scaler"])
 
-    def _prepared(self, obs: Tensor) -> Tensor:
+    def normalize(self, obs: Tensor) -> Tensor:
         return normalize_obs(obs, self.statistics) if self.args.norm_obs else obs.clone()
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
-        """One rollout of num_steps × num_envs transitions, and what its decisions and finished episodes came to."""
+        """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
         args, agent, device, envs = self.args, self.agent, self.device, self.envs
         shape = (args.num_steps, args.num_envs)
         obs = torch.zeros(*shape, envs.n_features)
@@ -443,7 +434,7 @@ class Rollouts:
         with torch.inference_mode():
             std = agent.std().cpu()
             for step in range(args.num_steps):
-                obs[step] = self._prepared(envs.obs)
+                obs[step] = self.normalize(envs.obs)
                 mean = agent.actor(obs[step].to(device)).cpu()
                 actions[step] = mean + std * noise[step]
                 next_obs, reward, ended = envs.step(clip_action(actions[step]))
@@ -454,7 +445,7 @@ class Rollouts:
                 dones[step] = ended
                 if ended.any():
                     where = ended.nonzero().squeeze(-1)
-                    last_obs.append((step, where, self._prepared(envs.last_obs[where])))
+                    last_obs.append((step, where, self.normalize(envs.last_obs[where])))
                     finished.append(envs.final_sums[where].clone())
 
         with torch.no_grad():
@@ -462,30 +453,23 @@ class Rollouts:
             means, flat_values = agent(flat_obs)
             logprobs = gaussian_logprob(flat_actions, means, agent.std())
             values = flat_values.view(shape)
-            next_value = agent.get_value(self._prepared(envs.obs).to(device))
+            next_value = agent.get_value(self.normalize(envs.obs).to(device))
             final_values = torch.zeros_like(values)
             for step, where, rows in last_obs:
                 final_values[step, where.to(device)] = agent.get_value(rows.to(device))
             dones = dones.to(device)
-            # An episode ends by its length alone, never in itself: all its ends are truncations.
+            # Episodes only end because of their length, so all ends are truncations.
             ends = torch.zeros_like(dones) if args.bootstrap_truncated else dones
-            advantages, returns = compute_gae(
-                rewards.to(device), values, ends, dones, next_value, final_values, args.gamma, args.gae_lambda
-            )
+            steps = (rewards.to(device), values, ends, dones, next_value, final_values)
+            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
         batch = Batch(flat_obs, flat_actions, logprobs, advantages.flatten(), returns.flatten(), values.flatten())
-        charts = {"charts/reward": raw_reward / len(batch)}
-        if finished:
-            sums = torch.cat(finished)
-            names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
-            means_of = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
-            charts |= {f"charts/{name}": float(value) for name, value in zip(names, means_of, strict=True)}
-        return batch, charts
+        return batch, {"charts/reward": raw_reward / len(batch)} | episode_charts(finished)
 
 
 def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, ent_coef: float, world: World
 ) -> dict[str, float]:
-    """Several epochs of shuffled minibatches on one rollout; returns the means of what was seen."""
+    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         shuffled = batch.take(torch.randperm(len(batch)).to(batch.obs.device))
@@ -494,7 +478,8 @@ def update(
             mb = shuffled.take(slice(start, end))
             means, new_values = agent(mb.obs)
             std = agent.std()
-            logratio = gaussian_logprob(mb.actions, means, std) - mb.logprobs
+            logprobs = gaussian_logprob(mb.actions, means, std)
+            logratio = logprobs - mb.logprobs
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
 
@@ -513,28 +498,28 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:
+        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-    means_seen = torch.stack(seen).detach().mean(0).tolist()
+    means_seen = torch.stack(seen).mean(0).tolist()
     metrics = {f"losses/{name}": value for name, value in zip(names, means_seen, strict=True)}
     metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
     return metrics
 
 
 def evaluate(agent: Agent, rollouts: Rollouts, args: Args, device: torch.device) -> dict[str, Any]:
-    """Means over held-out streams of the policy's mean action, with the observation statistics as they stand."""
-    envs = make_batch(args, args.eval_streams)
+    """Play the mean action on held-out streams, with the current observation statistics."""
+    envs = make_envs(args, args.eval_streams)
 
     def act() -> Tensor:
-        return clip_action(agent.actor(rollouts._prepared(envs.obs).to(device)).cpu())
+        return clip_action(agent.actor(rollouts.normalize(envs.obs).to(device)).cpu())
 
     with torch.inference_mode():
-        return play(envs, act, seed=HELD_OUT_SEED)
+        return play(envs, act)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
-    """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
+    """Train and evaluate. Returns the content of the result line (on rank 0)."""
     if args.preset == "plain":
         args = replace(args, **PLAIN_PRESET)
     if args.final_std is not None and args.final_std <= 0:
@@ -542,119 +527,73 @@ def train(args: Args, world: World) -> dict[str, Any]:
     if not 0 < args.initial_mean < 1:
         raise ValueError(f"initial_mean is {args.initial_mean}: expected a share between 0 and 1")
     device = world.device
-    folder = run_folder(f"ppo_gpu_alloc__{args.env_id}__{args.seed}", args.run_dir, args.resume)
-    config = plain_args(args) | {"world_size": world.size}
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // (batch_size * world.size)
-    if num_iterations < 1:
-        raise ValueError(
-            f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {batch_size * world.size}"
-        )
-
+    run = Run("ppo_gpu_alloc", args, world, args.env_id, args.num_envs * args.num_steps, checkpoint_per_rank=True)
     torch.manual_seed(args.seed)
-    agent = Agent(make_batch(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
+    agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
     agent.set_mean(args.initial_mean)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank))
-    first = 1
-    own_checkpoint = folder / (CHECKPOINT_NAME if world.is_main else f"rank{world.rank}-{CHECKPOINT_NAME}")
-    if args.resume and own_checkpoint.exists():
-        state = load_checkpoint(own_checkpoint, "ppo_gpu_alloc", device)
-        check_same_args(state["args"], config)
+    if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         rollouts.load_state_dict(state["rollouts"])
         restore_rng_state(state["rng"])
-        first = state["iteration"] + 1
     else:
         world.broadcast(agent)
         torch.manual_seed(derive_seed(args.seed, 2, world.rank))
     if args.compile:
         agent.compile()
 
-    start_step = (first - 1) * batch_size * world.size
-    total_steps = num_iterations * batch_size * world.size
-    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
-    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
-        for iteration in range(first, num_iterations + 1):
+    with run:
+        for iteration in run.iterations():
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
+                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
             if args.final_std is not None:
-                std = scheduled_std(args.action_scale, args.final_std, iteration, num_iterations)
+                std = scheduled_std(args.action_scale, args.final_std, iteration, run.num_iterations)
                 agent.set_std(std)
                 if args.anneal_lr:
                     optimizer.param_groups[0]["lr"] *= (std / args.action_scale) ** STD_TO_LR
-            clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef
-            ent_coef = anneal(args.ent_coef, iteration, num_iterations) if args.anneal_ent else args.ent_coef
+            clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
+            ent_coef = anneal(args.ent_coef, iteration, run.num_iterations) if args.anneal_ent else args.ent_coef
 
-            batch, charts = rollouts.collect()
-            charts |= update(agent, optimizer, batch, args, clip_coef, ent_coef, world)
+            batch, metrics = rollouts.collect()
+            metrics |= update(agent, optimizer, batch, args, clip_coef, ent_coef, world)
 
-            step = iteration * batch_size * world.size
             std_cores, std_memory = agent.std().tolist()
-            charts |= {
+            metrics |= {
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 "charts/clip_coef": clip_coef,
                 "charts/ent_coef": ent_coef,
                 "charts/std_cores": std_cores,
                 "charts/std_memory": std_memory,
-                "charts/SPS": progress.steps_per_s(step),
             }
             if args.eval_interval and iteration % args.eval_interval == 0 and world.is_main:
-                held_out = evaluate(agent, rollouts, args, device)
-                charts |= {f"eval/{key}": held_out[key] for key in ("reward", "qos", "efficiency")}
-            logger.scalars(charts, step)
-            progress.update(step, reward=charts["charts/reward"], qos=charts.get("charts/qos", float("nan")))
-            if args.checkpoint_interval and (iteration % args.checkpoint_interval == 0 or iteration == num_iterations):
-                logger.flush()
-                state = {
-                    "args": config,
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "rollouts": rollouts.state_dict(),
-                    "rng": capture_rng_state(),
-                    "iteration": iteration,
-                }
-                save_checkpoint(own_checkpoint, "ppo_gpu_alloc", state)
-        steps_per_s = progress.steps_per_s(total_steps)
+                evaluation = evaluate(agent, rollouts, args, device)
+                metrics |= {f"eval/{key}": evaluation[key] for key in ("reward", "qos", "efficiency")}
+            run.log(metrics, iteration, reward=metrics["charts/reward"], qos=metrics.get("charts/qos", float("nan")))
+            if run.checkpoint_due(iteration):
+                run.save_checkpoint(
+                    iteration,
+                    agent=agent.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    rollouts=rollouts.state_dict(),
+                    rng=capture_rng_state(),
+                )
         if not world.is_main:
             return {}
-
+        run.save_model(agent=agent.state_dict(), statistics=rollouts.statistics.state_dict())
         result: dict[str, Any] = {}
         if args.eval_streams:
             result = evaluate(agent, rollouts, args, device)
-            logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, total_steps)
-            rules = play_rules(make_batch(args, args.eval_streams), seed=HELD_OUT_SEED)
+            run.logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, run.total_steps)
+            rules = play_rules(make_envs(args, args.eval_streams))
             result["rules"] = {
-                name: {key: r[key] for key in ("reward", "qos", "efficiency")} for name, r in rules.items()
+                name: {key: rule[key] for key in ("reward", "qos", "efficiency")} for name, rule in rules.items()
             }
             result["gap_closed"] = gap_closed(result["reward"], rules)
-    if args.save_model:
-        model = {"args": config, "agent": agent.state_dict(), "statistics": rollouts.statistics.state_dict()}
-        save_checkpoint(folder / "model.pt", "ppo_gpu_alloc-model", model)
-    return {
-        "env_id": args.env_id,
-        "seed": args.seed,
-        "mean_return": result.get("mean_return"),
-        "mean_return_ci95": result.get("mean_return_ci95"),
-        **{key: result.get(key) for key in ("reward", "qos", "efficiency", "oom", "gap_closed", "rules")},
-        "steps": total_steps,
-        "steps_per_s": steps_per_s,
-        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
-        "run_dir": folder,
-    }
-
-
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    world = init_distributed(args.cuda)
-    try:
-        result = train(args, world)
-    finally:
-        world.close()
-    if world.is_main:
-        print_result(result)
+    reported = ("mean_return", "mean_return_ci95", "reward", "qos", "efficiency", "oom", "gap_closed", "rules")
+    return run.result(env_id=args.env_id, **{key: result.get(key) for key in reported})
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(train, tyro.cli(Args, description=__doc__))

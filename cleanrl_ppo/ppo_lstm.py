@@ -1,12 +1,13 @@
-"""PPO with an LSTM for sharing out one GPU without being shown anyone's history: details 32–36 on top of 1–13 and 23–31.
+"""PPO with an LSTM for GPU allocation without history features: details 32–36 on top of 1–13 and 23–31.
 
     python cleanrl_ppo/ppo_lstm.py                                        # GPUAllocation-v0
     python cleanrl_ppo/ppo_lstm.py --total-timesteps 1000000
-    python cleanrl_ppo/ppo_lstm.py --resume                               # after a crash: goes on as if nothing had happened
+    python cleanrl_ppo/ppo_lstm.py --resume                               # continue after a crash
 
-Five numbers do not say how much the owners on a node over-ask, but the utilisation that earlier decisions led to does, to
-whoever remembers it. Beside ppo_gpu_alloc.py the differences are the recurrent network, the states carried through rollout and
-update, and minibatches of whole sequences. docs/ppo_lstm.md explains every metric.
+The five features of GPUAllocation-v0 do not show how much the owners of pods over-request. The utilisation that earlier
+decisions led to does, so a network with memory can learn it. ``diff cleanrl_ppo/ppo_gpu_alloc.py
+cleanrl_ppo/ppo_lstm.py`` shows the recurrent network, its state in rollouts and updates, and minibatches of whole
+sequences. docs/ppo_lstm.md explains every metric.
 """
 
 from __future__ import annotations
@@ -22,25 +23,10 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-# Importing anything of clustergym registers its environments, so that --env-id finds them.
+# Importing clustergym registers its environments, so --env-id can name them.
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
-from clustergym.training import (
-    CHECKPOINT_NAME,
-    Progress,
-    RunLogger,
-    World,
-    capture_rng_state,
-    check_same_args,
-    derive_seed,
-    init_distributed,
-    load_checkpoint,
-    plain_args,
-    print_result,
-    restore_rng_state,
-    run_folder,
-    save_checkpoint,
-)
+from clustergym.gpu_allocation.evaluation import gap_closed, play, play_rules
+from clustergym.training import Run, World, capture_rng_state, derive_seed, restore_rng_state, run_trainer
 
 
 @dataclass
@@ -200,11 +186,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
-def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    # The fused version updates all parameters in one kernel, on CPU and GPU.
-    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
-
-
 # ALGO LOGIC: continuous actions
 
 
@@ -272,7 +253,7 @@ class RewardScaler:
 
 
 def init_lstm(lstm: nn.LSTM) -> nn.LSTM:
-    """Orthogonal weights of standard deviation 1, biases 0."""
+    """Initialise with orthogonal weights of gain 1 and zero biases."""
     for name, parameter in lstm.named_parameters():
         if "bias" in name:
             nn.init.constant_(parameter, 0.0)
@@ -282,11 +263,11 @@ def init_lstm(lstm: nn.LSTM) -> nn.LSTM:
 
 
 LSTMState = tuple[Tensor, Tensor]
-"""Hidden and cell state, (1, envs, hidden) each."""
+"""Hidden and cell state, each of shape (1, envs, hidden)."""
 
 
 class Agent(nn.Module):
-    """An encoder and an LSTM that policy and value function share; the policy is Gaussian around a sigmoid."""
+    """Encoder and LSTM, shared by a Gaussian policy with a sigmoid mean and a value function."""
 
     def __init__(self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2) -> None:
         super().__init__()
@@ -298,32 +279,40 @@ class Agent(nn.Module):
         self.action_scale = action_scale
 
     def std(self) -> Tensor:
-        """(actions,) the same in every state; ``action_scale`` at log std 0."""
+        """Standard deviation of each action, the same in every state."""
         return self.action_scale * self.log_std.exp()
 
     def initial_state(self, num_envs: int) -> LSTMState:
-        """Nothing remembered."""
+        """State at the start of an episode: zeros."""
         zeros = torch.zeros(1, num_envs, self.lstm.hidden_size, device=self.log_std.device)
         return zeros, zeros.clone()
 
     def remember(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        """Features (steps, envs, hidden) along sequences of observations, and the state after the last.
+        """Run the LSTM over sequences. Returns features of shape (steps, envs, hidden) and the state after the last step.
 
-        ``starts`` (steps, envs) marks the first observations of episodes: the state is forgotten before them. Steps between
-        such marks run through the LSTM in one call.
+        ``starts`` (steps, envs) marks the first step of each episode; the state is reset there. The steps between two
+        resets run through the LSTM in one call.
         """
         encoded = self.encoder(obs)
-        marks = [0, *(t for t in range(1, len(obs)) if bool(starts[t].any())), len(obs)]
+        cuts = [0, *(t for t in range(1, len(obs)) if bool(starts[t].any())), len(obs)]
         parts = []
-        for begin, end in pairwise(marks):
+        for begin, end in pairwise(cuts):
             keep = (~starts[begin]).to(encoded.dtype)[None, :, None]
             features, state = self.lstm(encoded[begin:end], (state[0] * keep, state[1] * keep))
             parts.append(features)
         return torch.cat(parts), state
 
     def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """(means of the actions, values)."""
+        """Returns (means of the actions, values)."""
         return self.actor(features), self.critic(features).squeeze(-1)
+
+
+def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
+    # The fused version updates all parameters in one kernel, on CPU and GPU.
+    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+
+
+# Environments and rollouts
 
 
 def clip_action(raw: Tensor) -> Tensor:
@@ -331,7 +320,7 @@ def clip_action(raw: Tensor) -> Tensor:
     return raw.clamp(0.0, 1.0)
 
 
-def make_batch(args: Args, num_envs: int) -> AllocationBatch:
+def make_envs(args: Args, num_envs: int) -> AllocationBatch:
     """Create the batched environments of ``--env-id``."""
     options = {} if args.workload is None else {"workload": args.workload}
     envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
@@ -343,7 +332,7 @@ def make_batch(args: Args, num_envs: int) -> AllocationBatch:
 
 @dataclass
 class Batch:
-    """What an update learns from: whole sequences, (steps, envs) first; the states are those at their beginning."""
+    """Training data of one update: sequences of shape (steps, envs, …), and the LSTM state at their start."""
 
     obs: Tensor
     actions: Tensor
@@ -356,24 +345,26 @@ class Batch:
 
     def take(self, envs: Tensor) -> Batch:
         """The whole sequences of some environments."""
-        return Batch(
-            self.obs[:, envs],
-            self.actions[:, envs],
-            self.logprobs[:, envs],
-            self.advantages[:, envs],
-            self.returns[:, envs],
-            self.values[:, envs],
-            self.starts[:, envs],
-            (self.state[0][:, envs], self.state[1][:, envs]),
-        )
+        *columns, (hidden, cell) = vars(self).values()
+        return Batch(*(column[:, envs] for column in columns), (hidden[:, envs], cell[:, envs]))
+
+
+def episode_charts(finished: list[Tensor]) -> dict[str, float]:
+    """Charts of the finished episodes, from their sums over all steps (episodes, columns)."""
+    if not finished:
+        return {}
+    sums = torch.cat(finished)
+    names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
+    means = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
+    return {f"charts/{name}": float(value) for name, value in zip(names, means, strict=True)}
 
 
 class Rollouts:
-    """Plays the policy in the environments; observations, episodes and the LSTM's state are carried between rollouts."""
+    """Collects experience with the current policy. Episodes and LSTM states continue from one rollout to the next."""
 
     def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int) -> None:
         self.args, self.agent, self.device = args, agent, device
-        self.envs = make_batch(args, args.num_envs)
+        self.envs = make_envs(args, args.num_envs)
         self.envs.seed(seed + np.arange(args.num_envs))
         self.envs.reset()
         self.statistics = RunningMeanStd((self.envs.n_features,))
@@ -399,19 +390,17 @@ class Rollouts:
         self.state = (state["lstm"][0], state["lstm"][1])
         self.start = state["start"]
 
-    def _prepared(self, obs: Tensor) -> Tensor:
+    def normalize(self, obs: Tensor) -> Tensor:
         return normalize_obs(obs, self.statistics) if self.args.norm_obs else obs.clone()
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
-        """One rollout of num_steps × num_envs transitions, and what its decisions and finished episodes came to."""
+        """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
         args, agent, device, envs = self.args, self.agent, self.device, self.envs
         shape = (args.num_steps, args.num_envs)
         obs = torch.zeros(*shape, envs.n_features)
         actions = torch.zeros(*shape, 2)
-        rewards, values, final_values = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape)
-        dones = torch.zeros(shape, dtype=torch.bool)
-        starts = torch.zeros(shape, dtype=torch.bool)
-        logprobs = torch.zeros(shape)
+        rewards, logprobs, values, final_values = (torch.zeros(shape) for _ in range(4))
+        dones, starts = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
         finished: list[Tensor] = []
         raw_reward = 0.0
 
@@ -420,10 +409,9 @@ class Rollouts:
         with torch.no_grad():
             std = agent.std().cpu()
             for step in range(args.num_steps):
-                obs[step], starts[step] = self._prepared(envs.obs), self.start
+                obs[step], starts[step] = self.normalize(envs.obs), self.start
                 features, self.state = agent.remember(obs[step : step + 1].to(device), self.start[None], self.state)
-                mean, value = (part[0].cpu() for part in agent.heads(features))
-                values[step] = value
+                mean, values[step] = (each[0].cpu() for each in agent.heads(features))
                 actions[step] = mean + std * noise[step]
                 logprobs[step] = gaussian_logprob(actions[step], mean, std)
                 next_obs, reward, ended = envs.step(clip_action(actions[step]))
@@ -437,34 +425,27 @@ class Rollouts:
                     final_values[step] = self._value(envs.last_obs, torch.zeros_like(ended))
                     finished.append(envs.final_sums[ended.nonzero().squeeze(-1)].clone())
             next_value = self._value(envs.obs, self.start)
-            # An episode ends by its length alone, never in itself: all its ends are truncations.
+            # Episodes only end because of their length, so all ends are truncations.
             ends = torch.zeros_like(dones) if args.bootstrap_truncated else dones
-            advantages, returns = compute_gae(
-                rewards, values, ends, dones, next_value, final_values, args.gamma, args.gae_lambda
-            )
+            steps = (rewards, values, ends, dones, next_value, final_values)
+            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
         parts = (each.to(device) for each in (obs, actions, logprobs, advantages, returns, values, starts))
         batch = Batch(*parts, state=initial)
-        charts = {"charts/reward": raw_reward / (args.num_steps * args.num_envs)}
-        if finished:
-            sums = torch.cat(finished)
-            names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
-            means_of = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
-            charts |= {f"charts/{name}": float(value) for name, value in zip(names, means_of, strict=True)}
-        return batch, charts
+        return batch, {"charts/reward": raw_reward / rewards.numel()} | episode_charts(finished)
 
     def _value(self, obs: Tensor, start: Tensor) -> Tensor:
-        """(envs,) value of observations that come next, without moving the state on."""
-        features, _ = self.agent.remember(self._prepared(obs)[None].to(self.device), start[None], self.state)
+        """Values (envs,) of the next observations. Does not change the LSTM state."""
+        features, _ = self.agent.remember(self.normalize(obs)[None].to(self.device), start[None], self.state)
         return self.agent.heads(features)[1][0].cpu()
 
 
 def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, ent_coef: float, world: World
 ) -> dict[str, float]:
-    """Several epochs over shuffled environments on one rollout; returns the means of what was seen.
+    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric.
 
-    A minibatch is the whole sequences of some environments: the LSTM runs along them from the states that the rollout began
-    with, so that what it remembers in training is what the network of today would have remembered.
+    A minibatch holds the whole sequences of some environments. The LSTM runs over them from the state at the start of
+    the rollout, so the states in training are those of the current network.
     """
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
@@ -473,7 +454,8 @@ def update(
             features, _ = agent.remember(mb.obs, mb.starts, mb.state)
             means, new_values = agent.heads(features)
             std = agent.std()
-            logratio = gaussian_logprob(mb.actions, means, std) - mb.logprobs
+            logprobs = gaussian_logprob(mb.actions, means, std)
+            logratio = logprobs - mb.logprobs
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
 
@@ -492,145 +474,99 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(seen[-1][4])) > args.target_kl:
+        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-    means_seen = torch.stack(seen).detach().mean(0).tolist()
+    means_seen = torch.stack(seen).mean(0).tolist()
     metrics = {f"losses/{name}": value for name, value in zip(names, means_seen, strict=True)}
     metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
     return metrics
 
 
 def evaluate(agent: Agent, rollouts: Rollouts, args: Args, device: torch.device) -> dict[str, Any]:
-    """Means over held-out streams of the policy's mean action, with the observation statistics as they stand."""
-    envs = make_batch(args, args.eval_streams)
+    """Play the mean action on held-out streams, with the current observation statistics."""
+    envs = make_envs(args, args.eval_streams)
     state, start = agent.initial_state(args.eval_streams), torch.ones(1, args.eval_streams, dtype=torch.bool)
 
     def act() -> Tensor:
         nonlocal state, start
-        features, state = agent.remember(rollouts._prepared(envs.obs)[None].to(device), start, state)
+        features, state = agent.remember(rollouts.normalize(envs.obs)[None].to(device), start, state)
         start = torch.zeros_like(start)
         return clip_action(agent.heads(features)[0][0].cpu())
 
     with torch.inference_mode():
-        return play(envs, act, seed=HELD_OUT_SEED)
+        return play(envs, act)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
-    """The whole run; returns what the result line shows (on rank 0, where evaluation happens)."""
+    """Train and evaluate. Returns the content of the result line (on rank 0)."""
     if args.num_envs % args.num_minibatches:
         raise ValueError(
-            f"num_envs is {args.num_envs} and num_minibatches {args.num_minibatches}: whole sequences go to each minibatch, "
-            "so the first must be a multiple of the second"
+            f"num_envs is {args.num_envs} and num_minibatches is {args.num_minibatches}: num_envs must be a multiple, "
+            "because each minibatch holds whole sequences"
         )
     device = world.device
-    folder = run_folder(f"ppo_lstm__{args.env_id}__{args.seed}", args.run_dir, args.resume)
-    config = plain_args(args) | {"world_size": world.size}
-    batch_size = args.num_envs * args.num_steps
-    num_iterations = args.total_timesteps // (batch_size * world.size)
-    if num_iterations < 1:
-        raise ValueError(
-            f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {batch_size * world.size}"
-        )
-
+    run = Run("ppo_lstm", args, world, args.env_id, args.num_envs * args.num_steps, checkpoint_per_rank=True)
     torch.manual_seed(args.seed)
-    agent = Agent(make_batch(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
+    agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank))
-    first = 1
-    own_checkpoint = folder / (CHECKPOINT_NAME if world.is_main else f"rank{world.rank}-{CHECKPOINT_NAME}")
-    if args.resume and own_checkpoint.exists():
-        state = load_checkpoint(own_checkpoint, "ppo_lstm", device)
-        check_same_args(state["args"], config)
+    if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         rollouts.load_state_dict(state["rollouts"])
         restore_rng_state(state["rng"])
-        first = state["iteration"] + 1
     else:
         world.broadcast(agent)
         torch.manual_seed(derive_seed(args.seed, 2, world.rank))
     if args.compile:
         agent.compile()
 
-    start_step = (first - 1) * batch_size * world.size
-    total_steps = num_iterations * batch_size * world.size
-    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
-    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
-        for iteration in range(first, num_iterations + 1):
+    with run:
+        for iteration in run.iterations():
             if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, num_iterations)
-            clip_coef = anneal(args.clip_coef, iteration, num_iterations) if args.anneal_clip else args.clip_coef
-            ent_coef = anneal(args.ent_coef, iteration, num_iterations) if args.anneal_ent else args.ent_coef
+                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
+            clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
+            ent_coef = anneal(args.ent_coef, iteration, run.num_iterations) if args.anneal_ent else args.ent_coef
 
-            batch, charts = rollouts.collect()
-            charts |= update(agent, optimizer, batch, args, clip_coef, ent_coef, world)
+            batch, metrics = rollouts.collect()
+            metrics |= update(agent, optimizer, batch, args, clip_coef, ent_coef, world)
 
-            step = iteration * batch_size * world.size
-            std = agent.std().tolist()
-            charts |= {
+            std_cores, std_memory = agent.std().tolist()
+            metrics |= {
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 "charts/clip_coef": clip_coef,
                 "charts/ent_coef": ent_coef,
-                "charts/std_cores": std[0],
-                "charts/std_memory": std[1],
-                "charts/SPS": progress.steps_per_s(step),
+                "charts/std_cores": std_cores,
+                "charts/std_memory": std_memory,
             }
             if args.eval_interval and iteration % args.eval_interval == 0 and world.is_main:
-                held_out = evaluate(agent, rollouts, args, device)
-                charts |= {f"eval/{key}": held_out[key] for key in ("reward", "qos", "efficiency")}
-            logger.scalars(charts, step)
-            progress.update(step, reward=charts["charts/reward"], qos=charts.get("charts/qos", float("nan")))
-            if args.checkpoint_interval and (iteration % args.checkpoint_interval == 0 or iteration == num_iterations):
-                logger.flush()
-                state = {
-                    "args": config,
-                    "agent": agent.state_dict(),
-                    "optimizer": optimizer.state_dict(),
-                    "rollouts": rollouts.state_dict(),
-                    "rng": capture_rng_state(),
-                    "iteration": iteration,
-                }
-                save_checkpoint(own_checkpoint, "ppo_lstm", state)
-        steps_per_s = progress.steps_per_s(total_steps)
+                evaluation = evaluate(agent, rollouts, args, device)
+                metrics |= {f"eval/{key}": evaluation[key] for key in ("reward", "qos", "efficiency")}
+            run.log(metrics, iteration, reward=metrics["charts/reward"], qos=metrics.get("charts/qos", float("nan")))
+            if run.checkpoint_due(iteration):
+                run.save_checkpoint(
+                    iteration,
+                    agent=agent.state_dict(),
+                    optimizer=optimizer.state_dict(),
+                    rollouts=rollouts.state_dict(),
+                    rng=capture_rng_state(),
+                )
         if not world.is_main:
             return {}
-
+        run.save_model(agent=agent.state_dict(), statistics=rollouts.statistics.state_dict())
         result: dict[str, Any] = {}
         if args.eval_streams:
             result = evaluate(agent, rollouts, args, device)
-            logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, total_steps)
-            rules = play_rules(make_batch(args, args.eval_streams), seed=HELD_OUT_SEED)
+            run.logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, run.total_steps)
+            rules = play_rules(make_envs(args, args.eval_streams))
             result["rules"] = {
-                name: {key: r[key] for key in ("reward", "qos", "efficiency")} for name, r in rules.items()
+                name: {key: rule[key] for key in ("reward", "qos", "efficiency")} for name, rule in rules.items()
             }
             result["gap_closed"] = gap_closed(result["reward"], rules)
-    if args.save_model:
-        model = {"args": config, "agent": agent.state_dict(), "statistics": rollouts.statistics.state_dict()}
-        save_checkpoint(folder / "model.pt", "ppo_lstm-model", model)
-    return {
-        "env_id": args.env_id,
-        "seed": args.seed,
-        "mean_return": result.get("mean_return"),
-        "mean_return_ci95": result.get("mean_return_ci95"),
-        **{key: result.get(key) for key in ("reward", "qos", "efficiency", "oom", "gap_closed", "rules")},
-        "steps": total_steps,
-        "steps_per_s": steps_per_s,
-        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
-        "run_dir": folder,
-    }
-
-
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    world = init_distributed(args.cuda)
-    try:
-        result = train(args, world)
-    finally:
-        world.close()
-    if world.is_main:
-        print_result(result)
+    reported = ("mean_return", "mean_return_ci95", "reward", "qos", "efficiency", "oom", "gap_closed", "rules")
+    return run.result(env_id=args.env_id, **{key: result.get(key) for key in reported})
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(train, tyro.cli(Args, description=__doc__))

@@ -35,7 +35,7 @@ def rollouts(trainer: Any, **changes: Any) -> Any:
             | changes
         )
     )
-    agent = trainer.Agent(trainer.make_batch(args, 1).n_features, hidden=16)
+    agent = trainer.Agent(trainer.make_envs(args, 1).n_features, hidden=16)
     return trainer.Rollouts(args, agent, CPU, 3)
 
 

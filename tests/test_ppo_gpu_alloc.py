@@ -183,7 +183,7 @@ def test_a_start_outside_the_range_is_refused(mean: float, tmp_path: Path) -> No
 def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every pod needs the same part of its request, five numbers say it all: PPO must leave every fixed rule behind."""
     config = AllocationConfig(node_spread=0.0, owner_spread=0.0, pod_spread=0.0, load=1.0)
-    monkeypatch.setattr(ppo, "make_batch", lambda args, num_envs: AllocationBatch(config, num_envs))
+    monkeypatch.setattr(ppo, "make_envs", lambda args, num_envs: AllocationBatch(config, num_envs))
     result = trained(
         "ppo_gpu_alloc", tmp_path, env_id="GPUAllocation-v0", total_timesteps=300_000, num_envs=64, num_minibatches=4,
         update_epochs=4, eval_streams=64, learning_rate=3e-3, gamma=0.0, checkpoint_interval=0,
@@ -199,7 +199,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         trained("ppo_gpu_alloc", tmp_path, total_timesteps=5)
     with pytest.raises(TypeError, match="CartPole-v1 is not an allocation task"):
         trained("ppo_gpu_alloc", tmp_path, env_id="CartPole-v1", total_timesteps=256)
-    with pytest.raises(ValueError, match="num_envs is 8 and num_minibatches 3: whole sequences"):
+    with pytest.raises(ValueError, match="num_envs is 8 and num_minibatches is 3: num_envs must be a multiple"):
         trained("ppo_lstm", tmp_path, num_minibatches=3, total_timesteps=256)
 
 

@@ -410,9 +410,9 @@ DETAILS: list[Detail] = [
             ("                    self.statistics.update(next_obs)\n", "                    pass\n"),
             ('            "statistics": self.statistics.state_dict(),\n            "scaler"', '            "scaler"'),
             (
-                "        return clip_action(agent.actor(rollouts._prepared(envs.obs)",
+                "        return clip_action(agent.actor(rollouts.normalize(envs.obs)",
                 "        rollouts.statistics.update(envs.obs)\n"
-                "        return clip_action(agent.actor(rollouts._prepared(envs.obs)",
+                "        return clip_action(agent.actor(rollouts.normalize(envs.obs)",
             ),
         ),
     ),
