@@ -32,7 +32,7 @@ from rich.table import Table
 from agent_client import Connection, StubGpu, agent_server
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
-from clustergym.gpu_allocation import dynamics
+from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.space import MAX_MEMORY_MB, MAX_PODS, inverse_transform
@@ -79,8 +79,8 @@ def play_rule(name: str, index: int, decisions: int) -> np.ndarray:
 
 def pressure_of(ask: list[float], out: list[float]) -> float:
     """What monitoring would show of a pod: its load, or its latency against its objective."""
-    latency = out[dynamics.O_LATENCY]
-    return max(ask[dynamics.ASK_RATE] / ask[dynamics.ASK_BATCH] * latency, latency / ask[dynamics.ASK_SLO])
+    latency = out[state.OUTCOME_LATENCY]
+    return max(ask[state.ASK_RATE] / ask[state.ASK_BATCH] * latency, latency / ask[state.ASK_SLO])
 
 
 async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tuple[np.ndarray, int]:
@@ -91,9 +91,9 @@ async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tup
             ask, obs = batch.state["ask"][0].tolist(), batch.obs[0].tolist()
             gpu.set(round(100 * obs[2]), round(MAX_MEMORY_MB * obs[3]), mps=round(MAX_PODS * obs[4]))
             body = {
-                "owner": f"node-{index}/owner-{ask[dynamics.ASK_OWNER]:g}", "cores": ask[dynamics.ASK_CORES],
-                "memory": ask[dynamics.ASK_MEMORY],
-                "qos_class": "latency-sensitive" if ask[dynamics.ASK_SENSITIVE] > 0.5 else "best-effort",
+                "owner": f"node-{index}/owner-{ask[state.ASK_OWNER]:g}", "cores": ask[state.ASK_CORES],
+                "memory": ask[state.ASK_MEMORY],
+                "qos_class": "latency-sensitive" if ask[state.ASK_SENSITIVE] > 0.5 else "best-effort",
             }  # fmt: skip
             status, granted = await connection.post("/allocate", body)
             if status != 200:
@@ -101,16 +101,16 @@ async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tup
             version = granted["policy_version"]
             batch.step([inverse_transform(granted["cores"], granted["memory"])], autoreset=False)
             out = batch.outcome[0].tolist()
-            if granted["cores"] != out[dynamics.O_CORES]:
-                raise RuntimeError(f"granted {granted}, the simulator gave {out[dynamics.O_CORES]}")
+            if granted["cores"] != out[state.OUTCOME_CORES]:
+                raise RuntimeError(f"granted {granted}, the simulator gave {out[state.OUTCOME_CORES]}")
             body = {
-                "allocation_id": granted["allocation_id"], "actual_usage": out[dynamics.O_USAGE],
-                "qos_met": out[dynamics.O_MET] > 0.5, "pods": int(out[dynamics.O_PODS]),
-                "pressure": min(pressure_of(ask, out), 1000.0), "memory_used": out[dynamics.O_USED_MB], "oom": out[dynamics.O_OOM] > 0.5,
+                "allocation_id": granted["allocation_id"], "actual_usage": out[state.OUTCOME_USAGE],
+                "qos_met": out[state.OUTCOME_MET] > 0.5, "pods": int(out[state.OUTCOME_PODS]),
+                "pressure": min(pressure_of(ask, out), 1000.0), "memory_used": out[state.OUTCOME_USED_MB], "oom": out[state.OUTCOME_OOM] > 0.5,
             }  # fmt: skip
             status, found = await connection.post("/feedback", body)
-            if status != 200 or abs(found["reward"] - out[dynamics.O_REWARD]) > 1e-4:
-                raise RuntimeError(f"/feedback {status} {found}, the simulator says {out[dynamics.O_REWARD]}")
+            if status != 200 or abs(found["reward"] - out[state.OUTCOME_REWARD]) > 1e-4:
+                raise RuntimeError(f"/feedback {status} {found}, the simulator says {out[state.OUTCOME_REWARD]}")
             rewards[i] = found["reward"]
     return rewards, version
 

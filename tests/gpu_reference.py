@@ -1,20 +1,19 @@
-"""The allocation task once more, in plain Python and one pod at a time: what the compiled simulator is checked against."""
+"""A second implementation of the allocation task in plain Python, one pod at a time. Tests compare the simulator with it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from clustergym.gpu_allocation import specs
 from clustergym.gpu_allocation.batch import MEAN_LOGIT, AllocationConfig, load_workload
-from clustergym.gpu_allocation.reward import reward_terms
-from clustergym.gpu_allocation.space import grant
-from clustergym.gpu_allocation.specs import APPS, LATENCY_CV, corun_latency_ms
+from clustergym.gpu_allocation.specs import APPS, LATENCY_CV
 
 MASK = 2**64 - 1
 
 
 class Generator:
-    """splitmix64, seeded through its own finaliser."""
+    """splitmix64. The seed is hashed with its finaliser."""
 
     def __init__(self, seed: int) -> None:
         self.state = self._mix((seed + 0x9E3779B97F4A7C15) & MASK)
@@ -49,7 +48,7 @@ class Pod:
     life_s: float
     owner: int
     cores: float
-    """asked for, until allocated"""
+    """requested, until the pod is allocated"""
     memory: float
     end_s: float = 0.0
 
@@ -60,7 +59,7 @@ class Owner:
     batch: int
     need: float
     memory: float
-    rho: float
+    load: float
     templates: list[int]
 
 
@@ -81,12 +80,57 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
+def solo_latency_ms(app: str, batch: float, share_percent: float) -> float:
+    """Latency of a batch without other pods on the GPU."""
+    spec = APPS[app]
+    return (spec.k1 * batch**2 + spec.k2 * batch + spec.k3) / (share_percent + spec.k4) + spec.k5
+
+
+def corun_latency_ms(
+    apps: list[str], batches: list[float], shares_percent: list[float], rates_per_s: list[float] | None = None
+) -> list[float]:
+    """Latency of a batch of each pod when they share the GPU, at full speed or at the given rates of items."""
+    solo = [solo_latency_ms(app, b, r) for app, b, r in zip(apps, batches, shares_percent, strict=True)]
+    full = [1000.0 * b / t for b, t in zip(batches, solo, strict=True)]
+    rates = full if rates_per_s is None else [min(a, b) for a, b in zip(full, rates_per_s, strict=True)]
+    l2 = [max(0.0, APPS[app].l2_slope * x + APPS[app].l2_base) for app, x in zip(apps, rates, strict=True)]
+    watts = specs.IDLE_W + sum(
+        APPS[app].watt_slope * x + APPS[app].watt_base for app, x in zip(apps, rates, strict=True)
+    )
+    clock = specs.CLOCK_MHZ / (specs.CLOCK_MHZ - specs.CLOCK_PER_WATT * max(0.0, watts - specs.POWER_CAP_W))
+    n = min(len(apps), specs.SCHEDULE_PODS)
+    delay_ms = specs.SCHEDULE_SLOPE_MS * n - specs.SCHEDULE_BASE_MS if n > 1 else 0.0
+    result = []
+    for app, t, own in zip(apps, solo, l2, strict=True):
+        crowded = (t * (1 + APPS[app].cache_sensitivity * (sum(l2) - own)) + APPS[app].kernels * delay_ms) * clock
+        result.append(t * (1 + specs.INTERFERENCE_SCALE * (crowded / t - 1)))
+    return result
+
+
+def granted(amount: float, low: float, high: float, unit: float, requested: float) -> float:
+    """What a part of an action, 0 … 1, gives to a pod: in whole units, at most what was requested."""
+    wanted = low + amount * (high - low)
+    if unit > 0:
+        wanted = math.floor(wanted / unit + 0.5) * unit
+    return min(wanted, requested)
+
+
+def reward_of(cores: float, usage: float, met: bool, pods: int) -> float:
+    """The table of the task: efficiency, QoS, monopoly above 1.5 fair shares, under-allocation below 10 %."""
+    reward = 0.5 * usage / cores + (1.0 if met else -0.5)
+    if cores > 1.5 * 100 / pods:
+        reward -= 0.3
+    if cores < 10:
+        reward -= 0.2
+    return reward
+
+
 class Node:
-    """One GPU, from an empty start."""
+    """One GPU, empty at the start."""
 
     def __init__(self, seed: int, config: AllocationConfig | None = None) -> None:
         self.config = config or AllocationConfig()
-        self.rows = load_workload(self.config.workload).rows().tolist()
+        self.rows = load_workload(self.config.workload).jobs().tolist()
         self.random = Generator(seed)
         self.time_s = 0.0
         self.pods: list[Pod] = []
@@ -100,9 +144,9 @@ class Node:
         memory = 0.3 + 0.5 * (node - MEAN_LOGIT) + 0.6 * self.random.normal()
         app = list(APPS)[int(4 * self.random.uniform())]
         batch = 4 * 2 ** int(4 * self.random.uniform())
-        rho = 0.8 + 0.2 * self.random.uniform()
+        load = 0.8 + 0.2 * self.random.uniform()
         templates = [int(self.random.uniform() * len(self.rows)) for _ in range(3)]
-        return Owner(app, batch, 0.8 * sigmoid(need), 0.8 * sigmoid(memory), rho, templates)
+        return Owner(app, batch, 0.8 * sigmoid(need), 0.8 * sigmoid(memory), load, templates)
 
     def _draw_pod(self) -> Pod:
         weights = [(i + 1) ** -0.5 for i in range(self.config.owners)]
@@ -113,18 +157,18 @@ class Node:
         owner = self.owners[index]
         row = self.rows[owner.templates[int(self.random.uniform() * 3)]]
         life_s = self.rows[int(self.random.uniform() * len(self.rows))][1]
-        z_need, z_latency, wiggle = self.random.normal(), self.random.normal(), self.random.uniform()
+        z_need, z_latency, u_memory = self.random.normal(), self.random.normal(), self.random.uniform()
         spec = APPS[owner.app]
         fraction = min(owner.need * max(1 + self.config.pod_spread * z_need, 0.1), 0.85)
-        latency = spec.solo_latency_ms(owner.batch, row[0] * fraction)
+        latency = solo_latency_ms(owner.app, owner.batch, row[0] * fraction)
         typical_mb = spec.memory_base_mb + spec.memory_item_mb * owner.batch
         sensitive = row[2] > 0.5
         return Pod(
             app=owner.app,
             batch=owner.batch,
-            rate_per_ms=owner.batch / latency * (owner.rho if sensitive else 1.0),
+            rate_per_ms=owner.batch / latency * (owner.load if sensitive else 1.0),
             slo_ms=latency if sensitive else math.inf,
-            need_mb=typical_mb * (0.95 + 0.1 * wiggle),
+            need_mb=typical_mb * (0.95 + 0.1 * u_memory),
             jitter=1 + LATENCY_CV * z_latency,
             life_s=life_s,
             owner=index,
@@ -161,7 +205,7 @@ class Node:
         return [t * p.jitter for t, p in zip(plain, self.pods, strict=True)]
 
     def observation(self) -> list[float]:
-        """The five numbers."""
+        """The five numbers of the state."""
         usages = [
             min(1, p.rate_per_ms * t / p.batch) * p.cores for p, t in zip(self.pods, self._latencies(), strict=True)
         ]
@@ -176,7 +220,8 @@ class Node:
 
     def step(self, action: list[float]) -> Outcome:
         pod = self.waiting
-        pod.cores, pod.memory = grant(action, pod.cores, pod.memory, self.config.unit_percent)
+        pod.cores = granted(action[0], 10.0, 100.0, self.config.unit_percent, pod.cores)
+        pod.memory = granted(action[1], 512.0, 32768.0, 1.0, pod.memory)
         pod.end_s = self.time_s + pod.life_s
         self.pods.append(pod)
         latency = self._latencies()[-1]
@@ -184,7 +229,7 @@ class Node:
         oom = pod.memory < pod.need_mb
         met = busy < 1 and latency <= pod.slo_ms and not oom
         usage = 0.0 if oom else min(1.0, busy) * pod.cores
-        reward = reward_terms(pod.cores, pod.memory, usage, met, len(self.pods)).total
+        reward = reward_of(pod.cores, usage, met, len(self.pods))
         outcome = Outcome(reward, pod.cores, pod.memory, usage, met, oom, len(self.pods), self.time_s, self.wait_s)
         if oom:
             self.pods.pop()

@@ -25,6 +25,7 @@ from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import Allocation, Feedback, Store, StoreUnavailable, connect
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import dynamics, history
+from clustergym.gpu_allocation import state as columns
 from trainers import load_trainer
 
 online = load_trainer("ppo_gpu_alloc_online")
@@ -46,17 +47,17 @@ SHARE = st.floats(0, 1, width=32)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(SHARE, SHARE, st.booleans(), st.booleans(), SHARE), max_size=40))
 def test_history_matches_the_simulator(pods: list[tuple[float, float, bool, bool, float]]) -> None:
-    ours, theirs = history.new_history(), np.zeros(dynamics.N_HISTORY, np.float32)
+    ours, theirs = history.new_history(), np.zeros(history.N_HISTORY, np.float32)
     for pod in pods:
         history.remember(ours, *pod)
-        dynamics.remember.py_func(theirs, *pod)
+        dynamics.remember(theirs, *pod)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def pressure_of(ask: list[float], out: list[float]) -> float:
     """The pressure that monitoring would report for a pod: the larger of load and latency / objective."""
-    latency = out[dynamics.O_LATENCY]
-    return max(ask[dynamics.ASK_RATE] / ask[dynamics.ASK_BATCH] * latency, latency / ask[dynamics.ASK_SLO])
+    latency = out[columns.OUTCOME_LATENCY]
+    return max(ask[columns.ASK_RATE] / ask[columns.ASK_BATCH] * latency, latency / ask[columns.ASK_SLO])
 
 
 def test_features_match_the_simulator() -> None:
@@ -71,17 +72,17 @@ def test_features_match_the_simulator() -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
         ask, obs = batch.state["ask"][0].tolist(), batch.obs[0].tolist()
-        owner = int(ask[dynamics.ASK_OWNER])
+        owner = int(ask[columns.ASK_OWNER])
         known = owners.setdefault(owner, history.new_history())
-        state = encode_state(ask[dynamics.ASK_CORES], ask[dynamics.ASK_MEMORY], obs[2], obs[3], round(10 * obs[4]))
-        rebuilt = state + history.features(known, state[0], state[1], ask[dynamics.ASK_SENSITIVE] > 0.5)
+        state = encode_state(ask[columns.ASK_CORES], ask[columns.ASK_MEMORY], obs[2], obs[3], round(10 * obs[4]))
+        rebuilt = state + history.features(known, state[0], state[1], ask[columns.ASK_SENSITIVE] > 0.5)
         np.testing.assert_allclose(rebuilt, obs, rtol=1e-4, atol=1e-5)
         batch.step(rng.random((1, 2)), autoreset=False)
         out = batch.outcome[0].tolist()
-        needed = min(pressure_of(ask, out) * out[dynamics.O_CORES] / out[dynamics.O_REQUEST], 1.0)
+        needed = min(pressure_of(ask, out) * out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST], 1.0)
         history.remember(
-            known, needed, out[dynamics.O_CORES] / out[dynamics.O_REQUEST],
-            out[dynamics.O_MET] > 0.5, out[dynamics.O_OOM] > 0.5, out[dynamics.O_USED_MB] / out[dynamics.O_REQUEST_MB],
+            known, needed, out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST],
+            out[columns.OUTCOME_MET] > 0.5, out[columns.OUTCOME_OOM] > 0.5, out[columns.OUTCOME_USED_MB] / out[columns.OUTCOME_REQUEST_MB],
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The allocation task: calibration, reward, simulator against a plain reference, environments, rules, bad input, picture."""
+"""The allocation task: calibration, reward, simulator and plain reference, environments, rules, errors, picture."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import doctest
 import itertools
 import json
 import math
+import shutil
 import subprocess
 import sys
 import warnings
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 from clustergym import gpu_allocation_v0
 from clustergym.cli import main
 from clustergym.common.canvas import ORANGE, pygame
+from clustergym.common.jit import private_api_available, source_fingerprint
 from clustergym.gpu_allocation import (
     AllocationBatch,
     AllocationConfig,
@@ -34,16 +37,19 @@ from clustergym.gpu_allocation import (
     edge_mixes,
     encode_state,
     grant,
+    history,
     inverse_transform,
     read_openb,
     reward_terms,
+    state,
     synthetic_workload,
     transform_action,
 )
 from clustergym.gpu_allocation.baselines import RULES, VPA, Proportional
 from clustergym.gpu_allocation.environment import GPUAllocationEnv
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
-from clustergym.gpu_allocation.specs import APPS, BATCHES, apps_table, corun_latency_ms
+from clustergym.gpu_allocation.space import N_STATE
+from clustergym.gpu_allocation.specs import APPS, BATCHES, solo_latency_ms
 from clustergym.gpu_allocation.viewer import (
     OWNERS,
     PodShare,
@@ -55,14 +61,14 @@ from clustergym.gpu_allocation.viewer import (
     draw,
     open_window,
 )
-from gpu_reference import Node
+from gpu_reference import Node, corun_latency_ms
 
 IDS = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
 HEADER = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time"
 
 
-def test_examples_in_docstrings() -> None:
-    for name in ("reward", "space", "specs"):
+def test_examples_in_docstrings_hold() -> None:
+    for name in ("history", "reward", "space", "specs"):
         result = doctest.testmod(import_module(f"clustergym.gpu_allocation.{name}"))
         assert result.attempted
         assert not result.failed
@@ -71,42 +77,43 @@ def test_examples_in_docstrings() -> None:
 # Calibration
 
 
-def test_solo_latency_follows_the_fit() -> None:
-    """Worked by hand from the constants: (k1·b² + k2·b + k3) / (r + k4) + k5."""
-    worked = {
+def test_solo_latency_equals_the_fitted_formula() -> None:
+    """Expected values by hand from the constants: (k1·b² + k2·b + k3) / (r + k4) + k5."""
+    expected = {
         ("resnet50", 16, 100): (0.0659 * 256 + 61.17 * 16 - 0.485) / 101.8 + 1.67,
         ("vgg19", 1, 50): (0.0728 + 163.4 + 44.9) / 51.09 + 0.746,
         ("ssd", 8, 25): (-0.0387 * 64 + 271.0 * 8 - 0.589) / 27.74 + 1.89,
         ("alexnet", 32, 10): (0.0157 * 1024 + 13.2 * 32 + 32.9) / 17.39 + 0.321,
     }
-    for (app, batch, share), latency in worked.items():
-        assert APPS[app].solo_latency_ms(batch, share) == pytest.approx(latency)
-        index = list(APPS).index(app)
-        assert dynamics.solo_latency_ms(apps_table(), index, float(batch), float(share)) == pytest.approx(latency)
-    # A V100 serves some 1,400 ResNet-50 images a second at batch 16.
-    assert 16 / worked["resnet50", 16, 100] * 1000 == pytest.approx(1400, rel=0.03)
+    for (app, batch, share), latency in expected.items():
+        assert solo_latency_ms(APPS[app], batch, share) == pytest.approx(latency)
+        compiled = dynamics.solo_latency_ms(np.array(APPS[app]), float(batch), float(share))
+        assert compiled == pytest.approx(latency)
+    # A V100 serves about 1,400 ResNet-50 images per second at batch size 16.
+    assert 16 / expected["resnet50", 16, 100] * 1000 == pytest.approx(1400, rel=0.03)
 
 
-def simulated_pair(one: tuple[str, int], two: tuple[str, int]) -> list[float]:
-    """Latencies of two pods at full speed on half of the GPU each, from the simulator's own kernels."""
-    pods = np.zeros((2, dynamics.N_POD), np.float32)
-    for row, (app, batch) in zip(pods, (one, two), strict=True):
-        ask = np.zeros(dynamics.N_ASK, np.float32)
-        ask[dynamics.ASK_APP], ask[dynamics.ASK_BATCH] = list(APPS).index(app), batch
-        ask[dynamics.ASK_RATE], ask[dynamics.ASK_SLO], ask[dynamics.ASK_JITTER] = 1e9, 1e9, 1.0
-        row[dynamics.CORES] = 50.0
-        dynamics.characterise(row, ask, apps_table())
-    dynamics.measure(pods, 2)
-    return pods[:, dynamics.LATENCY].tolist()
+def simulated_latencies(pods: list[tuple[str, int]], share: float) -> list[float]:
+    """Latencies of pods (application, batch size) at full speed on equal shares, from the compiled functions."""
+    rows = np.zeros((len(pods), state.N_POD), np.float32)
+    for row, (app, batch) in zip(rows, pods, strict=True):
+        ask = np.zeros(state.N_ASK, np.float32)
+        ask[state.ASK_APP], ask[state.ASK_BATCH] = list(APPS).index(app), batch
+        ask[state.ASK_RATE], ask[state.ASK_SLO], ask[state.ASK_JITTER] = 1e9, 1e9, 1.0
+        row[state.POD_CORES] = share
+        dynamics.characterise(row, ask, np.array(list(APPS.values())))
+    dynamics.measure(rows, len(pods))
+    latencies: list[float] = rows[:, state.POD_LATENCY].tolist()
+    return latencies
 
 
-def test_pairs_slow_each_other_down_as_measured() -> None:
+def test_slowdowns_of_pairs_match_the_measurements() -> None:
     """1,500 measured pairs: mean 1.097, 95th percentile 1.171, maximum 1.234, each latency ± 1.3 %."""
     kinds = list(itertools.product(APPS, BATCHES))
     slowdowns = []
     for one, two in itertools.product(kinds, kinds):
-        solo = APPS[one[0]].solo_latency_ms(one[1], 50)
-        together = simulated_pair(one, two)[0]
+        solo = solo_latency_ms(APPS[one[0]], one[1], 50)
+        together = simulated_latencies([one, two], 50.0)[0]
         assert together == pytest.approx(corun_latency_ms([one[0], two[0]], [one[1], two[1]], [50, 50])[0], rel=1e-5)
         slowdowns.append(together / solo)
     assert np.mean(slowdowns) == pytest.approx(1.097, abs=0.001)
@@ -117,20 +124,19 @@ def test_pairs_slow_each_other_down_as_measured() -> None:
 
 
 def test_power_above_the_cap_lowers_the_clock() -> None:
-    """Three vgg19 at full speed draw more than 300 W: the clock falls by 1.025 MHz a watt."""
-    specs = APPS["vgg19"]
-    solo = specs.solo_latency_ms(32, 33)
+    """Three vgg19 at full speed draw more than 300 W: the clock falls by 1.025 MHz per watt."""
+    solo = solo_latency_ms(APPS["vgg19"], 32, 33)
     rate = 32 / solo * 1000
     watts = 53.5 + 3 * (0.5367 * rate + 2.08)
     assert watts > 300
     l2 = 2 * (0.04522 * rate + 2.72)
     formula = (solo * (1 + 0.0020 * l2) + 29 * (0.00475 * 3 - 0.00902)) * 1530 / (1530 - 1.025 * (watts - 300))
-    assert corun_latency_ms(["vgg19"] * 3, [32] * 3, [33] * 3)[0] == pytest.approx(
-        solo * (1 + 2.41 * (formula / solo - 1))
-    )
+    expected = solo * (1 + 2.41 * (formula / solo - 1))
+    assert corun_latency_ms(["vgg19"] * 3, [32] * 3, [33] * 3)[0] == pytest.approx(expected)
+    assert simulated_latencies([("vgg19", 32)] * 3, 33.0)[0] == pytest.approx(expected, rel=1e-5)
 
 
-def test_noise_is_standard_normal_within_its_limits() -> None:
+def test_normal_numbers_have_mean_0_deviation_1_and_limits() -> None:
     random = np.zeros(1, np.uint64)
     draws = np.array([dynamics.normal(random, 0) for _ in range(20_000)])
     assert abs(draws.mean()) < 0.02
@@ -141,8 +147,8 @@ def test_noise_is_standard_normal_within_its_limits() -> None:
 # Reward
 
 
-def test_the_worked_example_with_its_gap_closed() -> None:
-    """60 % given, 55 % used, QoS met. Between three pods 60 % is more than 1.5 × 33.3 %: the penalty is due."""
+def test_reward_of_the_example_in_the_docstring() -> None:
+    """60 % given, 55 % used, QoS met. With three pods, 60 % is more than 1.5 × 33.3 %: a monopoly."""
     terms = reward_terms(60, 3000, 55, True, 3)
     assert terms.efficiency == pytest.approx(0.4583, abs=1e-4)
     assert (terms.qos, terms.monopoly, terms.under_allocation) == (1.0, -0.3, 0.0)
@@ -154,10 +160,7 @@ def test_the_worked_example_with_its_gap_closed() -> None:
     ("arguments", "reward"),
     [
         ((50, 1000, 50, True, 1), 1.5),
-        (
-            (50, 1000, 80, True, 3),
-            1.5,
-        ),  # usage is clipped at the allocation; 50 % is exactly 1.5 fair shares: no monopoly
+        ((50, 1000, 80, True, 3), 1.5),  # usage counts up to the allocation; exactly 1.5 fair shares: no monopoly
         ((50.1, 1000, 50.1, True, 3), 1.2),
         ((40, 1000, 10, False, 2), 0.125 - 0.5),
         ((9.9, 1000, 9.9, True, 1), 1.3),
@@ -165,7 +168,7 @@ def test_the_worked_example_with_its_gap_closed() -> None:
         ((0, 0, 0, False, 1), -0.7),
     ],
 )
-def test_rewards_worked_by_hand(arguments: tuple[float, float, float, bool, int], reward: float) -> None:
+def test_rewards_calculated_by_hand(arguments: tuple[float, float, float, bool, int], reward: float) -> None:
     assert compute_reward(*arguments) == pytest.approx(reward)
 
 
@@ -179,12 +182,12 @@ def test_rewards_worked_by_hand(arguments: tuple[float, float, float, bool, int]
         ((50, 1000, 50, True, 0), "running_pods is 0: expected a whole number from 1"),
     ],
 )
-def test_bad_feedback_is_refused(arguments: tuple[float, float, float, bool, int], message: str) -> None:
+def test_invalid_feedback_raises(arguments: tuple[float, float, float, bool, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         compute_reward(*arguments)
 
 
-def test_state_and_action_of_the_worked_example() -> None:
+def test_state_and_action_of_the_example() -> None:
     assert encode_state(80, 4000, 0.45, 0.30, 2) == pytest.approx([0.8, 4000 / 32768, 0.45, 0.3, 0.2])
     cores, memory = transform_action([0.56, 0.08])
     assert (cores, memory) == (pytest.approx(60.4), pytest.approx(3092.48))
@@ -204,12 +207,12 @@ def test_state_and_action_of_the_worked_example() -> None:
         (lambda: transform_action([0.5]), "expected two finite numbers"),
     ],
 )
-def test_bad_requests_are_refused(call: object, message: str) -> None:
+def test_invalid_requests_raise(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
 
 
-# The simulator against the plain reference
+# The simulator and the plain reference
 
 
 @pytest.mark.parametrize(
@@ -222,8 +225,8 @@ def test_bad_requests_are_refused(call: object, message: str) -> None:
     ],
     ids=["default", "crowded", "any-share", "coarse"],
 )
-def test_simulator_agrees_with_the_plain_reference(options: dict[str, float]) -> None:
-    """Every decision of eight streams, random actions that starve, waste and kill: the same outcome from other code."""
+def test_simulator_equals_the_plain_reference(options: dict[str, float]) -> None:
+    """Every decision of eight streams with random actions, which cause misses, waste and OOM kills."""
     config = AllocationConfig(arrivals=96, **options)  # type: ignore[arg-type]
     streams, rng = 8, np.random.default_rng(3)
     batch = AllocationBatch(config, streams)
@@ -239,23 +242,23 @@ def test_simulator_agrees_with_the_plain_reference(options: dict[str, float]) ->
         batch.step(actions, autoreset=False)
         for i, node in enumerate(nodes):
             expected, found = node.step(actions[i].tolist()), batch.outcome[i].tolist()
-            assert found[dynamics.O_REWARD] == pytest.approx(expected.reward, abs=1e-4)
-            assert found[dynamics.O_CORES] == pytest.approx(expected.cores, rel=1e-5)
-            assert found[dynamics.O_MEMORY] == expected.memory
-            assert found[dynamics.O_USAGE] == pytest.approx(expected.usage, rel=1e-4)
-            assert (found[dynamics.O_MET] > 0.5, found[dynamics.O_OOM] > 0.5) == (expected.met, expected.oom)
-            assert found[dynamics.O_PODS] == expected.pods
-            assert found[dynamics.O_TIME] == pytest.approx(expected.time_s, rel=1e-5)
-            assert found[dynamics.O_WAIT] == pytest.approx(expected.wait_s, rel=1e-4, abs=0.05)
+            assert found[state.OUTCOME_REWARD] == pytest.approx(expected.reward, abs=1e-4)
+            assert found[state.OUTCOME_CORES] == pytest.approx(expected.cores, rel=1e-5)
+            assert found[state.OUTCOME_MEMORY] == expected.memory
+            assert found[state.OUTCOME_USAGE] == pytest.approx(expected.usage, rel=1e-4)
+            assert (found[state.OUTCOME_MET] > 0.5, found[state.OUTCOME_OOM] > 0.5) == (expected.met, expected.oom)
+            assert found[state.OUTCOME_PODS] == expected.pods
+            assert found[state.OUTCOME_TIME] == pytest.approx(expected.time_s, rel=1e-5)
+            assert found[state.OUTCOME_WAIT] == pytest.approx(expected.wait_s, rel=1e-4, abs=0.05)
             seen["oom"] += expected.oom
             seen["missed"] += not expected.met
             seen["shared"] += expected.pods > 2
             seen["waited"] += expected.wait_s > 0
-    assert min(seen.values()) > 20, f"the streams hardly exercise something: {seen}"
+    assert min(seen.values()) > 20, f"too few cases: {seen}"
 
 
-def test_streams_do_not_depend_on_decisions() -> None:
-    """Policies are compared on the same pods: what comes is the same whatever was decided."""
+def test_streams_of_pods_do_not_depend_on_actions() -> None:
+    """Policies can be compared on the same pods."""
     asked = []
     for value in (0.0, 1.0):
         batch = AllocationBatch(AllocationConfig(arrivals=50), 4)
@@ -263,17 +266,17 @@ def test_streams_do_not_depend_on_decisions() -> None:
         batch.reset()
         rows = []
         for _ in range(50):
-            rows.append(batch.state["ask"][:, : dynamics.ASK_WAIT].clone())
+            rows.append(batch.state["ask"][:, : state.ASK_WAIT].clone())
             batch.step(np.full((4, 2), value), autoreset=False)
         asked.append(torch.stack(rows))
     assert torch.equal(asked[0], asked[1])
 
 
-def test_needs_are_as_said() -> None:
-    """The needed part of a request has the mean and spread of a Beta(2, 2.5), and hardly anyone asks for too little."""
+def test_distribution_of_needs() -> None:
+    """The needed part of a request has the mean and deviation of Beta(2, 2.5), and few requests are too small."""
     batch = AllocationBatch(AllocationConfig(history=True), 4096)
     batch.reset()
-    needs = batch.state["habits"][:, :, dynamics.HABIT_NEED]
+    needs = batch.state["habits"][:, :, state.HABIT_NEED]
     assert float(needs.mean()) == pytest.approx(2 / 4.5, abs=0.03)
     assert float(needs.std()) == pytest.approx(0.212, abs=0.05)
     result = play_rules(batch, ["grant"])["grant"]
@@ -282,16 +285,16 @@ def test_needs_are_as_said() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**62), st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=40))
-def test_the_gpu_is_never_oversold_and_rewards_stay_in_range(seed: int, actions: list[tuple[float, float]]) -> None:
+def test_allocations_fit_the_gpu_and_rewards_are_in_range(seed: int, actions: list[tuple[float, float]]) -> None:
     batch = AllocationBatch(AllocationConfig(history=True, load=8.0), 1)
     batch.seed([seed])
     batch.reset()
     for action in actions:
         obs, reward, _ = batch.step([action])
-        n = int(batch.state["counters"][0, 1])
+        n = int(batch.state["counters"][0, state.COUNT_PODS])
         pods = batch.state["pods"][0, :n]
-        assert pods[:, dynamics.CORES].sum() <= 100 + 1e-3
-        assert pods[:, dynamics.MEMORY].sum() <= 32768
+        assert pods[:, state.POD_CORES].sum() <= 100 + 1e-3
+        assert pods[:, state.POD_MEMORY].sum() <= 32768
         assert (obs >= 0).all()
         assert (obs <= 1).all()
         assert -1.0 <= float(reward[0]) <= 1.5
@@ -301,21 +304,21 @@ def test_the_gpu_is_never_oversold_and_rewards_stay_in_range(seed: int, actions:
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_the_checker_is_silent(name: str) -> None:
+def test_gymnasium_checker_raises_no_warning(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(gymnasium.make(name, render_mode="rgb_array").unwrapped)
 
 
-def test_pettingzoo_contracts() -> None:
+def test_pettingzoo_api_tests_pass() -> None:
     parallel_api_test(gpu_allocation_v0.parallel_env(n_nodes=3), num_cycles=300)
     api_test(gpu_allocation_v0.env(n_nodes=2), num_cycles=300)
     parallel_seed_test(gpu_allocation_v0.parallel_env)
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_the_vector_environment_plays_what_single_ones_play(name: str) -> None:
-    """Environment i with seed s + i, step by step, over two episodes with resets in between; B = 1 and B = 3."""
+def test_vector_environment_equals_single_environments(name: str) -> None:
+    """Environment i with seed s + i, step by step over two episodes; B = 1 and B = 3."""
     rng = np.random.default_rng(0)
     for n in (1, 3):
         vector = gymnasium.make_vec(name, num_envs=n, vectorization_mode="vector_entry_point", arrivals=20)
@@ -344,10 +347,10 @@ def test_the_vector_environment_plays_what_single_ones_play(name: str) -> None:
                 assert np.array_equal(obs[i], one)
 
 
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
-    for serial in (10**9, 1):
-        monkeypatch.setattr("clustergym.gpu_allocation.batch.SERIAL", serial)
+    for limit in (10**9, 1):
+        monkeypatch.setattr("clustergym.gpu_allocation.batch.MIN_ENVS_FOR_THREADS", limit)
         batch = AllocationBatch(AllocationConfig(history=True), 37)
         batch.seed(np.arange(37))
         batch.reset()
@@ -357,7 +360,7 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
-def test_returned_arrays_are_never_written_again() -> None:
+def test_returned_arrays_are_not_modified_later() -> None:
     vector = gymnasium.make_vec(IDS[1], num_envs=2, vectorization_mode="vector_entry_point")
     kept = [vector.reset(seed=1)[0]]
     copies = [kept[0].copy()]
@@ -368,7 +371,7 @@ def test_returned_arrays_are_never_written_again() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(kept, copies, strict=True))
 
 
-def test_every_reward_term_is_in_info() -> None:
+def test_info_has_every_reward_term() -> None:
     env = gymnasium.make("GPUAllocation-v0", arrivals=64)
     env.reset(seed=3)
     rng, done = np.random.default_rng(1), False
@@ -389,67 +392,87 @@ def test_every_reward_term_is_in_info() -> None:
     assert info["mean_reward"] == pytest.approx(np.mean(rewards))
 
 
-def test_history_tells_what_the_owner_used() -> None:
-    """Followed by hand: an owner's mean and largest need, last share, misses, as the next pod of that owner sees them."""
+def test_history_features_calculated_by_hand() -> None:
+    """One owner: its next pod sees the history of all earlier pods."""
     batch = AllocationBatch(AllocationConfig(history=True, owners=1, arrivals=50), 1)
     batch.seed([4])
     obs = batch.reset()
-    assert not obs[0, 5:19].any() or obs[0, 11] == 1
-    parts, missed = [], []
+    assert not obs[0, N_STATE:].any() or obs[0, N_STATE + history.FEATURE_SENSITIVE] == 1
+    parts, shares, missed, memory = [], [], [], []
     for step in range(1, 13):
         asked = batch.state["ask"][0].tolist()
         batch.step([[0.02 * step, 1.0]])
         out = batch.outcome[0].tolist()
-        share = out[dynamics.O_CORES] / out[dynamics.O_REQUEST]
-        load = asked[dynamics.ASK_RATE] * out[dynamics.O_LATENCY] / asked[dynamics.ASK_BATCH]
-        late = out[dynamics.O_LATENCY] / asked[dynamics.ASK_SLO]
-        parts.append(min(max(load, late) * share, 1.0))
-        missed.append(out[dynamics.O_MET] < 0.5)
-        # Where the objective is met and latency does not bind, what was needed is what was used.
+        shares.append(out[state.OUTCOME_CORES] / out[state.OUTCOME_REQUEST])
+        load = asked[state.ASK_RATE] * out[state.OUTCOME_LATENCY] / asked[state.ASK_BATCH]
+        late = out[state.OUTCOME_LATENCY] / asked[state.ASK_SLO]
+        parts.append(min(max(load, late) * shares[-1], 1.0))
+        missed.append(out[state.OUTCOME_MET] < 0.5)
+        memory.append(asked[state.ASK_NEED_MB] / asked[state.ASK_MEMORY])
+        # If the objective is met and latency is not the limit, the need is the usage.
         if load < 1 and late < load:
-            assert parts[-1] == pytest.approx(out[dynamics.O_USAGE] / out[dynamics.O_REQUEST], rel=1e-4)
-        mean, worst = parts[0], parts[0]
-        for n, part in enumerate(parts[1:], 2):
-            mean += max(1 / n, 0.15) * (part - mean)
-            worst = max(part, 0.97 * worst)
-        cores = float(obs[0, 0])
-        assert obs[0, 5] == pytest.approx(step / (step + 4))
-        assert obs[0, 6] == pytest.approx(mean, rel=1e-4)
-        assert obs[0, 9] == missed[-1]
-        assert obs[0, 12] == pytest.approx(mean * cores, rel=1e-4)
-        assert obs[0, 13] == pytest.approx(worst * cores, rel=1e-4)
-        assert obs[0, 14] == pytest.approx(parts[-1] * cores, rel=1e-4)
-        assert obs[0, 15] == pytest.approx(share * cores, rel=1e-4)
+            assert parts[-1] == pytest.approx(out[state.OUTCOME_USAGE] / out[state.OUTCOME_REQUEST], rel=1e-4)
+        mean, largest, spread, misses, worst, best = parts[0], parts[0], 0.0, 0.0, 0.0, 1.0
+        for n, (part, share, miss) in enumerate(zip(parts, shares, missed, strict=True), 1):
+            rate = max(1 / n, 0.15)
+            spread += rate * (abs(part - mean) - spread)
+            mean += rate * (part - mean)
+            misses += rate * (miss - misses)
+            largest = max(part, 0.97 * largest)
+            worst, best = 0.97 * worst, min(1.0, best / 0.97)
+            worst, best = (max(worst, share), best) if miss else (worst, min(best, share))
+        cores, requested_memory = float(obs[0, 0]), float(obs[0, 1])
+        expected = {
+            history.FEATURE_COUNT: step / (step + 4),
+            history.FEATURE_MEAN: mean,
+            history.FEATURE_SPREAD: spread,
+            history.FEATURE_MISSED: misses,
+            history.FEATURE_LAST_MISSED: float(missed[-1]),
+            history.FEATURE_OOM: 0.0,
+            history.FEATURE_SENSITIVE: batch.state["ask"][0, state.ASK_SENSITIVE].item(),
+            history.FEATURE_MEAN_CORES: mean * cores,
+            history.FEATURE_MAX_CORES: largest * cores,
+            history.FEATURE_LAST_CORES: parts[-1] * cores,
+            history.FEATURE_LAST_SHARE_CORES: shares[-1] * cores,
+            history.FEATURE_WORST_SHARE_CORES: worst * cores,
+            history.FEATURE_BEST_SHARE_CORES: best * cores,
+            history.FEATURE_MAX_MEMORY: max(memory) * requested_memory,
+        }
+        assert sorted(expected) == list(range(history.N_FEATURES))
+        for column, value in expected.items():
+            assert obs[0, N_STATE + column] == pytest.approx(value, rel=1e-4, abs=1e-6), column
+    assert any(missed)
+    assert not all(missed)
 
 
-def test_a_killed_pod_leaves_and_is_remembered() -> None:
+def test_a_killed_pod_is_removed_and_in_the_history() -> None:
     batch = AllocationBatch(AllocationConfig(history=True, owners=1), 1)
     batch.seed([2])
     batch.reset()
     batch.step([[1.0, 0.0]])
-    assert batch.outcome[0, dynamics.O_OOM] == 1
-    assert batch.outcome[0, dynamics.O_USAGE] == 0
-    assert batch.outcome[0, dynamics.O_REWARD] <= -0.5
-    assert batch.obs[0, 4] == 0, "it must be gone"
-    assert batch.obs[0, 10] == 1, "its owner's next pod shows the kill"
+    assert batch.outcome[0, state.OUTCOME_OOM] == 1
+    assert batch.outcome[0, state.OUTCOME_USAGE] == 0
+    assert batch.outcome[0, state.OUTCOME_REWARD] <= -0.5
+    assert batch.obs[0, 4] == 0, "the pod is removed"
+    assert batch.obs[0, N_STATE + history.FEATURE_OOM] == 1, "the next pod of the owner shows the kill"
 
 
-def test_nodes_of_a_federation_differ_and_stay_as_they_are() -> None:
+def test_nodes_differ_and_do_not_depend_on_their_number() -> None:
     mixes = edge_mixes(5)
     assert mixes[:3] == edge_mixes(3)
     assert len({mix.over_ask for mix in mixes}) == 5
     batch = AllocationBatch.for_nodes(4, 256, AllocationConfig(history=True))
     batch.seed(np.arange(1024))
     batch.reset()
-    habits = batch.state["habits"].view(4, 256, 6, dynamics.N_HABIT)
+    habits = batch.state["habits"].view(4, 256, 6, state.N_HABIT)
     for i in range(4):
-        usual = (habits[i, :, :, dynamics.HABIT_APP] == i).float().mean()
+        usual = (habits[i, :, :, state.HABIT_APP] == i).float().mean()
         assert float(usual) == pytest.approx(0.7, abs=0.05)
         expected = 0.8 / (1 + math.exp(-mixes[i].over_ask))
-        assert float(habits[i, :, :, dynamics.HABIT_NEED].median()) == pytest.approx(expected, abs=0.05)
+        assert float(habits[i, :, :, state.HABIT_NEED].median()) == pytest.approx(expected, abs=0.05)
 
 
-def test_state_goes_on_exactly_where_it_was_saved() -> None:
+def test_a_restored_state_continues_bit_for_bit() -> None:
     batch = AllocationBatch(AllocationConfig(history=True, arrivals=10), 3)
     batch.seed([1, 2, 3])
     batch.reset()
@@ -467,10 +490,10 @@ def test_state_goes_on_exactly_where_it_was_saved() -> None:
         AllocationBatch(AllocationConfig(history=True), 4).load_state_dict(saved)
 
 
-# Bad input
+# Errors
 
 
-def test_bad_actions_are_refused() -> None:
+def test_invalid_actions_raise() -> None:
     env = GPUAllocationEnv()
     env.reset(seed=1)
     with pytest.raises(ValueError, match=r"action of environment 0 is \[nan, 0.5\]: expected two finite numbers"):
@@ -491,16 +514,28 @@ def test_bad_actions_are_refused() -> None:
         ({"owners": 65}, "owners is 65"),
         ({"unit_percent": -1.0}, "unit_percent is -1.0"),
         ({"pod_spread": math.nan}, "pod_spread is nan"),
-        ({"speed": 3}, "unknown argument 'speed'; the environment takes: arrivals,"),
         ({"render_mode": "ansi"}, "unknown render_mode 'ansi'"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_options_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPUAllocationEnv(**options)  # type: ignore[arg-type]
 
 
-def test_bad_mixes_and_workloads_are_refused() -> None:
+def test_unknown_options_raise_a_type_error() -> None:
+    message = "unknown argument 'speed'; the environment takes: arrivals,"
+    vector = {"num_envs": 2, "vectorization_mode": "vector_entry_point"}
+    for make in (
+        GPUAllocationEnv,
+        partial(gymnasium.make, IDS[0]),
+        partial(gymnasium.make_vec, IDS[0], **vector),
+        gpu_allocation_v0.parallel_env,
+    ):
+        with pytest.raises(TypeError, match=message):
+            make(speed=3)
+
+
+def test_invalid_mixes_and_workloads_raise() -> None:
     with pytest.raises(ValueError, match="expected 4 weights"):
         NodeMix(0.0, (1.0, 2.0))
     with pytest.raises(ValueError, match="n_nodes is 0"):
@@ -518,20 +553,20 @@ def openb_file(path: Path, *rows: str) -> Path:
     return path
 
 
-def test_openb_files_are_read(tmp_path: Path) -> None:
+def test_read_openb(tmp_path: Path) -> None:
     rows = [
-        "a,12000,16384,1,1000,,LS,Running,0,100,0",  # a whole GPU: passed over
+        "a,12000,16384,1,1000,,LS,Running,0,100,0",  # a whole GPU: skipped
         "b,6000,12288,1,460,,LS,Running,10,70,10",
-        "c,6000,12288,0,0,,BE,Running,10,70,10",  # none: passed over
+        "c,6000,12288,0,0,,BE,Running,10,70,10",  # no GPU: skipped
         "d,6000,12288,1,50,,BE,Failed,0,30,1",  # raised to 10 %
-        "e,6000,12288,1,810,,Burstable,Pending,5,5,",  # never lived
+        "e,6000,12288,1,810,,Burstable,Pending,5,5,",  # no lifetime: skipped
         "f,6000,12288,1,320,V100M16|V100M32,Guaranteed,Running,0,1e9,0",
     ]
     workload = read_openb(openb_file(tmp_path / "pods.csv", *rows))
     assert workload.cores.tolist() == [46.0, 10.0, 32.0]
     assert workload.life_s.tolist() == [60.0, 30.0, 1e9]
     assert workload.latency_sensitive.tolist() == [True, False, True]
-    assert workload.rows()[2, 1] == 4 * 3600, "a life beyond any episode is cut"
+    assert workload.jobs()[2, state.JOB_LIFE] == 4 * 3600, "lives are cut to four hours"
     env = gymnasium.make("GPUAllocation-v0", workload=tmp_path / "pods.csv")
     obs, _ = env.reset(seed=1)
     assert round(100 * float(obs[0])) in (46, 10, 32)
@@ -550,13 +585,13 @@ def test_openb_files_are_read(tmp_path: Path) -> None:
         ("b,6000,12288,1,nan,,LS,Running,10,70,10", "line 3: gpu_milli is nan: expected 0 … 1000"),
     ],
 )
-def test_malformed_rows_are_named_by_their_line(tmp_path: Path, row: str, message: str) -> None:
+def test_errors_in_openb_files_name_the_line(tmp_path: Path, row: str, message: str) -> None:
     path = openb_file(tmp_path / "pods.csv", "a,12000,16384,1,470,,LS,Running,0,100,0", row)
     with pytest.raises(ValueError, match=message):
         read_openb(path)
 
 
-def test_files_without_the_columns_or_without_pods_are_refused(tmp_path: Path) -> None:
+def test_openb_files_without_columns_or_pods_raise(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("name,gpu\na,1\n")
     with pytest.raises(ValueError, match="line 1: no column 'num_gpu'"):
         read_openb(tmp_path / "x.csv")
@@ -566,7 +601,7 @@ def test_files_without_the_columns_or_without_pods_are_refused(tmp_path: Path) -
         AllocationBatch(AllocationConfig(workload=tmp_path / "none.csv"))
 
 
-def test_the_synthetic_workload_is_what_it_says() -> None:
+def test_distribution_of_the_synthetic_workload() -> None:
     workload = synthetic_workload()
     assert workload.cores.min() >= 15
     assert workload.cores.max() <= 90
@@ -575,7 +610,7 @@ def test_the_synthetic_workload_is_what_it_says() -> None:
     assert workload.latency_sensitive.mean() == pytest.approx(759 / 3078, abs=0.001)
 
 
-def test_the_real_trace_can_be_read() -> None:
+def test_read_the_real_openb_trace() -> None:
     path = Path(__file__).parents[2] / "shared" / "data" / "gpu" / "openb" / "openb_pod_list_default.csv"
     if not path.exists():
         pytest.skip("the openb trace is not here")
@@ -587,8 +622,8 @@ def test_the_real_trace_can_be_read() -> None:
 # Rules
 
 
-def test_the_oracle_is_the_best_of_every_decision() -> None:
-    """Every unit of cores tried on copies of the same moment: none earns more than the oracle's choice."""
+def test_no_action_has_a_higher_reward_than_the_oracle() -> None:
+    """Tries every unit of cores in copies of the same state."""
     config = AllocationConfig(history=True, load=5.0)
     batch = AllocationBatch(config, 16)
     batch.seed(np.arange(16))
@@ -606,59 +641,58 @@ def test_the_oracle_is_the_best_of_every_decision() -> None:
     assert (memory < 1).all()
 
 
-def test_vpa_recommends_the_percentile_with_its_margin() -> None:
-    """Ten samples, 5 % … 50 %: P90 is the upper end of the bucket that holds 45 %; +15 %. After a kill memory is bumped."""
+def test_vpa_recommends_the_percentile_plus_margin() -> None:
+    """Ten samples, 5 % … 50 %: P90 is the upper end of the bucket of 45 %; plus 15 %. An OOM kill raises the memory."""
     batch = AllocationBatch(AllocationConfig(history=True, owners=2), 1)
     batch.reset()
     rule = VPA(batch)
-    batch.state["ask"][0, dynamics.ASK_CORES], batch.state["ask"][0, dynamics.ASK_MEMORY] = 100.0, 32768.0
-    batch.state["ask"][0, dynamics.ASK_OWNER] = 1
-    assert rule.decide()[0][0] == 100, "an owner nobody has met gets the request"
+    batch.state["ask"][0, state.ASK_CORES], batch.state["ask"][0, state.ASK_MEMORY] = 100.0, 32768.0
+    batch.state["ask"][0, state.ASK_OWNER] = 1
+    assert rule.decide()[0][0] == 100, "the request of a new owner is granted"
     out = batch.outcome[0]
-    out[dynamics.O_OWNER], out[dynamics.O_USED_MB] = 1, 1000.0
+    out[state.OUTCOME_OWNER], out[state.OUTCOME_USED_MB] = 1, 1000.0
     for usage in range(5, 51, 5):
-        out[dynamics.O_USAGE] = usage
+        out[state.OUTCOME_USAGE] = usage
         rule.learn()
     cores, memory = rule.decide()
     assert 1.15 * 45 <= cores[0] <= 1.15 * 45 * 1.05
     assert 1150 <= memory[0] <= 1150 * 1.05 + 1
-    batch.state["ask"][0, dynamics.ASK_OWNER] = 0
-    assert rule.decide()[0][0] == 100, "owners are kept apart"
+    batch.state["ask"][0, state.ASK_OWNER] = 0
+    assert rule.decide()[0][0] == 100, "each owner has a histogram"
     killed = VPA(batch)
-    out[dynamics.O_OWNER], out[dynamics.O_OOM] = 0, 1.0
+    out[state.OUTCOME_OWNER], out[state.OUTCOME_OOM] = 0, 1.0
     killed.learn()
     assert 1.15 * 1200 <= killed.decide()[1][0] <= 1.15 * 1200 * 1.05 + 1
-    assert killed.decide()[0][0] == 100, "a killed pod says nothing of its cores"
+    assert killed.decide()[0][0] == 100, "a killed pod adds no sample of cores"
 
 
-def test_old_samples_fade_by_half_a_day() -> None:
+def test_vpa_weights_halve_per_day() -> None:
     batch = AllocationBatch(AllocationConfig(), 1)
     batch.reset()
     rule, out = VPA(batch), batch.outcome[0]
-    out[dynamics.O_USAGE], out[dynamics.O_TIME] = 80.0, 0.0
+    out[state.OUTCOME_USAGE], out[state.OUTCOME_TIME] = 80.0, 0.0
     rule.learn()
-    out[dynamics.O_USAGE], out[dynamics.O_TIME] = 20.0, 4 * 24 * 3600.0  # 16 times the weight: P90 is at the new level
+    out[state.OUTCOME_USAGE], out[state.OUTCOME_TIME] = 20.0, 4 * 24 * 3600.0  # four half-lives: 16 times the weight
     rule.learn()
-    batch.state["ask"][0, dynamics.ASK_CORES] = 100.0
+    batch.state["ask"][0, state.ASK_CORES] = 100.0
     assert 1.15 * 20 <= rule.decide()[0][0] <= 1.15 * 20 * 1.05
 
 
-def test_the_controller_keeps_within_its_dead_band() -> None:
+def test_proportional_controller_and_its_dead_band() -> None:
     batch = AllocationBatch(AllocationConfig(), 1)
     batch.reset()
     rule, out = Proportional(batch), batch.outcome[0]
-    batch.state["ask"][0, dynamics.ASK_CORES] = 100.0
-    for usage, met, expected in ((40.0, 1.0, 50.0), (28.0, 1.0, 28 / 0.9), (50.0, 0.0, 50 / 0.9)):
-        out[dynamics.O_CORES], out[dynamics.O_USAGE], out[dynamics.O_MET] = 50.0, usage, met
-        if usage == 40.0:
-            out[dynamics.O_USAGE] = 42.0  # 84 %: within 10 % of 90 %
+    batch.state["ask"][0, state.ASK_CORES] = 100.0
+    # 42 of 50 are 84 %, within 10 % of 90 %: no change.
+    for usage, met, expected in ((42.0, 1.0, 50.0), (28.0, 1.0, 28 / 0.9), (50.0, 0.0, 50 / 0.9)):
+        out[state.OUTCOME_CORES], out[state.OUTCOME_USAGE], out[state.OUTCOME_MET] = 50.0, usage, met
         rule.learn()
         assert rule.decide()[0][0] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", IDS)
-def test_rules_rank_as_they_should(name: str) -> None:
-    """The oracle beats all; granting rarely misses; what sees usage is more efficient than what does not."""
+def test_ranking_of_the_rules(name: str) -> None:
+    """The oracle is best, grant rarely misses, and rules that measure usage are more efficient."""
     batch = AllocationBatch(AllocationConfig(history=name == IDS[1]), 64)
     results = play_rules(batch)
     assert set(results) == set(RULES)
@@ -669,13 +703,58 @@ def test_rules_rank_as_they_should(name: str) -> None:
     assert gap_closed(results["vpa"]["reward"], results) == 0
     assert gap_closed(results["oracle"]["reward"], results) == 1
     again = play(batch, RULES["grant"](batch).act)
-    assert again == results["grant"], "the same streams for everyone, every time"
+    assert again == results["grant"], "all rules see the same streams"
+
+
+# Compiled code
+
+
+def test_a_change_in_a_formula_renews_all_compiled_code(tmp_path: Path) -> None:
+    """numba only notices changes in the file of a function itself, not in the functions that it calls."""
+    stamp = source_fingerprint(dynamics.SOURCES)
+    functions = [f for f in vars(dynamics).values() if hasattr(f, "py_func")]
+    assert len(functions) > 20
+    for function in functions:
+        assert function._cache._cache_file._source_stamp == stamp, function
+        assert Path(function.py_func.__code__.co_filename) in dynamics.SOURCES, function
+    folder = Path(shutil.copytree(Path(dynamics.__file__).parent, tmp_path / "copy"))
+    copies = [folder / path.name for path in dynamics.SOURCES]
+    assert source_fingerprint(copies) == stamp
+    for copy in copies:
+        before = source_fingerprint(copies)
+        copy.write_text(copy.read_text() + "# changed\n")
+        assert source_fingerprint(copies) != before
+
+
+def test_this_numba_has_the_private_functions() -> None:
+    assert private_api_available()
+    assert dynamics.step_range.targetoptions["_nrt"] is False
+
+
+def test_without_the_private_functions_results_are_the_same() -> None:
+    code = """
+import sys, numpy as np
+from clustergym.common import jit
+jit.private_api_available = lambda: sys.argv[1] == "1"
+from clustergym.gpu_allocation import AllocationBatch, AllocationConfig, dynamics
+assert ("_nrt" in dynamics.step_range.targetoptions) == (sys.argv[1] == "1")
+batch = AllocationBatch(AllocationConfig(history=True), 4)
+batch.reset()
+for _ in range(20):
+    batch.step(batch.oracle())
+print(batch.obs.sum().item().hex(), batch.state["sums"].sum().item().hex())
+"""
+    found = [
+        subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True).stdout
+        for flag in ("0", "1")
+    ]
+    assert found[0] == found[1]
 
 
 # Command line
 
 
-def test_eval_compares_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_writes_a_table_figures_and_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     command = ["eval", "--task", "gpu-allocation", "--env-id", IDS[0], "--streams", "16", "--seed", "3"]
     assert main([*command, "--json", str(out), "--plot", str(tmp_path / "bars.png")]) == 0
@@ -700,15 +779,15 @@ def test_eval_compares_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--plot", "bars.txt"], "expected a file that ends in .png"),
     ],
 )
-def test_eval_refuses_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_reports_invalid_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--task", "gpu-allocation", "--streams", "2", *flags]) == 2
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_the_reward_is_light_to_import() -> None:
-    """An agent on a node imports it: neither torch nor numba may come along."""
+def test_reward_and_history_import_no_heavy_package() -> None:
+    """An agent on a node imports them without torch and numba."""
     code = (
-        "import sys; from clustergym.gpu_allocation import compute_reward, transform_action; "
+        "import sys; from clustergym.gpu_allocation import compute_reward, history, transform_action; "
         "heavy = {'torch', 'numba', 'pygame', 'scipy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -717,8 +796,8 @@ def test_the_reward_is_light_to_import() -> None:
 # Picture
 
 
-def test_the_picture_shows_shares_use_and_misses() -> None:
-    """Two pods on a known GPU: the colours lie where the shares are, and a miss is orange."""
+def test_picture_of_two_pods() -> None:
+    """The colours are at the positions of the shares, and a miss is orange."""
     half_idle = PodShare(2, 40.0, 20.0, True, 0.0)
     missed = PodShare(0, 30.0, 30.0, False, 60.0)
     shots = [Snapshot(0.0, [half_idle], 1.0, 1.0), Snapshot(60.0, [half_idle, missed], -0.1, 0.5)]
@@ -743,7 +822,7 @@ def test_the_picture_shows_shares_use_and_misses() -> None:
     assert orange(picture[area.top : area.bottom, first.x : first.right - 2]) == 0
 
 
-def test_rendering_follows_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendering_in_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     env = gymnasium.make("GPUAllocation-v0", render_mode="rgb_array").unwrapped
     env.reset(seed=1)
     empty = env.render()
@@ -753,7 +832,7 @@ def test_rendering_follows_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not np.array_equal(env.render(), empty)
     recorder = env._recorder
     assert isinstance(recorder, Recorder)
-    assert len(recorder.snapshots) == 48, "older ones leave the picture"
+    assert len(recorder.snapshots) == 48, "older snapshots are dropped"
     for shot in recorder.snapshots:
         assert sum(pod.cores for pod in shot.pods) <= 100.01
         assert all(pod.usage <= pod.cores + 1e-3 for pod in shot.pods)

@@ -1,4 +1,4 @@
-"""``clustergym eval --task gpu-allocation``: rules and trained policies side by side on streams of pods they have not seen."""
+"""``clustergym eval --task gpu-allocation``: compare rules and trained policies on held-out streams of pods."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from rich.table import Table
 
 from clustergym.cli.common import prepare_outputs
 from clustergym.common.files import write_atomically
+from clustergym.common.plotting import require_matplotlib
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
 
 ENV_IDS = {"GPUAllocation-v0": False, "GPUAllocationHistory-v0": True}
-"""Whether the owner's history is visible."""
+"""Environment id → whether the observation has the history of the owner."""
 
 
 @dataclass
 class Command:
-    """Compare allocation policies on held-out streams of pods: reward, QoS, efficiency, OOM kills, monopolies, waiting.
+    """Compare allocation policies on held-out streams of pods: reward, QoS, efficiency, OOM kills, monopolies, wait.
 
     Example: clustergym eval --task gpu-allocation --env-id GPUAllocationHistory-v0 --checkpoint runs/x/checkpoint.pt
     """
 
     task: Literal["moe-placement", "gpu-allocation"] = "gpu-allocation"
-    """What is compared."""
+    """The task."""
     env_id: str = "GPUAllocationHistory-v0"
-    """GPUAllocationHistory-v0 (owners are visible) or GPUAllocation-v0 (five numbers)."""
+    """GPUAllocationHistory-v0 (with the history of owners) or GPUAllocation-v0 (five numbers)."""
     policy: list[str] = field(default_factory=lambda: ["all"])
-    """'all', or some of the rules by name."""
+    """Rules to compare by name, or 'all'."""
     checkpoint: list[Path] = field(default_factory=list)
-    """Checkpoints of ppo_gpu_alloc.py or ppo_lstm.py to compare with them."""
+    """Checkpoints of ppo_gpu_alloc.py or ppo_lstm.py to compare with the rules."""
     streams: int = 256
-    """Streams of pods, one episode each."""
+    """Number of streams of pods, one episode each."""
     seed: int = 0
-    """Which held-out streams; training never sees any of them."""
+    """Seed that selects the held-out streams. Training never uses them."""
     workload: Path | None = None
-    """A CSV file in openb's format to draw requests and lives from; synthetic ones unless given."""
+    """CSV file in the format of openb with requests and lives of pods. Default: a synthetic workload."""
     json: Path | None = None
-    """Write the figures to this file."""
+    """Write the results to this JSON file."""
     plot: Path | None = None
-    """Write a picture (.png, .svg, .pdf) to this file."""
+    """Write a plot to this file (.png, .svg, .pdf)."""
 
 
 def make_batch(args: Command) -> AllocationBatch:
@@ -59,7 +60,7 @@ def make_batch(args: Command) -> AllocationBatch:
 
 
 def results_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Best reward without hindsight in bold, the oracle dim."""
+    """Table with the best policy in bold. The oracle is dim, because no real policy knows what it knows."""
     table = Table(
         title=escape(title), caption="means over decisions; ± 95 % over streams; gap: from vpa (0) to oracle (100 %)"
     )
@@ -69,25 +70,22 @@ def results_table(rows: list[dict[str, Any]], title: str) -> Table:
     for r in sorted(rows, key=lambda r: r["reward"]):
         gap = "" if r.get("gap_closed") is None else f"{100 * r['gap_closed']:.0f} %"
         table.add_row(
-            escape(r["policy"]), f"{r['reward']:.4f} ± {r['reward_ci95']:.4f}", gap, f"{r['qos']:.4f}", f"{r['efficiency']:.3f}",
-            f"{r['oom']:.4f}", f"{r['monopoly']:.3f}", f"{r['wait_s']:.0f}",
+            escape(r["policy"]), f"{r['reward']:.4f} ± {r['reward_ci95']:.4f}", gap, f"{r['qos']:.4f}",
+            f"{r['efficiency']:.3f}", f"{r['oom']:.4f}", f"{r['monopoly']:.3f}", f"{r['wait_s']:.0f}",
             style="bold green" if fair and r["reward"] == max(fair) else ("dim" if r["policy"] == "oracle" else None),
         )  # fmt: skip
     return table
 
 
 def plot_results(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Reward of each policy with its interval, and QoS against efficiency."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """Plot the reward of each policy with its confidence interval, and QoS over efficiency."""
+    plt = require_matplotlib()
 
     ordered = sorted(rows, key=lambda r: r["reward"])
     names = [r["policy"] for r in ordered]
     figure, (bars, dots) = plt.subplots(1, 2, figsize=(12, 0.4 * len(names) + 2.4), layout="constrained")
     bars.barh(names, [r["reward"] for r in ordered], xerr=[r["reward_ci95"] for r in ordered], color="#4477AA")
-    bars.set(xlabel="mean reward of a decision", title=title)
+    bars.set(xlabel="mean reward per decision", title=title)
     for r in ordered:
         dots.scatter(r["efficiency"], r["qos"], color="#EE6677")
         dots.annotate(r["policy"], (r["efficiency"], r["qos"]), xytext=(4, 4), textcoords="offset points", fontsize=8)
@@ -103,7 +101,7 @@ def run(args: Command, console: Console, line: str) -> None:
     for path, policy in policies.items():
         if policy.n_features != batch.n_features:
             raise ValueError(
-                f"{path} was trained on {policy.n_features} observations, {args.env_id} has {batch.n_features}: "
+                f"{path} was trained on {policy.n_features} observations, but {args.env_id} has {batch.n_features}: "
                 "give the --env-id that it was trained on"
             )
     prepare_outputs(args.json, args.plot)
@@ -131,4 +129,4 @@ def run(args: Command, console: Console, line: str) -> None:
             "command": line,
         }
         write_atomically(args.json, json.dumps(document, indent=2) + "\n")
-        console.print(escape(f"figures: {args.json}"))
+        console.print(escape(f"results: {args.json}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,10 @@ def save_checkpoint(path: Path, kind: str, state: Mapping[str, Any]) -> None:
         os.close(folder)
 
 
-def load_checkpoint(path: Path, kind: str, device: torch.device | str = "cpu") -> dict[str, Any]:
+def load_checkpoint(path: Path, kind: str | Collection[str], device: torch.device | str = "cpu") -> dict[str, Any]:
     """Load the state that :func:`save_checkpoint` wrote. Only plain data is loaded: a checkpoint cannot run code.
+
+    ``kind`` is the expected kind, or several kinds of which one is expected.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -62,7 +64,8 @@ def load_checkpoint(path: Path, kind: str, device: torch.device | str = "cpu") -
         raise CheckpointError(
             f"{path} has schema {content['schema']}, but this clustergym reads up to {_SCHEMA}: update clustergym"
         )
-    if content["kind"] != kind:
-        raise CheckpointError(f"{path} belongs to {content['kind']!r}, not to {kind!r}")
+    kinds = [kind] if isinstance(kind, str) else kind
+    if content["kind"] not in kinds:
+        raise CheckpointError(f"{path} belongs to {content['kind']!r}, not to {' or '.join(map(repr, kinds))}")
     state: dict[str, Any] = content["state"]
     return state

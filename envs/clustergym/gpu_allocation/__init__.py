@@ -1,7 +1,7 @@
-"""One shared GPU: pods ask for a share of it, an agent decides how much each one gets.
+"""A shared GPU: pods request a share of it, and an agent decides how much each pod gets.
 
-Light: the simulator behind the environments is loaded when one of its names is first used, so that an agent on a node can
-import the reward and the action transform without it.
+The simulator is imported when one of its names is first used, so an agent on a node can import the reward and the
+action transform without torch and numba.
 """
 
 from __future__ import annotations

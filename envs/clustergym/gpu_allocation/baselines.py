@@ -1,7 +1,7 @@
-"""What operators do today, on a batch of nodes: rules that an agent has to beat, and an oracle that none can.
+"""Baselines for a batch of nodes: allocation rules that operators use today, and an oracle as an upper bound.
 
-A rule sees what the environment's observation shows, and gets the same feedback as an agent. Where owners are visible
-(``GPUAllocationHistory-v0``) rules with a memory keep one for each owner; where they are not, one for the node.
+Rules see what the observation shows, and get the same feedback as an agent. With visible owners
+(``GPUAllocationHistory-v0``) the rules that learn keep one record per owner, otherwise one per node.
 """
 
 from __future__ import annotations
@@ -13,18 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from clustergym.gpu_allocation import dynamics
+from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MIN_CORES, MIN_MEMORY_MB
-
-Doubles = npt.NDArray[np.float64]
+from clustergym.gpu_allocation.space import MAX_CORES, action_for
+from clustergym.gpu_allocation.state import Doubles, Floats
 
 
 class Rule(ABC):
-    """Acts for the waiting pod of every environment."""
-
-    sees_need = False
-    """Whether it knows what no agent can."""
+    """Decides for the waiting pod of every environment."""
 
     def __init__(self, batch: AllocationBatch) -> None:
         self.batch = batch
@@ -34,11 +30,11 @@ class Rule(ABC):
         """(B, 2) actions."""
 
     def learn(self) -> None:
-        """Hear what the last decisions came to: ``batch.outcome``."""
+        """Learn from the last decisions (``batch.outcome``)."""
 
 
-class Amounts(Rule):
-    """A rule that says how many cores and how much memory."""
+class AmountRule(Rule):
+    """A rule that decides on cores in % and memory in MB."""
 
     def __init__(self, batch: AllocationBatch) -> None:
         super().__init__(batch)
@@ -48,117 +44,118 @@ class Amounts(Rule):
     def requests(self) -> tuple[Doubles, Doubles]:
         """(B,) requested cores, %, and memory, MB."""
         ask = self.batch.state["ask"].numpy()
-        return ask[:, dynamics.ASK_CORES].astype(float), ask[:, dynamics.ASK_MEMORY].astype(float)
+        return ask[:, state.ASK_CORES].astype(float), ask[:, state.ASK_MEMORY].astype(float)
 
-    def group(self, column: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-        """Whose memory a pod belongs to: its owner's, where owners are visible."""
-        return column.astype(np.int64) if self.groups > 1 else np.zeros(len(column), np.int64)
+    def group(self, owners: Floats) -> npt.NDArray[np.int64]:
+        """Index of the record for pods of these owners (B,); always 0 if owners are not visible."""
+        return owners.astype(np.int64) if self.groups > 1 else np.zeros(len(owners), np.int64)
 
-    def waiting(self) -> npt.NDArray[np.int64]:
-        return self.group(self.batch.state["ask"].numpy()[:, dynamics.ASK_OWNER])
+    def waiting_group(self) -> npt.NDArray[np.int64]:
+        """(B,) index of the record for the waiting pods."""
+        return self.group(self.batch.state["ask"].numpy()[:, state.ASK_OWNER])
 
     @abstractmethod
     def decide(self) -> tuple[Doubles, Doubles]:
-        """(B,) cores, %, and memory, MB, for the pods that wait."""
+        """(B,) cores, %, and memory, MB, for the waiting pods."""
 
     def act(self) -> torch.Tensor:
-        cores, memory = self.decide()
-        action = np.stack(
-            [(cores - MIN_CORES) / (MAX_CORES - MIN_CORES), (memory - MIN_MEMORY_MB) / (MAX_MEMORY_MB - MIN_MEMORY_MB)],
-            1,
-        )
+        action = np.stack(action_for(*self.decide()), 1)
         return torch.from_numpy(np.clip(action, 0.0, 1.0).astype(np.float32))
 
 
-class Grant(Amounts):
-    """Everyone gets what they ask for: Kubernetes without an agent."""
+class Grant(AmountRule):
+    """Grants every request, as Kubernetes does without an agent."""
 
     def decide(self) -> tuple[Doubles, Doubles]:
         return self.requests()
 
 
-class Cut(Amounts):
-    """0.8 of the cores asked for, all of the memory."""
+class Cut(AmountRule):
+    """Grants 0.8 of the requested cores, and all of the memory."""
 
     def decide(self) -> tuple[Doubles, Doubles]:
         cores, memory = self.requests()
-        # In whole units, and never rounded below the rule's own 0.8.
-        return _round_up(0.8 * cores, self.batch.config.unit_percent), memory
+        unit = self.batch.config.unit_percent
+        # Round up to whole units: rounding down would give less than 0.8.
+        return np.ceil(0.8 * cores / unit - 1e-9) * unit if unit > 0 else 0.8 * cores, memory
 
 
-class FairShare(Amounts):
-    """At most an equal share of the GPU: 100 / pods, the new one included."""
+class FairShare(AmountRule):
+    """Grants at most an equal share of the GPU: 100 / pods, including the new one."""
 
     def decide(self) -> tuple[Doubles, Doubles]:
         cores, memory = self.requests()
-        pods = self.batch.state["counters"].numpy()[:, 1] + 1
+        pods = self.batch.state["counters"].numpy()[:, state.COUNT_PODS] + 1
         return np.minimum(cores, MAX_CORES / pods), memory
 
 
-class VPA(Amounts):
-    """Kubernetes' Vertical Pod Autoscaler: 1.15 × the 90th percentile of a decaying histogram of usage.
+class VPA(AmountRule):
+    """Vertical Pod Autoscaler of Kubernetes: 1.15 × the 90th percentile of a decaying histogram of usage.
 
-    Buckets grow by 5 %, a sample's weight halves in 24 h. Memory likewise, and after an OOM kill the larger of 1.2 × and
-    + 100 MB counts as used. Without samples the request is granted. It recommends absolute amounts, as the original does.
+    Buckets grow by 5 %; the weight of a sample halves in 24 h. The same for memory; after an OOM kill the larger of
+    1.2 × and + 100 MB counts as used. Without samples, the request is granted. Like the original, it recommends
+    absolute amounts.
     """
 
     per_request = False
-    """Whether usage is counted as a part of the request instead."""
+    """Whether usage is measured relative to the request."""
     percentile, margin, half_life_s, growth, n_buckets = 0.9, 1.15, 24 * 3600.0, 1.05, 150
 
     def __init__(self, batch: AllocationBatch) -> None:
         super().__init__(batch)
         shape = (batch.num_envs, self.groups, self.n_buckets)
         self.cores, self.memory = np.zeros(shape), np.zeros(shape)
-        self.smallest = {"cores": 0.005, "memory": 0.005} if self.per_request else {"cores": 0.5, "memory": 50.0}
+        self.smallest_cores, self.smallest_memory = (0.005, 0.005) if self.per_request else (0.5, 50.0)
 
     def _bucket(self, amount: Doubles, smallest: float) -> npt.NDArray[np.int64]:
-        place = np.ceil(np.log(np.maximum(amount, smallest) / smallest) / np.log(self.growth))
-        return np.clip(place, 0, self.n_buckets - 1).astype(np.int64)
+        growths: Doubles = np.log(np.maximum(amount, smallest) / smallest) / np.log(self.growth)
+        return np.ceil(growths).clip(0, self.n_buckets - 1).astype(np.int64)
 
     def _percentile(self, histogram: Doubles, smallest: float) -> Doubles:
-        """Upper end of the bucket that the percentile falls into; NaN without samples."""
+        """Upper end of the bucket that holds the percentile; NaN without samples."""
         cumulative = histogram.cumsum(1)
         total = cumulative[:, -1]
         bucket = (cumulative >= self.percentile * total[:, None]).argmax(1)
         return np.where(total > 0, smallest * self.growth**bucket, np.nan)
 
+    def _recommend(self, histogram: Doubles, smallest: float, ask: Doubles) -> Doubles:
+        amount = self.margin * self._percentile(histogram[self.rows, self.waiting_group()], smallest)
+        amount = amount * ask if self.per_request else amount
+        return np.where(np.isnan(amount), ask, np.minimum(amount, ask))
+
     def decide(self) -> tuple[Doubles, Doubles]:
-        ask_cores, ask_memory = self.requests()
-        who = self.waiting()
-        decided = []
-        for key, histogram, ask in (("cores", self.cores, ask_cores), ("memory", self.memory, ask_memory)):
-            amount = self.margin * self._percentile(histogram[self.rows, who], self.smallest[key])
-            amount = amount * ask if self.per_request else amount
-            decided.append(np.where(np.isnan(amount), ask, np.minimum(amount, ask)))
-        return decided[0], decided[1]
+        cores, memory = self.requests()
+        return (
+            self._recommend(self.cores, self.smallest_cores, cores),
+            self._recommend(self.memory, self.smallest_memory, memory),
+        )
 
     def learn(self) -> None:
         out = self.batch.outcome.numpy().astype(float)
-        who = self.group(out[:, dynamics.O_OWNER].astype(np.float32))
-        # Instead of fading all buckets, newer samples weigh more: the ratio is what counts.
-        weight = 2.0 ** (out[:, dynamics.O_TIME] / self.half_life_s)
-        oom = out[:, dynamics.O_OOM] > 0.5
-        used_mb = out[:, dynamics.O_USED_MB]
+        group = self.group(self.batch.outcome.numpy()[:, state.OUTCOME_OWNER])
+        # Instead of decaying all buckets, newer samples get a larger weight: only the ratio matters.
+        weight = 2.0 ** (out[:, state.OUTCOME_TIME] / self.half_life_s)
+        oom = out[:, state.OUTCOME_OOM] > 0.5
+        used_mb = out[:, state.OUTCOME_USED_MB]
         used_mb = np.where(oom, np.maximum(1.2 * used_mb, used_mb + 100.0), used_mb)
-        used_cores = out[:, dynamics.O_USAGE]
+        used_cores = out[:, state.OUTCOME_USAGE]
         if self.per_request:
-            used_cores, used_mb = used_cores / out[:, dynamics.O_REQUEST], used_mb / out[:, dynamics.O_REQUEST_MB]
+            used_cores, used_mb = used_cores / out[:, state.OUTCOME_REQUEST], used_mb / out[:, state.OUTCOME_REQUEST_MB]
         ran = ~oom
-        self.cores[self.rows[ran], who[ran], self._bucket(used_cores, self.smallest["cores"])[ran]] += weight[ran]
-        self.memory[self.rows, who, self._bucket(used_mb, self.smallest["memory"])] += weight
+        self.cores[self.rows[ran], group[ran], self._bucket(used_cores, self.smallest_cores)[ran]] += weight[ran]
+        self.memory[self.rows, group, self._bucket(used_mb, self.smallest_memory)] += weight
 
 
 class FractionalVPA(VPA):
-    """VPA on usage as a part of the request: a stronger rule than the original where an owner's pods differ in size."""
+    """VPA on usage / request. Stronger than the original if the pods of an owner differ in size."""
 
     per_request = True
 
 
-class Proportional(Amounts):
-    """GSLICE's way: each owner's share follows its utilisation towards 90 %, unless it is within 10 % of that.
+class Proportional(AmountRule):
+    """The controller of GSLICE: moves each owner's share towards 90 % utilisation, unless it is within 10 % of that.
 
-    A pod that missed its objective counts as fully utilised, so that its owner's next one gets more.
+    A pod that missed its objective counts as fully utilised, so the next pod of its owner gets more.
     """
 
     target, dead_band = 0.9, 0.1
@@ -169,23 +166,22 @@ class Proportional(Amounts):
 
     def decide(self) -> tuple[Doubles, Doubles]:
         cores, memory = self.requests()
-        share = self.share[self.rows, self.waiting()]
+        share = self.share[self.rows, self.waiting_group()]
         return np.where(np.isnan(share), cores, np.minimum(share, cores)), memory
 
     def learn(self) -> None:
         out = self.batch.outcome.numpy().astype(float)
-        who = self.group(out[:, dynamics.O_OWNER].astype(np.float32))
-        given = out[:, dynamics.O_CORES]
-        busy = np.where(out[:, dynamics.O_MET] > 0.5, out[:, dynamics.O_USAGE] / given, 1.0)
-        # 1 itself lies just outside the band, so that a miss always raises the share.
-        outside = np.abs(busy / self.target - 1) > self.dead_band
-        self.share[self.rows, who] = np.where(outside | (busy >= 1.0), given * busy / self.target, given)
+        group = self.group(self.batch.outcome.numpy()[:, state.OUTCOME_OWNER])
+        given = out[:, state.OUTCOME_CORES]
+        utilisation = np.where(out[:, state.OUTCOME_MET] > 0.5, out[:, state.OUTCOME_USAGE] / given, 1.0)
+        # Full utilisation always raises the share, whatever the band: a miss must have an effect.
+        outside = np.abs(utilisation / self.target - 1) > self.dead_band
+        new = given * utilisation / self.target
+        self.share[self.rows, group] = np.where(outside | (utilisation >= 1.0), new, given)
 
 
 class Oracle(Rule):
-    """The best decision for the pod that waits, knowing what it needs: a bound for all that decide one pod at a time."""
-
-    sees_need = True
+    """The best decision for the waiting pod, given its hidden needs: a bound for rules that decide pod by pod."""
 
     def act(self) -> torch.Tensor:
         return self.batch.oracle()
@@ -200,7 +196,3 @@ RULES: dict[str, Callable[[AllocationBatch], Rule]] = {
     "proportional": Proportional,
     "oracle": Oracle,
 }
-
-
-def _round_up(cores: Doubles, unit: float) -> Doubles:
-    return np.ceil(cores / unit - 1e-9) * unit if unit > 0 else cores

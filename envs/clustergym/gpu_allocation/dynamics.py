@@ -1,116 +1,53 @@
-"""The shared GPU as compiled functions of ONE environment over arrays of many: arrivals, measurement, reward, history.
+"""The simulator: compiled functions of ONE environment, over arrays that hold many.
 
-``State`` holds everything that changes, one row an environment; :func:`step_range` advances a range of rows in one call,
-observation, reward and autoreset included, so that threads can take ranges and no Python runs for a single environment.
+:func:`step_range` advances a range of environments in one call, including observation, reward and autoreset, so that
+threads can work on ranges without the interpreter.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from pathlib import Path
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.gpu_allocation import reward as terms
-from clustergym.gpu_allocation import specs
-from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, MIN_CORES, MIN_MEMORY_MB
+from clustergym.common.jit import compiler, source_fingerprint
+from clustergym.gpu_allocation import history, reward, space, specs
+from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, MIN_CORES, MIN_MEMORY_MB, N_STATE
 
-Floats = npt.NDArray[np.float32]
-Doubles = npt.NDArray[np.float64]
+# isort: off
+from clustergym.gpu_allocation.state import (
+    ASK_APP, ASK_BATCH, ASK_CORES, ASK_JITTER, ASK_LIFE, ASK_MEMORY, ASK_NEED, ASK_NEED_MB, ASK_OWNER, ASK_RATE,
+    ASK_SENSITIVE, ASK_SLO, ASK_WAIT, COUNT_DECISIONS, COUNT_ENDED, COUNT_PODS, HABIT_APP, HABIT_BATCH, HABIT_LOAD,
+    HABIT_MEMORY, HABIT_NEED, HABIT_TEMPLATE, JOB_CORES, JOB_LIFE, JOB_SENSITIVE, N_POD, N_SUMS, N_TEMPLATES,
+    OUTCOME_CORES, OUTCOME_EFFICIENCY, OUTCOME_LATENCY, OUTCOME_MEMORY, OUTCOME_MET, OUTCOME_MONOPOLY, OUTCOME_OOM,
+    OUTCOME_OWNER, OUTCOME_PODS, OUTCOME_QOS, OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_REWARD, OUTCOME_TIME,
+    OUTCOME_UNDER_ALLOCATION, OUTCOME_USAGE, OUTCOME_USED_MB, OUTCOME_WAIT, POD_CORES, POD_END, POD_INTENSITY,
+    POD_JITTER, POD_KERNELS, POD_L2, POD_LATENCY, POD_MEMORY, POD_MET, POD_NEED_MB, POD_OWNER, POD_SENSITIVITY,
+    POD_SLO, POD_SOLO, POD_USAGE, POD_WATTS, SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM, SUM_REWARD, SUM_STEPS,
+    SUM_WAIT, Doubles, Floats, Rules, State,
+)  # fmt: skip
+# isort: on
 
-# Nothing here allocates, so nothing needs counting: reference counts of the arrays' views are atomic, all threads write them to
-# the same cache lines, and they cost as much as the simulation on one thread and more on two.
-_compiled = numba.njit(cache=True, nogil=True, error_model="numpy", _nrt=False)
+SOURCES = [
+    Path(__file__).with_name(f"{name}.py") for name in ("dynamics", "history", "reward", "space", "specs", "state")
+]
+compiled = compiler(source_fingerprint(SOURCES))
 
-# Columns of a running pod: all that a measurement needs without a table or a division, in one cache line.
-(
-    END, CORES, MEMORY, NEED_MB, SLO, JITTER, SOLO, L2, WATTS, INTENSITY, SENSITIVITY, KERNELS, OWNER, LATENCY, USAGE, MET,
-) = range(16)  # fmt: skip
-N_POD = 16
-# Columns of the pod that has just arrived: what it asks for (visible) and what it is (hidden).
-(
-    ASK_CORES, ASK_MEMORY, ASK_OWNER, ASK_SENSITIVE, ASK_APP, ASK_BATCH, ASK_RATE, ASK_SLO, ASK_NEED_MB, ASK_JITTER,
-    ASK_LIFE, ASK_NEED, ASK_WAIT,
-) = range(13)  # fmt: skip
-N_ASK = 13
-# Columns of an owner: habits (hidden).
-HABIT_APP, HABIT_BATCH, HABIT_NEED, HABIT_MEMORY, HABIT_RHO, HABIT_ROW = range(6)
-N_TEMPLATES = 3
-N_HABIT = HABIT_ROW + N_TEMPLATES
-# Columns of an owner's history: what was measured of its earlier pods.
-(
-    H_COUNT, H_MEAN, H_SPREAD, H_MAX, H_LAST, H_LAST_SHARE, H_MISSED, H_LAST_MISSED, H_WORST_SHARE, H_BEST_SHARE,
-    H_MEMORY_MAX, H_OOM,
-) = range(12)  # fmt: skip
-N_HISTORY = 12
-# Columns of what the last step came to.
-(
-    O_REWARD, O_EFFICIENCY, O_QOS, O_MONOPOLY, O_UNDER, O_CORES, O_MEMORY, O_USAGE, O_MET, O_OOM, O_PODS, O_LATENCY,
-    O_OWNER, O_REQUEST, O_REQUEST_MB, O_USED_MB, O_TIME, O_WAIT,
-) = range(18)  # fmt: skip
-N_OUTCOME = 18
-# Columns of an episode's sums.
-S_RETURN, S_MET, S_EFFICIENCY, S_OOM, S_MONOPOLY, S_WAIT, S_STEPS = range(7)
-N_SUMS = 7
+# The formulas of the task, compiled from the plain functions that an agent calls.
+remember = compiled(history.remember)
+write_features = compiled(history.write_features)
+score = compiled(reward.score)
+scale_state = compiled(space.scale_state)
+scale_action = compiled(space.scale_action)
+action_for = compiled(space.action_for)
+limit_grant = compiled(space.limit_grant)
+solo_latency_ms = compiled(specs.solo_latency_ms)
 
-N_STATE = 5
-N_HISTORY_FEATURES = 14
 LARGE = 1e30
-NEEDED_MOST, NEEDED_LIMIT = 0.8, 0.85
-"""No owner habitually needs more than this part of a request; no pod alone more than that: hardly anyone asks for too little."""
-MEMORY_RATE = 0.15
-"""Weight of the newest pod in an owner's running averages, once it has had a few."""
-FADE = 0.97
-"""The worst share that missed and the best that was met are forgotten at this rate: habits are not for ever."""
-
-
-class State(NamedTuple):
-    """Arrays with one row an environment (B)."""
-
-    random: npt.NDArray[np.uint64]
-    """(B,) state of the environment's own generator."""
-    counters: npt.NDArray[np.int32]
-    """(B, 3) decisions taken, pods running, episode over."""
-    time_s: Doubles
-    """(B,)"""
-    pods: Floats
-    """(B, MAX_PODS, N_POD)"""
-    ask: Floats
-    """(B, N_ASK) the pod that waits for a decision"""
-    habits: Floats
-    """(B, owners, N_HABIT)"""
-    history: Floats
-    """(B, owners, N_HISTORY)"""
-    outcome: Floats
-    """(B, N_OUTCOME)"""
-    sums: Doubles
-    """(B, N_SUMS) of the running episode"""
-    final_sums: Doubles
-    """(B, N_SUMS) of the last finished episode"""
-
-
-class Rules(NamedTuple):
-    """What does not change while an environment lives."""
-
-    apps: Doubles
-    rows: Doubles
-    """(n, 3) cores, life, latency-sensitive: what pods are drawn from."""
-    owner_weights: Doubles
-    """(owners,) cumulative chance of the next pod's owner"""
-    app_weights: Doubles
-    """(B, apps) cumulative"""
-    over_ask: Doubles
-    """(B,) mean logit of the needed part of a request; NaN: drawn anew for each episode"""
-    mean_gap_s: float
-    n_arrivals: int
-    unit_percent: float
-    mean_logit: float
-    node_spread: float
-    owner_spread: float
-    pod_spread: float
-
+MAX_HABITUAL_NEED, MAX_NEED = 0.8, 0.85
+"""Largest part of a request that an owner's pods need on average, and that one pod needs: few ask for too little."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -118,30 +55,38 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 _S16, _S32, _S48, _LOW16 = np.uint64(16), np.uint64(32), np.uint64(48), np.uint64(0xFFFF)
 
 
-@_compiled
+def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Initial states of random number generators. Hashed, because similar states would give similar numbers."""
+    return _mix(seeds.astype(np.uint64) + _GOLDEN)
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Finaliser of splitmix64; compiled below for one number."""
+    z = (z ^ (z >> _S30)) * _MIX1
+    z = (z ^ (z >> _S27)) * _MIX2
+    return z ^ (z >> _S31)
+
+
+_mix_one = compiled(_mix)
+
+
+@compiled
 def uniform(random: npt.NDArray[np.uint64], b: int) -> float:
-    """The environment's next number in [0, 1): splitmix64."""
+    """The environment's next random number in [0, 1): splitmix64."""
     random[b] += _GOLDEN
-    z = random[b]
-    z = (z ^ (z >> _S30)) * _MIX1
-    z = (z ^ (z >> _S27)) * _MIX2
-    z = z ^ (z >> _S31)
-    return float(z >> _S11) * (1.0 / 9007199254740992.0)
+    return float(_mix_one(random[b]) >> _S11) * (1.0 / 9007199254740992.0)
 
 
-@_compiled
+@compiled
 def normal(random: npt.NDArray[np.uint64], b: int) -> float:
-    """Nearly standard normal: the sum of four uniform numbers of 16 bits from one draw. Never beyond 3.5 deviations."""
+    """Approximately standard normal: the sum of four 16-bit uniform numbers from one draw; always within ± 3.5."""
     random[b] += _GOLDEN
-    z = random[b]
-    z = (z ^ (z >> _S30)) * _MIX1
-    z = (z ^ (z >> _S27)) * _MIX2
-    z = z ^ (z >> _S31)
+    z = _mix_one(random[b])
     total = (z & _LOW16) + ((z >> _S16) & _LOW16) + ((z >> _S32) & _LOW16) + (z >> _S48)
     return (float(total) - 131070.0) * (1.7320508075688772 / 65535.5)
 
 
-@_compiled
+@compiled
 def pick(cumulative: Doubles, u: float) -> int:
     """Index of the first cumulative weight above u."""
     i = 0
@@ -150,36 +95,30 @@ def pick(cumulative: Doubles, u: float) -> int:
     return i
 
 
-@_compiled
-def solo_latency_ms(apps: Doubles, app: int, batch: float, share: float) -> float:
-    """As :meth:`AppSpec.solo_latency_ms`."""
-    return (apps[app, 0] * batch * batch + apps[app, 1] * batch + apps[app, 2]) / (share + apps[app, 3]) + apps[app, 4]
-
-
-@_compiled
+@compiled
 def characterise(pod: Floats, ask: Floats, apps: Doubles) -> None:
-    """What a pod is like on the share it was given, as long as it lives: alone, before its neighbours are counted."""
-    app, batch = int(ask[ASK_APP]), ask[ASK_BATCH]
-    solo = solo_latency_ms(apps, app, batch, pod[CORES])
+    """Write what the pod's share determines for its whole life: latency, cache use and power without neighbours."""
+    app, batch = apps[int(ask[ASK_APP])], ask[ASK_BATCH]
+    solo = solo_latency_ms(app, batch, pod[POD_CORES])
     rate = 1000.0 * min(ask[ASK_RATE], batch / solo)
-    pod[SOLO] = solo
-    pod[L2] = max(0.0, apps[app, 7] * rate + apps[app, 8])
-    pod[WATTS] = apps[app, 9] * rate + apps[app, 10]
-    pod[INTENSITY] = ask[ASK_RATE] / batch
-    pod[SENSITIVITY], pod[KERNELS] = apps[app, 5], apps[app, 6]
-    pod[SLO], pod[JITTER], pod[NEED_MB] = ask[ASK_SLO], ask[ASK_JITTER], ask[ASK_NEED_MB]
+    pod[POD_SOLO] = solo
+    pod[POD_L2] = max(0.0, app[specs.L2_SLOPE] * rate + app[specs.L2_BASE])
+    pod[POD_WATTS] = app[specs.WATT_SLOPE] * rate + app[specs.WATT_BASE]
+    pod[POD_INTENSITY] = ask[ASK_RATE] / batch
+    pod[POD_SENSITIVITY], pod[POD_KERNELS] = app[specs.CACHE_SENSITIVITY], app[specs.KERNELS]
+    pod[POD_SLO], pod[POD_JITTER], pod[POD_NEED_MB] = ask[ASK_SLO], ask[ASK_JITTER], ask[ASK_NEED_MB]
 
 
-@_compiled
+@compiled
 def measure(pods: Floats, n: int) -> float:
-    """Latency, usage and QoS of the n pods of one node as they run together; returns the GPU's utilisation in %.
+    """Write latency, usage and QoS of the n pods that run together. Returns the utilisation of the GPU in %.
 
-    Cache and power follow from what each pod would serve alone at its rate: one pass, no fixed point.
+    Cache use and power are those of each pod without neighbours at its rate, so one pass is enough.
     """
     l2, watts = 0.0, specs.IDLE_W
     for i in range(n):
-        l2 += pods[i, L2]
-        watts += pods[i, WATTS]
+        l2 += pods[i, POD_L2]
+        watts += pods[i, POD_WATTS]
     clock = 1.0
     if watts > specs.POWER_CAP_W:
         clock = specs.CLOCK_MHZ / (specs.CLOCK_MHZ - specs.CLOCK_PER_WATT * (watts - specs.POWER_CAP_W))
@@ -188,238 +127,193 @@ def measure(pods: Floats, n: int) -> float:
         delay = specs.SCHEDULE_SLOPE_MS * min(n, specs.SCHEDULE_PODS) - specs.SCHEDULE_BASE_MS
     total = 0.0
     for i in range(n):
-        solo = float(pods[i, SOLO])
-        crowded = (solo * (1.0 + pods[i, SENSITIVITY] * (l2 - pods[i, L2])) + pods[i, KERNELS] * delay) * clock
-        latency = (solo + specs.INTERFERENCE_SCALE * (crowded - solo)) * pods[i, JITTER]
-        busy = pods[i, INTENSITY] * latency
-        usage = min(1.0, busy) * pods[i, CORES]
-        met = busy < 1.0 and latency <= pods[i, SLO] and pods[i, MEMORY] >= pods[i, NEED_MB]
-        pods[i, LATENCY], pods[i, USAGE], pods[i, MET] = latency, usage, 1.0 if met else 0.0
+        solo, cache = float(pods[i, POD_SOLO]), pods[i, POD_SENSITIVITY] * (l2 - pods[i, POD_L2])
+        crowded = (solo * (1.0 + cache) + pods[i, POD_KERNELS] * delay) * clock
+        latency = (solo + specs.INTERFERENCE_SCALE * (crowded - solo)) * pods[i, POD_JITTER]
+        busy = pods[i, POD_INTENSITY] * latency
+        usage = min(1.0, busy) * pods[i, POD_CORES]
+        met = busy < 1.0 and latency <= pods[i, POD_SLO] and pods[i, POD_MEMORY] >= pods[i, POD_NEED_MB]
+        pods[i, POD_LATENCY], pods[i, POD_USAGE], pods[i, POD_MET] = latency, usage, 1.0 if met else 0.0
         total += usage
     return total
 
 
-@_compiled
+@compiled
 def pressure(pod: Floats) -> float:
-    """How much of its share a pod would have to use to meet its objective: its load, or its latency against the objective.
+    """Part of its share that a pod needs to meet its objective; more than 1 if it misses it.
 
-    Both are what monitoring shows: below 1 for a pod that met its objective, and then its usage unless latency binds first;
-    above 1 by as much as the share was too small.
+    The larger of its load and latency / SLO. A monitoring system can measure both.
     """
-    return max(pod[INTENSITY] * pod[LATENCY], pod[LATENCY] / pod[SLO])
+    needed: float = max(pod[POD_INTENSITY] * pod[POD_LATENCY], pod[POD_LATENCY] / pod[POD_SLO])
+    return needed
 
 
-@_compiled
+@compiled
 def remove(pods: Floats, i: int, n: int) -> int:
-    """Take pod i off the node; the last takes its row."""
+    """Remove pod i; the last pod takes its row. Returns the new number of pods."""
     if i != n - 1:
         for k in range(N_POD):
             pods[i, k] = pods[n - 1, k]
     return n - 1
 
 
-@_compiled
+@compiled
 def expire(pods: Floats, n: int, time_s: float) -> int:
-    """Remove pods whose life is over."""
+    """Remove the pods whose life is over. Returns the new number of pods."""
     i = 0
     while i < n:
-        if pods[i, END] <= time_s:
+        if pods[i, POD_END] <= time_s:
             n = remove(pods, i, n)
         else:
             i += 1
     return n
 
 
-@_compiled
+@compiled
 def fits(pods: Floats, n: int, cores: float, memory: float) -> bool:
-    """Whether one more pod of this size has room beside the n that run."""
+    """Whether there is room for one more pod of this size."""
     for i in range(n):
-        cores += pods[i, CORES]
-        memory += pods[i, MEMORY]
+        cores += pods[i, POD_CORES]
+        memory += pods[i, POD_MEMORY]
     return n < MAX_PODS and cores <= MAX_CORES and memory <= MAX_MEMORY_MB
 
 
-@_compiled
+@compiled
 def draw_owners(s: State, b: int, r: Rules) -> None:
-    """The owners of an episode: what they run, how much they over-ask, the three sizes that their pods come in."""
+    """Draw the owners of an episode: their applications, how much they over-ask, and three request sizes each."""
     z_node = normal(s.random, b)
     node = r.over_ask[b]
     if math.isnan(node):
         node = r.mean_logit + r.node_spread * z_node
     for o in range(s.habits.shape[1]):
+        habit = s.habits[b, o]
         need = node + r.owner_spread * normal(s.random, b)
         memory = 0.3 + 0.5 * (node - r.mean_logit) + 0.6 * normal(s.random, b)
-        s.habits[b, o, HABIT_APP] = pick(r.app_weights[b], uniform(s.random, b))
-        s.habits[b, o, HABIT_BATCH] = 2.0 ** (2 + int(4.0 * uniform(s.random, b)))
-        s.habits[b, o, HABIT_NEED] = NEEDED_MOST / (1.0 + math.exp(-need))
-        s.habits[b, o, HABIT_MEMORY] = NEEDED_MOST / (1.0 + math.exp(-memory))
-        s.habits[b, o, HABIT_RHO] = 0.8 + 0.2 * uniform(s.random, b)
+        habit[HABIT_APP] = pick(r.app_weights[b], uniform(s.random, b))
+        habit[HABIT_BATCH] = 2.0 ** (2 + int(4.0 * uniform(s.random, b)))
+        habit[HABIT_NEED] = MAX_HABITUAL_NEED / (1.0 + math.exp(-need))
+        habit[HABIT_MEMORY] = MAX_HABITUAL_NEED / (1.0 + math.exp(-memory))
+        habit[HABIT_LOAD] = 0.8 + 0.2 * uniform(s.random, b)
         for k in range(N_TEMPLATES):
-            s.habits[b, o, HABIT_ROW + k] = int(uniform(s.random, b) * r.rows.shape[0])
+            habit[HABIT_TEMPLATE + k] = int(uniform(s.random, b) * r.jobs.shape[0])
 
 
-@_compiled
+@compiled
 def draw_pod(s: State, b: int, r: Rules) -> None:
-    """The next pod: always the same number of draws, so that a stream does not depend on what the agent did."""
+    """Draw the next pod. The number of draws is constant, so the stream of pods does not depend on the actions."""
     owner = pick(r.owner_weights, uniform(s.random, b))
     habit, ask = s.habits[b, owner], s.ask[b]
-    row = int(habit[HABIT_ROW + int(uniform(s.random, b) * N_TEMPLATES)])
-    life = r.rows[int(uniform(s.random, b) * r.rows.shape[0]), 1]
-    z_need, z_latency, wiggle = normal(s.random, b), normal(s.random, b), uniform(s.random, b)
-    app, batch = int(habit[HABIT_APP]), float(habit[HABIT_BATCH])
-    cores, sensitive = r.rows[row, 0], r.rows[row, 2] > 0.5
-    # The share at which this pod, alone, just keeps up with its requests (and meets its objective) sets its rate.
-    need = cores * min(habit[HABIT_NEED] * max(1.0 + r.pod_spread * z_need, 0.1), NEEDED_LIMIT)
-    latency = solo_latency_ms(r.apps, app, batch, need)
-    typical_mb = r.apps[app, 11] + r.apps[app, 12] * batch
+    job = int(habit[HABIT_TEMPLATE + int(uniform(s.random, b) * N_TEMPLATES)])
+    life = r.jobs[int(uniform(s.random, b) * r.jobs.shape[0]), JOB_LIFE]
+    z_need, z_latency, u_memory = normal(s.random, b), normal(s.random, b), uniform(s.random, b)
+    app, batch = r.apps[int(habit[HABIT_APP])], float(habit[HABIT_BATCH])
+    cores, sensitive = r.jobs[job, JOB_CORES], r.jobs[job, JOB_SENSITIVE] > 0.5
+    # The rate of requests is such that the pod, without neighbours, needs this share to serve them in time.
+    need = cores * min(habit[HABIT_NEED] * max(1.0 + r.pod_spread * z_need, 0.1), MAX_NEED)
+    latency = solo_latency_ms(app, batch, need)
+    typical_mb = app[specs.MEMORY_BASE_MB] + app[specs.MEMORY_ITEM_MB] * batch
     ask[ASK_CORES] = cores
     ask[ASK_MEMORY] = min(max(math.ceil(typical_mb / habit[HABIT_MEMORY]), MIN_MEMORY_MB), MAX_MEMORY_MB)
     ask[ASK_OWNER] = owner
     ask[ASK_SENSITIVE] = 1.0 if sensitive else 0.0
-    ask[ASK_APP], ask[ASK_BATCH] = app, batch
-    ask[ASK_RATE] = batch / latency * (habit[HABIT_RHO] if sensitive else 1.0)
+    ask[ASK_APP], ask[ASK_BATCH] = habit[HABIT_APP], batch
+    ask[ASK_RATE] = batch / latency * (habit[HABIT_LOAD] if sensitive else 1.0)
     ask[ASK_SLO] = latency if sensitive else LARGE
-    ask[ASK_NEED_MB] = typical_mb * (0.95 + 0.1 * wiggle)
+    ask[ASK_NEED_MB] = typical_mb * (0.95 + 0.1 * u_memory)
     ask[ASK_JITTER] = 1.0 + specs.LATENCY_CV * z_latency
     ask[ASK_LIFE], ask[ASK_NEED] = life, need
 
 
-@_compiled
+@compiled
 def next_arrival(s: State, b: int, r: Rules, utilisation: float) -> float:
-    """Time passes to the next pod; returns the GPU's utilisation then, in %, which was the given one until now.
+    """Advance time to the next pod. Takes and returns the utilisation of the GPU in %.
 
-    As in Kubernetes, a pod is sent to the node once its request fits what is free there; until then it waits for others to
-    end. So a request can always be granted, and who gives less than was asked for makes room for the next.
+    As in Kubernetes, a pod is sent to the node when its request fits. Until then it waits for other pods to end. So a
+    request can always be granted, and granting less than requested makes room for the next pod.
     """
     draw_pod(s, b, r)
     arrived = s.time_s[b] - r.mean_gap_s * math.log(1.0 - uniform(s.random, b))
     pods, ask, now = s.pods[b], s.ask[b], arrived
-    n = expire(pods, s.counters[b, 1], now)
+    n = expire(pods, s.counters[b, COUNT_PODS], now)
     while not fits(pods, n, ask[ASK_CORES], ask[ASK_MEMORY]):
         now = LARGE
         for i in range(n):
-            now = min(now, pods[i, END])
+            now = min(now, pods[i, POD_END])
         n = expire(pods, n, now)
     s.time_s[b] = now
     ask[ASK_WAIT] = now - arrived
-    if n != s.counters[b, 1]:
+    if n != s.counters[b, COUNT_PODS]:
         utilisation = measure(pods, n)
-        s.counters[b, 1] = n
+        s.counters[b, COUNT_PODS] = n
     return utilisation
 
 
-@_compiled
-def observe(s: State, b: int, utilisation: float, obs: npt.NDArray[np.float32]) -> None:
-    """Write the observation: five numbers, and the owner's history where there is room for it."""
-    n = s.counters[b, 1]
+@compiled
+def observe(s: State, b: int, utilisation: float, obs: Floats) -> None:
+    """Write the observation: the five numbers of the state and, if ``obs`` has room, the history of the owner."""
+    n, ask, row = s.counters[b, COUNT_PODS], s.ask[b], obs[b]
     used_mb = 0.0
     for i in range(n):
-        used_mb += s.pods[b, i, NEED_MB]
-    obs[b, 0] = s.ask[b, ASK_CORES] / MAX_CORES
-    obs[b, 1] = s.ask[b, ASK_MEMORY] / MAX_MEMORY_MB
-    obs[b, 2] = min(utilisation / 100.0, 1.0)
-    obs[b, 3] = min(used_mb / MAX_MEMORY_MB, 1.0)
-    obs[b, 4] = n / MAX_PODS
-    if obs.shape[1] > N_STATE:
-        h = s.history[b, int(s.ask[b, ASK_OWNER])]
-        cores, memory = obs[b, 0], obs[b, 1]
-        obs[b, 5] = h[H_COUNT] / (h[H_COUNT] + 4.0)
-        obs[b, 6] = h[H_MEAN]
-        obs[b, 7] = h[H_SPREAD]
-        obs[b, 8] = h[H_MISSED]
-        obs[b, 9] = h[H_LAST_MISSED]
-        obs[b, 10] = h[H_OOM]
-        obs[b, 11] = s.ask[b, ASK_SENSITIVE]
-        # In units of the GPU, for a pod of the size that waits: an allocation is near a linear function of these.
-        obs[b, 12] = h[H_MEAN] * cores
-        obs[b, 13] = h[H_MAX] * cores
-        obs[b, 14] = h[H_LAST] * cores
-        obs[b, 15] = h[H_LAST_SHARE] * cores
-        obs[b, 16] = h[H_WORST_SHARE] * cores
-        obs[b, 17] = h[H_BEST_SHARE] * cores
-        obs[b, 18] = h[H_MEMORY_MAX] * memory
+        used_mb += s.pods[b, i, POD_NEED_MB]
+    state = scale_state(ask[ASK_CORES], ask[ASK_MEMORY], utilisation / 100.0, used_mb / MAX_MEMORY_MB, n)
+    for k in range(N_STATE):
+        row[k] = state[k]
+    if len(row) > N_STATE:
+        known = s.history[b, int(ask[ASK_OWNER])]
+        write_features(known, row[0], row[1], ask[ASK_SENSITIVE] > 0.5, row[N_STATE:])
 
 
-@_compiled
-def remember(h: Floats, usage: float, share: float, met: bool, oom: bool, memory: float) -> None:
-    """Add a pod to its owner's history: the parts of its request that it used, got, and used of the memory."""
-    h[H_COUNT] += 1.0
-    rate = max(1.0 / h[H_COUNT], MEMORY_RATE)
-    missed = 0.0 if met else 1.0
-    h[H_OOM] += rate * ((1.0 if oom else 0.0) - h[H_OOM])
-    h[H_MEMORY_MAX] = max(memory, h[H_MEMORY_MAX])
-    h[H_MISSED] += rate * (missed - h[H_MISSED])
-    h[H_LAST_MISSED] = missed
-    if oom:
-        return
-    if h[H_LAST] == 0.0:
-        h[H_MEAN], h[H_MAX], h[H_BEST_SHARE] = usage, usage, 1.0
-    gap = usage - h[H_MEAN]
-    h[H_MEAN] += rate * gap
-    h[H_SPREAD] += rate * (abs(gap) - h[H_SPREAD])
-    h[H_MAX] = max(usage, FADE * h[H_MAX])
-    h[H_LAST], h[H_LAST_SHARE] = usage, share
-    h[H_WORST_SHARE] = max(FADE * h[H_WORST_SHARE], 0.0 if met else share)
-    relaxed = min(1.0, h[H_BEST_SHARE] / FADE)
-    h[H_BEST_SHARE] = min(relaxed, share) if met else relaxed
-
-
-@_compiled
+@compiled
 def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> float:
-    """Give the waiting pod what was decided, never more than it asked for; measure, score, remember.
-
-    Returns the GPU's utilisation, in %.
-    """
-    pods, n = s.pods[b], s.counters[b, 1]
+    """Start the waiting pod with these resources; measure, score and remember it. Returns the utilisation in %."""
+    pods, n = s.pods[b], s.counters[b, COUNT_PODS]
     ask, out = s.ask[b], s.outcome[b]
-    cores, memory = min(cores, ask[ASK_CORES]), min(memory, ask[ASK_MEMORY])
     pod = pods[n]
-    pod[END], pod[OWNER] = s.time_s[b] + ask[ASK_LIFE], ask[ASK_OWNER]
-    pod[CORES], pod[MEMORY] = cores, memory
+    pod[POD_END], pod[POD_OWNER] = s.time_s[b] + ask[ASK_LIFE], ask[ASK_OWNER]
+    pod[POD_CORES], pod[POD_MEMORY] = cores, memory
     characterise(pod, ask, r.apps)
     n += 1
     utilisation = measure(pods, n)
     oom = memory < ask[ASK_NEED_MB]
-    usage = 0.0 if oom else pod[USAGE]
-    met = pod[MET] > 0.5
-    efficiency = terms.EFFICIENCY_WEIGHT * usage / cores
-    qos = terms.QOS_MET if met else terms.QOS_MISSED
-    monopoly = -terms.MONOPOLY_PENALTY if cores > terms.MONOPOLY_FACTOR * 100.0 / n else 0.0
-    under = -terms.UNDER_PENALTY if cores < terms.UNDER_PERCENT else 0.0
-    out[O_REWARD] = efficiency + qos + monopoly + under
-    out[O_EFFICIENCY], out[O_QOS], out[O_MONOPOLY], out[O_UNDER] = efficiency, qos, monopoly, under
-    out[O_CORES], out[O_MEMORY], out[O_USAGE] = cores, memory, usage
-    out[O_MET], out[O_OOM] = 1.0 if met else 0.0, 1.0 if oom else 0.0
-    out[O_PODS], out[O_LATENCY] = n, pod[LATENCY]
-    out[O_OWNER], out[O_REQUEST], out[O_REQUEST_MB] = ask[ASK_OWNER], ask[ASK_CORES], ask[ASK_MEMORY]
-    out[O_USED_MB], out[O_TIME], out[O_WAIT] = min(ask[ASK_NEED_MB], memory), s.time_s[b], ask[ASK_WAIT]
+    usage = 0.0 if oom else pod[POD_USAGE]
+    met = pod[POD_MET] > 0.5
+    efficiency, qos, monopoly, under = score(cores, usage, met, n)
+    out[OUTCOME_REWARD] = efficiency + qos + monopoly + under
+    out[OUTCOME_EFFICIENCY], out[OUTCOME_QOS] = efficiency, qos
+    out[OUTCOME_MONOPOLY], out[OUTCOME_UNDER_ALLOCATION] = monopoly, under
+    out[OUTCOME_CORES], out[OUTCOME_MEMORY], out[OUTCOME_USAGE] = cores, memory, usage
+    out[OUTCOME_MET], out[OUTCOME_OOM] = 1.0 if met else 0.0, 1.0 if oom else 0.0
+    out[OUTCOME_PODS], out[OUTCOME_LATENCY] = n, pod[POD_LATENCY]
+    out[OUTCOME_OWNER], out[OUTCOME_REQUEST], out[OUTCOME_REQUEST_MB] = ask[ASK_OWNER], ask[ASK_CORES], ask[ASK_MEMORY]
+    out[OUTCOME_USED_MB] = min(ask[ASK_NEED_MB], memory)
+    out[OUTCOME_TIME], out[OUTCOME_WAIT] = s.time_s[b], ask[ASK_WAIT]
     remember(
         s.history[b, int(ask[ASK_OWNER])],
         min(pressure(pod) * cores / ask[ASK_CORES], 1.0),
         cores / ask[ASK_CORES],
         met,
         oom,
-        out[O_USED_MB] / ask[ASK_MEMORY],
+        out[OUTCOME_USED_MB] / ask[ASK_MEMORY],
     )
-    if oom:  # killed: it leaves at once
+    if oom:  # killed at once
         n -= 1
         utilisation = measure(pods, n)
-    s.counters[b, 1] = n
+    s.counters[b, COUNT_PODS] = n
     sums = s.sums[b]
-    sums[S_RETURN] += out[O_REWARD]
-    sums[S_MET] += out[O_MET]
-    sums[S_EFFICIENCY] += usage / cores
-    sums[S_OOM] += out[O_OOM]
-    sums[S_MONOPOLY] += 1.0 if monopoly < 0.0 else 0.0
-    sums[S_WAIT] += out[O_WAIT]
-    sums[S_STEPS] += 1.0
+    sums[SUM_REWARD] += out[OUTCOME_REWARD]
+    sums[SUM_MET] += out[OUTCOME_MET]
+    sums[SUM_EFFICIENCY] += usage / cores
+    sums[SUM_OOM] += out[OUTCOME_OOM]
+    sums[SUM_MONOPOLY] += 1.0 if monopoly < 0.0 else 0.0
+    sums[SUM_WAIT] += out[OUTCOME_WAIT]
+    sums[SUM_STEPS] += 1.0
     return utilisation
 
 
-@_compiled
-def begin(s: State, b: int, r: Rules, obs: npt.NDArray[np.float32]) -> None:
-    """A new episode: an empty GPU, owners nobody has met, the first pod waiting."""
-    s.counters[b, 0] = s.counters[b, 1] = s.counters[b, 2] = 0
+@compiled
+def begin(s: State, b: int, r: Rules, obs: Floats) -> None:
+    """Begin an episode: an empty GPU, new owners without history, and the first pod waiting."""
+    s.counters[b, COUNT_DECISIONS] = s.counters[b, COUNT_PODS] = s.counters[b, COUNT_ENDED] = 0
     s.time_s[b] = 0.0
     s.history[b] = 0.0
     s.sums[b] = 0.0
@@ -427,26 +321,16 @@ def begin(s: State, b: int, r: Rules, obs: npt.NDArray[np.float32]) -> None:
     observe(s, b, next_arrival(s, b, r, 0.0), obs)
 
 
-@_compiled
-def step_one(
-    s: State,
-    b: int,
-    r: Rules,
-    action: npt.NDArray[np.float32],
-    obs: npt.NDArray[np.float32],
-    last: npt.NDArray[np.float32],
-    autoreset: bool,
-) -> None:
-    """One decision. Where the episode ends, ``last`` gets its last observation and, with autoreset, a new one begins."""
-    cores = min(max(float(action[b, 0]), 0.0), 1.0) * (MAX_CORES - MIN_CORES) + MIN_CORES
-    memory = min(max(float(action[b, 1]), 0.0), 1.0) * (MAX_MEMORY_MB - MIN_MEMORY_MB) + MIN_MEMORY_MB
-    if r.unit_percent > 0:
-        cores = math.floor(cores / r.unit_percent + 0.5) * r.unit_percent
-    utilisation = allocate(s, b, r, cores, math.floor(memory + 0.5))
-    s.counters[b, 0] += 1
+@compiled
+def step_one(s: State, b: int, r: Rules, action: Floats, obs: Floats, last: Floats, autoreset: bool) -> None:
+    """One decision. At the end of an episode, ``last`` gets the observation and, with autoreset, a new one begins."""
+    cores, memory = scale_action(float(action[b, 0]), float(action[b, 1]))
+    cores, memory = limit_grant(cores, memory, s.ask[b, ASK_CORES], s.ask[b, ASK_MEMORY], r.unit_percent)
+    utilisation = allocate(s, b, r, cores, memory)
+    s.counters[b, COUNT_DECISIONS] += 1
     observe(s, b, next_arrival(s, b, r, utilisation), obs)
-    if s.counters[b, 0] >= r.n_arrivals:
-        s.counters[b, 2] = 1
+    if s.counters[b, COUNT_DECISIONS] >= r.n_arrivals:
+        s.counters[b, COUNT_ENDED] = 1
         for k in range(obs.shape[1]):
             last[b, k] = obs[b, k]
         for k in range(N_SUMS):
@@ -455,64 +339,59 @@ def step_one(
             begin(s, b, r, obs)
 
 
-@_compiled
+@compiled
 def step_range(
     first: int,
     end: int,
     s: State,
     r: Rules,
-    action: npt.NDArray[np.float32],
-    obs: npt.NDArray[np.float32],
-    last: npt.NDArray[np.float32],
-    reward: Floats,
+    action: Floats,
+    obs: Floats,
+    last: Floats,
+    reward: Doubles,
     ended: npt.NDArray[np.bool_],
     autoreset: bool,
 ) -> None:
-    """Advance environments first … end−1."""
+    """Advance environments first … end − 1."""
     for b in range(first, end):
-        steps = s.counters[b, 0]
+        steps = s.counters[b, COUNT_DECISIONS]
         step_one(s, b, r, action, obs, last, autoreset)
-        reward[b] = s.outcome[b, O_REWARD]
+        reward[b] = s.outcome[b, OUTCOME_REWARD]
         ended[b] = steps + 1 >= r.n_arrivals
 
 
-@_compiled
-def begin_range(
-    first: int, end: int, s: State, r: Rules, obs: npt.NDArray[np.float32], where: npt.NDArray[np.bool_]
-) -> None:
-    """Begin episodes in environments first … end−1 where ``where`` is true."""
+@compiled
+def begin_range(first: int, end: int, s: State, r: Rules, obs: Floats, where: npt.NDArray[np.bool_]) -> None:
+    """Begin episodes in environments first … end − 1 where ``where`` is true."""
     for b in range(first, end):
         if where[b]:
             begin(s, b, r, obs)
 
 
-@_compiled
-def oracle_range(first: int, end: int, s: State, r: Rules, action: npt.NDArray[np.float32]) -> None:
-    """The action that earns most now, for someone who knows what the waiting pod needs: every unit of cores is tried.
+@compiled
+def oracle_range(first: int, end: int, s: State, r: Rules, action: Floats) -> None:
+    """The actions with the highest reward for the waiting pods, given their hidden needs: tries every unit of cores.
 
-    Of equal rewards the smallest share is taken. It does not look at pods to come.
+    Of equal rewards it takes the smallest share. It does not consider later pods.
     """
     unit = r.unit_percent if r.unit_percent > 0 else 1.0
     for b in range(first, end):
-        pods, n, ask = s.pods[b], s.counters[b, 1], s.ask[b]
+        pods, n, ask = s.pods[b], s.counters[b, COUNT_PODS], s.ask[b]
         pod = pods[n]
         memory = min(math.ceil(ask[ASK_NEED_MB]), ask[ASK_MEMORY])
-        pod[MEMORY] = memory
+        pod[POD_MEMORY] = memory
         best, chosen = -LARGE, MIN_CORES
         level = math.ceil(MIN_CORES / unit)
         while True:
             cores = min(level * unit, ask[ASK_CORES])
-            pod[CORES] = cores
+            pod[POD_CORES] = cores
             characterise(pod, ask, r.apps)
             measure(pods, n + 1)
-            value = terms.EFFICIENCY_WEIGHT * pod[USAGE] / cores
-            value += terms.QOS_MET if pod[MET] > 0.5 else terms.QOS_MISSED
-            if cores > terms.MONOPOLY_FACTOR * 100.0 / (n + 1):
-                value -= terms.MONOPOLY_PENALTY
+            efficiency, qos, monopoly, under = score(cores, pod[POD_USAGE], pod[POD_MET] > 0.5, n + 1)
+            value = efficiency + qos + monopoly + under
             if value > best + 1e-6:
                 best, chosen = value, level * unit
             if level * unit >= ask[ASK_CORES]:
                 break
             level += 1
-        action[b, 0] = (min(chosen, MAX_CORES) - MIN_CORES) / (MAX_CORES - MIN_CORES)
-        action[b, 1] = (memory - MIN_MEMORY_MB) / (MAX_MEMORY_MB - MIN_MEMORY_MB)
+        action[b, 0], action[b, 1] = action_for(min(chosen, MAX_CORES), memory)

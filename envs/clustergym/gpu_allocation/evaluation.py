@@ -1,4 +1,4 @@
-"""Allocation policies side by side on streams of pods that they have not seen: the numbers behind ``clustergym eval``."""
+"""Evaluate allocation policies on the same unseen streams of pods (``clustergym eval --task gpu-allocation``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from clustergym.common.statistics import ci95
-from clustergym.gpu_allocation import dynamics
 from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.state import SUM_MET, SUM_REWARD, SUM_STEPS
 
 HELD_OUT_SEED = 2**40
-"""Streams from this seed on are for evaluation. Trainers draw theirs from 31-bit seeds: the two never meet."""
+"""First seed of the streams for evaluation. Trainers use 31-bit seeds, so they never see these streams."""
 
 
 def play(
@@ -24,10 +24,11 @@ def play(
     learn: Callable[[], None] | None = None,
     seed: int = HELD_OUT_SEED,
 ) -> dict[str, Any]:
-    """One episode in each environment: environment i sees stream seed + i whatever the policy.
+    """Play one episode in each environment. Environment i sees stream seed + i, for every policy.
 
-    Returns means over all decisions (``reward``, ``qos``, ``efficiency``, ``oom``, ``monopoly``, ``wait_s``), the mean return of
-    an episode, and 95 % intervals over streams.
+    Returns:
+        Means over all decisions (``reward``, ``qos``, ``efficiency``, ``oom``, ``monopoly``, ``wait_s``), the mean
+        return of an episode, and 95 % confidence intervals over streams.
     """
     batch.seed(seed + np.arange(batch.num_envs))
     batch.reset()
@@ -36,13 +37,13 @@ def play(
         if learn is not None:
             learn()
     sums = batch.final_sums.numpy()
-    means = sums[:, : dynamics.S_STEPS] / sums[:, dynamics.S_STEPS :]
+    means = sums[:, :SUM_STEPS] / sums[:, SUM_STEPS:]
     names = ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s")
     result: dict[str, Any] = {name: float(value) for name, value in zip(names, means.mean(0), strict=True)}
-    result["reward_ci95"] = ci95(means[:, dynamics.S_RETURN].tolist())
-    result["qos_ci95"] = ci95(means[:, dynamics.S_MET].tolist())
-    result["mean_return"] = float(sums[:, dynamics.S_RETURN].mean())
-    result["mean_return_ci95"] = ci95(sums[:, dynamics.S_RETURN].tolist())
+    result["reward_ci95"] = ci95(means[:, SUM_REWARD].tolist())
+    result["qos_ci95"] = ci95(means[:, SUM_MET].tolist())
+    result["mean_return"] = float(sums[:, SUM_REWARD].mean())
+    result["mean_return_ci95"] = ci95(sums[:, SUM_REWARD].tolist())
     result["streams"] = batch.num_envs
     return result
 
@@ -50,7 +51,7 @@ def play(
 def play_rules(
     batch: AllocationBatch, names: Iterable[str] = RULES, seed: int = HELD_OUT_SEED
 ) -> dict[str, dict[str, Any]]:
-    """Every named rule on the same streams."""
+    """Play every named rule on the same streams."""
     results = {}
     for name in names:
         if name not in RULES:
@@ -61,12 +62,12 @@ def play_rules(
 
 
 def play_policy(batch: AllocationBatch, policy: AllocationPolicy, seed: int = HELD_OUT_SEED) -> dict[str, Any]:
-    """A trained policy on the same streams."""
+    """Play a trained policy on the same streams."""
     policy.reset()
     return play(batch, lambda: policy.act(batch.obs), seed=seed)
 
 
 def gap_closed(reward: float, rules: Mapping[str, Mapping[str, Any]]) -> float:
-    """How far a reward is on the way from VPA (0) to the oracle (1)."""
+    """Position of a reward between VPA (0) and the oracle (1)."""
     low, high = rules["vpa"]["reward"], rules["oracle"]["reward"]
     return float((reward - low) / (high - low))

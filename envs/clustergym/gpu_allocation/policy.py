@@ -1,25 +1,24 @@
-"""Trained allocation policies from their checkpoints: what ``ppo_gpu_alloc.py`` and ``ppo_lstm.py`` learned, ready to play."""
+"""Trained allocation policies, loaded from checkpoints of ``ppo_gpu_alloc.py`` and ``ppo_lstm.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clustergym.training import CheckpointError, load_checkpoint
+from clustergym.common.checkpoints import CheckpointError, load_checkpoint
 
 KINDS = ("ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc-model", "ppo_lstm-model")
 OBS_CLIP = 10.0
 
 
 class AllocationPolicy:
-    """The mean action of a trained policy, with the observation statistics frozen as they were saved.
+    """The mean action of a trained policy. The statistics of the observations stay as they were saved.
 
     Args:
-        agent: a trainer's network as a state dict.
-        statistics: running ``mean`` and ``var`` of observations; None where the trainer did not normalise them.
+        agent: state dict of a trainer's network.
+        statistics: running ``mean`` and ``var`` of observations; None if the trainer did not normalise them.
     """
 
     def __init__(self, agent: dict[str, Tensor], statistics: dict[str, Tensor] | None) -> None:
@@ -34,8 +33,8 @@ class AllocationPolicy:
         else:
             hidden, self.n_features = agent["actor.0.weight"].shape
             self.actor = nn.Sequential(
-                nn.Linear(self.n_features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, 2),
-                nn.Sigmoid(),
+                nn.Linear(self.n_features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+                nn.Linear(hidden, 2), nn.Sigmoid(),
             )  # fmt: skip
         self._load(self.actor, agent, "actor.")
         self.statistics = statistics
@@ -48,28 +47,31 @@ class AllocationPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> AllocationPolicy:
-        """From a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_lstm.py``."""
-        state = _load_any(Path(path))
+        """Load a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_lstm.py``."""
+        try:
+            state = load_checkpoint(Path(path), KINDS)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path} holds no allocation policy: {error}") from error
         statistics = state["rollouts"]["statistics"] if "rollouts" in state else state["statistics"]
         return cls(state["agent"], statistics if state["args"]["norm_obs"] else None)
 
     def reset(self) -> None:
-        """Forget what was seen: the next observations are the first of new episodes."""
+        """Clear the recurrent state before new episodes."""
         self.state = None
 
     def normalize(self, obs: Tensor) -> Tensor:
-        """Observations as the network saw them in training."""
+        """Normalise observations as in training."""
         if self.statistics is None:
             return obs.clone()
         scaled = (obs - self.statistics["mean"]) / torch.sqrt(self.statistics["var"] + 1e-8)
         return scaled.clamp(-OBS_CLIP, OBS_CLIP).float()
 
     def act(self, obs: Tensor) -> Tensor:
-        """(B, 2) actions for observations (B, features); a recurrent policy remembers them."""
+        """(B, 2) actions for observations (B, features). A recurrent policy updates its state."""
         if obs.ndim != 2 or obs.shape[1] != self.n_features:
             raise ValueError(
                 f"observations have shape {tuple(obs.shape)}, but the policy was trained on (…, {self.n_features}): "
-                "5 numbers are GPUAllocation-v0, 19 GPUAllocationHistory-v0"
+                "GPUAllocation-v0 has 5 numbers, GPUAllocationHistory-v0 has 19"
             )
         with torch.inference_mode():
             rows = self.normalize(obs)
@@ -78,16 +80,3 @@ class AllocationPolicy:
                 rows = features[0]
             action: Tensor = self.actor(rows)
         return action
-
-
-def _load_any(path: Path) -> dict[str, Any]:
-    """A checkpoint of any of the kinds that hold an allocation policy."""
-    reason: CheckpointError | None = None
-    for kind in KINDS:
-        try:
-            return load_checkpoint(path, kind)
-        except CheckpointError as error:
-            reason = error
-            if "belongs to" not in str(error):
-                break
-    raise CheckpointError(f"{path} holds no allocation policy: {reason}")

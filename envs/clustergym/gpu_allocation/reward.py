@@ -1,6 +1,6 @@
-"""What an allocation is worth: efficiency, quality of service, a penalty for hogging the GPU and one for starving the pod.
+"""Reward of an allocation: efficiency, quality of service (QoS), and penalties for monopoly and under-allocation.
 
-Plain Python without third-party imports, so that an agent that only answers feedback can use it alone.
+Standard library only, so that an agent on a node can use it alone. The simulator compiles :func:`score`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ UNDER_PERCENT, UNDER_PENALTY = 10.0, 0.2
 
 
 class RewardTerms(NamedTuple):
-    """The terms of one reward; penalties are 0 or negative, so that the reward is their plain sum."""
+    """The terms of one reward. Penalties are 0 or negative, so the reward is the sum of all terms."""
 
     efficiency: float
     qos: float
@@ -27,15 +27,20 @@ class RewardTerms(NamedTuple):
         return self.efficiency + self.qos + self.monopoly + self.under_allocation
 
 
-def fair_share_percent(running_pods: int) -> float:
-    """100 % / running pods, the new one included."""
-    return 100.0 / running_pods
+def score(cores: float, usage: float, qos_met: bool, running_pods: int) -> tuple[float, float, float, float]:
+    """The four terms of :class:`RewardTerms`, without checks. The usage must not exceed the cores."""
+    return (
+        EFFICIENCY_WEIGHT * usage / cores if cores > 0.0 else 0.0,
+        QOS_MET if qos_met else QOS_MISSED,
+        -MONOPOLY_PENALTY if cores > MONOPOLY_FACTOR * 100.0 / running_pods else 0.0,
+        -UNDER_PENALTY if cores < UNDER_PERCENT else 0.0,
+    )
 
 
 def reward_terms(
     allocated_cores: float, allocated_memory_mb: float, actual_usage: float, qos_met: bool, running_pods: int
 ) -> RewardTerms:
-    """The terms of :func:`compute_reward`, one by one.
+    """The terms of :func:`compute_reward`.
 
     >>> terms = reward_terms(60, 3000, 55, True, 3)
     >>> round(terms.efficiency, 4), terms.qos, terms.monopoly, terms.under_allocation
@@ -52,13 +57,7 @@ def reward_terms(
             raise ValueError(f"{name} is {value}: expected {limit}")
     if running_pods < 1 or running_pods != int(running_pods):
         raise ValueError(f"running_pods is {running_pods}: expected a whole number from 1 (the new pod counts)")
-    used = min(actual_usage, allocated_cores)
-    return RewardTerms(
-        efficiency=EFFICIENCY_WEIGHT * used / allocated_cores if allocated_cores > 0 else 0.0,
-        qos=QOS_MET if qos_met else QOS_MISSED,
-        monopoly=-MONOPOLY_PENALTY if allocated_cores > MONOPOLY_FACTOR * fair_share_percent(running_pods) else 0.0,
-        under_allocation=-UNDER_PENALTY if allocated_cores < UNDER_PERCENT else 0.0,
-    )
+    return RewardTerms(*score(allocated_cores, min(actual_usage, allocated_cores), qos_met, running_pods))
 
 
 def compute_reward(
@@ -68,22 +67,22 @@ def compute_reward(
 
     Args:
         allocated_cores: % of the GPU's SMs that the pod got, after ``min(allocated, requested)``.
-        allocated_memory_mb: MB that the pod got. It enters through ``qos_met`` alone: too little memory is an OOM kill,
-            and that is a QoS miss.
-        actual_usage: % of the GPU (not of the allocation) that the pod used; more than the allocation counts as all of it.
+        allocated_memory_mb: MB that the pod got. Only ``qos_met`` depends on it: too little memory means an OOM kill,
+            which is a QoS miss.
+        actual_usage: % of the GPU (not of the allocation) that the pod used; at most the allocation counts.
         qos_met: whether the pod met its objective.
-        running_pods: pods on the GPU including this one; the fair share is 100 / running_pods.
+        running_pods: pods on the GPU including this one. The fair share is 100 / running_pods; more than 1.5 times the
+            fair share is a monopoly.
 
-    The document that this task grew from works one example, ``compute_reward(60, 3000, 55 %, true, 3) = 1.46``, with a
-    monopoly term of 0. That does not follow from its own table: with three pods the fair share is 33.3 %, and 60 % is more
-    than 1.5 times that (50 %), so the penalty of 0.3 is due. We follow the table:
+    With three pods the fair share is 33.3 %. An allocation of 60 % is more than 1.5 times that (50 %), with two pods
+    it is not:
 
     >>> round(compute_reward(60, 3000, 55, True, 3), 4)
     1.1583
-
-    and the example's 1.46 is what the same allocation earns between two pods:
-
     >>> round(compute_reward(60, 3000, 55, True, 2), 4)
     1.4583
+
+    The document that defines the task (its example ``compute_reward(60, 3000, 55 %, true, 3) = 1.46``) leaves out the
+    penalty that its own table demands. This function follows the table.
     """
     return reward_terms(allocated_cores, allocated_memory_mb, actual_usage, qos_met, running_pods).total

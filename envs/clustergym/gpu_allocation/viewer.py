@@ -29,7 +29,7 @@ from clustergym.common.canvas import (
     pygame,
     to_array,
 )
-from clustergym.gpu_allocation import dynamics
+from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.batch import AllocationBatch
 
 WIDTH, HEIGHT = 1100, 560
@@ -75,7 +75,7 @@ class Recorder:
         self._decisions = 0
 
     def _running(self) -> npt.NDArray[np.float32]:
-        return self.batch.state["pods"][0, : int(self.batch.state["counters"][0, 1])].numpy()
+        return self.batch.state["pods"][0, : int(self.batch.state["counters"][0, state.COUNT_PODS])].numpy()
 
     def before(self) -> npt.NDArray[np.float32]:
         """The running pods. Some of them may end before the step returns."""
@@ -84,30 +84,30 @@ class Recorder:
     def after(self, pods_before: npt.NDArray[np.float32]) -> None:
         """Add the state that the decision led to: the pods from before, and the new one."""
         out = self.batch.outcome[0].numpy()
-        now, met = float(out[dynamics.O_TIME]), bool(out[dynamics.O_MET] > 0.5)
+        now, met = float(out[state.OUTCOME_TIME]), bool(out[state.OUTCOME_MET] > 0.5)
         self._decisions += 1
         self._met += met
         pods = [
             PodShare(
-                int(pod[dynamics.OWNER]),
-                float(pod[dynamics.CORES]),
-                float(pod[dynamics.USAGE]),
-                bool(pod[dynamics.MET] > 0.5),
+                int(pod[state.POD_OWNER]),
+                float(pod[state.POD_CORES]),
+                float(pod[state.POD_USAGE]),
+                bool(pod[state.POD_MET] > 0.5),
                 self._started_s.get(_key(pod), 0.0),
             )
             for pod in pods_before
         ]
-        cores, usage = float(out[dynamics.O_CORES]), float(out[dynamics.O_USAGE])
-        pods.append(PodShare(int(out[dynamics.O_OWNER]), cores, usage, met, now))
+        cores, usage = float(out[state.OUTCOME_CORES]), float(out[state.OUTCOME_USAGE])
+        pods.append(PodShare(int(out[state.OUTCOME_OWNER]), cores, usage, met, now))
         for pod in self._running():
             self._started_s.setdefault(_key(pod), now)
-        self.snapshots.append(Snapshot(now, pods, float(out[dynamics.O_REWARD]), self._met / self._decisions))
+        self.snapshots.append(Snapshot(now, pods, float(out[state.OUTCOME_REWARD]), self._met / self._decisions))
         del self.snapshots[:-SHOWN]
 
 
 def _key(pod: npt.NDArray[np.float32]) -> tuple[float, float]:
     """Identifies a pod while it runs: pods have no number of their own."""
-    return float(pod[dynamics.OWNER]), float(pod[dynamics.END])
+    return float(pod[state.POD_OWNER]), float(pod[state.POD_END])
 
 
 def dark(colour: Colour) -> Colour:

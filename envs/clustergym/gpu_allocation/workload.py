@@ -1,4 +1,4 @@
-"""What pods ask for, how long they live, and which mix of them a node sees."""
+"""Requests and lives of pods, and the mix of pods on a node."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import numpy.typing as npt
 from clustergym.gpu_allocation.space import MAX_CORES, MIN_CORES
 from clustergym.gpu_allocation.specs import APPS
 
-# Synthetic requests, % of the GPU: Beta(1.5, 2.5) between these limits, mean 43. openb's own (mean 57, a third of them 81 %)
-# leave little to share: two pods rarely fit on one GPU.
+# Synthetic requests in % of the GPU: Beta(1.5, 2.5) between these limits, mean 43. With the requests of openb (mean 57,
+# a third of them 81 %) two pods rarely fit on one GPU.
 REQUEST_LIMITS, REQUEST_SHAPE = (15.0, 90.0), (1.5, 2.5)
 SENSITIVE_SHARE = 759 / 3078
-"""Latency-sensitive ones among the 3,078 pods with a part of a GPU in Alibaba's openb trace of 2023."""
+"""Share of latency-sensitive pods among the 3,078 pods of Alibaba's openb trace (2023) that use a part of a GPU."""
 MEDIAN_LIFE_S = 539.0
-"""Median life of those pods."""
+"""Median life of these pods."""
 LIFE_SPREAD = 1.2
-"""Standard deviation of the logarithm of a synthetic life. The trace's own is near 2, with pods that outlive any episode."""
+"""Standard deviation of the logarithm of synthetic lives. In openb it is about 2: some pods outlive every episode."""
 LONGEST_LIFE_S = 4 * 3600.0
-"""Longer lives are cut: a pod that outlives the episode looks the same whatever its age."""
+"""Longer lives are cut to this. It makes no difference: such a pod outlives the episode."""
 COLUMNS = ("num_gpu", "gpu_milli", "qos", "creation_time", "deletion_time")
 LATENCY_SENSITIVE = {"LS": True, "Guaranteed": True, "BE": False, "Burstable": False}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests and lives to draw pods from. Compared by identity: the arrays are not part of a hash."""
+    """Requests and lives that pods are drawn from. Compared by identity, because arrays cannot be hashed."""
 
     cores: npt.NDArray[np.float64]
-    """(n,) % of the GPU that a pod asks for, 10 … 100."""
+    """(n,) requested % of the GPU, 10 … 100"""
     life_s: npt.NDArray[np.float64]
-    """(n,) how long a pod stays."""
+    """(n,) how long the pod runs"""
     latency_sensitive: npt.NDArray[np.bool_]
-    """(n,) whether a pod has a latency objective beside its throughput."""
+    """(n,) whether the pod has a latency objective in addition to its throughput"""
     name: str = "workload"
 
     def __post_init__(self) -> None:
@@ -49,9 +49,8 @@ class Workload:
                 raise ValueError(f"{self.name}: {key} has {len(getattr(self, key))} entries, cores has {n}")
         bad = np.flatnonzero(~((self.cores >= MIN_CORES) & (self.cores <= MAX_CORES)))
         if len(bad):
-            raise ValueError(
-                f"{self.name}: pod {bad[0]} asks for {self.cores[bad[0]]} % of the GPU: expected {MIN_CORES:g} … {MAX_CORES:g}"
-            )
+            asked = f"{self.name}: pod {bad[0]} asks for {self.cores[bad[0]]} % of the GPU"
+            raise ValueError(f"{asked}: expected {MIN_CORES:g} … {MAX_CORES:g}")
         bad = np.flatnonzero(~((self.life_s > 0) & np.isfinite(self.life_s)))
         if len(bad):
             raise ValueError(f"{self.name}: pod {bad[0]} lives {self.life_s[bad[0]]} s: expected more than 0")
@@ -61,32 +60,32 @@ class Workload:
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    def rows(self) -> npt.NDArray[np.float64]:
-        """(n, 3): cores, life, latency-sensitive, as the simulator reads them."""
+    def jobs(self) -> npt.NDArray[np.float64]:
+        """(n, 3) the table that the simulator reads: columns ``state.JOB_*``."""
         return np.stack([self.cores, np.minimum(self.life_s, LONGEST_LIFE_S), self.latency_sensitive], 1).astype(float)
 
 
 def synthetic_workload(n: int = 4096) -> Workload:
-    """Requests, lives and classes that are quantiles of their distributions, shuffled: no sampling error, the same each time."""
+    """Quantiles of the distributions of requests, lives and classes, shuffled: no sampling error, always the same."""
     from scipy.special import betaincinv, ndtri
 
-    places, rng = (np.arange(n) + 0.5) / n, np.random.default_rng(0)
+    quantiles, rng = (np.arange(n) + 0.5) / n, np.random.default_rng(0)
     low, high = REQUEST_LIMITS
-    cores = np.round(low + (high - low) * betaincinv(*REQUEST_SHAPE, places))
-    life_s = MEDIAN_LIFE_S * np.exp(LIFE_SPREAD * ndtri(places))
-    sensitive = places < SENSITIVE_SHARE
+    cores = np.round(low + (high - low) * betaincinv(*REQUEST_SHAPE, quantiles))
+    life_s = MEDIAN_LIFE_S * np.exp(LIFE_SPREAD * ndtri(quantiles))
+    sensitive = quantiles < SENSITIVE_SHARE
     return Workload(rng.permutation(cores), rng.permutation(life_s), rng.permutation(sensitive), "synthetic")
 
 
 def read_openb(path: str | Path) -> Workload:
-    """Pods with a part of one GPU from a CSV file in the format of Alibaba's openb trace.
+    """Read a CSV file in the format of Alibaba's openb trace.
 
-    Needs the columns ``num_gpu``, ``gpu_milli`` (thousandths of a GPU), ``qos`` (LS and Guaranteed are latency-sensitive, BE
-    and Burstable are not), ``creation_time`` and ``deletion_time`` (s). Pods without a GPU and pods with whole ones are
-    passed over, and so are pods that never lived. Requests below 10 % are raised to 10 %, the least that can be allocated.
+    Needs the columns ``num_gpu``, ``gpu_milli`` (thousandths of a GPU), ``qos`` (LS and Guaranteed are
+    latency-sensitive, BE and Burstable are not), ``creation_time`` and ``deletion_time`` (s). Only pods that use a part
+    of one GPU for some time are kept. Requests below 10 % are raised to 10 %, the smallest allocation.
 
     Raises:
-        ValueError: a malformed row, with its line number.
+        ValueError: a malformed row; the message has its line number.
     """
     path = Path(path)
     cores, lives, sensitive = [], [], []
@@ -128,12 +127,12 @@ def _number(row: dict[str, str | None], key: str, where: str, low: float, high: 
 
 @dataclass(frozen=True)
 class NodeMix:
-    """What one edge node is like, and stays like: which applications run there and how much their owners over-ask."""
+    """A fixed edge node: which applications run there, and how much their owners over-ask."""
 
     over_ask: float
-    """Mean of log(used / unused) of the requests: 0 means that half of a request is needed, negative less."""
+    """Mean of log(used / unused) of the requests. At 0, half of a request is needed; below 0, less."""
     apps: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
-    """Weights of alexnet, resnet50, vgg19, ssd."""
+    """Weights of alexnet, resnet50, vgg19 and ssd."""
 
     def __post_init__(self) -> None:
         if len(self.apps) != len(APPS) or min(self.apps) < 0 or not 0 < sum(self.apps) < math.inf:
@@ -145,9 +144,9 @@ class NodeMix:
 
 
 def edge_mixes(n_nodes: int) -> list[NodeMix]:
-    """The mixes of N edge nodes: owners over-ask differently, and each node has an application that it runs most.
+    """The mixes of N edge nodes. They differ in over-asking, and each has a main application.
 
-    Node i is the same whatever N is, so that a federation can grow.
+    Node i does not depend on N, so a federation can grow.
     """
     if n_nodes < 1:
         raise ValueError(f"n_nodes is {n_nodes}: expected at least 1")
@@ -156,6 +155,6 @@ def edge_mixes(n_nodes: int) -> list[NodeMix]:
     for i in range(n_nodes):
         weights = [0.1] * len(APPS)
         weights[i % len(APPS)] = 0.7
-        # The golden ratio spreads any number of nodes evenly between asking 4 times too much and barely enough.
+        # The golden ratio spreads any number of nodes evenly, from asking 4 times too much to asking barely enough.
         mixes.append(NodeMix(-1.2 + 2.0 * ((i + 0.5) * golden % 1.0), tuple(weights)))
     return mixes
