@@ -1,0 +1,123 @@
+"""From counts to µs: dispatch, expert kernels, combine and migration.
+
+``norm_log2`` = −1 gives the true time, set by the busiest GPU. d ≥ 0 replaces that maximum by the smooth 2^d-norm over GPUs,
+which suits planners.
+"""
+
+from __future__ import annotations
+
+import math
+
+from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.serving.profiles import ALLGATHER, STAY
+from clustergym.moe_placement.serving.state import (
+    FROM_OTHER_NODE,
+    FROM_OWN_NODE,
+    RECEIVED_INTER,
+    RECEIVED_INTRA,
+    SENT_INTER,
+    SENT_INTRA,
+)
+
+
+@device
+def _accumulate(total, value, norm_log2):
+    """Running maximum (norm_log2 < 0) or sum of 2^norm_log2-th powers."""
+    if norm_log2 < 0:
+        return max(total, value)
+    for _ in range(norm_log2):
+        value = value * value
+    return total + value
+
+
+@device
+def _root(total, norm_log2):
+    for _ in range(norm_log2):
+        total = math.sqrt(total)
+    return total
+
+
+@device
+def gpu_kernel_time(state, b, w, g, topology, costs):
+    """µs of the GPU's expert kernel without its start."""
+    # Whole numbers first: their sum does not depend on the order of the slots.
+    active, blocks, pairs, tokens = 0, 0, 0, 0
+    for s in range(state.slots.shape[2]):
+        if state.slots[b, g, s] >= 0:
+            here = int(state.slot_pairs[b, w, g, s])
+            active += here > 0
+            blocks += (here + costs.block_tokens - 1) // costs.block_tokens
+            pairs += here
+    if costs.token_us > 0.0:
+        if topology.transport == ALLGATHER:
+            tokens = state.rows.shape[2]
+        else:
+            for home in range(state.slots.shape[1]):
+                tokens += state.visits[b, w, home, g]
+    return costs.token_us * tokens + costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
+
+
+@device
+def _exchange_time(copies, intra_us, inter_us, norm_log2):
+    """µs that the busiest GPU needs for its copies: inside the node, plus between nodes."""
+    intra, inter = 0.0, 0.0
+    for g in range(copies.shape[1]):
+        intra = _accumulate(intra, copies[SENT_INTRA, g] * intra_us, norm_log2)
+        intra = _accumulate(intra, copies[RECEIVED_INTRA, g] * intra_us, norm_log2)
+        inter = _accumulate(inter, copies[SENT_INTER, g] * inter_us, norm_log2)
+        inter = _accumulate(inter, copies[RECEIVED_INTER, g] * inter_us, norm_log2)
+    return _root(intra, norm_log2) + _root(inter, norm_log2)
+
+
+@device
+def compute_time(state, b, w, costs, norm_log2):
+    """µs of the slowest expert kernel."""
+    longest = 0.0
+    for g in range(state.slots.shape[1]):
+        longest = _accumulate(longest, state.kernel_us[b, w, g], norm_log2)
+    return max(costs.kernel_floor_us, costs.kernel_us + _root(longest, norm_log2))
+
+
+@device
+def pass_times(state, b, w, topology, costs, norm_log2):
+    """(dispatch, compute, combine) of a pass, µs."""
+    dispatch, combine = costs.dispatch_us, costs.combine_us
+    if topology.transport != ALLGATHER:
+        # What is combined is what was dispatched, the other way round, unless tokens stay where they are.
+        back = state.return_copies[b, w] if topology.transport == STAY else state.copies[b, w]
+        dispatch += _exchange_time(state.copies[b, w], costs.dispatch_intra_us, costs.dispatch_inter_us, norm_log2)
+        combine += _exchange_time(back, costs.combine_intra_us, costs.combine_inter_us, norm_log2)
+    return dispatch, compute_time(state, b, w, costs, norm_log2), combine
+
+
+@device
+def pass_time(state, b, w, topology, costs, norm_log2):
+    """Dispatch + compute + combine of a pass, µs: the sum of :func:`pass_times`, with one look at the copies."""
+    if topology.transport == STAY:
+        dispatch, compute, combine = pass_times(state, b, w, topology, costs, norm_log2)
+        return dispatch + compute + combine
+    time = costs.dispatch_us + costs.combine_us + compute_time(state, b, w, costs, norm_log2)
+    if topology.transport != ALLGATHER:
+        intra_us = costs.dispatch_intra_us + costs.combine_intra_us
+        inter_us = costs.dispatch_inter_us + costs.combine_inter_us
+        time += _exchange_time(state.copies[b, w], intra_us, inter_us, norm_log2)
+    return time
+
+
+@device
+def mean_pass_time(state, b, first, last, topology, costs, norm_log2):
+    """Mean time of the passes ``first`` … ``last``−1, µs. Each is set by its own slowest GPU."""
+    total = 0.0
+    for w in range(first, last):
+        total += pass_time(state, b, w, topology, costs, norm_log2)
+    return total / (last - first)
+
+
+@device
+def migration_time(state, b, costs):
+    """µs per pass until the GPU that receives most experts has them, spread over the passes of the interval."""
+    longest = 0.0
+    for g in range(state.slots.shape[1]):
+        intra = state.received[b, g, FROM_OWN_NODE] * costs.receive_intra_us
+        longest = max(longest, intra + state.received[b, g, FROM_OTHER_NODE] * costs.receive_inter_us)
+    return longest

@@ -1,0 +1,348 @@
+"""Counting a pass, from scratch and after a change of placement."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.serving.cost import gpu_kernel_time
+from clustergym.moe_placement.serving.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, STAY, TOKEN_HASH
+from clustergym.moe_placement.serving.replicas import choose, count_received, insert, remove, slot_of, write_choices
+from clustergym.moe_placement.serving.state import RECEIVED_INTER, RECEIVED_INTRA, SENT_INTER, SENT_INTRA
+from clustergym.moe_placement.serving.token_sets import (
+    add_all,
+    clear,
+    copy_set,
+    count_common,
+    count_range,
+    popcount,
+    range_word,
+)
+
+
+@device
+def count_pass(state, b, w, experts, topology, costs):
+    """Count pass ``w`` from scratch for ``experts`` (rows, K) of a layer.
+
+    ``rows``, ``rank_start``, the replicas and, with transport ``stay``, ``origins`` must be set.
+    """
+    n_gpus, n_slots, n_experts = state.slots.shape[1], state.slots.shape[2], state.replicas.shape[1]
+    rows, replicas, slot_tokens, stay = (
+        state.rows[b, w],
+        state.replicas[b],
+        state.slot_tokens[b, w],
+        topology.transport == STAY,
+    )
+    for e in range(n_experts):
+        state.load[b, w, e] = 0
+        if stay:
+            clear(state.first_uses[b, w, e])
+    for g in range(n_gpus):
+        for s in range(n_slots):
+            clear(slot_tokens[g, s])
+    clear(state.idle[b, w])
+    if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
+        _write_second_choice(state, b, w, topology)
+    # The slot of each expert's first replica collects all tokens that use the expert.
+    for t in range(rows.shape[0]):
+        row, token, word, used = index(rows[t]), index(1) << index(t & 63), index(t >> 6), 0
+        for k in range(experts.shape[1]):
+            e = experts[row, k]
+            if e < 0:
+                continue
+            g = index(replicas[index(e), 0])
+            slot_tokens[g, index(slot_of(state, b, e, g)), word] |= token
+            state.load[b, w, index(e)] += 1
+            if stay and used == 0:
+                state.first_uses[b, w, e, word] |= token
+            used += 1
+        if stay and used == 0:
+            state.idle[b, w, word] |= token
+    for e in range(n_experts):
+        g = replicas[e, 0]
+        s = slot_of(state, b, e, g)
+        state.slot_pairs[b, w, g, s] = state.load[b, w, e]
+        if state.n_replicas[b, e] > 1:
+            copy_set(slot_tokens[g, s], state.moved_tokens[b, w, 0])
+            _assign_tokens(state, b, w, e, 0, topology)
+    for home in range(n_gpus):
+        state.touched[b, home] = 1
+        for i in range(state.copies.shape[2]):
+            state.copies[b, w, i, home] = 0
+        for g in range(n_gpus):
+            state.visits[b, w, home, g] = 0
+        for node in range(state.node_visits.shape[3]):
+            state.node_visits[b, w, home, node] = 0
+    _count_touched(state, b, w, topology, costs)
+
+
+@device
+def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes):
+    """Move a replica of ``e`` and, if v ≥ 0, one of ``v``. A GPU of −1 means none: a new or a deleted replica.
+
+    The same call with from and to exchanged undoes it. Passes 0 … n_passes−1 are updated; if there are others, the next
+    change must undo this one.
+    """
+    for g in range(state.slots.shape[1]):
+        state.touched[b, g] = 0
+    _touch(state, b, e)
+    if v >= 0:
+        _touch(state, b, v)
+    for w in range(state.slot_tokens.shape[1]):
+        if w < n_passes:
+            _collect_tokens(state, b, w, e, 0)
+            if v >= 0:
+                _collect_tokens(state, b, w, v, 1)
+        else:
+            _save_tokens(state, b, w, e, e_from, 0)
+            if v >= 0:
+                _save_tokens(state, b, w, v, v_from, 1)
+    count_received(state, b, e, -1, topology)
+    if e_from >= 0:
+        remove(state, b, e, e_from)
+    if v >= 0:
+        count_received(state, b, v, -1, topology)
+        if v_from >= 0:
+            remove(state, b, v, v_from)
+        if v_to >= 0:
+            insert(state, b, v, v_to)
+        write_choices(state, b, v, topology)
+        count_received(state, b, v, 1, topology)
+    if e_to >= 0:
+        insert(state, b, e, e_to)
+    write_choices(state, b, e, topology)
+    count_received(state, b, e, 1, topology)
+    _touch(state, b, e)
+    if v >= 0:
+        _touch(state, b, v)
+    for w in range(state.slot_tokens.shape[1]):
+        if w < n_passes:
+            _assign_tokens(state, b, w, e, 0, topology)
+            if v >= 0:
+                _assign_tokens(state, b, w, v, 1, topology)
+            _count_touched(state, b, w, topology, costs)
+        else:
+            _restore_tokens(state, b, w, e, e_to, 0)
+            if v >= 0:
+                _restore_tokens(state, b, w, v, v_to, 1)
+
+
+@device
+def _touch(state, b, e):
+    """Mark the GPUs that hold ``e``."""
+    for i in range(state.n_replicas[b, e]):
+        state.touched[b, state.replicas[b, e, i]] = 1
+
+
+@device
+def _collect_tokens(state, b, w, e, which):
+    """Collect the tokens of all replicas of ``e`` in ``moved_tokens``."""
+    tokens = state.moved_tokens[b, w, which]
+    clear(tokens)
+    for i in range(state.n_replicas[b, e]):
+        g = state.replicas[b, e, i]
+        add_all(tokens, state.slot_tokens[b, w, g, slot_of(state, b, e, g)])
+
+
+@device
+def _save_tokens(state, b, w, e, g, which):
+    """Keep what the replica of ``e`` on ``g`` runs in a pass that is not updated: an undo may give it another slot."""
+    if g >= 0:
+        s = slot_of(state, b, e, g)
+        copy_set(state.slot_tokens[b, w, g, s], state.moved_tokens[b, w, which])
+        state.moved_pairs[b, w, which] = state.slot_pairs[b, w, g, s]
+
+
+@device
+def _restore_tokens(state, b, w, e, g, which):
+    if g >= 0:
+        s = slot_of(state, b, e, g)
+        copy_set(state.moved_tokens[b, w, which], state.slot_tokens[b, w, g, s])
+        state.slot_pairs[b, w, g, s] = state.moved_pairs[b, w, which]
+
+
+@device
+def _write_second_choice(state, b, w, topology):
+    """Write which tokens choose the second of two replicas."""
+    chosen = state.second_choice[b, w]
+    clear(chosen)
+    for rank in range(state.slots.shape[1]):
+        first = int(state.rank_start[b, w, rank])
+        for t in range(first, state.rank_start[b, w, rank + 1]):
+            if choose(topology, int(state.rows[b, w, t]), t - first, rank, 0, 2):
+                chosen[index(t >> 6)] |= index(1) << index(t & 63)
+
+
+@device
+def _assign_tokens(state, b, w, e, which, topology):
+    """Give each replica of ``e`` its part of the tokens in ``moved_tokens``."""
+    tokens, replicas, n = state.moved_tokens[b, w, which], state.replicas[b, e], int(state.n_replicas[b, e])
+    load = int(state.load[b, w, e])
+    first_gpu = replicas[0]
+    first_slot = slot_of(state, b, e, first_gpu)
+    if n == 1:
+        copy_set(tokens, state.slot_tokens[b, w, first_gpu, first_slot])
+        state.slot_pairs[b, w, first_gpu, first_slot] = load
+        return
+    if n == 2 and (topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH):
+        second_slot = slot_of(state, b, e, replicas[1])
+        here, there = state.slot_tokens[b, w, first_gpu, first_slot], state.slot_tokens[b, w, replicas[1], second_slot]
+        second, total = state.second_choice[b, w], index(0)
+        for word in range(tokens.shape[0]):
+            moved = tokens[index(word)] & second[index(word)]
+            there[index(word)] = moved
+            here[index(word)] = tokens[index(word)] ^ moved
+            total += popcount(moved)
+        state.slot_pairs[b, w, replicas[1], second_slot] = np.int64(total)
+        state.slot_pairs[b, w, first_gpu, first_slot] = load - np.int64(total)
+        return
+    for i in range(n):
+        clear(state.slot_tokens[b, w, replicas[i], slot_of(state, b, e, replicas[i])])
+    for rank in range(state.slots.shape[1]):
+        _assign_rank(state, b, w, e, rank, tokens, topology)
+    for i in range(n):
+        s = slot_of(state, b, e, replicas[i])
+        run = state.slot_tokens[b, w, replicas[i], s]
+        state.slot_pairs[b, w, replicas[i], s] = count_common(run, run)
+
+
+@device
+def _assign_rank(state, b, w, e, rank, tokens, topology):
+    """Send the tokens that rank ``rank`` holds, of those in ``tokens``, to the replicas of ``e`` that they choose."""
+    stay, replicas = topology.transport == STAY, state.replicas[b, e]
+    choice = int(state.replica_choice[b, e, rank])
+    first, count = choice & 0xFFFF, choice >> 16
+    start, last = (0, state.rows.shape[2]) if stay else (
+        int(state.rank_start[b, w, rank]), int(state.rank_start[b, w, rank + 1])
+    )  # fmt: skip
+    if last <= start:
+        return
+    g = replicas[first]
+    run, ordinal = state.slot_tokens[b, w, g, slot_of(state, b, e, g)], 0
+    for word in range(start >> 6, (last + 63) >> 6):
+        here = tokens[index(word)] & range_word(start, last, word)
+        if stay:
+            here &= state.origins[b, w, rank, index(word)]
+        if count == 1:
+            run[index(word)] |= here
+            continue
+        while here != index(0):
+            token = here & (~here + index(1))
+            here ^= token
+            t = 64 * word + np.int64(popcount(token - index(1)))
+            # A token that moved away keeps its place in the batch of its home rank.
+            base = _batch_start(state, b, w, t) if stay else start
+            picked = first + choose(topology, int(state.rows[b, w, t]), t - base, rank, ordinal, count)
+            ordinal += 1
+            g = replicas[picked]
+            state.slot_tokens[b, w, g, slot_of(state, b, e, g), word] |= token
+
+
+@device
+def _batch_start(state, b, w, t):
+    """First token of the rank that token ``t`` belongs to."""
+    rank = 0
+    while state.rank_start[b, w, rank + 1] <= t:
+        rank += 1
+    return int(state.rank_start[b, w, rank])
+
+
+@device
+def _visits_from(state, b, w, home, tokens, topology):
+    """How many tokens of a set are held by GPU ``home``."""
+    if topology.transport == STAY:
+        return count_common(state.origins[b, w, home], tokens)
+    return count_range(tokens, int(state.rank_start[b, w, home]), int(state.rank_start[b, w, home + 1]))
+
+
+@device
+def _count_touched(state, b, w, topology, costs):
+    """Update all that follows from ``slot_tokens`` for the GPUs that are marked in ``touched``."""
+    n_gpus, per_node, transport = state.slots.shape[1], topology.gpus_per_node, topology.transport
+    for node in range(state.node_visits.shape[3]):
+        first, changed = node * per_node, 0
+        for g in range(first, first + per_node):
+            if state.touched[b, g]:
+                changed = 1
+                if transport != ALLGATHER:
+                    _count_visits(state, b, w, g, topology)
+                state.kernel_us[b, w, g] = gpu_kernel_time(state, b, w, g, topology, costs)
+        if changed and (transport == DEDUP or transport == STAY):
+            near = state.node_visitors[b]
+            clear(near)
+            for g in range(first, first + per_node):
+                add_all(near, state.visitors[b, w, g])
+            for home in range(n_gpus):
+                visits = _visits_from(state, b, w, home, near, topology)
+                difference = visits - state.node_visits[b, w, home, node]
+                state.node_visits[b, w, home, node] = visits
+                if node != topology.node_of[home]:
+                    relay = home + (node - topology.node_of[home]) * per_node
+                    state.copies[b, w, SENT_INTER, home] += difference
+                    state.copies[b, w, RECEIVED_INTER, relay] += difference
+    if transport == STAY:
+        _count_return(state, b, w, topology)
+
+
+@device
+def _count_visits(state, b, w, g, topology):
+    """Update who visits GPU ``g``, and the copies that follow from it."""
+    n_slots, node, per_node = state.slots.shape[2], topology.node_of[g], topology.gpus_per_node
+    each = topology.transport == PER_EXPERT
+    here, copies = state.visitors[b, w, g], state.copies[b, w]
+    if not each:
+        clear(here)
+        for s in range(n_slots):
+            if state.slots[b, g, s] >= 0:
+                add_all(here, state.slot_tokens[b, w, g, s])
+    for home in range(state.slots.shape[1]):
+        visits = 0
+        if each:
+            for s in range(n_slots):
+                if state.slots[b, g, s] >= 0:
+                    visits += _visits_from(state, b, w, home, state.slot_tokens[b, w, g, s], topology)
+        else:
+            visits = _visits_from(state, b, w, home, here, topology)
+        difference = visits - state.visits[b, w, home, g]
+        state.visits[b, w, home, g] = visits
+        # With deduplication a copy crosses once to each node, to the GPU of the same local rank, which forwards it.
+        sender = home if each else home + (node - topology.node_of[home]) * per_node
+        if g != sender:
+            near = topology.node_of[sender] == node
+            copies[SENT_INTRA if near else SENT_INTER, sender] += difference
+            copies[RECEIVED_INTRA if near else RECEIVED_INTER, g] += difference
+
+
+@device
+def _count_return(state, b, w, topology):
+    """Where the tokens are after the layer with transport ``stay``, and the copies that return there."""
+    n_gpus, per_node = state.slots.shape[1], topology.gpus_per_node
+    near, copies = state.node_visitors[b], state.return_copies[b, w]
+    for g in range(n_gpus):
+        for i in range(copies.shape[0]):
+            copies[i, g] = 0
+        # A token that uses no expert does not move.
+        after = state.destinations[b, w, g]
+        for word in range(after.shape[0]):
+            after[index(word)] = state.idle[b, w, index(word)] & state.origins[b, w, g, index(word)]
+        for s in range(state.slots.shape[2]):
+            e = state.slots[b, g, s]
+            if e >= 0:
+                run, first = state.slot_tokens[b, w, g, s], state.first_uses[b, w, e]
+                for word in range(after.shape[0]):
+                    after[index(word)] |= run[index(word)] & first[index(word)]
+    for node in range(state.node_visits.shape[3]):
+        clear(near)
+        for g in range(node * per_node, (node + 1) * per_node):
+            add_all(near, state.visitors[b, w, g])
+            for home in range(n_gpus):
+                visits = count_common(state.destinations[b, w, home], state.visitors[b, w, g])
+                relay = home + (node - topology.node_of[home]) * per_node
+                if g != relay:
+                    copies[SENT_INTRA, relay] += visits
+                    copies[RECEIVED_INTRA, g] += visits
+        for home in range(n_gpus):
+            if node != topology.node_of[home]:
+                visits = count_common(state.destinations[b, w, home], near)
+                copies[SENT_INTER, home] += visits
+                copies[RECEIVED_INTER, home + (node - topology.node_of[home]) * per_node] += visits
