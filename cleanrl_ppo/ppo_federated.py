@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 # Importing clustergym registers its environments, so that --env-id finds them.
-from clustergym.common.arguments import check_values, expand_booleans
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from clustergym.common.extras import require
 from clustergym.common.files import write_atomically
@@ -50,8 +49,10 @@ from clustergym.training import (
     Progress,
     RunLogger,
     check_same_args,
+    check_values,
     choose_device,
     derive_seed,
+    expand_booleans,
     plain_args,
     print_result,
     read_scalars,
@@ -399,15 +400,14 @@ def adapted_beta(beta: float, kl: float, target: float) -> float:
 
 def make_env(args: Args, index: int, videos: Path | None = None) -> gym.Env:
     """Make one environment of agent ``index``. With ``videos``, episodes are recorded to that folder."""
-    options = json.loads(args.env_options) | ({} if videos is None else {"render_mode": "rgb_array"})
-    if args.env_id == EDGE_NODES:
-        # Imported here because other environments do not need the simulator.
-        from clustergym.gpu_allocation.environment import GPUAllocationEnv
-        from clustergym.gpu_allocation.workload import edge_mixes
+    env_id, options = args.env_id, json.loads(args.env_options)
+    if env_id == EDGE_NODES:
+        from clustergym.gpu_allocation.workload import edge_mixes  # other environments do not need it
 
-        env: gym.Env = GPUAllocationEnv(mix=edge_mixes(index + 1)[index], **options)
-    else:
-        env = gym.make(args.env_id, disable_env_checker=True, **options)
+        env_id, options["mix"] = "GPUAllocation-v0", edge_mixes(index + 1)[index]
+    if videos is not None:
+        options["render_mode"] = "rgb_array"
+    env = gym.make(env_id, disable_env_checker=True, **options)
     if videos is not None:
         env = gym.wrappers.RecordVideo(env, str(videos), name_prefix=f"agent_{index}", disable_logger=True)
     return env

@@ -5,7 +5,7 @@ copied between them on purpose, so that each trainer can be read from top to bot
 """
 
 from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
-from clustergym.training.arguments import check_same_args, plain_args
+from clustergym.training.arguments import check_same_args, check_values, expand_booleans, plain_args
 from clustergym.training.distributed import World, choose_device, init_distributed
 from clustergym.training.folders import run_folder
 from clustergym.training.logger import RunLogger, read_scalars
@@ -16,7 +16,7 @@ from clustergym.training.vector import EpisodeStatistics, action_mask, flat_size
 
 __all__ = [
     "CHECKPOINT_NAME", "CheckpointError", "EpisodeStatistics", "Progress", "Run", "RunLogger", "World", "action_mask",
-    "capture_rng_state", "check_same_args", "choose_device", "derive_seed", "flat_size", "flatten", "init_distributed",
-    "load_checkpoint", "plain_args", "play_episodes", "print_result", "read_scalars", "restore_rng_state", "run_folder",
-    "run_trainer", "save_checkpoint",
+    "capture_rng_state", "check_same_args", "check_values", "choose_device", "derive_seed", "expand_booleans",
+    "flat_size", "flatten", "init_distributed", "load_checkpoint", "plain_args", "play_episodes", "print_result",
+    "read_scalars", "restore_rng_state", "run_folder", "run_trainer", "save_checkpoint",
 ]  # fmt: skip

@@ -1,9 +1,10 @@
-"""Arguments of a run as plain data, and the check that a resumed run uses the same ones."""
+"""Arguments of a run: spellings of booleans, checks of values, plain data for checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +32,30 @@ def check_same_args(saved: Mapping[str, Any], given: Mapping[str, Any], may_diff
     ]
     if differing:
         raise CheckpointError("cannot resume with other arguments: " + "; ".join(differing))
+
+
+def expand_booleans(args_class: Any, argv: Sequence[str]) -> list[str]:
+    """Rewrite ``--flag`` and ``--no-flag`` to ``--flag True`` and ``--flag False`` for boolean fields of a dataclass.
+
+    ``--flag True`` and ``--flag=True`` stay as they are. Sweeps use that form, people the shorter one.
+    """
+    flags = {f"--{each.name.replace('_', '-')}" for each in fields(args_class) if isinstance(each.default, bool)}
+    expanded: list[str] = []
+    for i, word in enumerate(argv):
+        following = argv[i + 1] if i + 1 < len(argv) else "--"
+        name = word.replace("_", "-")
+        if name in flags and following.startswith("-"):
+            expanded += [name, "True"]
+        elif name.startswith("--no-") and (positive := "--" + name.removeprefix("--no-")) in flags:
+            expanded += [positive, "False"]
+        else:
+            expanded.append(word)
+    return expanded
+
+
+def check_values(args: object, names: str, valid: Callable[[float], bool], expected: str) -> None:
+    """Raise ValueError if a field is an invalid number. ``names`` are separated by spaces; None is always valid."""
+    for name in names.split():
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and valid(value)):
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: expected {expected}")
