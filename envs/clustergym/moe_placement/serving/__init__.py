@@ -11,9 +11,9 @@
 | `streams` | drawing the sampled passes of an interval from a trace |
 | `simulator` | the Python interface: intervals, streams, served time |
 
-One GPU is one expert-parallel rank and one data-parallel attention rank. In a pass every rank contributes tokens of its own
-requests. The time between two placement decisions is an interval of many passes; a few of them are simulated exactly and
-averaged. The tokens of a pass are stored rank by rank, so a rank's tokens are a contiguous range.
+One GPU is one expert-parallel rank and one data-parallel attention rank. In a pass every rank contributes tokens of its
+own requests. The time between two placement decisions is an interval of many passes; some are simulated exactly and
+averaged. The tokens of a pass are stored rank by rank, so the tokens of a rank are a contiguous range.
 
-Names: E experts, G GPUs on N nodes, S slots per GPU, K experts per token, T tokens per pass, P sampled passes, L layers.
+Names: E experts, G GPUs on N nodes, S slots per GPU, K experts per token, T tokens per pass, P sampled passes, L layers
 """

@@ -1,7 +1,7 @@
 """From counts to µs: dispatch, expert kernels, combine and migration.
 
-``norm_log2`` = −1 gives the true time, set by the busiest GPU. d ≥ 0 replaces that maximum by the smooth 2^d-norm over GPUs,
-which suits planners.
+``norm_log2`` = −1 gives the true time, set by the busiest GPU. d ≥ 0 replaces that maximum by the smooth 2^d-norm over
+GPUs, which suits planners.
 """
 
 from __future__ import annotations

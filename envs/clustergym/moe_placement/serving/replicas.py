@@ -15,7 +15,8 @@ _KNUTH, _MASK32 = 2654435761, 0xFFFFFFFF
 def choose(topology, row, position, rank, ordinal, count):
     """Which of ``count`` replicas a token takes.
 
-    ``position`` is the token's place in its rank's batch, ``ordinal`` how many tokens of the rank used the expert before it.
+    ``position`` is the token's place in its rank's batch. ``ordinal`` is how many tokens of the rank used the expert
+    before it.
     """
     if topology.dispatch == TOKEN_HASH:
         return (position * _KNUTH & _MASK32) % count
@@ -28,7 +29,7 @@ def choose(topology, row, position, rank, ordinal, count):
 def write_choices(state, b, e, topology):
     """Derive from the replicas of ``e`` which of them a token of each rank chooses from.
 
-    * rank-nearest: the one on the rank's GPU, else the first on its node. Ranks without either are dealt over all replicas.
+    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas.
     * rank-mod: replica number rank modulo the number of replicas.
     * local-hash: the one on the rank's GPU, else those on its node, else all.
     * random, token-hash, round-robin: all.

@@ -81,7 +81,7 @@ class Interval:
 def cut_trace(trace: TokenTrace, phase: str, sampled_passes: int, tokens_per_rank: int) -> TracePieces:
     """Cut a trace into the pieces that streams draw.
 
-    Decode: ``sampled_passes`` tokens each; what is left of a sequence is not used. Prefill: at most ``tokens_per_rank``.
+    Decode: ``sampled_passes`` tokens each; the rest of a sequence is not used. Prefill: at most ``tokens_per_rank``.
     """
     decode = phase == "decode"
     longest = sampled_passes if decode else tokens_per_rank
@@ -140,9 +140,9 @@ class IntervalStream:
         if self.capacity < 1 and not allow_reuse:
             need = n_gpus * tokens_per_rank * sampled_passes
             raise ValueError(
-                f"{trace.name}: {self.trace.piece_tokens.sum()} tokens fit the {self.phase} phase, but an interval needs {need} "
-                f"({sampled_passes} passes of {tokens_per_rank} tokens on {n_gpus} ranks): lower tokens_per_rank or "
-                "sampled_passes, or allow reuse"
+                f"{trace.name}: {self.trace.piece_tokens.sum()} tokens fit the {self.phase} phase, but an interval "
+                f"needs {need} ({sampled_passes} passes of {tokens_per_rank} tokens on {n_gpus} ranks): "
+                "lower tokens_per_rank or sampled_passes, or allow reuse"
             )
         domains = len(trace.domain_names)
         self.state = StreamState(
@@ -171,7 +171,8 @@ class IntervalStream:
         rows = np.zeros((self.sampled_passes, self.n_gpus * self.tokens_per_rank), np.int32)
         rank_start = np.zeros((self.sampled_passes, self.n_gpus + 1), np.int32)
         draw_interval(
-            self.state, 0, self.trace, PHASES.index(self.phase), self.schedule, self.rate, self.rank_imbalance, rows, rank_start
+            self.state, 0, self.trace, PHASES.index(self.phase), self.schedule, self.rate, self.rank_imbalance, rows,
+            rank_start,
         )  # fmt: skip
         if self.state.position[0, AT_REUSE] and not self.allow_reuse:
             raise ValueError(
@@ -247,8 +248,8 @@ class ServingSimulator:
             combine_us += share * (base.combine_inter_us if far else base.combine_intra_us)
         return ServingCosts(
             dispatch_us, base.dispatch_intra_us, base.dispatch_inter_us, combine_us, base.combine_intra_us,
-            base.combine_inter_us, base.kernel_us, 0.0, 0.0, base.expert_us, 0.0, 64, base.pair_us, base.receive_intra_us,
-            base.receive_inter_us,
+            base.combine_inter_us, base.kernel_us, 0.0, 0.0, base.expert_us, 0.0, 64, base.pair_us,
+            base.receive_intra_us, base.receive_inter_us,
         )  # fmt: skip
 
     def allocate(self, batch: int, n_passes: int, n_tokens: int) -> ServingState:
@@ -292,7 +293,8 @@ class ServingSimulator:
         state.rank_start[:] = interval.rank_start
         state.slots[:] = placement if before is None else before
         arguments = (
-            state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology, self.costs(interval.rows.shape[1]),
+            state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology,
+            self.costs(interval.rows.shape[1]),
         )  # fmt: skip
         if self.topology.transport == STAY:
             # A layer begins where the one before left its tokens: layers are counted in order.

@@ -58,7 +58,8 @@ class ServingCosts(NamedTuple):
     def weigh_tokens(self, scale: float) -> ServingCosts:
         """The same costs with each token weighed by ``scale``: plan on a pass of another size than the engine's."""
         per_token = (
-            "dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "token_us", "block_us", "pair_us",
+            "dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "token_us", "block_us",
+            "pair_us",
         )  # fmt: skip
         return self._replace(**{name: getattr(self, name) * scale for name in per_token})
 

@@ -1,9 +1,9 @@
 """Drawing the sampled passes of an interval from a trace.
 
-The trace is cut into pieces: tokens that follow each other in a sequence. A stream serves a piece at most once, until all
-pieces have been served. In the decode phase a piece has one token for each sampled pass: a running sequence gives its next token
-to each of them. Hundreds of passes later, in the next interval, another sequence runs in its place, drawn from the
-mixture of domains at that time. In the prefill phase a rank works through pieces one after another.
+The trace is cut into pieces: tokens that follow each other in a sequence. A stream serves a piece at most once, until
+all pieces have been served. In the decode phase a piece has one token for each sampled pass: a running sequence gives
+its next token to each of them. Hundreds of passes later, in the next interval, another sequence runs in its place,
+drawn from the mixture of domains at that time. In the prefill phase a rank works through pieces one after another.
 
 Random numbers are counter-based (one key and counter per stream), so a stream depends only on its seed.
 """
@@ -67,8 +67,8 @@ def begin_stream(state, b, trace, schedule):
 def draw_interval(state, b, trace, phase, schedule, rate, imbalance, rows, rank_start):
     """Fill ``rows`` (P, T) and ``rank_start`` (P, G + 1) with the sampled passes of the next interval.
 
-    ``rate`` is the step of the mixture walk (drift) or the chance of another domain (switch). ``imbalance`` is the spread of the
-    ranks' shares of the tokens, 0 for equal shares.
+    ``rate`` is the step of the mixture walk (drift) or the chance of another domain (switch). ``imbalance`` is the
+    spread of the ranks' shares of the tokens, 0 for equal shares.
     """
     n_domains = state.drawn.shape[1]
     if schedule == DRIFT:
