@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined, unused-ignore]
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 
 RECONNECT_TIMEOUT_S = 5.0
 log = logging.getLogger("clustergym.federation")
