@@ -5,8 +5,8 @@
     python benchmarks/federated.py speed       # four agents in one process, and in one process per agent
     python benchmarks/federated.py bytes       # bytes and time of an exchange by number of agents
 
-Each study prints a table and writes JSON, and plots where there are curves, to ``--output``. Finished runs are reused, so
-an interrupted study can be started again.
+Each study prints a table and writes JSON, and plots where there are curves, to ``--output``. Finished runs are reused,
+so an interrupted study can be started again.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def edge(args: Args, console: Console) -> None:
     )
 
     table = make_table(
-        f"{nodes} edge nodes, {args.edge_steps:,} decisions per node, {len(seeds)} seeds: evaluation reward per decision",
+        f"{nodes} edge nodes, {args.edge_steps:,} decisions per node, {len(seeds)} seeds: mean reward in evaluation",
         "agents", "mean over nodes", "worst node", "nodes, mean over seeds", "more than alone",
     )  # fmt: skip
     # Rewards per decision have shape (seeds, nodes).
@@ -348,7 +348,7 @@ def exchanged_bytes(args: Args, console: Console) -> None:
     size = message_bytes(cartpole_policy().numel())
     table = make_table(
         f"exchange of CartPole policies ({size:,} bytes each), {rounds} rounds",
-        "agents", "graph", "bytes per round, all agents", "bytes per round and agent", "transfer, ms per round and agent",
+        "agents", "graph", "bytes per round", "bytes per round and agent", "transfer, ms per round and agent",
     )  # fmt: skip
     rows = []
     for graph in ("ring", "all to all"):
