@@ -71,7 +71,7 @@ def test_a_forbidden_import_breaks_a_contract(copied: Path, module: str, importe
     finally:
         path.write_text(source)
     assert result.returncode == 1, result.stdout
-    assert f"-> {imported}" in result.stdout
+    assert f"-> {imported}" in " ".join(result.stdout.split())  # long lines are wrapped
 
 
 def test_a_package_without_a_place_breaks_a_contract(copied: Path) -> None:
