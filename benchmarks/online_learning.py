@@ -78,7 +78,7 @@ def play_rule(name: str, index: int, decisions: int) -> np.ndarray:
 
 
 def pressure_of(ask: list[float], out: list[float]) -> float:
-    """What monitoring would show of a pod: its load, or its latency against its objective."""
+    """The pressure that monitoring would report for a pod: the larger of load and latency / objective."""
     latency = out[state.OUTCOME_LATENCY]
     return max(ask[state.ASK_RATE] / ask[state.ASK_BATCH] * latency, latency / ask[state.ASK_SLO])
 
@@ -88,8 +88,9 @@ async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tup
     batch, rewards, version = make_node(index, decisions), np.zeros(decisions), 0
     async with Connection(port) as connection:
         for i in range(decisions):
-            ask, obs = batch.state["ask"][0].tolist(), batch.obs[0].tolist()
-            gpu.set(round(100 * obs[2]), round(MAX_MEMORY_MB * obs[3]), mps=round(MAX_PODS * obs[4]))
+            ask = batch.state["ask"][0].tolist()
+            _, _, gpu_util, mem_util, pods, *_ = batch.obs[0].tolist()
+            gpu.set(round(100 * gpu_util), round(MAX_MEMORY_MB * mem_util), mps=round(MAX_PODS * pods))
             body = {
                 "owner": f"node-{index}/owner-{ask[state.ASK_OWNER]:g}", "cores": ask[state.ASK_CORES],
                 "memory": ask[state.ASK_MEMORY],
@@ -102,15 +103,16 @@ async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tup
             batch.step([inverse_transform(granted["cores"], granted["memory"])], autoreset=False)
             out = batch.outcome[0].tolist()
             if granted["cores"] != out[state.OUTCOME_CORES]:
-                raise RuntimeError(f"granted {granted}, the simulator gave {out[state.OUTCOME_CORES]}")
+                raise RuntimeError(f"the agent granted {granted}, the simulator {out[state.OUTCOME_CORES]}")
             body = {
                 "allocation_id": granted["allocation_id"], "actual_usage": out[state.OUTCOME_USAGE],
                 "qos_met": out[state.OUTCOME_MET] > 0.5, "pods": int(out[state.OUTCOME_PODS]),
-                "pressure": min(pressure_of(ask, out), 1000.0), "memory_used": out[state.OUTCOME_USED_MB], "oom": out[state.OUTCOME_OOM] > 0.5,
+                "pressure": min(pressure_of(ask, out), 1000.0), "memory_used": out[state.OUTCOME_USED_MB],
+                "oom": out[state.OUTCOME_OOM] > 0.5,
             }  # fmt: skip
             status, found = await connection.post("/feedback", body)
             if status != 200 or abs(found["reward"] - out[state.OUTCOME_REWARD]) > 1e-4:
-                raise RuntimeError(f"/feedback {status} {found}, the simulator says {out[state.OUTCOME_REWARD]}")
+                raise RuntimeError(f"/feedback {status} {found}, expected the reward {out[state.OUTCOME_REWARD]}")
             rewards[i] = found["reward"]
     return rewards, version
 

@@ -26,6 +26,7 @@ from clustergym.agent.store import Allocation, Feedback, Store, StoreUnavailable
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import dynamics, history
 from clustergym.gpu_allocation import state as columns
+from online_learning import pressure_of
 from trainers import load_trainer
 
 online = load_trainer("ppo_gpu_alloc_online")
@@ -54,16 +55,10 @@ def test_history_matches_the_simulator(pods: list[tuple[float, float, bool, bool
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def pressure_of(ask: list[float], out: list[float]) -> float:
-    """The pressure that monitoring would report for a pod: the larger of load and latency / objective."""
-    latency = out[columns.OUTCOME_LATENCY]
-    return max(ask[columns.ASK_RATE] / ask[columns.ASK_BATCH] * latency, latency / ask[columns.ASK_SLO])
-
-
 def test_features_match_the_simulator() -> None:
     """Each observation of an episode can be rebuilt from what the agent knows."""
     from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
-    from clustergym.gpu_allocation.space import encode_state
+    from clustergym.gpu_allocation.space import MAX_PODS, encode_state
 
     batch = AllocationBatch(AllocationConfig(history=True), 1)
     batch.seed([5])
@@ -74,16 +69,20 @@ def test_features_match_the_simulator() -> None:
         ask, obs = batch.state["ask"][0].tolist(), batch.obs[0].tolist()
         owner = int(ask[columns.ASK_OWNER])
         known = owners.setdefault(owner, history.new_history())
-        state = encode_state(ask[columns.ASK_CORES], ask[columns.ASK_MEMORY], obs[2], obs[3], round(10 * obs[4]))
-        rebuilt = state + history.features(known, state[0], state[1], ask[columns.ASK_SENSITIVE] > 0.5)
+        _, _, gpu_util, mem_util, pods, *_ = obs
+        state = encode_state(
+            ask[columns.ASK_CORES], ask[columns.ASK_MEMORY], gpu_util, mem_util, round(MAX_PODS * pods)
+        )
+        cores, memory, *_ = state
+        rebuilt = state + history.features(known, cores, memory, ask[columns.ASK_SENSITIVE] > 0.5)
         np.testing.assert_allclose(rebuilt, obs, rtol=1e-4, atol=1e-5)
         batch.step(rng.random((1, 2)), autoreset=False)
         out = batch.outcome[0].tolist()
+        share = out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST]
         needed = min(pressure_of(ask, out) * out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST], 1.0)
-        history.remember(
-            known, needed, out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST],
-            out[columns.OUTCOME_MET] > 0.5, out[columns.OUTCOME_OOM] > 0.5, out[columns.OUTCOME_USED_MB] / out[columns.OUTCOME_REQUEST_MB],
-        )  # fmt: skip
+        memory_share = out[columns.OUTCOME_USED_MB] / out[columns.OUTCOME_REQUEST_MB]
+        met, oom = out[columns.OUTCOME_MET] > 0.5, out[columns.OUTCOME_OOM] > 0.5
+        history.remember(known, needed, share, met, oom, memory_share)
 
 
 # Policy and learning
