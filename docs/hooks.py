@@ -14,6 +14,7 @@ SECTIONS: list[tuple[str, list[str]]] = [
     ("Serving engineers", ["engines", "planners", "traces", "record.*"]),
     ("Trainers", ["ppo", "ppo_.*", "37-details", "sweeps"]),
     ("Operators", ["agent.*", "webhook.*", "kubernetes.*", "deploy.*"]),
+    ("Developers", ["architecture"]),
     ("More", ["(?!index|reference/).*"]),
     ("Flags", ["reference/.*"]),
 ]

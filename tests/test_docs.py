@@ -32,3 +32,17 @@ def test_pages_link_to_files_that_exist() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_files_on_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = (ROOT, ROOT / "envs" / "clustergym")
+    named = set(re.findall(r"`([\w./-]+(?:/|\.py|\.toml))`", text))
+    assert len(named) > 40
+    missing = [name for name in named if not any((folder / name).exists() for folder in folders)]
+    assert not missing
+    # The diagram of moe_placement/ has one line per module.
+    (diagram,) = re.findall(r"Each line imports only lines below it:\n\n```text\n(.*?)```", text, flags=re.S)
+    shown = set(re.findall(r"(?:^|  )(\w+)(?:/|\.py)(?=\s)", diagram, flags=re.M))
+    modules = {path.stem for path in (ROOT / "envs/clustergym/moe_placement").iterdir()}
+    assert shown == modules - {"__init__", "__pycache__"}
