@@ -1,17 +1,18 @@
-"""PPO for a language model: token-level, with a KL penalty to the frozen reference, on a model that one CPU thread can train.
+"""PPO for a language model: token-level actions and a KL penalty to a frozen reference model.
 
-    python cleanrl_ppo/ppo_llm.py                                     # pre-training, then PPO toward vowels: a few minutes
+    python cleanrl_ppo/ppo_llm.py                                     # pre-training, then PPO for vowels: a few minutes
     python cleanrl_ppo/ppo_llm.py --reward capitals --text a.txt b.txt
-    python cleanrl_ppo/ppo_llm.py --reference runs/ppo_llm__vowels__1/reference.pt --seed 2    # share one pre-training
-    python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # what the penalty is for
-    python cleanrl_ppo/ppo_llm.py --resume                            # after a crash: goes on as if nothing had happened
+    python cleanrl_ppo/ppo_llm.py --reference runs/ppo_llm__vowels__1/reference.pt --seed 2    # skip pre-training
+    python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # shows what the penalty is good for
+    python cleanrl_ppo/ppo_llm.py --resume                            # continue after a crash
 
-1. A mixture-of-experts transformer over characters (``clustergym.traces.tiny_moe``) learns the text that ships with Python, or files.
-2. The copy that is then frozen is the reference. A prompt is the state, a character the action, a response the episode.
-3. A response is scored at its end token by a programmatic reward; every token pays kl_coef · log(policy / reference), so that
-   the policy earns reward in the reference's neighbourhood instead of forgetting its language.
+1. A small mixture-of-experts transformer over characters (``clustergym.traces.tiny_moe``) is trained on text.
+2. A frozen copy of it is the reference. The prompt is the first state, each character is an action, and the response is
+   the episode.
+3. A reward function scores the response at its last token. Every token costs kl_coef · log(policy / reference), so the
+   policy improves the reward without forgetting its language.
 
-docs/ppo_llm.md explains every metric and shows what to expect.
+One CPU thread is enough. docs/ppo_llm.md explains every metric and shows results.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ from clustergym.training import (
     CheckpointError,
     Progress,
     RunLogger,
+    World,
     check_same_args,
     derive_seed,
-    init_distributed,
     load_checkpoint,
     plain_args,
-    print_result,
     run_folder,
+    run_trainer,
     save_checkpoint,
 )
 
-# Paragraphs that stay together when text is split into training and held-out part: a sequence is then mostly of one piece.
+# Paragraphs that are held out together, so that most sequences lie within one block.
 BLOCK_PARAGRAPHS = 16
-# Keys of derive_seed, so that the phases draw unrelated numbers.
+# Keys for derive_seed: each phase has its own random numbers.
 PRETRAIN, PPO, SCALE, EVALUATE = range(4)
 
 
@@ -141,91 +142,6 @@ class Args:
     """Number of samples printed before and after training."""
 
 
-# Text and rewards
-
-
-def read_paragraphs(files: list[Path]) -> list[str]:
-    """The paragraphs of the files, or of Python's help topics, in order and each once.
-
-    Help topics quote one another: without dropping repetitions, held-out text would have been trained on.
-    """
-    if files:
-        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    else:
-        from pydoc_data.topics import topics
-
-        texts = [topics[name] for name in sorted(topics)]
-    pieces = (piece.strip("\n") for text in texts for piece in re.split(r"\n\s*\n", text))
-    return list(dict.fromkeys(piece for piece in pieces if piece.strip()))
-
-
-def split_text(paragraphs: list[str], held_out: float) -> tuple[Tensor, Tensor]:
-    """(training, held-out) tokens, every paragraph followed by the end token; blocks of paragraphs are dealt at random."""
-    if not 0 < held_out < 1:
-        raise ValueError(f"held_out is {held_out}: expected a share between 0 and 1")
-    blocks = [paragraphs[i : i + BLOCK_PARAGRAPHS] for i in range(0, len(paragraphs), BLOCK_PARAGRAPHS)]
-    if len(blocks) < 2:
-        raise ValueError(
-            f"the text has {len(paragraphs)} paragraphs: at least {BLOCK_PARAGRAPHS + 1} are needed to hold some out"
-        )
-    random.Random(0).shuffle(blocks)
-    cut = min(max(round(len(blocks) * held_out), 1), len(blocks) - 1)
-
-    def pack(part: list[list[str]]) -> Tensor:
-        return torch.tensor([token for block in part for text in block for token in [*encode(text), END]])
-
-    return pack(blocks[cut:]), pack(blocks[:cut])
-
-
-def prompt_starts(tokens: Tensor, length: int) -> Tensor:
-    """Every position from which ``length`` tokens lie in one paragraph."""
-    ends = F.pad((tokens == END).cumsum(0), (1, 0))
-    starts = (ends[length:] == ends[:-length]).nonzero().squeeze(1)
-    if not len(starts):
-        raise ValueError(f"no paragraph of the text has {length} characters: lower --prompt-tokens")
-    return starts
-
-
-def sample_prompts(tokens: Tensor, starts: Tensor, n: int, length: int, generator: torch.Generator) -> Tensor:
-    """(n, length) pieces of paragraphs, at random."""
-    chosen = starts[torch.randint(len(starts), (n,), generator=generator)]
-    return tokens[chosen[:, None] + torch.arange(length)]
-
-
-def vowels(text: str, limit: int) -> float:
-    """Vowels, as a share of the most characters that a response may have."""
-    return sum(character in "aeiouAEIOU" for character in text) / limit
-
-
-def capitals(text: str, limit: int) -> float:
-    """Capital letters, as a share of the most characters that a response may have."""
-    return sum(character.isupper() for character in text) / limit
-
-
-def variety(text: str, limit: int) -> float:
-    """Letters in distinct words, as a share of the most characters: saying a thing twice earns nothing."""
-    return sum(map(len, set(re.findall(r"[a-z]+", text.lower())))) / limit
-
-
-def brevity(text: str, limit: int) -> float:
-    """What is left of the most characters when the response ends."""
-    return 1 - len(text) / limit
-
-
-# All are shares of the LIMIT, not of the response: the latter would pay most for a single good letter and then the end.
-REWARDS: dict[str, Callable[[str, int], float]] = {
-    "vowels": vowels,
-    "capitals": capitals,
-    "variety": variety,
-    "brevity": brevity,
-}
-
-
-def reward_of(name: str, responses: Tensor) -> Tensor:
-    """(B,) raw rewards of responses (B, R)."""
-    return torch.tensor([REWARDS[name](decode(row), responses.shape[1]) for row in responses])
-
-
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
 
 
@@ -297,22 +213,126 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
-# ALGO LOGIC: what a language model adds
+# Text and rewards
+
+
+def read_paragraphs(files: list[Path]) -> list[str]:
+    """Read the distinct paragraphs of the files, or of Python's help topics.
+
+    Help topics repeat paragraphs of each other. Without duplicates, no held-out paragraph is also trained on.
+    """
+    if files:
+        texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    else:
+        from pydoc_data.topics import topics
+
+        texts = [topics[name] for name in sorted(topics)]
+    pieces = (piece.strip("\n") for text in texts for piece in re.split(r"\n\s*\n", text))
+    return list(dict.fromkeys(piece for piece in pieces if piece.strip()))
+
+
+def split_text(paragraphs: list[str], held_out: float) -> tuple[Tensor, Tensor]:
+    """Split at random into (training, held-out) tokens. The end token follows every paragraph."""
+    if not 0 < held_out < 1:
+        raise ValueError(f"held_out is {held_out}: expected a share between 0 and 1")
+    blocks = [paragraphs[i : i + BLOCK_PARAGRAPHS] for i in range(0, len(paragraphs), BLOCK_PARAGRAPHS)]
+    if len(blocks) < 2:
+        raise ValueError(f"the text has {len(paragraphs)} paragraphs: expected at least {BLOCK_PARAGRAPHS + 1}")
+    random.Random(0).shuffle(blocks)
+    cut = min(max(round(len(blocks) * held_out), 1), len(blocks) - 1)
+
+    def pack(part: list[list[str]]) -> Tensor:
+        return torch.tensor([token for block in part for text in block for token in [*encode(text), END]])
+
+    return pack(blocks[cut:]), pack(blocks[:cut])
+
+
+@dataclass
+class Text:
+    """Training and held-out tokens, and a digest that is saved with the reference model."""
+
+    train: Tensor
+    held_out: Tensor
+    digest: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.train.device
+
+
+def load_text(args: Args, device: torch.device) -> Text:
+    paragraphs = read_paragraphs(args.text)
+    digest = hashlib.sha256("\0".join([str(args.held_out), *paragraphs]).encode()).hexdigest()
+    train, held_out = split_text(paragraphs, args.held_out)
+    return Text(train.to(device), held_out.to(device), digest)
+
+
+def prompt_starts(tokens: Tensor, length: int) -> Tensor:
+    """All positions where ``length`` tokens lie within one paragraph."""
+    ends = F.pad((tokens.cpu() == END).cumsum(0), (1, 0))
+    starts = (ends[length:] == ends[:-length]).nonzero().squeeze(1)
+    if not len(starts):
+        raise ValueError(f"no paragraph of the text has {length} characters: reduce --prompt-tokens")
+    return starts
+
+
+def sample_prompts(tokens: Tensor, starts: Tensor, n: int, length: int, generator: torch.Generator) -> Tensor:
+    """Sample prompts of shape (n, length) on the CPU, and move them to the device of ``tokens``."""
+    chosen = starts[torch.randint(len(starts), (n,), generator=generator)]
+    return tokens[(chosen[:, None] + torch.arange(length)).to(tokens.device)]
+
+
+def vowels(text: str, limit: int) -> float:
+    """Number of vowels."""
+    return sum(character in "aeiouAEIOU" for character in text) / limit
+
+
+def capitals(text: str, limit: int) -> float:
+    """Number of capital letters."""
+    return sum(character.isupper() for character in text) / limit
+
+
+def variety(text: str, limit: int) -> float:
+    """Number of letters in distinct words."""
+    return sum(map(len, set(re.findall(r"[a-z]+", text.lower())))) / limit
+
+
+def brevity(text: str, limit: int) -> float:
+    """Number of characters that the response leaves unused."""
+    return 1 - len(text) / limit
+
+
+# All rewards are divided by the maximum length of a response. Divided by the actual length, they would be highest for a
+# response of a single good letter.
+REWARDS: dict[str, Callable[[str, int], float]] = {
+    "vowels": vowels,
+    "capitals": capitals,
+    "variety": variety,
+    "brevity": brevity,
+}
+
+
+def reward_of(name: str, responses: Tensor) -> Tensor:
+    """Raw rewards (B,) of responses (B, R)."""
+    return torch.tensor([REWARDS[name](decode(row), responses.shape[1]) for row in responses])
+
+
+# ALGO LOGIC: policy and rollouts
 
 
 class PolicyWithValue(nn.Module):
-    """The language model with a value head on its activations."""
+    """A language model with a value head."""
 
     def __init__(self, language_model: TinyMoE) -> None:
         super().__init__()
         self.language_model = language_model
         self.value_head = nn.Linear(language_model.config.hidden, 1)
-        # Zero, so that the first values are: a random head would make noise of the first advantages.
+        # The first values are 0. A random head would add noise to the first advantages.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, tokens: Tensor, n_prompt: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of prompt + response (B, P + R): log-probabilities and values (B, R) of the response, and the balance loss."""
+        """For prompts and responses (B, P + R): log-probabilities (B, R), values (B, R) and the load-balancing loss."""
         activations, balance = self.language_model.trunk(tokens[:, :-1])
         activations = activations[:, n_prompt - 1 :]
         logprobs = response_logprobs(self.language_model.logits(activations), tokens[:, n_prompt:])
@@ -320,37 +340,41 @@ class PolicyWithValue(nn.Module):
 
 
 def response_logprobs(logits: Tensor, responses: Tensor) -> Tensor:
-    """(B, R) log-probability of each token of the responses (B, R), from the logits (B, R, V) of the positions before."""
+    """Log-probabilities (B, R) of the response tokens (B, R), from the logits (B, R, V) of the previous positions."""
     return logits.log_softmax(-1).gather(-1, responses[..., None]).squeeze(-1)
 
 
+@torch.no_grad()
+def model_logprobs(model: TinyMoE, tokens: Tensor, n_prompt: int) -> Tensor:
+    """Log-probabilities (B, R) of the responses in prompts and responses (B, P + R)."""
+    activations, _ = model.trunk(tokens[:, :-1])
+    return response_logprobs(model.logits(activations[:, n_prompt - 1 :]), tokens[:, n_prompt:])
+
+
 def response_mask(responses: Tensor) -> Tensor:
-    """(B, R) of bool: the tokens that were chosen, up to and including the first end token."""
+    """Boolean mask (B, R) of the tokens up to and including the first end token."""
     ended = (responses == END).cumsum(1)
     return ended - (responses == END).long() == 0
 
 
 def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """(B, R): each token pays kl_coef · its KL term; the response's last token receives the score."""
+    """Rewards (B, R): each token costs kl_coef · its KL, and the last token of a response gets the score."""
     last = mask.sum(1, keepdim=True) - 1
     return (-kl_coef * kl * mask).scatter_add(1, last, scores[:, None])
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, n_tokens: int, horizon: float) -> float:
-    """The adaptive controller of Ziegler et al. (2019): proportional, clipped at a fifth, slower with the horizon.
-
-    ``n_tokens`` response tokens passed since the last change.
-    """
+    """Adaptive KL controller of Ziegler et al. (2019). ``n_tokens`` is the number of tokens since the last change."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return kl_coef * (1 + error * n_tokens / horizon)
 
 
 @dataclass
 class Batch:
-    """A rollout, one row a response. Entries where ``mask`` is false were never chosen and mean nothing."""
+    """Training data of one update, one row per response. Entries where ``mask`` is False are padding."""
 
     tokens: Tensor
-    """(B, P + R) prompts and responses"""
+    """Prompts and responses (B, P + R)"""
     mask: Tensor
     logprobs: Tensor
     values: Tensor
@@ -360,8 +384,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scale:
-    """Mean and standard deviation of the reference's raw rewards: a score is in units of them, so that a price of KL means
-    the same for every reward."""
+    """Normalises rewards by their mean and standard deviation under the reference, so kl_coef fits every reward."""
 
     mean: float
     deviation: float
@@ -380,64 +403,50 @@ def rollout(
     args: Args,
     generator: torch.Generator,
 ) -> tuple[Batch, dict[str, float]]:
-    """Answer the prompts, score the answers, and estimate every token's advantage."""
+    """Generate and score responses to the prompts. Returns the training data and metrics."""
     responses = policy.language_model.generate(prompts, args.response_tokens, generator, args.temperature)
     tokens, mask = torch.cat([prompts, responses], dim=1), response_mask(responses)
-    # Not kept from sampling: one pass over whole sequences is what the update repeats, so the first ratio is 1.
+    # Recomputed the same way as in the update, so that the first probability ratio is exactly 1.
     logprobs, values, _ = policy(tokens, args.prompt_tokens)
-    k1, k2, k3 = kl_estimators(reference_logprobs(reference, tokens, args.prompt_tokens) - logprobs)
+    k1, k2, k3 = kl_estimators(model_logprobs(reference, tokens, args.prompt_tokens) - logprobs)
     raw = reward_of(args.reward, responses).to(values.device)
     rewards = token_rewards(scale(raw), k1, mask, kl_coef)
-    # The response ends at its last token, whether by the end token or by its length.
+    # An episode ends at the last token of the response: the end token, or the last possible one.
     ends = mask & ~F.pad(mask[:, 1:], (0, 1))
-    nothing = torch.zeros_like(values)
-    advantages, returns = compute_gae(
-        rewards.T, values.T, ends.T, ends.T, nothing[:, 0], nothing.T, args.gamma, args.gae_lambda
-    )
-    sums = [(each * mask).sum(1).mean().item() for each in (k1, k2, k3)]
+    zeros = torch.zeros_like(values)
+    steps = (rewards.T, values.T, ends.T, ends.T, zeros[:, 0], zeros.T)
+    advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
     metrics = {
         "charts/reward": raw.mean().item(),
         "charts/penalized_score": rewards.sum(1).mean().item(),
         "charts/response_tokens": mask.sum(1).float().mean().item(),
         "charts/ended": (responses == END).any(1).float().mean().item(),
-        "kl/k1": sums[0],
-        "kl/k2": sums[1],
-        "kl/k3": sums[2],
+        **{f"kl/{name}": (kl * mask).sum(1).mean().item() for name, kl in (("k1", k1), ("k2", k2), ("k3", k3))},
         "losses/explained_variance": explained_variance(values[mask], returns.T[mask]),
     }
     return Batch(tokens, mask, logprobs, values, advantages.T, returns.T), metrics
 
 
-@torch.no_grad()
-def reference_logprobs(reference: TinyMoE, tokens: Tensor, n_prompt: int) -> Tensor:
-    """(B, R) log-probabilities that the reference gives to the responses in (B, P + R)."""
-    activations, _ = reference.trunk(tokens[:, :-1])
-    return response_logprobs(reference.logits(activations[:, n_prompt - 1 :]), tokens[:, n_prompt:])
-
-
 def update(
     policy: PolicyWithValue, optimizer: torch.optim.Adam, batch: Batch, args: Args, generator: torch.Generator
 ) -> dict[str, float]:
-    """Several epochs of shuffled minibatches on one rollout; returns the means of what was seen."""
+    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         order = torch.randperm(len(batch.tokens), generator=generator).to(batch.tokens.device)
         for rows in order.tensor_split(args.num_minibatches):
-            # From here on only tokens that were chosen: means and whitening are then over them alone.
+            # Select the tokens of the responses, so that means and normalisation leave out the padding.
             mask = batch.mask[rows]
             logprobs, new_values, balance = policy(batch.tokens[rows], args.prompt_tokens)
+            old_values, returns, advantages = (
+                column[rows][mask] for column in (batch.values, batch.returns, batch.advantages)
+            )
             logratio = (logprobs - batch.logprobs[rows])[mask]
             ratio = logratio.exp()
-            advantages = batch.advantages[rows][mask]
-            if args.norm_adv:
-                advantages = normalize_advantages(advantages)
+
+            advantages = normalize_advantages(advantages) if args.norm_adv else advantages
             pg_loss = policy_loss(ratio, advantages, args.clip_coef)
-            v_loss = value_loss(
-                new_values[mask],
-                batch.values[rows][mask],
-                batch.returns[rows][mask],
-                args.clip_coef if args.clip_vloss else None,
-            )
+            v_loss = value_loss(new_values[mask], old_values, returns, args.clip_coef if args.clip_vloss else None)
             loss = pg_loss + args.vf_coef * v_loss + args.balance_coef * balance
 
             optimizer.zero_grad()
@@ -456,14 +465,14 @@ def update(
 
 
 def pretrain_learning_rate(step: int, args: Args) -> float:
-    """Linear warm-up over 50 updates, then a cosine from the peak to a twentieth of it; ``step`` counts from 0."""
+    """Linear warm-up over 50 updates, then a cosine from the peak to 5 % of it. The first ``step`` is 0."""
     cosine = 0.5 * (1 + math.cos(math.pi * step / args.pretrain_steps))
     return args.pretrain_learning_rate * min(1.0, (step + 1) / 50) * (0.05 + 0.95 * cosine)
 
 
 @torch.no_grad()
 def validation_loss(model: TinyMoE, tokens: Tensor, length: int) -> float:
-    """Nats a character on consecutive pieces of ``length`` tokens."""
+    """Mean cross-entropy in nats per character, on consecutive sequences of ``length`` tokens."""
     length = min(length, len(tokens) - 1)
     count = (len(tokens) - 1) // length
     inputs, targets = tokens[: count * length].view(count, length), tokens[1 : count * length + 1].view(count, length)
@@ -474,20 +483,18 @@ def validation_loss(model: TinyMoE, tokens: Tensor, length: int) -> float:
     return sum(losses) / (count * length)
 
 
-def pretrain(model: TinyMoE, text: Text, args: Args, folder: Path, config: dict[str, Any], logger: RunLogger) -> None:
-    """Next-character prediction, with the load-balancing loss on the routers."""
+def pretrain(
+    model: TinyMoE, text: Text, args: Args, logger: RunLogger, saved: dict[str, Any] | None, save: Callable[..., None]
+) -> None:
+    """Train the model to predict the next character, with a load-balancing loss for the routers."""
     if len(text.train) <= args.pretrain_length:
-        raise ValueError(
-            f"the text has {len(text.train)} characters to train on: more than {args.pretrain_length} are needed"
-        )
+        raise ValueError(f"the training text has {len(text.train)} characters: need more than {args.pretrain_length}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     first = 0
-    if args.resume and (folder / CHECKPOINT_NAME).exists():
-        state = load_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", text.device)
-        check_same_args(state["args"], config)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
+    if saved is not None:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
     window = torch.arange(args.pretrain_length + 1, device=text.device)
     per_step = args.pretrain_batch * args.pretrain_length
     with Progress(args.pretrain_steps * per_step, first * per_step) as progress:
@@ -510,46 +517,22 @@ def pretrain(model: TinyMoE, text: Text, args: Args, folder: Path, config: dict[
             if done % args.validate_every == 0 or done == args.pretrain_steps:
                 metrics["pretrain/validation_loss"] = validation_loss(model, text.held_out, args.pretrain_length)
                 logger.scalars(metrics, done)
-                if args.checkpoint_interval:
-                    logger.flush()
-                    state = {"args": config, "phase": "pretrain", "step": done}
-                    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    save_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", state)
+                save("pretrain", done, model=model.state_dict(), optimizer=optimizer.state_dict())
             elif done % 10 == 0:
                 logger.scalars(metrics, done)
             progress.update(done * per_step, **{key.split("/")[1]: value for key, value in metrics.items()})
 
 
-# The whole run
-
-
-@dataclass
-class Text:
-    """Training and held-out tokens, and the digest that ties a reference to them."""
-
-    train: Tensor
-    held_out: Tensor
-    digest: str
-
-    @property
-    def device(self) -> torch.device:
-        return self.train.device
-
-
-def load_text(args: Args, device: torch.device) -> Text:
-    paragraphs = read_paragraphs(args.text)
-    digest = hashlib.sha256("\0".join([str(args.held_out), *paragraphs]).encode()).hexdigest()
-    train, held_out = split_text(paragraphs, args.held_out)
-    return Text(train.to(device), held_out.to(device), digest)
+# Evaluation and the whole run
 
 
 def load_reference(path: Path, text: Text) -> TinyMoE:
-    """A reference that another run pre-trained on the same text, so that what is held out here was held out there."""
+    """Load a reference model. It must have been trained on the same text, so that the held-out part is unseen."""
     state = load_checkpoint(path, "ppo_llm-reference", text.device)
     if state["text"] != text.digest:
         raise CheckpointError(
             f"{path} was pre-trained on another text or split (digest {state['text'][:12]}, here {text.digest[:12]}): "
-            "give the same --text and --held-out (Python's help topics differ between its versions)"
+            "use the same --text and --held-out (Python's help topics differ between its versions)"
         )
     model = TinyMoE(TinyMoEConfig(**state["model"])).to(text.device)
     model.load_state_dict(state["weights"])
@@ -558,26 +541,23 @@ def load_reference(path: Path, text: Text) -> TinyMoE:
 
 @torch.no_grad()
 def evaluate(policy: TinyMoE, reference: TinyMoE, text: Text, args: Args) -> tuple[dict[str, float], Tensor]:
-    """Mean reward and KL of responses to held-out prompts, always the same ones; and the samples to look at."""
+    """Mean reward and KL of responses to held-out prompts, and some samples to print. The prompts are always the same."""
     generator = torch.Generator().manual_seed(derive_seed(args.seed, EVALUATE))
-    starts = prompt_starts(text.held_out.cpu(), args.prompt_tokens)
-    prompts = sample_prompts(text.held_out.cpu(), starts, args.eval_prompts, args.prompt_tokens, generator).to(
-        text.device
-    )
+    starts = prompt_starts(text.held_out, args.prompt_tokens)
+    prompts = sample_prompts(text.held_out, starts, args.eval_prompts, args.prompt_tokens, generator)
     responses = policy.generate(prompts, args.response_tokens, generator, args.temperature)
     tokens, mask = torch.cat([prompts, responses], dim=1), response_mask(responses)
-    logratio = reference_logprobs(reference, tokens, args.prompt_tokens) - reference_logprobs(
-        policy, tokens, args.prompt_tokens
-    )
-    sums = [(each * mask).sum(1) for each in kl_estimators(logratio)]
+    reference_logprobs = model_logprobs(reference, tokens, args.prompt_tokens)
+    policy_logprobs = model_logprobs(policy, tokens, args.prompt_tokens)
+    k1, k2, k3 = ((each * mask).sum(1) for each in kl_estimators(reference_logprobs - policy_logprobs))
     rewards = reward_of(args.reward, responses)
     found = {
         "reward": rewards.mean().item(),
         "reward_ci95": 1.96 * rewards.std().item() / len(rewards) ** 0.5,
-        "kl": sums[0].mean().item(),
-        "kl_ci95": 1.96 * sums[0].std().item() / len(rewards) ** 0.5,
-        "kl_k2": sums[1].mean().item(),
-        "kl_k3": sums[2].mean().item(),
+        "kl": k1.mean().item(),
+        "kl_ci95": 1.96 * k1.std().item() / len(rewards) ** 0.5,
+        "kl_k2": k2.mean().item(),
+        "kl_k3": k3.mean().item(),
         "response_tokens": mask.sum(1).float().mean().item(),
         "validation_loss": validation_loss(policy, text.held_out, args.pretrain_length),
     }
@@ -593,115 +573,110 @@ def print_samples(title: str, tokens: Tensor, n_prompt: int) -> None:
 def check_sizes(args: Args) -> None:
     longest = max(args.pretrain_length, args.prompt_tokens + args.response_tokens)
     if longest > args.model.context and args.reference is None:
-        raise ValueError(f"sequences of {longest} tokens, but --model.context is {args.model.context}")
-    for key in (
-        "pretrain_steps",
-        "iterations",
-        "prompt_tokens",
-        "response_tokens",
-        "num_minibatches",
-        "update_epochs",
-        "eval_prompts",
-    ):
+        raise ValueError(f"sequences of {longest} tokens do not fit into --model.context {args.model.context}")
+    sizes = "pretrain_steps iterations prompt_tokens response_tokens num_minibatches update_epochs eval_prompts"
+    for key in sizes.split():
         if getattr(args, key) < 1:
             raise ValueError(f"{key} is {getattr(args, key)}: expected at least 1")
     if args.batch_size < 2 * args.num_minibatches:
-        raise ValueError(
-            f"batch_size is {args.batch_size}: expected at least 2 responses in each of {args.num_minibatches} minibatches"
-        )
+        raise ValueError(f"batch_size is {args.batch_size}: expected at least 2 responses per minibatch")
     if args.kl_target is not None and args.kl_target <= 0:
         raise ValueError(f"kl_target is {args.kl_target}: expected more than 0 nats, or None")
 
 
-def train(args: Args, device: torch.device) -> dict[str, Any]:
-    """The whole run; returns what the result line shows."""
+def train(args: Args, world: World) -> dict[str, Any]:
+    """Pre-train, train with PPO and evaluate. Returns the content of the result line."""
     check_sizes(args)
+    device = world.device
     folder = run_folder(f"ppo_llm__{args.reward}__{args.seed}", args.run_dir, args.resume)
     config = plain_args(args) | {"model": asdict(args.model), "text": [str(file) for file in args.text]}
     text = load_text(args, device)
-    saved = (
-        load_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", device)
-        if args.resume and (folder / CHECKPOINT_NAME).exists()
-        else None
-    )
-    if saved is not None:
+    saved, checkpoint, reference_file = None, folder / CHECKPOINT_NAME, folder / "reference.pt"
+    if args.resume and checkpoint.exists():
+        saved = load_checkpoint(checkpoint, "ppo_llm", device)
         check_same_args(saved["args"], config)
     in_ppo = saved is not None and saved["phase"] == "ppo"
-    start_step = saved["step"] + 1 if saved is not None else 0
 
-    with RunLogger(folder, config, args.track, start_step=start_step) as logger:
-        reference_file = folder / "reference.pt"
+    def save(phase: str, step: int, **state: Any) -> None:
+        if args.checkpoint_interval:
+            logger.flush()
+            save_checkpoint(checkpoint, "ppo_llm", {"args": config, "phase": phase, "step": step, **state})
+
+    with RunLogger(folder, config, args.track, start_step=saved["step"] + 1 if saved else 0) as logger:
         if in_ppo or args.reference is not None:
             reference = load_reference(reference_file if in_ppo else args.reference, text)
         else:
             torch.manual_seed(args.seed)
             reference = TinyMoE(args.model).to(device)
-            pretrain(reference, text, args, folder, config, logger)
+            pretrain(reference, text, args, logger, saved, save)
+        about = {"model": asdict(reference.config), "text": text.digest}
         if not in_ppo:
-            weights = {"model": asdict(reference.config), "weights": reference.state_dict(), "text": text.digest}
-            save_checkpoint(reference_file, "ppo_llm-reference", weights)
+            save_checkpoint(reference_file, "ppo_llm-reference", about | {"weights": reference.state_dict()})
         reference.requires_grad_(False)
         n_parameters = sum(p.numel() for p in reference.parameters())
         print(
-            f"{n_parameters:,} parameters, {len(text.train):,} characters to learn from, {len(text.held_out):,} held out"
+            f"{n_parameters:,} parameters, {len(text.train):,} training and {len(text.held_out):,} held-out characters"
         )
 
         policy = PolicyWithValue(copy.deepcopy(reference).requires_grad_(True)).to(device)
         optimizer = torch.optim.Adam(policy.parameters(), lr=args.learning_rate, eps=1e-5)
         kl_coef = args.kl_coef if args.kl_penalty else 0.0
-        starts = prompt_starts(text.train.cpu(), args.prompt_tokens)
-        # Curves have one axis of updates: those of PPO follow those of pre-training.
-        first, steps_before = 1, 0 if args.reference is not None else args.pretrain_steps
+        starts = prompt_starts(text.train, args.prompt_tokens)
+        first = 1
         if in_ppo:
             policy.load_state_dict(saved["policy"])
             optimizer.load_state_dict(saved["optimizer"])
             first, kl_coef, scale = saved["iteration"] + 1, saved["kl_coef"], Scale(*saved["scale"])
         else:
             generator = torch.Generator().manual_seed(derive_seed(args.seed, SCALE))
-            prompts = sample_prompts(text.train.cpu(), starts, args.eval_prompts, args.prompt_tokens, generator).to(
-                device
-            )
+            prompts = sample_prompts(text.train, starts, args.eval_prompts, args.prompt_tokens, generator)
             raw = reward_of(args.reward, reference.generate(prompts, args.response_tokens, generator, args.temperature))
             scale = Scale(raw.mean().item(), max(raw.std().item(), 1e-6))
         before, samples = evaluate(reference, reference, text, args)
         print_samples("before", samples, args.prompt_tokens)
-        print(f"reward {before['reward']:.3f}, validation loss {before['validation_loss']:.3f} nats a character")
+        print(f"reward {before['reward']:.3f}, validation loss {before['validation_loss']:.3f} nats per character")
 
-        sampled_per_iteration = args.batch_size * args.response_tokens
-        with Progress(args.iterations * sampled_per_iteration, (first - 1) * sampled_per_iteration) as progress:
+        # The step of the logs counts updates: those of PPO continue after those of pre-training.
+        pretrained = 0 if args.reference is not None else args.pretrain_steps
+        tokens_per_iteration = args.batch_size * args.response_tokens
+        total_tokens = args.iterations * tokens_per_iteration
+        with Progress(total_tokens, (first - 1) * tokens_per_iteration) as progress:
             for iteration in range(first, args.iterations + 1):
                 generator = torch.Generator().manual_seed(derive_seed(args.seed, PPO, iteration))
                 if args.anneal_lr:
                     optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, args.iterations)
-                prompts = sample_prompts(text.train.cpu(), starts, args.batch_size, args.prompt_tokens, generator)
-                batch, metrics = rollout(policy, reference, prompts.to(device), scale, kl_coef, args, generator)
-                metrics |= update(policy, optimizer, batch, args, generator)
-                metrics |= {"charts/kl_coef": kl_coef, "charts/learning_rate": optimizer.param_groups[0]["lr"]}
-                if args.kl_target is not None:
-                    kl_coef = next_kl_coef(
-                        kl_coef, metrics["kl/k1"], args.kl_target, int(batch.mask.sum()), args.kl_horizon
-                    )
 
-                step = steps_before + iteration
-                metrics["charts/SPS"] = progress.steps_per_s(iteration * sampled_per_iteration)
-                logger.scalars(metrics, step)
+                prompts = sample_prompts(text.train, starts, args.batch_size, args.prompt_tokens, generator)
+                batch, metrics = rollout(policy, reference, prompts, scale, kl_coef, args, generator)
+                metrics |= update(policy, optimizer, batch, args, generator)
+
+                metrics["charts/kl_coef"] = kl_coef
+                metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+                metrics["charts/SPS"] = progress.steps_per_s(iteration * tokens_per_iteration)
+                if args.kl_target is not None:
+                    n_tokens = int(batch.mask.sum())
+                    kl_coef = next_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, n_tokens, args.kl_horizon)
+                logger.scalars(metrics, pretrained + iteration)
                 shown = {"reward": metrics["charts/reward"], "kl": metrics["kl/k1"], "kl_coef": kl_coef}
-                progress.update(iteration * sampled_per_iteration, **shown)
-                due = args.checkpoint_interval and iteration % args.checkpoint_interval == 0
-                if due or (args.checkpoint_interval and iteration == args.iterations):
-                    logger.flush()
-                    state = {"args": config, "phase": "ppo", "step": step, "iteration": iteration, "kl_coef": kl_coef}
-                    state |= {"scale": [scale.mean, scale.deviation]}
-                    state |= {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
-                    save_checkpoint(folder / CHECKPOINT_NAME, "ppo_llm", state)
-            steps_per_s = progress.steps_per_s(args.iterations * sampled_per_iteration)
+                progress.update(iteration * tokens_per_iteration, **shown)
+                if iteration == args.iterations or iteration % (args.checkpoint_interval or args.iterations) == 0:
+                    save(
+                        "ppo",
+                        pretrained + iteration,
+                        iteration=iteration,
+                        kl_coef=kl_coef,
+                        scale=[scale.mean, scale.deviation],
+                        policy=policy.state_dict(),
+                        optimizer=optimizer.state_dict(),
+                    )
+            steps_per_s = progress.steps_per_s(total_tokens)
 
         after, samples = evaluate(policy.language_model, reference, text, args)
         print_samples("after", samples, args.prompt_tokens)
-        logger.scalars({f"eval/{key}": value for key, value in after.items()}, steps_before + args.iterations)
+        logger.scalars({f"eval/{key}": value for key, value in after.items()}, pretrained + args.iterations)
     if args.save_model:
-        model = {"model": asdict(reference.config), "weights": policy.language_model.state_dict(), "text": text.digest}
-        save_checkpoint(folder / "model.pt", "ppo_llm-reference", model)
+        weights = policy.language_model.state_dict()
+        save_checkpoint(folder / "model.pt", "ppo_llm-reference", about | {"weights": weights})
     return {
         "reward_name": args.reward,
         "seed": args.seed,
@@ -711,18 +686,13 @@ def train(args: Args, device: torch.device) -> dict[str, Any]:
         "kl_target": args.kl_target if args.kl_penalty and args.kl_coef else None,
         "reference_validation_loss": before["validation_loss"],
         **{key: value for key, value in after.items() if key != "reward"},
-        "steps": args.iterations * sampled_per_iteration,
+        "steps": total_tokens,
         "steps_per_s": steps_per_s,
-        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
+        "checkpoint": checkpoint if args.checkpoint_interval else None,
         "reference": reference_file,
         "run_dir": folder,
     }
 
 
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    print_result(train(args, init_distributed(args.cuda).device))
-
-
 if __name__ == "__main__":
-    main()
+    run_trainer(train, tyro.cli(Args, description=__doc__))

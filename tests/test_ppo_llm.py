@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
-from clustergym.training import CheckpointError, load_checkpoint, read_scalars
+from clustergym.training import CheckpointError, World, load_checkpoint, read_scalars
 from trainers import FOLDER, load_trainer
 
 llm = load_trainer("ppo_llm")
@@ -72,7 +72,7 @@ def test_help_topics_are_the_default_text_and_the_parts_are_disjoint() -> None:
 
 
 def test_a_text_too_short_to_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="the text has 16 paragraphs: at least 17 are needed"):
+    with pytest.raises(ValueError, match="the text has 16 paragraphs: expected at least 17"):
         llm.split_text([str(i) for i in range(16)], 0.1)
     with pytest.raises(ValueError, match=r"held_out is 1.0: expected a share between 0 and 1"):
         llm.split_text(["a"] * 40, 1.0)
@@ -319,7 +319,7 @@ def weights_of(folder: Path) -> torch.Tensor:
 def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("llm") / "run"
-    return folder, llm.train(small_args(folder, save_model=True), torch.device("cpu"))
+    return folder, llm.train(small_args(folder, save_model=True), World())
 
 
 class Crash(Exception):
@@ -344,9 +344,9 @@ def test_a_run_that_died_resumes_bit_for_bit(
 
     monkeypatch.setattr(llm, "save_checkpoint", dying)
     with pytest.raises(Crash):
-        llm.train(small_args(tmp_path / "run"), torch.device("cpu"))
+        llm.train(small_args(tmp_path / "run"), World())
     monkeypatch.setattr(llm, "save_checkpoint", original)
-    found = llm.train(small_args(tmp_path / "run", resume=True), torch.device("cpu"))
+    found = llm.train(small_args(tmp_path / "run", resume=True), World())
     assert torch.equal(weights_of(tmp_path / "run"), weights_of(folder))
     for key in ("mean_return", "kl", "validation_loss", "gain"):
         assert found[key] == expected[key]
@@ -405,13 +405,13 @@ def test_a_reference_is_shared_and_left_alone(whole_run: tuple[Path, dict[str, A
     folder, first = whole_run
     before = (folder / "reference.pt").read_bytes()
     args = small_args(tmp_path / "run", reference=folder / "reference.pt", iterations=1)
-    result = llm.train(args, torch.device("cpu"))
+    result = llm.train(args, World())
     assert result["reference_validation_loss"] == first["reference_validation_loss"]
     assert (folder / "reference.pt").read_bytes() == before
     text = tmp_path / "other.txt"
     text.write_text("\n\n".join(f"paragraph {i} of another text" for i in range(40)))
     with pytest.raises(CheckpointError, match="was pre-trained on another text or split"):
-        llm.train(replace(args, run_dir=tmp_path / "other", text=[text]), torch.device("cpu"))
+        llm.train(replace(args, run_dir=tmp_path / "other", text=[text]), World())
 
 
 @pytest.mark.parametrize("changes", [{"kl_penalty": False}, {"kl_coef": 0.0}])
@@ -419,7 +419,7 @@ def test_without_penalty_the_kl_is_measured_and_not_paid(
     whole_run: tuple[Path, dict[str, Any]], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     args = small_args(tmp_path / "run", reference=whole_run[0] / "reference.pt", **changes)
-    result = llm.train(args, torch.device("cpu"))
+    result = llm.train(args, World())
     assert result["kl_target"] is None
     assert set(read_scalars(tmp_path / "run", "charts/kl_coef")[1]) == {0.0}
     assert read_scalars(tmp_path / "run", "kl/k3")[1][-1] > 0
@@ -428,13 +428,13 @@ def test_without_penalty_the_kl_is_measured_and_not_paid(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"response_tokens": 40}, r"sequences of 48 tokens, but --model.context is 32"),
+        ({"response_tokens": 40}, r"sequences of 48 tokens do not fit into --model.context 32"),
         ({"iterations": 0}, "iterations is 0: expected at least 1"),
-        ({"batch_size": 3}, "batch_size is 3: expected at least 2 responses in each of 2 minibatches"),
+        ({"batch_size": 3}, "batch_size is 3: expected at least 2 responses per minibatch"),
         ({"kl_target": 0.0}, "kl_target is 0.0: expected more than 0 nats, or None"),
     ],
 )
 def test_wrong_sizes_are_refused_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        llm.train(small_args(tmp_path / "run", **changes), torch.device("cpu"))
+        llm.train(small_args(tmp_path / "run", **changes), World())
     assert not (tmp_path / "run").exists()
