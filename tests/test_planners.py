@@ -1,4 +1,4 @@
-"""Planners: invariants on random instances, brute-force optima, plans worked out by hand, and the oracle as reference."""
+"""Planners: invariants on random instances, brute-force optima, plans worked out by hand, the oracle as reference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from clustergym.moe_placement.evaluation import Protocol, compare
 from clustergym.moe_placement.kernels.cost import layer_time, migration_time
 from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
 from clustergym.moe_placement.planners import exact
+from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static
 from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.planners.greedy import Bottleneck, SwapGreedy
 from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
-from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
+from clustergym.moe_placement.planners.oracle import Oracle
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from instances import Instance, random_instance, random_placement
 
@@ -199,7 +201,7 @@ def test_exact_program_and_enumeration_agree_over_layers(monkeypatch: pytest.Mon
 
 
 def test_exact_planner_weighs_migration() -> None:
-    """Two experts on two GPUs, and every token uses the one on the other GPU. A swap saves copies, but costs migration."""
+    """Two experts on two GPUs, every token uses the one on the other GPU. A swap saves copies but costs migration."""
     window = window_of([(1,), (0,)] * 4, [0, 1] * 4)
     before = np.array([[[0], [1]]], np.int16)
     swapped = np.array([[[1], [0]]], np.int16)

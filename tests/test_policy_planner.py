@@ -19,7 +19,8 @@ from clustergym.moe_placement.evaluation import Protocol, compare
 from clustergym.moe_placement.kernels.cost import layer_time, migration_time
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER, OP_ILLEGAL, OP_NOTHING, TIME_OBSERVED_START
-from clustergym.moe_placement.planners.search import Anneal, evenly_dealt
+from clustergym.moe_placement.planners.anneal import Anneal
+from clustergym.moe_placement.planners.search import with_even_homes
 from clustergym.moe_placement.policy.export import (
     NETWORK_VERSION,
     PRETRAINED,
@@ -192,7 +193,7 @@ def test_a_plan_is_not_worse_than_the_placement_on_the_observed_window(trace: To
     window = windows(trace)[0]
     plan = planner.plan([window], static)
     sim.check(plan)
-    even = evenly_dealt(window, 4)
+    even = with_even_homes(window, 4)
     costs = Simulator(sim.model, sim.cluster, passes_per_window=planner.settings.passes(sim.passes_per_window)).costs
 
     def smooth(placement: np.ndarray) -> np.ndarray:
@@ -214,7 +215,7 @@ def test_more_samples_are_never_worse_on_the_observed_window(trace: TokenTrace) 
     for planner in (one, many):
         planner.plan([window], sim.static(2))
     assert len(many.view_of(window).rows) == 16
-    even = evenly_dealt(window, 4)
+    even = with_even_homes(window, 4)
     plans = [planner.plan([window], sim.static(2)) for planner in (one, many)]
     costs = Simulator(sim.model, sim.cluster, passes_per_window=one.settings.passes(sim.passes_per_window)).costs
     totals = []
@@ -230,7 +231,7 @@ def test_guided_search_is_never_worse_than_the_policy(trace: TokenTrace) -> None
     sim, window = Simulator(MODEL, CLUSTER), windows(trace)[0]
     policy = untrained()
     alone, guided = Policy(sim, policy=policy), PolicyGuided(sim, policy=policy, iterations=300)
-    static, even = sim.static(2), evenly_dealt(window, 4)
+    static, even = sim.static(2), with_even_homes(window, 4)
     judge = Anneal(sim, norm=4, homes="even", migration_weight=1 / policy[1].horizon)
 
     def cost_of(plan: np.ndarray) -> np.ndarray:

@@ -40,8 +40,8 @@ class Command:
     """Model preset; by default the model that the trace names."""
     planner: list[str] = field(default_factory=lambda: ["all"])
     """One or more of static, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental, grouping,
-    random-best, bottleneck, bottleneck-8, swap-greedy, anneal-max, anneal, anneal-4, anneal-even, policy, policy-guided,
-    oracle (sees the next window) and exact (small instances only); 'all' means all but exact."""
+    random-best, bottleneck, bottleneck-8, swap-greedy, anneal-max, anneal, anneal-4, anneal-even, policy,
+    policy-guided, oracle (sees the next window) and exact (small instances only); 'all' means all but exact."""
     checkpoint: str = "pretrained"
     """Policy of the planners 'policy' and 'policy-guided': a policy.pt file, a run folder, or 'pretrained'."""
     schedule: str = "drift"
@@ -59,7 +59,7 @@ class Command:
     passes_per_window: int = 100
     """Number of forward passes per window. The time of a migration is divided by it."""
     comm: str = "dedup"
-    """dedup: one copy per GPU and node. per-expert: low-latency mode. stay: tokens stay where their first expert ran."""
+    """dedup: one copy per GPU and node. per-expert: low-latency mode. stay: tokens stay at their first expert."""
     slots: int | None = None
     """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
     layers: list[int] | None = None

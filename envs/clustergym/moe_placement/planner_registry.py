@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static
 from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.planners.greedy import Bottleneck, SwapGreedy
 from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
-from clustergym.moe_placement.planners.search import Anneal, Bottleneck, Oracle, SwapGreedy
+from clustergym.moe_placement.planners.oracle import Oracle
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.simulator import Simulator
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.planners import kernels
 from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.kernels import loads as kernels
 from clustergym.moe_placement.simulator import Placement, Window
 
 

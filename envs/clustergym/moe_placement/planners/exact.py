@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from math import comb
 
@@ -14,173 +15,190 @@ from scipy.sparse import csr_array
 
 from clustergym.moe_placement.kernels.state import MODE_DEDUP, MODE_STAY
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.simulator import Placement, Simulator, Window
+from clustergym.moe_placement.simulator import Placement, Window
 
 MAX_BINARIES = 120
 MAX_PLACEMENTS = 300_000
 
 
+@dataclass(eq=False, kw_only=True)
 class Exact(Planner):
-    """The placement with the least served + migration time on the observed window, proven.
+    """The placement with the least served and migration time on the observed window, proven.
 
-    Without spare slots and with deduplicated copies it solves a mixed-integer program (HiGHS); otherwise it tries every
-    placement. Refuses instances that are too large for either.
-
-    Args:
-        migration: whether fetching experts counts.
-        seconds: limit for the program of one layer; an unproven answer is an error.
-
-    ``optimum_us`` (L,) is the proven time of each layer of the last plan.
+    Without spare slots and with deduplicated copies it solves a mixed-integer program (HiGHS). Otherwise it tries every
+    placement. It refuses instances that are too large. ``optimum_us`` (L,) is the proven time of each layer of the last
+    plan.
     """
 
     layers_alone = True
     small_only = True
 
-    def __init__(self, simulator: Simulator, seed: int = 0, migration: bool = True, seconds: float = 120.0) -> None:
-        super().__init__(simulator, seed)
-        self.migration, self.seconds = migration, seconds
+    migration: bool = True
+    """Whether migration time counts."""
+    seconds: float = 120.0
+    """Time limit for the program of one layer. If it ends without a proof, the planner raises an error."""
+
+    def __post_init__(self) -> None:
         self.optimum_us: npt.NDArray[np.float64] = np.zeros(0)
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         sim, window = self.simulator, history[-1]
         if sim.mode == MODE_STAY:
             raise ValueError(
-                "the exact planner treats layers one by one, but with comm='stay' they depend on each other"
+                "the exact planner plans each layer on its own, but with comm='stay' layers depend on each other"
             )
-        layers: list[npt.NDArray[np.int16]] = []
-        times: list[float] = []
-        for l in range(window.n_layers):
-            one = Window(window.experts[l : l + 1], window.rows, window.home)
-            if sim.mode == MODE_DEDUP and sim.n_gpus * sim.n_slots == sim.n_experts:
-                slots, time = self._program(one, placement[l])
-            else:
-                slots, time = self._enumerate(one, placement[l : l + 1])
-            layers.append(slots)
-            times.append(time)
-        self.optimum_us = np.array(times)
-        return np.stack(layers).astype(np.int16)
+        one_copy = sim.mode == MODE_DEDUP and sim.n_gpus * sim.n_slots == sim.n_experts
+        solve = self._program if one_copy else self._enumerate
+        solutions = [
+            solve(Window(window.experts[l : l + 1], window.rows, window.home), placement[l])
+            for l in range(window.n_layers)
+        ]
+        self.optimum_us = np.array([time_us for _, time_us in solutions])
+        return np.stack([slots for slots, _ in solutions]).astype(np.int16)
 
-    def _enumerate(self, window: Window, before: Placement) -> tuple[npt.NDArray[np.int16], float]:
-        """Every way to fill the GPUs, tried exactly."""
+    def _enumerate(self, window: Window, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
+        """Simulate every placement."""
         sim = self.simulator
-        ways = sum(comb(sim.n_experts, size) for size in range(sim.n_slots + 1))
-        if ways**sim.n_gpus > MAX_PLACEMENTS:
+        fillings = sum(comb(sim.n_experts, size) for size in range(sim.n_slots + 1))
+        if fillings**sim.n_gpus > MAX_PLACEMENTS:
             raise ValueError(
-                f"{sim.n_experts} experts in {sim.n_gpus} × {sim.n_slots} slots have about {ways**sim.n_gpus:.1e} placements: "
-                f"the exact planner tries at most {MAX_PLACEMENTS}; use annealing, or as many slots as experts (a program then)"
+                f"{sim.n_experts} experts in {sim.n_gpus} × {sim.n_slots} slots have about "
+                f"{fillings**sim.n_gpus:.1e} placements: the exact planner tries at most {MAX_PLACEMENTS}; "
+                "use annealing, or as many slots as experts (then it solves a program)"
             )
-        best, least = before[0], np.inf
+        best, least = before, np.inf
         for slots in _placements(sim.n_experts, sim.n_gpus, sim.n_slots):
-            served = sim.evaluate(window, slots[None], before, check=False)
-            time = float(served.time_us[0] + (served.migration_us[0] if self.migration else 0.0))
-            if time < least:
-                best, least = slots, time
+            served = sim.evaluate(window, slots[None], before[None], check=False)
+            time_us = float(served.time_us[0] + (served.migration_us[0] if self.migration else 0.0))
+            if time_us < least:
+                best, least = slots, time_us
         return best, least
 
     def _program(self, window: Window, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
-        """One copy of each expert: served time is linear in who lies where, given which GPUs each kind of token visits."""
+        """Solve a mixed-integer program for one copy per expert.
+
+        Tokens with the same home and the same experts are one kind. Binary variables: expert e is on GPU g; tokens of
+        kind k visit GPU g; tokens of kind k visit another node n. Continuous variables: the times of the busiest GPU
+        for copies inside nodes, for copies between nodes, for compute, and for migration.
+        """
         sim = self.simulator
         experts, gpus, nodes = sim.n_experts, sim.n_gpus, sim.cluster.n_nodes
         if experts * gpus > MAX_BINARIES:
             raise ValueError(
-                f"{experts} experts × {gpus} GPUs are {experts * gpus} binary choices: the exact planner takes at most {MAX_BINARIES}"
+                f"{experts} experts × {gpus} GPUs are {experts * gpus} binary choices: the exact planner takes at most "
+                f"{MAX_BINARIES}"
             )
-        node_of, per_node = sim.network.node_of, sim.cluster.gpus_per_node
-        ids = window.experts[0, window.rows]
+        costs, node_of, per_node = sim.costs, sim.network.node_of.tolist(), sim.cluster.gpus_per_node
         kinds = Counter(
-            (int(h), frozenset(int(e) for e in row if e >= 0)) for h, row in zip(window.home, ids, strict=True)
+            (home, frozenset(e for e in row if e >= 0))
+            for home, row in zip(window.home.tolist(), window.experts[0, window.rows].tolist(), strict=True)
         )
         load = window.loads(experts)[0]
-        n_x, n_y, n_z = experts * gpus, len(kinds) * gpus, len(kinds) * nodes
-        near, far, compute, moved = n_x + n_y + n_z, n_x + n_y + n_z + 1, n_x + n_y + n_z + 2, n_x + n_y + n_z + 3
-        n_vars = moved + 1
-        rows: list[dict[int, float]] = []
-        lower: list[float] = []
-        upper: list[float] = []
+        n_placed, n_binary = experts * gpus, experts * gpus + len(kinds) * (gpus + nodes)
+        intra, inter, compute, migration = range(n_binary, n_binary + 4)
 
-        def add(row: dict[int, float], low: float, high: float) -> None:
-            rows.append(row)
-            lower.append(low)
-            upper.append(high)
+        def placed(e: int, g: int) -> int:
+            return e * gpus + g
 
+        def visits_gpu(k: int, g: int) -> int:
+            return n_placed + k * gpus + g
+
+        def visits_node(k: int, n: int) -> int:
+            return n_placed + len(kinds) * gpus + k * nodes + n
+
+        program = _Constraints()
         for e in range(experts):
-            add({e * gpus + g: 1.0 for g in range(gpus)}, 1, 1)
+            program.add({placed(e, g): 1.0 for g in range(gpus)}, 1, 1)
         for g in range(gpus):
-            add({e * gpus + g: 1.0 for e in range(experts)}, 0, sim.n_slots)
-        sends = [
+            program.add({placed(e, g): 1.0 for e in range(experts)}, 0, sim.n_slots)
+        # Copies that each GPU sends or receives: variable → number of tokens.
+        intra_sent, intra_received, inter_sent, inter_received = (
             [Counter[int]() for _ in range(gpus)] for _ in range(4)
-        ]  # near out, near in, far out, far in: variable → copies
-        for t, ((home, used), count) in enumerate(kinds.items()):
+        )
+        for k, ((home, used), tokens) in enumerate(kinds.items()):
             for g in range(gpus):
-                y = n_x + t * gpus + g
                 for e in used:
-                    add({y: 1.0, e * gpus + g: -1.0}, 0, np.inf)
-                relay = home + (int(node_of[g]) - int(node_of[home])) * per_node
+                    program.add({visits_gpu(k, g): 1.0, placed(e, g): -1.0}, 0)
+                relay = home + (node_of[g] - node_of[home]) * per_node
                 if g != relay:
-                    sends[0][relay][y] += count
-                    sends[1][g][y] += count
+                    intra_sent[relay][visits_gpu(k, g)] += tokens
+                    intra_received[g][visits_gpu(k, g)] += tokens
             for n in range(nodes):
                 if n == node_of[home]:
                     continue
-                z = n_x + n_y + t * nodes + n
                 for g in range(n * per_node, (n + 1) * per_node):
-                    add({z: 1.0, n_x + t * gpus + g: -1.0}, 0, np.inf)
-                sends[2][home][z] += count
-                sends[3][home + (n - int(node_of[home])) * per_node][z] += count
-        costs = sim.costs
-        intra_us, inter_us = (
-            costs.dispatch_intra_us + costs.combine_intra_us,
-            costs.dispatch_inter_us + costs.combine_inter_us,
-        )
-        us = [intra_us, intra_us, inter_us, inter_us]
-        for which, longest in ((0, near), (1, near), (2, far), (3, far)):
-            for g in range(gpus):
-                row = {var: -us[which] * count for var, count in sends[which][g].items()}
-                add(row | {longest: 1.0}, 0, np.inf)
+                    program.add({visits_node(k, n): 1.0, visits_gpu(k, g): -1.0}, 0)
+                inter_sent[home][visits_node(k, n)] += tokens
+                inter_received[home + (n - node_of[home]) * per_node][visits_node(k, n)] += tokens
+        intra_us = costs.dispatch_intra_us + costs.combine_intra_us
+        inter_us = costs.dispatch_inter_us + costs.combine_inter_us
+        for copies, copy_us, longest in (
+            (intra_sent, intra_us, intra), (intra_received, intra_us, intra),
+            (inter_sent, inter_us, inter), (inter_received, inter_us, inter),
+        ):  # fmt: skip
+            for of_gpu in copies:
+                program.add({variable: -copy_us * tokens for variable, tokens in of_gpu.items()} | {longest: 1.0}, 0)
         held = np.zeros((experts, gpus), bool)
         for g in range(gpus):
             held[before[g][before[g] >= 0], g] = True
-        near_copy = np.stack([held[:, node_of == n].any(1) for n in range(nodes)], axis=1)
+        held_by_node = np.asarray(held.reshape(experts, nodes, per_node).any(2))
         for g in range(gpus):
-            time = {e * gpus + g: -(costs.pair_us * load[e] + costs.expert_us * (load[e] > 0)) for e in range(experts)}
-            add(time | {compute: 1.0}, 0, np.inf)
+            work = {placed(e, g): -(costs.pair_us * load[e] + costs.expert_us * (load[e] > 0)) for e in range(experts)}
+            program.add(work | {compute: 1.0}, 0)
             fetch = {
-                e * gpus + g: -(costs.receive_intra_us if near_copy[e, node_of[g]] else costs.receive_inter_us)
+                placed(e, g): -(costs.receive_intra_us if held_by_node[e, node_of[g]] else costs.receive_inter_us)
                 for e in range(experts)
                 if not held[e, g]
             }
-            add(fetch | {moved: 1.0}, 0, np.inf)
-        matrix = csr_array(
-            (
-                [value for row in rows for value in row.values()],
-                ([i for i, row in enumerate(rows) for _ in row], [var for row in rows for var in row]),
-            ),
-            shape=(len(rows), n_vars),
-        )
-        objective = np.zeros(n_vars)
-        objective[[near, far, compute]] = 1.0
-        objective[moved] = 1.0 if self.migration else 0.0
-        top = np.full(n_vars, np.inf)
-        top[: n_x + n_y + n_z] = 1.0
+            program.add(fetch | {migration: 1.0}, 0)
+        objective = np.zeros(n_binary + 4)
+        objective[[intra, inter, compute]] = 1.0
+        objective[migration] = 1.0 if self.migration else 0.0
+        upper = np.full(len(objective), np.inf)
+        upper[:n_binary] = 1.0
         result = milp(
             objective,
-            constraints=LinearConstraint(matrix, lower, upper),
-            integrality=np.arange(n_vars) < n_x,
-            bounds=Bounds(np.zeros(n_vars), top),
+            constraints=program.build(len(objective)),
+            # The visits are integers whenever the placement is.
+            integrality=np.arange(len(objective)) < n_placed,
+            bounds=Bounds(np.zeros(len(objective)), upper),
             options={"time_limit": self.seconds, "mip_rel_gap": 0.0},
         )
         if result.status != 0:
             raise ValueError(f"the exact planner did not prove an optimum within {self.seconds} s: {result.message}")
-        x = np.rint(result.x[:n_x]).reshape(experts, gpus).astype(bool)
+        chosen = np.rint(result.x[:n_placed]).reshape(experts, gpus).astype(bool)
         slots = np.full((gpus, sim.n_slots), -1, np.int16)
         for g in range(gpus):
-            found = np.flatnonzero(x[:, g])
+            found = np.flatnonzero(chosen[:, g])
             slots[g, : len(found)] = found
         return slots, float(result.fun + costs.dispatch_us + costs.combine_us + costs.kernel_us)
 
 
+class _Constraints:
+    """Rows of a sparse matrix with bounds."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[int, float]] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+
+    def add(self, row: dict[int, float], lower: float, upper: float = np.inf) -> None:
+        self.rows.append(row)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+    def build(self, n_variables: int) -> LinearConstraint:
+        values = [value for row in self.rows for value in row.values()]
+        where = (
+            [i for i, row in enumerate(self.rows) for _ in row],
+            [variable for row in self.rows for variable in row],
+        )
+        matrix = csr_array((values, where), shape=(len(self.rows), n_variables))
+        return LinearConstraint(matrix, self.lower, self.upper)
+
+
 def _placements(n_experts: int, n_gpus: int, n_slots: int) -> Iterator[npt.NDArray[np.int16]]:
-    """Every (G, S) placement that covers all experts, up to the order of slots."""
+    """Every (G, S) placement that covers all experts, ignoring the order of slots."""
     fillings = [list(c) for size in range(n_slots + 1) for c in combinations(range(n_experts), size)]
     padded = np.array([filling + [-1] * (n_slots - len(filling)) for filling in fillings], dtype=np.int16)
     masks = [sum(1 << e for e in filling) for filling in fillings]
@@ -191,8 +209,8 @@ def _placements(n_experts: int, n_gpus: int, n_slots: int) -> Iterator[npt.NDArr
             if covered == full:
                 yield padded[chosen]
             return
-        # Experts still missing must fit into the GPUs that are left.
         for i, mask in enumerate(masks):
+            # Experts that are still missing must fit into the remaining GPUs.
             if (full & ~(covered | mask)).bit_count() <= (n_gpus - g - 1) * n_slots:
                 yield from fill(g + 1, covered | mask, [*chosen, i])
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.planners import kernels
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import OnLoads
+from clustergym.moe_placement.planners.kernels import loads as kernels
 from clustergym.moe_placement.simulator import Placement, Window
 from clustergym.traces.statistics import coactivation_groups
 
@@ -31,7 +31,7 @@ class Incremental(OnLoads):
 
 
 class Grouping(Planner):
-    """Puts experts that are used together on one GPU, regardless of balance. Spare slots replicate the hottest experts."""
+    """Groups experts that are used together on one GPU, regardless of balance. Spare slots replicate hot experts."""
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         sim, window = self.simulator, history[-1]

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.state import MODE_STAY
+from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.search import Anneal, evenly_dealt
+from clustergym.moe_placement.planners.search import with_even_homes
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.view import PolicyView, gains, trace_of
@@ -187,7 +188,7 @@ class PolicyGuided(Policy):
         seconds = self.search.seconds
         proposed, weighed = self.decode(window, placement, None if seconds is None else began + self.lead * seconds)
         if self.settings.homes == "even":
-            window = evenly_dealt(window, self.simulator.n_gpus)
+            window = with_even_homes(window, self.simulator.n_gpus)
         sim = self.simulator.count(window, proposed, before=placement)
         if seconds is not None:
             seconds = max(1e-4, seconds - (time.perf_counter() - began))

@@ -1,0 +1,112 @@
+"""Simulated annealing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.moe_placement.kernels.state import MODE_STAY, SimulationState
+from clustergym.moe_placement.planners.kernels import anneal as kernels
+from clustergym.moe_placement.planners.kernels.launch import Objective
+from clustergym.moe_placement.planners.search import Search
+from clustergym.moe_placement.simulator import Placement, Window
+
+SHORTEST_SECONDS = 1e-4
+
+
+@dataclass(eq=False, kw_only=True)
+class Anneal(Search):
+    """Simulated annealing of every layer, migration included, from the current or the static placement."""
+
+    takes_seconds = True
+
+    norm: int = 16
+    """See :class:`Search`. The 16-norm generalizes better to the next window than the true time."""
+    iterations: int = 6000
+    """Number of steps per layer."""
+    seconds: float | None = None
+    """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
+    heat: tuple[float, float] = (3e-4, 1e-5)
+    """First and last temperature, as shares of the time of the layer."""
+    migration_weight: float = 1.0
+    """Weight of the migration time. Less than 1 if a move helps for longer than the window that pays for it."""
+    restart: bool = True
+    """Start from the static placement if that is better, migration included. Few single moves of a placement with much
+    traffic between nodes are improvements, so annealing would not find the way."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.iterations < 1 or (self.seconds is not None and self.seconds <= 0):
+            raise ValueError(
+                "annealing needs at least 1 iteration and more than 0 seconds, "
+                f"found {self.iterations} and {self.seconds}"
+            )
+        if min(self.heat) <= 0:
+            raise ValueError(f"heat is {self.heat}: both temperatures must be more than 0")
+
+    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+        began = time.perf_counter()
+        window, sim, scale = self.observe(history, placement, tokens)
+        # With comm="stay" the time of a layer depends on the layers before it, so layers cannot choose on their own.
+        if self.restart and self.simulator.mode != MODE_STAY:
+            static = self.simulator.static(window.n_layers)
+            static_sim = self.simulator.count(window, static, before=placement)
+            better = self.objectives(static_sim, scale) < self.objectives(sim, scale)
+            if better.any():
+                start = np.where(better[:, None, None], static, placement)
+                sim = self.simulator.count(window, start, before=placement)
+        left = None if self.seconds is None else max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
+        return self.refine(window, sim, scale, left)
+
+    def objective(self, scale: float) -> Objective:
+        sim = self.simulator
+        return Objective(sim.costs, sim.network, self.norm_log2, float(scale), float(self.migration_weight))
+
+    def objectives(self, sim: SimulationState, scale: float) -> npt.NDArray[np.float64]:
+        """(L,) objective of each layer in the state ``sim``."""
+        found = np.empty(len(sim.slots))
+        kernels.objectives(sim, self.objective(scale), found)
+        return found
+
+    def refine(
+        self,
+        window: Window,
+        sim: SimulationState,
+        scale: float,
+        seconds: float | None = None,
+        prior: npt.NDArray[np.float64] | None = None,
+        guide: float = 0.0,
+    ) -> Placement:
+        """Anneal from the state ``sim``. A share ``guide`` of the steps starts at experts from ``prior`` (L, E)."""
+        best, best_cost = sim.slots.copy(), np.full(window.n_layers, np.inf)
+        key, objective = self.random_keys(window.n_layers), self.objective(scale)
+        weights = np.ones((window.n_layers, 1)) if prior is None else prior
+        cumulative = np.cumsum(weights, axis=1) / weights.sum(1, keepdims=True)
+
+        def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
+            kernels.anneal(
+                first, last, sim, objective, key, np.array(heat), iterations, best, best_cost, cumulative, guide
+            )
+
+        def search(first: int, last: int) -> None:
+            if seconds is None:
+                run(first, last, self.heat, self.iterations)
+                return
+            budget = seconds * (last - first) / window.n_layers
+            began, done, chunk = time.perf_counter(), 0.0, 50
+            low, high = np.log(self.heat[1]), np.log(self.heat[0])
+            while done < 1:
+                before = time.perf_counter()
+                heat = float(np.exp(high + (low - high) * done))
+                run(first, last, (heat, heat), chunk)
+                now = time.perf_counter()
+                done = (now - began) / budget
+                # Each chunk should take about 2 % of the budget.
+                chunk = max(10, min(1000, int(chunk * 0.02 * budget / max(now - before, 1e-6))))
+
+        self.each_layer(window, sim, search, chosen=best)
+        return best

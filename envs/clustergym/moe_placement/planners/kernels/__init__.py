@@ -1,0 +1,1 @@
+"""Compiled parts of the planners. Like :mod:`clustergym.moe_placement.kernels`, a function works on one layer ``b``."""
