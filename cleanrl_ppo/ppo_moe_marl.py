@@ -610,7 +610,8 @@ def make_task(args: Args) -> Task:
              "reward_norm", "credit")  # fmt: skip
     config = PlacementConfig(
         trace=train, cluster=simulator.cluster, model=model,
-        passes_per_window=settings.passes(options.passes_per_window), **{name: getattr(options, name) for name in names},
+        passes_per_window=settings.passes(options.passes_per_window),
+        **{name: getattr(options, name) for name in names},
     )  # fmt: skip
     return Task(train, test, config, simulator, settings)
 
