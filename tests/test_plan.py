@@ -337,7 +337,8 @@ def counts_trace(steps: int = 6) -> LoadTrace:
 
 def test_planners_on_loads_accept_counts_and_others_say_what_is_missing() -> None:
     assert planners_on_loads() == [
-        "static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
+        "static", "round-robin", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
+        "flashlb", "swift", "hot-everywhere",
     ]  # fmt: skip
     for name in ("anneal", "grouping", "bottleneck", "swap-greedy"):
         with pytest.raises(ValueError, match=rf"'{name}' needs to know which experts a token used together.*eplb"):

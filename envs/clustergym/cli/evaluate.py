@@ -39,9 +39,10 @@ class Command:
     model: str | None = None
     """Model preset; by default the model that the trace names."""
     planner: list[str] = field(default_factory=lambda: ["all"])
-    """One or more of static, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental, grouping,
-    random-best, bottleneck, bottleneck-8, swap-greedy, anneal-max, anneal, anneal-4, anneal-even, policy,
-    policy-guided, oracle (sees the next window) and exact (small instances only); 'all' means all but exact."""
+    """One or more of static, round-robin, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental,
+    flashlb, swift, hot-everywhere, grouping, co-occurrence, affinity-groups, random-best, bottleneck, bottleneck-8,
+    swap-greedy, anneal-max, anneal, anneal-4, anneal-even, policy, policy-guided, oracle (sees the next window) and
+    exact (small instances only); 'all' means all but exact."""
     checkpoint: str = "pretrained"
     """Policy of the planners 'policy' and 'policy-guided': a policy.pt file, a run folder, or 'pretrained'."""
     schedule: str = "drift"

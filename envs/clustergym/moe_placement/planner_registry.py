@@ -8,9 +8,13 @@ from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static
 from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.planners.flashlb import FlashLB
 from clustergym.moe_placement.planners.greedy import Bottleneck, SwapGreedy
+from clustergym.moe_placement.planners.groups import AffinityGroups, CoOccurrence
 from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
+from clustergym.moe_placement.planners.hot import HotEverywhere, RoundRobin
 from clustergym.moe_placement.planners.oracle import Oracle
+from clustergym.moe_placement.planners.swift import Swift
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.simulator import Simulator
 
@@ -24,13 +28,19 @@ class Entry(NamedTuple):
 
 PLANNERS: dict[str, Entry] = {
     "static": Entry(Static),
+    "round-robin": Entry(RoundRobin),
     "eplb-once": Entry(EPLBOnce),
     "eplb": Entry(EPLB),
     "eplb-hierarchical": Entry(EPLB, {"hierarchical": True}),
     "eplb-ema": Entry(EPLB, {"ema": 0.5}),
     "eplb-threshold": Entry(EPLB, {"ema": 0.5, "threshold": 1.3}),
     "incremental": Entry(Incremental),
+    "flashlb": Entry(FlashLB),
+    "swift": Entry(Swift),
+    "hot-everywhere": Entry(HotEverywhere),
     "grouping": Entry(Grouping),
+    "co-occurrence": Entry(CoOccurrence),
+    "affinity-groups": Entry(AffinityGroups),
     "random-best": Entry(Bottleneck, {"candidates": 0}),
     "bottleneck": Entry(Bottleneck),
     "bottleneck-8": Entry(Bottleneck, {"candidates": 8}),
