@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,55 +15,47 @@ from torch import Tensor
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.state import MODE_STAY
-from clustergym.moe_placement.planners.anneal import Anneal
+from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.search import with_even_homes
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.view import PolicyView, gains, trace_of
-from clustergym.moe_placement.simulator import Placement, Simulator, Window
+from clustergym.moe_placement.simulator import Placement, Window
 from clustergym.traces.token_trace import TokenTrace
 
 
+@dataclass(eq=False, kw_only=True)
 class Policy(Planner):
-    """A trained policy: its two actors choose a few operations on every layer.
-
-    Args:
-        checkpoint: a policy.pt, the folder of a training run, or ``pretrained``.
-        operations: per layer and window; by default as many as in training.
-        samples: 1 takes the most likely choices. k > 1 also samples k − 1 plans per layer and keeps the one that saves
-            most on the observed window.
-        policy: (network, settings) instead of a checkpoint.
-    """
+    """A trained policy: its two actors choose a few operations on every layer."""
 
     starts_from_eplb = True
     takes_checkpoint = True
     layers_alone = True
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        seed: int = 0,
-        checkpoint: str | Path = "pretrained",
-        operations: int | None = None,
-        samples: int = 1,
-        policy: tuple[PolicyNetwork, PolicySettings] | None = None,
-    ) -> None:
-        super().__init__(simulator, seed)
-        if samples < 1 or (operations is not None and operations < 1):
-            raise ValueError(f"samples is {samples} and operations {operations}: expected at least 1")
-        self.network, settings = policy if policy is not None else load_policy(checkpoint)
-        if simulator.mode == MODE_STAY and settings.homes != "even":
+    checkpoint: str | Path = "pretrained"
+    """A policy.pt, the folder of a training run, or ``pretrained``."""
+    operations: int | None = None
+    """Operations per layer and window; by default as many as in training."""
+    samples: int = 1
+    """1 takes the most likely choices. k > 1 also samples k − 1 plans per layer and keeps the one that saves most on
+    the observed window."""
+    policy: tuple[PolicyNetwork, PolicySettings] | None = None
+    """(network, settings) instead of a checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or (self.operations is not None and self.operations < 1):
+            raise ValueError(f"samples is {self.samples} and operations {self.operations}: expected at least 1")
+        self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
+        if self.simulator.mode == MODE_STAY and settings.homes != "even":
             raise ValueError(
                 "with comm='stay' a layer's tokens are where the previous layer left them, but the policy plans all "
                 "layers at once: use a policy that was trained with --homes even"
             )
-        self.settings = settings if operations is None else replace(settings, operations=operations)
-        self.samples = samples
-        self.generator = torch.Generator()
+        self.settings = settings if self.operations is None else replace(settings, operations=self.operations)
+        self.generator = torch.Generator().manual_seed(self.seed)
         self._trace: tuple[Any, TokenTrace] | None = None
         self._view: PolicyView | None = None
-        self.reset()
 
     def reset(self) -> None:
         self.generator.manual_seed(self.seed)
@@ -139,58 +131,45 @@ class Policy(Planner):
         return torch.where(greedy, likeliest, drawn)
 
 
+@dataclass(eq=False, kw_only=True)
 class PolicyGuided(Policy):
-    """Annealing that starts from the policy's plan and prefers to move the experts that the policy prefers.
-
-    Args:
-        checkpoint, operations, samples, policy: see :class:`Policy`.
-        seconds: time budget for all layers together, including the policy's time; None uses ``iterations``.
-        iterations: annealing steps per layer without a time budget.
-        guide: share of the steps that move an expert drawn from the policy's probabilities.
-        lead: share of the time budget that the policy may use before the search.
-        heat: first and last temperature of the annealing.
-    """
+    """Annealing that starts from the policy's plan and prefers to move the experts that the policy prefers."""
 
     takes_seconds = True
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        seed: int = 0,
-        checkpoint: str | Path = "pretrained",
-        operations: int | None = None,
-        samples: int = 1,
-        policy: tuple[PolicyNetwork, PolicySettings] | None = None,
-        seconds: float | None = None,
-        iterations: int = 3000,
-        guide: float = 0.5,
-        lead: float = 0.5,
-        heat: tuple[float, float] = (3e-4, 1e-5),
-    ) -> None:
-        super().__init__(simulator, seed, checkpoint, operations, samples, policy)
-        if not (0 <= guide <= 1 and 0 <= lead <= 1):
-            raise ValueError(f"guide is {guide} and lead {lead}: expected 0 … 1")
-        settings = self.settings
+    seconds: float | None = None
+    """Time budget for all layers together, including the policy's time; None uses ``iterations``."""
+    iterations: int = 3000
+    """Annealing steps per layer without a time budget."""
+    guide: float = 0.5
+    """Share of the steps that move an expert drawn from the policy's probabilities."""
+    lead: float = 0.5
+    """Share of the time budget that the policy may use before the search."""
+    heat: tuple[float, float] = (3e-4, 1e-5)
+    """First and last temperature of the annealing."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.guide <= 1 and 0 <= self.lead <= 1):
+            raise ValueError(f"guide is {self.guide} and lead {self.lead}: expected 0 … 1")
         self.search = Anneal(
-            simulator, seed, norm=settings.norm, iterations=iterations, seconds=seconds, heat=heat,
-            migration_weight=1.0 / settings.horizon, homes=settings.homes,
+            self.simulator, self.seed, norm=self.settings.norm, iterations=self.iterations, seconds=self.seconds,
+            heat=self.heat, migration_weight=1.0 / self.settings.horizon, homes=self.settings.homes,
         )  # fmt: skip
-        self.guide, self.lead = guide, lead
 
     def reset(self) -> None:
         super().reset()
-        if hasattr(self, "search"):
-            self.search.reset()
+        self.search.reset()
 
     def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
         began = time.perf_counter()
         window = history[-1]
-        seconds = self.search.seconds
+        seconds = self.seconds
         proposed, weighed = self.decode(window, placement, None if seconds is None else began + self.lead * seconds)
         if self.settings.homes == "even":
             window = with_even_homes(window, self.simulator.n_gpus)
         sim = self.simulator.count(window, proposed, before=placement)
         if seconds is not None:
-            seconds = max(1e-4, seconds - (time.perf_counter() - began))
+            seconds = max(SHORTEST_SECONDS, seconds - (time.perf_counter() - began))
         scale = (tokens or window.n_tokens) / window.n_tokens
         return self.search.refine(window, sim, scale, seconds, weighed, self.guide)
