@@ -23,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -46,26 +46,12 @@ from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.planner import Policy
 from clustergym.moe_placement.policy.view import LAYER_KEYS, PROGRESS, STEP_KEYS, Inputs, PolicyView, gains
 from clustergym.moe_placement.policy.view_kernels import N_PARTS
-from clustergym.moe_placement.report.plots import plot_results
+from clustergym.moe_placement.report.plots import plot_results, plot_validation
 from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.viewer import draw
 from clustergym.traces import TokenTrace, load_traces
-from clustergym.training import (
-    CHECKPOINT_NAME,
-    CheckpointError,
-    Progress,
-    RunLogger,
-    World,
-    check_same_args,
-    derive_seed,
-    init_distributed,
-    load_checkpoint,
-    plain_args,
-    print_result,
-    run_folder,
-    save_checkpoint,
-)
+from clustergym.training import CHECKPOINT_NAME, CheckpointError, Run, World, derive_seed, plain_args, run_trainer
 
 EPLB_NAMES = ("eplb-once", "eplb", "eplb-ema", "eplb-threshold")
 MASKED_LOGIT = -1e8
@@ -73,30 +59,28 @@ MASKED_LOGIT = -1e8
 
 @dataclass
 class TaskArgs:
-    """The placement task that the agents are trained on."""
-
     layers: int = 6
-    """Number of evenly spaced layers of the trace to train and evaluate on; 0 for all."""
+    """Number of evenly spaced layers of the trace to train and evaluate on, 0 for all."""
     windows: int = 4
-    """Windows served per episode."""
+    """Number of windows per episode."""
     window_tokens: int = 2048
-    """Tokens per window."""
+    """Number of tokens per window."""
     ops_per_layer: int = 16
-    """Operations per layer between two windows."""
+    """Number of operations per layer between two windows."""
     schedule: str = "drift"
     """How sequences are drawn: stationary, drift, switch or replay."""
     drift_rate: float = 0.5
-    """Step size of the random walk of the domain mixture."""
+    """Step of the random walk of the domain mixture."""
     passes_per_window: int = 100
-    """Forward passes per window. A migration is paid once, serving is paid in every pass."""
+    """Number of forward passes per window. A migration is paid once, serving is paid in every pass."""
     start: str = "eplb"
     """Placement at the start of an episode: eplb or static."""
     homes: Literal["even", "served"] = "even"
-    """Home GPUs of the observed tokens: distributed evenly over the GPUs, or as they were served."""
+    """Home GPUs of the observed tokens: distributed evenly over the GPUs, or as served."""
     lookahead_norm: int = 4
-    """p-norm over GPUs in the look-ahead; 0 is the true time."""
+    """p-norm over GPUs in the look-ahead, 0 for the true time."""
     reward_norm: int = 4
-    """p-norm over GPUs in the reward; 0 is the true time."""
+    """p-norm over GPUs in the reward, 0 for the true time."""
     reward_window: Literal["next", "observed"] = "next"
     """Window on which the saved time is the reward."""
     credit: Literal["operation", "stream"] = "operation"
@@ -108,99 +92,89 @@ class TaskArgs:
 
 @dataclass
 class PretrainArgs:
-    """The supervised phase before PPO."""
-
     pretrain_states: int = 8192
-    """Number of states; 0 skips the phase."""
+    """Number of states, 0 to skip the phase."""
     pretrain_experts: int = 16
-    """Experts that are simulated in each state."""
+    """Number of experts that are simulated per state."""
     pretrain_epochs: int = 3
-    """Number of passes over the states of each visit."""
+    """Number of epochs over the states of each visit."""
     pretrain_lr: float = 2e-3
-    """Learning rate of the phase."""
+    """Learning rate of Adam (the initial value; it is annealed)."""
     pretrain_temperature: float = 0.02
     """Targets are a softmax over the savings, in per cent of the layer's time, divided by this temperature."""
     pretrain_sharpen: float = 4.0
-    """Multiplies all logits after the phase, so that PPO explores close to the most likely choices."""
+    """Multiply all logits by this after the phase, so that PPO explores close to the most likely choices."""
 
 
 @dataclass
 class PPOArgs:
-    """PPO."""
-
     learning_rate: float = 3e-4
-    """Learning rate of Adam (its initial value with anneal_lr)."""
+    """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Lower the learning rate linearly to 0."""
+    """Anneal the learning rate linearly to 0."""
     num_envs: int = 64
     """Number of parallel environments per process."""
     envs_per_stream: int = 8
-    """Environments that play the same stream: the mean advantage of the others in the group is the baseline of each. 1
-    for no baseline; fewer if num_envs is not a multiple."""
+    """Number of environments with the same stream. The mean advantage of the others in the group is the baseline of
+    each. 1 for no baseline; smaller if num_envs is not a multiple."""
     num_steps: int = 64
-    """Steps per environment and rollout; a multiple of ops_per_layer."""
+    """Number of steps per environment between updates, a multiple of ops_per_layer."""
     num_minibatches: int = 8
-    """Number of minibatches. Each has whole visits to layers, shuffled in every epoch."""
+    """Number of minibatches per epoch. Each has whole visits to layers."""
     update_epochs: int = 2
-    """Number of epochs per rollout."""
+    """Number of epochs per update."""
     gamma: float = 0.99
     """Discount factor."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
     norm_adv: bool = True
-    """Normalise advantages in each minibatch."""
+    """Normalise advantages per minibatch."""
     clip_coef: float = 0.2
-    """Clipping range of the probability ratio and of the change of the value function."""
+    """Clip range of the probability ratio and of the value change."""
     clip_vloss: bool = True
-    """Also clip the change of the value function."""
+    """Clip the value change as well."""
     ent_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
-    """Weight of the value loss."""
+    """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
-    """Maximum norm of the gradient."""
+    """Maximum global norm of the gradients."""
     target_kl: float | None = 0.03
-    """Stop an update after an epoch in which the approximate KL divergence exceeds this."""
+    """Stop an update after an epoch whose approximate KL exceeds this value."""
 
 
 @dataclass
 class NetworkArgs:
-    """Size of the networks."""
-
     hidden: int = 32
     """Width of the networks."""
     graph_layers: int = 1
-    """Number of graph layers in each encoder."""
+    """Number of graph layers per encoder."""
 
 
 @dataclass
 class AblationArgs:
-    """Parts of the networks that can be switched off to measure what they contribute."""
-
     encoder: Literal["graph", "mlp"] = "graph"
-    """graph: graph encoders; mlp: nodes do not exchange messages."""
+    """graph: graph encoders. mlp: nodes do not exchange messages."""
     simultaneous: bool = False
     """Both actors choose at the same time: the GPU actor sees neither the chosen expert nor a look-ahead."""
     lookahead: bool = True
     """The GPU actor sees what each operation on the chosen expert would save on the observed window."""
     centralised: bool = True
-    """One critic sees both graphs; otherwise each actor has a critic that sees its own graph."""
+    """One critic sees both graphs. Otherwise each actor has a critic that sees its own graph."""
     separate_critic: bool = False
     """The critic has its own encoders."""
 
 
 @dataclass
 class EvaluationArgs:
-    """Comparison with other planners."""
-
     eval_interval: int = 4
-    """Iterations between evaluations on the validation streams; 0 for none."""
+    """Iterations between evaluations on validation streams, 0 for none."""
     eval_streams: int = 4
-    """Number of held-out streams at the end; 0 for no evaluation."""
+    """Number of held-out streams after training, 0 for no evaluation."""
     eval_windows: int = 7
-    """Windows per held-out stream."""
+    """Number of windows per held-out stream."""
     eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "bottleneck-8", "anneal")
-    """Planners in the final table, in addition to the untrained, the supervised and the trained policy."""
+    """Planners in the final table, next to the untrained, the supervised and the trained policy."""
 
 
 @dataclass
@@ -208,51 +182,44 @@ class Args:
     trace: tuple[str, ...] = (DEFAULT_TRACE,)
     """Traces to train on: .npz or .npy files or names of bundled traces. Several are joined, each as its own domain."""
     eval_trace: tuple[str, ...] = ()
-    """Traces for the final evaluation. By default the training traces are split in half by sequence."""
+    """Traces for the evaluation after training. Default: half of the sequences of the training traces."""
     cluster: str = "h800-4x4"
     """Cluster preset: gpu-NODESxGPUS."""
     model: str | None = None
-    """Model preset; by default the model that the trace names."""
-    total_timesteps: int = 131_072
-    """Total number of operations over all environments and processes; 0 stops after the supervised phase."""
+    """Model preset. Default: the model that the trace names."""
     seed: int = 1
     """Seed for all random number generators."""
+    total_timesteps: int = 131_072
+    """Total number of operations, over all environments and processes. 0 stops after the supervised phase."""
     run_dir: Path | None = None
-    """Folder for curves, checkpoints and the policy; by default runs/ppo_moe_marl__<trace>__<seed>."""
+    """Folder for logs, checkpoints and the policy. Default: runs/ppo_moe_marl__<trace>__<seed>."""
     resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit for bit that of an uninterrupted run."""
+    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 12
-    """Iterations between checkpoints; 0 for none. Environments are reset there: choose it longer than an episode."""
+    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint, so that resuming is exact.
+    Choose it longer than an episode."""
     init: str | None = None
-    """Start from this policy (policy.pt, a run folder, or pretrained) instead of random weights."""
+    """Start from this policy instead of random weights: a policy.pt, a run folder, or pretrained."""
     save_model: bool = True
-    """Write policy.pt, which the planners ``policy`` and ``policy-guided`` load."""
+    """Save the trained policy as policy.pt in the run folder, for the planners ``policy`` and ``policy-guided``."""
     cuda: bool = False
     """Simulate and train on the GPU."""
     threads: int = 1
-    """Torch threads during updates; use all cores if nothing else runs. Rollouts use one thread."""
+    """Number of torch threads during updates. Rollouts use one thread."""
     track: bool = False
-    """Also log to Weights & Biases; offline if there is no account."""
+    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     task: tyro.conf.OmitArgPrefixes[TaskArgs] = field(default_factory=TaskArgs)
-    """Options of the task."""
+    """The placement task that the agents are trained on."""
     pretrain: tyro.conf.OmitArgPrefixes[PretrainArgs] = field(default_factory=PretrainArgs)
-    """Options of the supervised phase."""
+    """The supervised phase before PPO."""
     ppo: tyro.conf.OmitArgPrefixes[PPOArgs] = field(default_factory=PPOArgs)
-    """Options of PPO."""
+    """Hyperparameters of PPO."""
     network: tyro.conf.OmitArgPrefixes[NetworkArgs] = field(default_factory=NetworkArgs)
     """Size of the networks."""
     ablation: tyro.conf.OmitArgPrefixes[AblationArgs] = field(default_factory=AblationArgs)
-    """Parts to switch off."""
+    """Parts of the networks that can be changed to measure what they contribute."""
     evaluation: tyro.conf.OmitArgPrefixes[EvaluationArgs] = field(default_factory=EvaluationArgs)
-    """Options of the evaluation."""
-
-
-def flat_args(args: Args) -> dict[str, Any]:
-    """All arguments by the name of their flag, without the groups."""
-    flat: dict[str, Any] = {}
-    for name, value in plain_args(args).items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    return flat
+    """Comparison with other planners."""
 
 
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
@@ -337,7 +304,7 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
 
 
-# The networks. policy/network.py has the same actors in plain torch: it loads the weights that this trainer exports.
+# Networks. clustergym/moe_placement/policy/network.py has the same actors in plain torch and loads exported weights.
 
 Layer = TypeVar("Layer", bound=nn.Module)
 N_DERIVED_FEATURES = 6
@@ -360,7 +327,6 @@ def orthogonal(layer: Layer, std: float = 2**0.5) -> Layer:
 
 
 def decoder(size: int, hidden: int, std: float) -> nn.Sequential:
-    """An MLP with one hidden layer and one output."""
     return nn.Sequential(orthogonal(nn.Linear(size, hidden)), nn.ReLU(), orthogonal(nn.Linear(hidden, 1), std))
 
 
@@ -436,18 +402,12 @@ class Encoders(nn.Module):
         self.layers = nn.ModuleList(ExpertLayer(hidden, graph) for _ in range(graph_layers))
         self.gpu_layer = NodeLayer(hidden, graph)
 
-    def forward(self, inputs: Inputs, near: Tensor, near_node: Tensor, same_node: Tensor) -> tuple[Tensor, Tensor]:
-        placement = inputs["placement"]
+    def forward(self, inputs: Inputs, near: Tensor, near_node: Tensor) -> tuple[Tensor, Tensor]:
+        placement, same_node = inputs["placement"], inputs["same_node"]
         replicas, absent = placement.sum(-1).clamp(min=1), 1 - placement
-        derived = torch.stack(
-            [
-                (near * placement).sum(-1) / replicas,
-                (near * absent).amax(-1),
-                (near_node * placement).sum(-1) / replicas,
-                (near_node * absent).amax(-1),
-            ],
-            -1,
-        )
+        own = [(mass * placement).sum(-1) / replicas for mass in (near, near_node)]
+        other = [(mass * absent).amax(-1) for mass in (near, near_node)]
+        derived = torch.stack([own[0], other[0], own[1], other[1]], -1)
         progress = inputs["progress"][:, None].expand(-1, placement.shape[1], -1)
         experts = self.experts_in(torch.cat([inputs["experts"], derived, inputs["memory"], progress], -1))
         gpus = torch.relu(self.gpus_in(inputs["gpus"][:, : len(same_node)]))
@@ -466,8 +426,8 @@ class Encoders(nn.Module):
 class Agent(nn.Module):
     """The expert actor, the GPU actor and the critic, for any number of experts, GPUs and layers.
 
-    The graph inputs (LAYER_KEYS) have one row per visit, all other inputs one row per step, with the steps of a visit
-    next to each other. Renumbering experts, or GPUs together with their nodes, renumbers the scores in the same way.
+    The graph inputs (LAYER_KEYS) have one row per visit, all others one row per step, with the steps of a visit next to
+    each other. Renumbering experts, or GPUs together with their nodes, renumbers the scores in the same way.
     """
 
     value_mean: Tensor
@@ -493,13 +453,13 @@ class Agent(nn.Module):
         self.register_buffer("value_mean", torch.zeros(()))
         self.register_buffer("value_std", torch.zeros(()))
 
-    def encode(self, inputs: Inputs, same_node: Tensor) -> dict[str, Tensor]:
+    def encode(self, inputs: Inputs) -> dict[str, Tensor]:
         """Embeddings that both actors and the critic start from."""
         coactivation = inputs["coactivation"]
         placement = to_visits(inputs["placement"], len(coactivation))
         near = to_rows((coactivation @ placement.flatten(2)).unflatten(2, placement.shape[2:]))
-        near_node = near @ same_node
-        experts, gpus = self.encoders(inputs, near, near_node, same_node)
+        near_node = near @ inputs["same_node"]
+        experts, gpus = self.encoders(inputs, near, near_node)
         return {"experts": experts, "gpus": gpus, "near": near, "near_node": near_node}
 
     def expert_logits(self, inputs: Inputs, encoded: dict[str, Tensor]) -> Tensor:
@@ -508,54 +468,44 @@ class Agent(nn.Module):
         # The mean over experts is the same input for all of them: multiply it once.
         own, overall = first.weight.split(experts.shape[-1], -1)
         hidden = linear(experts, own) + linear(experts.mean(1, keepdim=True), overall, first.bias)
-        logits = to_rows(last(activation(hidden)).squeeze(-1))
-        return torch.where(inputs["expert_mask"], logits, MASKED_LOGIT)
+        return torch.where(inputs["expert_mask"], to_rows(last(activation(hidden)).squeeze(-1)), MASKED_LOGIT)
 
     def node_logits(
-        self,
-        inputs: Inputs,
-        encoded: dict[str, Tensor],
-        same_node: Tensor,
-        expert: Tensor,
-        parts: Tensor,
-        legal: Tensor,
+        self, inputs: Inputs, encoded: dict[str, Tensor], expert: Tensor, parts: Tensor, legal: Tensor
     ) -> Tensor:
         """The GPU actor: (B, 3·G) scores of the nodes, masked.
 
-        It reads the chosen experts (B,), their look-ahead ``parts`` (B, 3·G, parts) and which nodes are legal (B, 3·G).
+        It reads the chosen experts (B,), their look-ahead (B, 3·G, N_PARTS) and which nodes are legal (B, 3·G).
         """
         options, rows = self.options, torch.arange(len(expert), device=expert.device)
+        chosen = torch.stack(
+            [x[rows, expert] for x in (inputs["placement"], encoded["near"], encoded["near_node"])], -1
+        )
         if options.simultaneous:
-            legal = inputs["gpu_mask"]
+            legal, chosen = inputs["gpu_mask"], torch.zeros_like(chosen)
         if options.simultaneous or not options.lookahead:
             parts = torch.zeros_like(parts)
-        chosen = torch.stack(
-            [inputs["placement"][rows, expert], encoded["near"][rows, expert], encoded["near_node"][rows, expert]], -1
-        ).repeat(1, 3, 1)
-        if options.simultaneous:
-            chosen = torch.zeros_like(chosen)
-        nodes = self.nodes_in(torch.cat([inputs["gpus"], chosen, legal[..., None].float(), parts.clamp(-5, 5)], -1))
-        nodes = nodes.unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
+        features = [inputs["gpus"], chosen.repeat(1, 3, 1), legal[..., None].float(), parts.clamp(-5, 5)]
+        nodes = self.nodes_in(torch.cat(features, -1)).unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
         if not options.simultaneous:
             steps = encoded["experts"].shape[2]
             embedding = encoded["experts"][rows // steps, expert, rows % steps]
             nodes = nodes + self.chosen_in(embedding)[:, None, None]
         nodes = torch.relu(nodes)
         # Each of a GPU's three nodes is connected to all three nodes of the GPUs that it exchanges tokens with.
-        traffic, same = averaging(inputs["traffic"], copies=3), same_node / 3
+        traffic, same = averaging(inputs["traffic"], copies=3), inputs["same_node"] / 3
         for layer in self.node_layers:
             nodes = layer(nodes, traffic, same)
         logits = self.node_head(nodes.flatten(1, 2)).squeeze(-1) + self.look_scale * gains(parts)
         return torch.where(legal, logits, MASKED_LOGIT)
 
-    def values(self, inputs: Inputs, encoded: dict[str, Tensor], same_node: Tensor) -> Tensor:
+    def values(self, inputs: Inputs, encoded: dict[str, Tensor]) -> Tensor:
         """The critics: (B, critics) normalised values."""
         experts, gpus = encoded["experts"], encoded["gpus"]
         if self.critic_encoders is not None:
-            experts, gpus = self.critic_encoders(inputs, encoded["near"], encoded["near_node"], same_node)
-        pooled_experts = torch.cat([experts.mean(1), experts.max(1).values], -1).flatten(0, 1)
-        pooled_gpus = torch.cat([gpus.mean(1), gpus.max(1).values], -1)
-        graphs = [pooled_experts, pooled_gpus]
+            experts, gpus = self.critic_encoders(inputs, encoded["near"], encoded["near_node"])
+        graphs = [torch.cat([experts.mean(1), experts.max(1).values], -1).flatten(0, 1)]
+        graphs += [torch.cat([gpus.mean(1), gpus.max(1).values], -1)]
         if self.options.centralised:
             graphs = [torch.cat(graphs, -1)]
         values = [
@@ -563,32 +513,29 @@ class Agent(nn.Module):
         ]
         return torch.cat(values, -1)
 
-    def forward(
-        self, inputs: Inputs, same_node: Tensor, expert: Tensor, parts: Tensor, legal: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, inputs: Inputs, expert: Tensor, parts: Tensor, legal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(expert logits, node logits for the chosen experts, normalised values) in one pass."""
-        encoded = self.encode(inputs, same_node)
-        return (
-            self.expert_logits(inputs, encoded),
-            self.node_logits(inputs, encoded, same_node, expert, parts, legal),
-            self.values(inputs, encoded, same_node),
-        )
+        encoded = self.encode(inputs)
+        expert_logits = self.expert_logits(inputs, encoded)
+        node_logits = self.node_logits(inputs, encoded, expert, parts, legal)
+        return expert_logits, node_logits, self.values(inputs, encoded)
 
-    def rewards_to_go(self, inputs: Inputs, encoded: dict[str, Tensor], same_node: Tensor) -> Tensor:
+    def get_value(self, inputs: Inputs, encoded: dict[str, Tensor]) -> Tensor:
         """(B,) values in units of reward, the mean over critics."""
-        return self.values(inputs, encoded, same_node).mean(-1) * self.value_std + self.value_mean
+        return self.values(inputs, encoded).mean(-1) * self.value_std + self.value_mean
 
     @torch.no_grad()
-    def set_value_scale(self, mean: Tensor, std: Tensor) -> None:
+    def set_value_scale(self, mean: float, std: float) -> None:
         """Set new statistics of the returns and correct the critics' last layers, so that no value changes.
 
         The first statistics need no correction: nothing has been learned yet.
         """
+        new_mean, new_std = (torch.tensor(x, device=self.value_mean.device) for x in (mean, std))
         for critic in self.critics if float(self.value_std) > 0 else ():
-            critic[-1].weight.mul_(self.value_std / std)
-            critic[-1].bias.mul_(self.value_std).add_(self.value_mean - mean).div_(std)
-        self.value_mean.copy_(mean)
-        self.value_std.copy_(std)
+            critic[-1].weight.mul_(self.value_std / new_std)
+            critic[-1].bias.mul_(self.value_std).add_(self.value_mean - new_mean).div_(new_std)
+        self.value_mean.copy_(new_mean)
+        self.value_std.copy_(new_std)
 
     @torch.no_grad()
     def scale_logits(self, factor: float) -> None:
@@ -624,33 +571,30 @@ def policy_settings(args: TaskArgs) -> PolicySettings:
 
 
 def check_arguments(args: Args) -> None:
-    """Refuse sizes that do not fit together before anything is loaded."""
+    """Refuse arguments that do not fit together before anything is loaded."""
     ppo, ops_per_layer = args.ppo, args.task.ops_per_layer
-    flat = flat_args(args)
-    for name in ("threads", "envs_per_stream", "hidden", "graph_layers"):
-        if flat[name] < 1:
-            raise ValueError(f"{name} is {flat[name]}: expected at least 1")
+    sizes = vars(args.network) | {"threads": args.threads, "envs_per_stream": ppo.envs_per_stream}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}: expected at least 1")
     if args.pretrain.pretrain_sharpen <= 0:
         raise ValueError(f"pretrain_sharpen is {args.pretrain.pretrain_sharpen}: expected more than 0")
     if ppo.num_steps % ops_per_layer:
-        raise ValueError(
-            f"num_steps is {ppo.num_steps}: expected a multiple of ops_per_layer, which is {ops_per_layer}"
-        )
+        raise ValueError(f"num_steps is {ppo.num_steps}: expected a multiple of ops_per_layer ({ops_per_layer})")
     visits = ppo.num_envs * ppo.num_steps // ops_per_layer
     if visits % ppo.num_minibatches:
         raise ValueError(
-            f"{visits} visits to a layer ({ppo.num_envs} environments, {ppo.num_steps} steps, {ops_per_layer} steps "
-            f"per visit) do not divide into {ppo.num_minibatches} minibatches: lower --num-minibatches, or use more "
-            "environments or steps"
+            f"num_envs × num_steps ÷ ops_per_layer is {visits} visits to a layer, which do not divide into "
+            f"{ppo.num_minibatches} minibatches: lower --num-minibatches, or use more environments or steps"
         )
 
 
 def make_task(args: Args) -> Task:
     check_arguments(args)
     options = args.task
-    train = evenly_spaced(load_traces(list(args.trace)), options.layers)
+    train = evenly_spaced(load_traces(args.trace), options.layers)
     if args.eval_trace:
-        test = evenly_spaced(load_traces(list(args.eval_trace)), options.layers)
+        test = evenly_spaced(load_traces(args.eval_trace), options.layers)
         if (test.n_experts, test.top_k) != (train.n_experts, train.top_k):
             raise ValueError(
                 f"--eval-trace {test.name} is top-{test.top_k} of {test.n_experts} experts, but --trace {train.name} "
@@ -662,21 +606,13 @@ def make_task(args: Args) -> Task:
     model = model_for(train, args.model)
     simulator = Simulator(model, get_cluster(args.cluster), passes_per_window=options.passes_per_window)
     settings = policy_settings(options)
+    names = ("windows", "window_tokens", "ops_per_layer", "schedule", "drift_rate", "start", "reward_window",
+             "reward_norm", "credit")  # fmt: skip
     config = PlacementConfig(
-        trace=train,
-        cluster=simulator.cluster,
-        model=model,
-        windows=options.windows,
-        window_tokens=options.window_tokens,
-        ops_per_layer=options.ops_per_layer,
-        schedule=options.schedule,
-        drift_rate=options.drift_rate,
+        trace=train, cluster=simulator.cluster, model=model,
         passes_per_window=settings.passes(options.passes_per_window),
-        start=options.start,
-        reward_window=options.reward_window,
-        reward_norm=options.reward_norm,
-        credit=options.credit,
-    )
+        **{name: getattr(options, name) for name in names},
+    )  # fmt: skip
     return Task(train, test, config, simulator, settings)
 
 
@@ -691,9 +627,8 @@ def make_agent(args: Args) -> Agent:
         found = read_policy(args.init)
         for key, expected in (("network", network_options(args)), ("view", asdict(policy_settings(args.task)))):
             if found[key] != expected:
-                raise CheckpointError(
-                    f"--init {args.init} has {key} options {found[key]}, but the arguments ask for {expected}"
-                )
+                message = f"--init {args.init} has {key} options {found[key]}, but the arguments ask for {expected}"
+                raise CheckpointError(message)
         agent.load_state_dict(found["weights"])
     return agent
 
@@ -707,6 +642,7 @@ class Batch:
 
     steps: Inputs
     graphs: Inputs
+    same_node: Tensor
     expert: Tensor
     node: Tensor
     parts: Tensor
@@ -729,13 +665,14 @@ class Batch:
         return (visits[:, None] * steps + torch.arange(steps, device=visits.device)).flatten()
 
     def inputs(self, visits: Tensor, rows: Tensor) -> Inputs:
-        return {key: x[rows] for key, x in self.steps.items()} | {key: x[visits] for key, x in self.graphs.items()}
+        graphs = {key: x[visits] for key, x in self.graphs.items()}
+        return {key: x[rows] for key, x in self.steps.items()} | graphs | {"same_node": self.same_node}
 
 
 def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Samples of categorical distributions and their log-probabilities."""
     logprobs = logits.log_softmax(-1)
-    # Gumbel trick: the argmax of logits plus Gumbel noise is a sample.
+    # Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of the categorical distribution.
     drawn = (logprobs - torch.empty_like(logprobs).exponential_().log()).argmax(-1)
     return drawn, logprobs.gather(-1, drawn[:, None]).squeeze(-1)
 
@@ -764,7 +701,7 @@ class Rollouts:
         """Share of the static time that the last finished episodes saved."""
 
     def restart(self, seed: int) -> None:
-        """Reset all environments from a seed. A resumed run continues from here with the same episodes."""
+        """Reset all environments. A resumed run does so at the same iterations and continues identically."""
         stream = np.arange(self.args.ppo.num_envs, dtype=np.int64) // self.envs_per_stream
         self.view.batch.seed(derive_seed(seed) * 2**20 + stream)
         self.view.reset()
@@ -783,28 +720,24 @@ class Rollouts:
 
     @torch.no_grad()
     def collect(self) -> Batch:
-        """One rollout of num_steps × num_envs steps, with advantages."""
+        """Play num_steps steps in each environment. Returns the training data."""
         ppo, ops_per_layer, agent, view = self.args.ppo, self.args.task.ops_per_layer, self.agent, self.view
-        same_node = view.same_node
         steps: dict[str, list[Tensor]] = {key: [] for key in STEP_KEYS}
         graphs: dict[str, list[Tensor]] = {key: [] for key in LAYER_KEYS}
         taken: list[tuple[Tensor, ...]] = []
         for t in range(ppo.num_steps):
             started = time.perf_counter()
             inputs = view.inputs()
-            for key in STEP_KEYS:
-                steps[key].append(inputs[key].clone())
-            if t % ops_per_layer == 0:
-                for key in LAYER_KEYS:
-                    graphs[key].append(inputs[key].clone())
-            encoded = agent.encode(inputs, same_node)
+            for key in STEP_KEYS if t % ops_per_layer else (*STEP_KEYS, *LAYER_KEYS):
+                (graphs if key in graphs else steps)[key].append(inputs[key].clone())
+            encoded = agent.encode(inputs)
             expert, expert_logprob = sample(agent.expert_logits(inputs, encoded))
-            values = agent.rewards_to_go(inputs, encoded, same_node)
+            values = agent.get_value(inputs, encoded)
             legal = view.legal(expert)
             expert_chosen = time.perf_counter()
             parts = view.look(expert)
             simulated = time.perf_counter()
-            node, node_logprob = sample(agent.node_logits(inputs, encoded, same_node, expert, parts, legal))
+            node, node_logprob = sample(agent.node_logits(inputs, encoded, expert, parts, legal))
             node_chosen = time.perf_counter()
             reward, visit_end, done = self.step(expert, node)
             self.seconds["policy"] += expert_chosen - started + node_chosen - simulated
@@ -813,10 +746,11 @@ class Rollouts:
             taken.append((expert, node, parts, legal, expert_logprob + node_logprob, values, reward, end))
         expert, node, parts, legal, logprobs, values, rewards, ends = (torch.stack(x) for x in zip(*taken, strict=True))
         inputs = view.inputs()
-        next_value = agent.rewards_to_go(inputs, agent.encode(inputs, same_node), same_node)
+        next_value = agent.get_value(inputs, agent.encode(inputs))
         # Ends are terminations: what follows does not depend on what was done before.
+        final_values = torch.zeros_like(values)
         advantages, returns = compute_gae(
-            rewards, values, ends, ends, next_value, torch.zeros_like(values), ppo.gamma, ppo.gae_lambda
+            rewards, values, ends, ends, next_value, final_values, ppo.gamma, ppo.gae_lambda
         )
         if self.envs_per_stream > 1:
             advantages = subtract_group_baseline(advantages, self.envs_per_stream)
@@ -828,6 +762,7 @@ class Rollouts:
         return Batch(
             {key: group(torch.stack(x)) for key, x in steps.items()},
             {key: torch.stack(x).flatten(0, 1) for key, x in graphs.items()},
+            inputs["same_node"],
             *(group(x) for x in (expert, node, parts, legal, logprobs, advantages, returns, values)),
         )
 
@@ -835,64 +770,66 @@ class Rollouts:
 # Learning
 
 
-def supervised_phase(agent: Agent, rollouts: Rollouts, args: Args, world: World) -> dict[str, float]:
-    """The supervised phase: learn which experts, and which operations on them, save most on the observed window.
+class Simulated(NamedTuple):
+    """States of the supervised phase: inputs, candidate experts (B, M), and the look-ahead and legal nodes of each."""
 
-    The states come from episodes that mostly take the best operation found, and an operation on a random expert
-    otherwise.
+    inputs: Inputs
+    experts: Tensor
+    parts: Tensor
+    legal: Tensor
+
+    def savings(self) -> Tensor:
+        """(B, M, 3·G) what each operation saves, −∞ if it is illegal."""
+        return torch.where(self.legal, gains(self.parts), -torch.inf)
+
+
+def supervised_phase(agent: Agent, rollouts: Rollouts, args: Args, world: World) -> dict[str, float]:
+    """Learn which experts, and which operations on them, save most on the observed window.
+
+    The states come from episodes that mostly take the best operation found, or else an operation on a random expert.
     """
     options, view, optimizer = args.pretrain, rollouts.view, make_optimizer(agent, args.pretrain.pretrain_lr)
     size, ops_per_layer = args.ppo.num_envs, args.task.ops_per_layer
     n_experts, device = view.batch.n_experts, view.batch.device
-    n_candidates = min(options.pretrain_experts, n_experts)
     rounds = max(1, round(options.pretrain_states / (size * ops_per_layer * world.size)))
     losses: dict[str, float] = {}
     for i in range(rounds):
         optimizer.param_groups[0]["lr"] = anneal(options.pretrain_lr, i + 1, rounds)
-        states: list[tuple[Inputs, Tensor, Tensor, Tensor]] = []
-        graphs = {key: x.clone() for key, x in view.inputs().items() if key in LAYER_KEYS}
+        states: list[Simulated] = []
+        graphs = {key: view.inputs()[key].clone() for key in LAYER_KEYS}
         for _ in range(ops_per_layer):
-            inputs = {key: x.clone() for key, x in view.inputs().items() if key in STEP_KEYS} | graphs
-            candidates = torch.rand((size, n_experts), device=device).argsort(-1)[:, :n_candidates]
-            parts = view.look_many(candidates)
-            legal = view.batch.obs["joint_mask"].bool()[view.rows[:, None], candidates]
-            states.append((inputs, candidates, parts, legal))
-            best, node = torch.where(legal, gains(parts), -torch.inf).max(-1)
+            inputs = {key: x.clone() for key, x in view.inputs().items() if key not in graphs} | graphs
+            experts = torch.rand((size, n_experts), device=device).argsort(-1)[:, : options.pretrain_experts]
+            legal = view.batch.obs["joint_mask"].bool()[view.rows[:, None], experts]
+            states.append(Simulated(inputs, experts, view.look_many(experts), legal))
+            best, node = states[-1].savings().max(-1)
             explore = torch.rand(size, device=device) < 0.3
             pick = torch.where(explore, torch.zeros_like(view.rows), best.argmax(-1))
-            expert, node = candidates[view.rows, pick], node[view.rows, pick]
+            expert, node = experts[view.rows, pick], node[view.rows, pick]
             view.look(expert)
             rollouts.step(expert, node)
         for _ in range(options.pretrain_epochs):
             for t in torch.randperm(ops_per_layer).tolist():
-                losses = supervised_step(agent, optimizer, view, *states[t], args, world)
+                losses = supervised_step(agent, optimizer, states[t], args, world)
     return losses
 
 
 def supervised_step(
-    agent: Agent,
-    optimizer: torch.optim.Adam,
-    view: PolicyView,
-    inputs: Inputs,
-    candidates: Tensor,
-    parts: Tensor,
-    legal: Tensor,
-    args: Args,
-    world: World,
+    agent: Agent, optimizer: torch.optim.Adam, state: Simulated, args: Args, world: World
 ) -> dict[str, float]:
     """One step of cross-entropy towards a softmax over the savings: of the candidates, and of the nodes of two."""
-    rows, temperature = view.rows, args.pretrain.pretrain_temperature
-    savings = torch.where(legal, gains(parts), -torch.inf)
+    inputs, experts, savings = state.inputs, state.experts, state.savings()
+    rows, temperature = torch.arange(len(experts), device=experts.device), args.pretrain.pretrain_temperature
     # Experts that cannot be chosen get a target of exactly 0.
-    best = torch.where(inputs["expert_mask"].gather(-1, candidates), savings.amax(-1), MASKED_LOGIT)
-    encoded = agent.encode(inputs, view.same_node)
-    logprobs = agent.expert_logits(inputs, encoded).gather(-1, candidates).log_softmax(-1)
+    best = torch.where(inputs["expert_mask"].gather(-1, experts), savings.amax(-1), MASKED_LOGIT)
+    encoded = agent.encode(inputs)
+    logprobs = agent.expert_logits(inputs, encoded).gather(-1, experts).log_softmax(-1)
     expert_loss = -(logprobs * (best / temperature).softmax(-1)).sum(-1).mean()
     node_loss = torch.zeros((), device=rows.device)
     # The best candidate, and the first, which is a random one.
     for pick in (best.argmax(-1), torch.zeros_like(rows)):
-        expert = candidates[rows, pick]
-        logits = agent.node_logits(inputs, encoded, view.same_node, expert, parts[rows, pick], legal[rows, pick])
+        parts, legal = state.parts[rows, pick], state.legal[rows, pick]
+        logits = agent.node_logits(inputs, encoded, experts[rows, pick], parts, legal)
         target = (savings[rows, pick] / temperature).softmax(-1)
         node_loss = node_loss - (logits.log_softmax(-1) * target).sum(-1).mean()
     optimizer.zero_grad()
@@ -917,12 +854,10 @@ class ReturnStatistics:
         return mean, max(self.square / self.weight - mean**2, 1e-16) ** 0.5
 
 
-def update(
-    agent: Agent, optimizer: torch.optim.Adam, batch: Batch, same_node: Tensor, args: Args, world: World
-) -> dict[str, float]:
-    """Several epochs of shuffled minibatches on one rollout; returns the mean metrics."""
+def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, world: World) -> dict[str, float]:
+    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     ppo = args.ppo
-    metrics: list[dict[str, Tensor]] = []
+    seen: list[Tensor] = []
     old_values = (batch.values - agent.value_mean) / agent.value_std
     returns = (batch.returns - agent.value_mean) / agent.value_std
     for _ in range(ppo.update_epochs):
@@ -933,7 +868,7 @@ def update(
             visits = shuffled[start:end]
             rows = batch.rows(visits)
             inputs, legal = batch.inputs(visits, rows), batch.legal[rows]
-            expert_logits, node_logits, values = agent(inputs, same_node, batch.expert[rows], batch.parts[rows], legal)
+            expert_logits, node_logits, values = agent(inputs, batch.expert[rows], batch.parts[rows], legal)
             expert_logprobs, node_logprobs = expert_logits.log_softmax(-1), node_logits.log_softmax(-1)
             # Two components of one action: their log-probabilities add up.
             logprobs = (
@@ -945,9 +880,8 @@ def update(
 
             advantages = normalize_advantages(batch.advantages[rows]) if ppo.norm_adv else batch.advantages[rows]
             pg_loss = policy_loss(ratio, advantages, ppo.clip_coef)
-            v_loss = value_loss(
-                values, old_values[rows, None], returns[rows, None], ppo.clip_coef if ppo.clip_vloss else None
-            )
+            clip_vloss = ppo.clip_coef if ppo.clip_vloss else None
+            v_loss = value_loss(values, old_values[rows, None], returns[rows, None], clip_vloss)
             node_mask = inputs["gpu_mask"] if args.ablation.simultaneous else legal
             expert_entropy = categorical_entropy(expert_logprobs, inputs["expert_mask"]).mean()
             node_entropy = categorical_entropy(node_logprobs, node_mask).mean()
@@ -959,20 +893,16 @@ def update(
             world.average_gradients(agent.parameters())
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), ppo.max_grad_norm)
             optimizer.step()
-            metrics.append({
-                "policy_loss": pg_loss.detach(),
-                "value_loss": v_loss.detach(),
-                "expert_entropy": expert_entropy.detach(),
-                "node_entropy": node_entropy.detach(),
-                "old_approx_kl": k1.detach().mean(),
-                "approx_kl": approx_kl.detach(),
-                "clipfrac": ((ratio.detach() - 1.0).abs() > ppo.clip_coef).float().mean(),
-                "grad_norm": grad_norm,
-            })  # fmt: skip
+            with torch.no_grad():
+                clipfrac = ((ratio - 1.0).abs() > ppo.clip_coef).float().mean()
+                entropies = [expert_entropy, node_entropy]
+                seen.append(torch.stack([pg_loss, v_loss, *entropies, k1.mean(), approx_kl, clipfrac, grad_norm]))
         if ppo.target_kl is not None and world.mean(approx_kl.item()) > ppo.target_kl:
             break
-    means = {f"losses/{name}": float(torch.stack([m[name] for m in metrics]).mean()) for name in metrics[0]}
-    return means | {"losses/explained_variance": explained_variance(batch.values, batch.returns)}
+    names = ("policy_loss", "value_loss", "expert_entropy", "node_entropy", "old_approx_kl", "approx_kl", "clipfrac",
+             "grad_norm")  # fmt: skip
+    metrics = {f"losses/{name}": value for name, value in zip(names, torch.stack(seen).mean(0).tolist(), strict=True)}
+    return metrics | {"losses/explained_variance": explained_variance(batch.values, batch.returns)}
 
 
 def iterate(
@@ -983,37 +913,36 @@ def iterate(
     args: Args,
     world: World,
 ) -> dict[str, float]:
-    """One rollout and one update; returns the metrics."""
+    """One rollout and one update. Returns the metrics."""
     rollouts.seconds = dict.fromkeys(rollouts.seconds, 0.0)
     started = time.perf_counter()
     batch = rollouts.collect()
     collected = time.perf_counter()
     mean, std = statistics.update(batch.returns, world)
-    device = batch.returns.device
-    agent.set_value_scale(torch.tensor(mean, device=device), torch.tensor(std, device=device))
+    agent.set_value_scale(mean, std)
     torch.set_num_threads(args.threads)
-    metrics = update(agent, optimizer, batch, rollouts.view.same_node, args, world)
+    metrics = update(agent, optimizer, batch, args, world)
     torch.set_num_threads(1)
     ended = time.perf_counter()
-    elapsed = max(ended - started, 1e-9)
     return metrics | {
         "charts/episodic_saved": rollouts.saved,
         "charts/return_mean": mean,
         "charts/return_std": std,
         "charts/learning_rate": optimizer.param_groups[0]["lr"],
-        "charts/SPS": len(batch) * world.size / elapsed,
-        "time/simulator": rollouts.seconds["simulator"] / elapsed,
-        "time/policy": rollouts.seconds["policy"] / elapsed,
-        "time/update": (ended - collected) / elapsed,
+        "time/simulator": rollouts.seconds["simulator"] / (ended - started),
+        "time/policy": rollouts.seconds["policy"] / (ended - started),
+        "time/update": (ended - collected) / (ended - started),
     }
 
 
-def all_finite(agent: nn.Module, metrics: dict[str, float]) -> bool:
-    """Whether all losses and weights are finite. The explained variance may be undefined."""
-    losses = [
-        value for name, value in metrics.items() if name.startswith("losses/") and name != "losses/explained_variance"
-    ]
-    return bool(np.isfinite(losses).all()) and all(bool(torch.isfinite(p).all()) for p in agent.parameters())
+def check_finite(agent: nn.Module, metrics: dict[str, float], iteration: int, checkpoint: Path) -> None:
+    """Stop the run if a loss or weight is not finite. Only the explained variance may be undefined."""
+    losses = {key: x for key, x in metrics.items() if key.startswith("losses/") and "explained_variance" not in key}
+    if np.isfinite(list(losses.values())).all() and all(bool(torch.isfinite(p).all()) for p in agent.parameters()):
+        return
+    kept = f"the last good checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint yet"
+    message = f"iteration {iteration}: a loss or weight is not finite ({losses}); {kept}; try a lower --learning-rate"
+    raise FloatingPointError(message)
 
 
 # Evaluation
@@ -1047,37 +976,33 @@ class Evaluator:
         # The weights of a new network are drawn and not used: recorded runs drew these random numbers here.
         Agent(self.args)
         total_us = self.run("policy", self.policy(agent.state_dict()), self.validation, self.task.train).total_us
-        saved = {
-            f"validation/saved_vs_{name}": 100 * (1 - total_us / reference_us)
-            for name, reference_us in self.reference_us.items()
-        }
+        saved = {f"validation/saved_vs_{name}": 100 * (1 - total_us / us) for name, us in self.reference_us.items()}
         return {"validation/total_us": total_us} | saved
 
-    def compare(self, stages: dict[str, dict[str, Tensor]]) -> list[Result]:
+    def compare(self, stages: dict[str, dict[str, Tensor]]) -> dict[str, Result]:
         """Results of the planners and of all stages of the policy on streams that share no sequence with training."""
         options, task = self.args.evaluation, self.task
         protocol = self.protocol(options.eval_windows, options.eval_streams, 0)
-        planners = {name: make_planner(name, task.simulator) for name in options.eval_planners}
+        planners: dict[str, Planner] = {name: make_planner(name, task.simulator) for name in options.eval_planners}
         planners |= {name: self.policy(weights) for name, weights in stages.items()}
-        return [self.run(name, planner, protocol, task.test) for name, planner in planners.items()]
+        return {name: self.run(name, planner, protocol, task.test) for name, planner in planners.items()}
 
 
-def draw_curve(folder: Path, curve: list[tuple[int, float, float]]) -> None:
-    """Plot the time saved on the validation streams."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps, static, eplb = zip(*curve, strict=True)
-    axes.plot(steps, static, "o-", ms=3, color="#4477AA", label="vs static")
-    axes.plot(steps, eplb, "s-", ms=3, color="#EE6677", label="vs EPLB in every window")
-    axes.axhline(0, color="#BBBBBB", lw=1)
-    axes.set(xlabel="operations (0: after the supervised phase)", ylabel="time saved, %", title="validation streams")
-    axes.legend()
-    figure.savefig(folder / "validation.png", dpi=120)
-    plt.close(figure)
+def summary(results: dict[str, Result]) -> dict[str, Any]:
+    """Fields of the result line: the policy compared with the best EPLB, and with EPLB in every window by stream."""
+    found: dict[str, Any] = {"total_us": {name: result.total_us for name, result in results.items()}}
+    ours = results.get("policy") or results.get("supervised")
+    best_eplb_us = min((results[name].total_us for name in EPLB_NAMES if name in results), default=float("nan"))
+    ratio = None if ours is None else ours.total_us / best_eplb_us
+    ratios = []
+    if ours is not None and "eplb" in results:
+        ratios = list(np.divide(ours.stream_totals_us, results["eplb"].stream_totals_us))
+    return found | {
+        "mean_return": None if ratio is None else 1 - ratio,
+        "vs_best_eplb": ratio,
+        "vs_eplb": float(np.mean(ratios)) if ratios else None,
+        "vs_eplb_ci95": ci95(ratios) if ratios else None,
+    }
 
 
 def snapshot(agent: nn.Module) -> dict[str, Tensor]:
@@ -1085,152 +1010,97 @@ def snapshot(agent: nn.Module) -> dict[str, Tensor]:
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
-    """The whole run; returns the fields of the result line (on rank 0, which evaluates)."""
-    device, evaluation = world.device, args.evaluation
-    task = make_task(args)
+    """Train and evaluate. Returns the content of the result line (on rank 0)."""
+    evaluation, task = args.evaluation, make_task(args)
     torch.manual_seed(args.seed)
-    agent = make_agent(args).to(device)
-    folder = run_folder(f"ppo_moe_marl__{task.train.name}__{args.seed}", args.run_dir, args.resume)
-    config = flat_args(args) | {"world_size": world.size}
-    batch_size = args.ppo.num_envs * args.ppo.num_steps * world.size
-    num_iterations = args.total_timesteps // batch_size
-    if args.total_timesteps and num_iterations < 1:
-        raise ValueError(
-            f"total_timesteps is {args.total_timesteps}: expected 0, or at least one rollout of {batch_size}"
-        )
+    agent = make_agent(args).to(world.device)
+    run = Run("ppo_moe_marl", args, world, task.train.name, args.ppo.num_envs * args.ppo.num_steps, may_be_empty=True)
     world.broadcast(agent)
     stages = {"untrained": snapshot(agent)}
     optimizer = make_optimizer(agent, args.ppo.learning_rate)
-    rollouts = Rollouts(args, agent, task, device)
-    statistics, first, curve = ReturnStatistics(), 1, []
-    state = None
-    if args.resume and (folder / CHECKPOINT_NAME).exists():
-        state = load_checkpoint(folder / CHECKPOINT_NAME, "ppo_moe_marl", device)
-        check_same_args(state["args"], config)
+    rollouts, statistics = Rollouts(args, agent, task, world.device), ReturnStatistics()
+    curve: list[list[float]] = []
+    state = run.load_checkpoint()
+    if state is not None:
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         statistics.weight, statistics.mean, statistics.square = state["statistics"]
-        stages["supervised"] = state["supervised"]
-        first, curve = state["iteration"] + 1, [tuple(point) for point in state["curve"]]
+        stages["supervised"], curve = state["supervised"], state["curve"]
 
-    def save(iteration: int) -> None:
-        if not world.is_main or not args.checkpoint_interval:
-            return
-        logger.flush()
-        content = {
-            "args": config,
-            "agent": agent.state_dict(),
-            "supervised": stages["supervised"],
-            "optimizer": optimizer.state_dict(),
-            "statistics": [statistics.weight, statistics.mean, statistics.square],
-            "iteration": iteration,
-            "curve": [list(point) for point in curve],
-        }
-        save_checkpoint(folder / CHECKPOINT_NAME, "ppo_moe_marl", content)
+    def restart(iteration: int) -> None:
+        seed = derive_seed(args.seed, iteration, world.rank)
+        torch.manual_seed(seed)
+        rollouts.restart(seed)
 
-    def validate(step: int) -> dict[str, float]:
+    def validate(iteration: int) -> dict[str, float]:
         if evaluator is None:
             return {}
-        found = evaluator.validate(agent)
-        curve.append((step, found["validation/saved_vs_static"], found["validation/saved_vs_eplb"]))
-        logger.image("placement", draw(frame_of(rollouts.view.batch, [])), step)
+        step, found = iteration * run.steps_per_iteration, evaluator.validate(agent)
+        curve.append([step, found["validation/saved_vs_static"], found["validation/saved_vs_eplb"]])
+        run.logger.image("placement", draw(frame_of(rollouts.view.batch, [])), step)
         return found
 
-    start_step, total_steps = (first - 1) * batch_size, num_iterations * batch_size
-    logger = RunLogger(folder, config, args.track, start_step=start_step, enabled=world.is_main)
-    with logger, Progress(total_steps, start_step, enabled=world.is_main) as progress:
+    def save(iteration: int) -> None:
+        if run.checkpoint_due(iteration):
+            run.save_checkpoint(
+                iteration,
+                agent=agent.state_dict(),
+                supervised=stages["supervised"],
+                optimizer=optimizer.state_dict(),
+                statistics=[statistics.weight, statistics.mean, statistics.square],
+                curve=curve,
+            )
+
+    with run:
         evaluator = Evaluator(args, task) if world.is_main and evaluation.eval_interval else None
         validation: dict[str, float] = {}
         if state is None:
             if args.pretrain.pretrain_states:
-                torch.manual_seed(derive_seed(args.seed, 0, world.rank))
-                rollouts.restart(derive_seed(args.seed, 0, world.rank))
+                restart(0)
                 started = time.perf_counter()
                 losses = supervised_phase(agent, rollouts, args, world)
-                logger.scalars(losses | {"pretrain/seconds": time.perf_counter() - started}, 0)
+                run.logger.scalars(losses | {"pretrain/seconds": time.perf_counter() - started}, 0)
                 agent.scale_logits(args.pretrain.pretrain_sharpen)
             stages["supervised"] = snapshot(agent)
             validation = validate(0)
-            logger.scalars(validation, 0)
+            run.logger.scalars(validation, 0)
             save(0)
-        else:
-            message = f"resumed after iteration {first - 1} of {num_iterations}"
-            Console(stderr=True).print(message, highlight=False)
-        for iteration in range(first, num_iterations + 1):
-            interval = args.checkpoint_interval or num_iterations
-            if (iteration - 1) % interval == 0:
-                # Resumed or not, every run gets here with the same networks and then draws the same random numbers.
-                torch.manual_seed(derive_seed(args.seed, iteration, world.rank))
-                rollouts.restart(derive_seed(args.seed, iteration, world.rank))
+        for iteration in run.iterations():
+            if (iteration - 1) % (args.checkpoint_interval or run.num_iterations) == 0:
+                # A resumed run also starts here, with the same networks, and then draws the same random numbers.
+                restart(iteration)
             if args.ppo.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.ppo.learning_rate, iteration, num_iterations)
+                optimizer.param_groups[0]["lr"] = anneal(args.ppo.learning_rate, iteration, run.num_iterations)
             metrics = iterate(agent, optimizer, rollouts, statistics, args, world)
-            if not all_finite(agent, metrics):
-                good = folder / CHECKPOINT_NAME
-                kept = f"the last good checkpoint is {good}" if good.exists() else "there is no checkpoint yet"
-                raise FloatingPointError(
-                    f"iteration {iteration}: a loss or weight is not finite ({metrics}); {kept}; "
-                    "a lower --learning-rate may help"
-                )
-            step = iteration * batch_size
-            if evaluation.eval_interval and (iteration % evaluation.eval_interval == 0 or iteration == num_iterations):
-                validation = validate(step)
-            logger.scalars(metrics | validation, step)
-            progress.update(step, **{name.removeprefix("validation/"): value for name, value in validation.items()})
-            if iteration % interval == 0 or iteration == num_iterations:
-                save(iteration)
-        steps_per_s = progress.steps_per_s(total_steps)
+            check_finite(agent, metrics, iteration, run.folder / CHECKPOINT_NAME)
+            if evaluation.eval_interval and (
+                iteration % evaluation.eval_interval == 0 or iteration == run.num_iterations
+            ):
+                validation = validate(iteration)
+            shown = {name.removeprefix("validation/"): value for name, value in validation.items()}
+            run.log(metrics | validation, iteration, **shown)
+            save(iteration)
         if not world.is_main:
             return {}
-        stages |= {"policy": snapshot(agent)} if total_steps else {}
         if args.save_model:
+            about = {"args": {key: str(value) for key, value in plain_args(args).items()}, "steps": run.total_steps}
             options = network_options(args)
-            about = {"args": {key: str(value) for key, value in config.items()}, "steps": total_steps}
-            save_policy(folder / FILE_NAME, options, agent.state_dict(), task.settings, about)
-            about |= {"steps": 0}
-            save_policy(folder / "supervised" / FILE_NAME, options, stages["supervised"], task.settings, about)
-        results: list[Result] = []
+            save_policy(run.folder / FILE_NAME, options, agent.state_dict(), task.settings, about)
+            supervised, about = stages["supervised"], about | {"steps": 0}
+            save_policy(run.folder / "supervised" / FILE_NAME, options, supervised, task.settings, about)
+        results: dict[str, Result] = {}
         if evaluation.eval_streams:
-            results = (evaluator or Evaluator(args, task)).compare(stages)
+            trained = {"policy": snapshot(agent)} if run.total_steps else {}
+            results = (evaluator or Evaluator(args, task)).compare(stages | trained)
             title = f"{task.test.name} on {task.simulator.cluster.name}, held out, {args.task.schedule}"
-            Console(width=130).print(results_table(results, title))
-            plot_results(results, title, folder / "planners.png")
-            logger.scalars({f"eval/{r.planner}": r.total_us for r in results}, total_steps)
+            Console(width=130).print(results_table(list(results.values()), title))
+            plot_results(list(results.values()), title, run.folder / "planners.png")
+            run.logger.scalars({f"eval/{name}": result.total_us for name, result in results.items()}, run.total_steps)
         if curve:
-            draw_curve(folder, curve)
-    by_name = {result.planner: result for result in results}
-    best_eplb_us = min((by_name[name].total_us for name in EPLB_NAMES if name in by_name), default=float("nan"))
-    ours = by_name.get("policy") or by_name.get("supervised")
-    ratios = []
-    if ours is not None and "eplb" in by_name:
-        pairs = zip(ours.stream_totals_us, by_name["eplb"].stream_totals_us, strict=True)
-        ratios = [policy_us / eplb_us for policy_us, eplb_us in pairs]
-    return {
-        "seed": args.seed,
-        "mean_return": None if ours is None else 1 - ours.total_us / best_eplb_us,
-        "total_us": {name: result.total_us for name, result in by_name.items()},
-        "vs_best_eplb": None if ours is None else ours.total_us / best_eplb_us,
-        "vs_eplb": float(np.mean(ratios)) if ratios else None,
-        "vs_eplb_ci95": ci95(ratios) if ratios else None,
-        "episodic_saved": rollouts.saved,
-        "steps": total_steps,
-        "steps_per_s": steps_per_s,
-        "checkpoint": folder / CHECKPOINT_NAME if args.checkpoint_interval else None,
-        "policy": folder / FILE_NAME if args.save_model else None,
-        "run_dir": folder,
-    }
-
-
-def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
-    world = init_distributed(args.cuda)
-    try:
-        result = train(args, world)
-    finally:
-        world.close()
-    if world.is_main:
-        print_result(result)
+            plot_validation(curve, run.folder / "validation.png")
+    policy = run.folder / FILE_NAME if args.save_model else None
+    return run.result(**summary(results), episodic_saved=rollouts.saved, policy=policy)
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(train, tyro.cli(Args, description=__doc__))

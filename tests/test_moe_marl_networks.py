@@ -20,9 +20,9 @@ def make_agent(**changes: Any) -> Any:
     return marl.Agent(make_args(**changes))
 
 
-def scores(network: Any, inputs: dict[str, torch.Tensor], same: torch.Tensor, **about: torch.Tensor) -> Any:
+def scores(network: Any, inputs: dict[str, torch.Tensor], **about: torch.Tensor) -> Any:
     with torch.no_grad():
-        return network(inputs, same, about["expert"], about["parts"], about["legal"])
+        return network(inputs, about["expert"], about["parts"], about["legal"])
 
 
 def inputs_of(view: PolicyView) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -45,9 +45,9 @@ def test_renumbering_experts_renumbers_scores(trace: TokenTrace, changes: dict[s
         shuffled[key] = inputs[key][:, order]
     for key in ("coactivation", "similar"):
         shuffled[key] = inputs[key][:, order][:, :, order]
-    experts, nodes, values = scores(network, inputs, view.same_node, **about)
+    experts, nodes, values = scores(network, inputs, **about)
     moved = about | {"expert": order.argsort()[about["expert"]]}
-    experts2, nodes2, values2 = scores(network, shuffled, view.same_node, **moved)
+    experts2, nodes2, values2 = scores(network, shuffled, **moved)
     torch.testing.assert_close(experts2, experts[:, order], atol=1e-4, rtol=0)
     torch.testing.assert_close(nodes2, nodes, atol=1e-4, rtol=0)
     torch.testing.assert_close(values2, values, atol=1e-4, rtol=0)
@@ -65,9 +65,9 @@ def test_renumbering_gpus_with_their_nodes_renumbers_scores(trace: TokenTrace, o
     shuffled["gpu_mask"] = inputs["gpu_mask"][:, nodes_order]
     shuffled["traffic"] = inputs["traffic"][:, gpus][:, :, gpus]
     shuffled["placement"] = inputs["placement"][:, :, gpus]
-    experts, nodes, values = scores(network, inputs, view.same_node, **about)
+    experts, nodes, values = scores(network, inputs, **about)
     moved = about | {"parts": about["parts"][:, nodes_order], "legal": about["legal"][:, nodes_order]}
-    experts2, nodes2, values2 = scores(network, shuffled, view.same_node, **moved)
+    experts2, nodes2, values2 = scores(network, shuffled, **moved)
     torch.testing.assert_close(experts2, experts, atol=1e-4, rtol=0)
     torch.testing.assert_close(nodes2, nodes[:, nodes_order], atol=1e-4, rtol=0)
     torch.testing.assert_close(values2, values, atol=1e-4, rtol=0)
@@ -105,13 +105,11 @@ def test_the_steps_of_a_visit_share_their_graphs(trace: TokenTrace) -> None:
         }
         steps.append(first | other)
     network = make_agent()
-    apart = [scores(network, inputs, view.same_node, **about) for inputs in steps]
+    apart = [scores(network, inputs, **about) for inputs in steps]
     # The rows of a visit are next to each other.
     joined = {key: torch.stack([inputs[key] for inputs in steps], 1).flatten(0, 1) for key in first}
-    joined |= {key: first[key] for key in ("coactivation", "similar")}
-    together = scores(
-        network, joined, view.same_node, **{key: each.repeat_interleave(2, 0) for key, each in about.items()}
-    )
+    joined |= {key: first[key] for key in ("coactivation", "similar", "same_node")}
+    together = scores(network, joined, **{key: each.repeat_interleave(2, 0) for key, each in about.items()})
     for found, *known in zip(together, *apart, strict=True):
         torch.testing.assert_close(found, torch.stack(known, 1).flatten(0, 1), atol=1e-4, rtol=0)
 
@@ -123,8 +121,8 @@ def test_only_the_graph_encoder_sends_messages(trace: TokenTrace) -> None:
     for encoder, sends_messages in (("graph", True), ("mlp", False)):
         network = make_agent(encoder=encoder)
         other = inputs | {"similar": torch.roll(inputs["similar"], 1, 2)}
-        same = scores(network, inputs, view.same_node, **about)[0]
-        changed = scores(network, other, view.same_node, **about)[0]
+        same = scores(network, inputs, **about)[0]
+        changed = scores(network, other, **about)[0]
         assert torch.equal(same, changed) != sends_messages
 
 
@@ -132,9 +130,9 @@ def test_the_simultaneous_actor_does_not_see_the_expert(trace: TokenTrace) -> No
     view = view_of(trace)
     inputs, about = inputs_of(view)
     network = make_agent(simultaneous=True)
-    first = scores(network, inputs, view.same_node, **about)[1]
+    first = scores(network, inputs, **about)[1]
     other = about | {"expert": torch.tensor([0, 0, 0]), "parts": torch.ones_like(about["parts"])}
-    torch.testing.assert_close(scores(network, inputs, view.same_node, **other)[1], first)
+    torch.testing.assert_close(scores(network, inputs, **other)[1], first)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +157,9 @@ def test_the_exported_network_gives_the_logits_of_the_trainer(trace: TokenTrace,
     drawn = torch.get_rng_state()
     network = exported(agent, args)
     assert torch.equal(torch.get_rng_state(), drawn), "an export must not draw random numbers"
-    experts, nodes, _ = scores(agent, inputs, view.same_node, **about)
+    experts, nodes, _ = scores(agent, inputs, **about)
     with torch.no_grad():
-        encoded = network.encode(inputs, view.same_node)
+        encoded = network.encode(inputs)
         assert torch.equal(network.expert_logits(inputs, encoded), experts)
-        assert torch.equal(network.node_logits(inputs, encoded, view.same_node, **about), nodes)
+        assert torch.equal(network.node_logits(inputs, encoded, **about), nodes)
     assert not [name for name in network.state_dict() if "critic" in name or "value" in name]

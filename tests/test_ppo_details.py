@@ -300,5 +300,5 @@ def test_components_of_an_action_add_their_log_probabilities_in_training_as_in_p
     seen: list[Tensor] = []
     plain = marl.policy_loss
     monkeypatch.setattr(marl, "policy_loss", lambda ratio, *rest: (seen.append(ratio.detach()), plain(ratio, *rest))[1])
-    marl.update(agent, marl.make_optimizer(agent, 1e-3), run.collect(), run.view.same_node, args, World())
+    marl.update(agent, marl.make_optimizer(agent, 1e-3), run.collect(), args, World())
     torch.testing.assert_close(seen[0], torch.ones_like(seen[0]), atol=1e-4, rtol=0)

@@ -136,6 +136,8 @@ def test_resume_with_other_hyperparameters_is_refused() -> None:
     saved = {"lr": 1.0, "seed": 1, "track": False, "gone": 1}
     check_same_args(saved, saved | {"track": True, "resume": True})
     check_same_args(saved, saved | {"lr": 2.0}, may_differ=["lr"])
+    with pytest.raises(CheckpointError, match=r"ppo\.clip was 0\.2, now 0\.1$"):
+        check_same_args(saved | {"ppo": {"clip": 0.2, "envs": 4}}, saved | {"ppo": {"clip": 0.1, "envs": 4}})
     with pytest.raises(CheckpointError, match=r"gone was 1, now None; lr was 1\.0, now 2\.0"):
         check_same_args(saved, {"lr": 2.0, "seed": 1})
 

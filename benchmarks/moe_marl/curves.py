@@ -5,19 +5,17 @@ python benchmarks/moe_marl/curves.py
 
 from __future__ import annotations
 
-import matplotlib
 import numpy as np
 from common import CONSOLE, Args, run, seed_folder
 
+from clustergym.common.plotting import require_matplotlib
 from clustergym.training import read_scalars
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377")
 
 
 def main(args: Args) -> None:
+    plt = require_matplotlib()
     figure, (episodes, validation) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     for axis, tag, title in (
         (episodes, "charts/episodic_saved", "training episodes: share of the static time saved, %"),

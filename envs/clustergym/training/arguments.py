@@ -22,13 +22,22 @@ def plain_args(args: object) -> dict[str, Any]:
     return {key: plain(value) for key, value in vars(args).items()}
 
 
+def _flat(args: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Arguments of nested dicts as "group.name"."""
+    flat: dict[str, Any] = {}
+    for key, value in args.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def check_same_args(saved: Mapping[str, Any], given: Mapping[str, Any], may_differ: Iterable[str] = ()) -> None:
     """Raise CheckpointError if a run would resume with other hyperparameters than those in its checkpoint."""
     ignored = {"resume", "run_dir", "track", "cuda", "save_model", *may_differ}
+    before, now = _flat(saved), _flat(given)
     differing = [
-        f"{key} was {saved.get(key)!r}, now {given.get(key)!r}"
-        for key in sorted(saved.keys() | given.keys())
-        if key not in ignored and saved.get(key) != given.get(key)
+        f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if key not in ignored and before.get(key) != now.get(key)
     ]
     if differing:
         raise CheckpointError("cannot resume with other arguments: " + "; ".join(differing))

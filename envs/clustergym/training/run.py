@@ -56,14 +56,22 @@ class Run:
         name: Name of the task, part of the default folder name.
         batch_size: Environment steps per iteration and process.
         checkpoint_per_rank: Each rank saves its own checkpoint. Otherwise only rank 0 does.
+        may_be_empty: Allow ``--total-timesteps 0``, for trainers with a phase before the first iteration.
     """
 
     def __init__(
-        self, kind: str, args: RunArgs, world: World, name: str, batch_size: int, checkpoint_per_rank: bool = False
+        self,
+        kind: str,
+        args: RunArgs,
+        world: World,
+        name: str,
+        batch_size: int,
+        checkpoint_per_rank: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
         steps = self.steps_per_iteration = batch_size * world.size
         self.num_iterations = args.total_timesteps // steps
-        if self.num_iterations < 1:
+        if self.num_iterations < 1 and (args.total_timesteps or not may_be_empty):
             raise ValueError(f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {steps}")
         self.total_steps = self.num_iterations * steps
         self.folder = run_folder(f"{kind}__{name.replace('/', '-')}__{args.seed}", args.run_dir, args.resume)

@@ -125,18 +125,12 @@ class Encoders(nn.Module):
         self.layers = nn.ModuleList(ExpertLayer(hidden, graph) for _ in range(config.graph_layers))
         self.gpu_layer = NodeLayer(hidden, graph)
 
-    def forward(self, inputs: Inputs, near: Tensor, near_node: Tensor, same_node: Tensor) -> tuple[Tensor, Tensor]:
-        placement = inputs["placement"]
+    def forward(self, inputs: Inputs, near: Tensor, near_node: Tensor) -> tuple[Tensor, Tensor]:
+        placement, same_node = inputs["placement"], inputs["same_node"]
         replicas, absent = placement.sum(-1).clamp(min=1), 1 - placement
-        derived = torch.stack(
-            [
-                (near * placement).sum(-1) / replicas,
-                (near * absent).amax(-1),
-                (near_node * placement).sum(-1) / replicas,
-                (near_node * absent).amax(-1),
-            ],
-            -1,
-        )
+        own = [(mass * placement).sum(-1) / replicas for mass in (near, near_node)]
+        other = [(mass * absent).amax(-1) for mass in (near, near_node)]
+        derived = torch.stack([own[0], other[0], own[1], other[1]], -1)
         progress = inputs["progress"][:, None].expand(-1, placement.shape[1], -1)
         experts = self.experts_in(torch.cat([inputs["experts"], derived, inputs["memory"], progress], -1))
         gpus = torch.relu(self.gpus_in(inputs["gpus"][:, : len(same_node)]))
@@ -179,11 +173,11 @@ class PolicyNetwork(nn.Module):
         policy.load_state_dict({name: weights[name] for name in policy.state_dict() if name in weights})
         return policy.eval()
 
-    def encode(self, inputs: Inputs, same_node: Tensor) -> dict[str, Tensor]:
+    def encode(self, inputs: Inputs) -> dict[str, Tensor]:
         """Embeddings that both actors start from."""
         near = inputs["coactivation"] @ inputs["placement"]
-        near_node = near @ same_node
-        experts, gpus = self.encoders(inputs, near, near_node, same_node)
+        near_node = near @ inputs["same_node"]
+        experts, gpus = self.encoders(inputs, near, near_node)
         return {"experts": experts, "gpus": gpus, "near": near, "near_node": near_node}
 
     def expert_logits(self, inputs: Inputs, encoded: dict[str, Tensor]) -> Tensor:
@@ -196,32 +190,24 @@ class PolicyNetwork(nn.Module):
         return torch.where(inputs["expert_mask"], last(activation(hidden)).squeeze(-1), MASKED_LOGIT)
 
     def node_logits(
-        self,
-        inputs: Inputs,
-        encoded: dict[str, Tensor],
-        same_node: Tensor,
-        expert: Tensor,
-        parts: Tensor,
-        legal: Tensor,
+        self, inputs: Inputs, encoded: dict[str, Tensor], expert: Tensor, parts: Tensor, legal: Tensor
     ) -> Tensor:
         """(B, 3·G) scores of the nodes, masked, for chosen experts (B,), look-ahead (B, 3·G, parts) and legality."""
         config, rows = self.config, torch.arange(len(expert), device=expert.device)
+        chosen = torch.stack(
+            [x[rows, expert] for x in (inputs["placement"], encoded["near"], encoded["near_node"])], -1
+        )
         if config.simultaneous:
-            legal = inputs["gpu_mask"]
+            legal, chosen = inputs["gpu_mask"], torch.zeros_like(chosen)
         if config.simultaneous or not config.lookahead:
             parts = torch.zeros_like(parts)
-        chosen = torch.stack(
-            [inputs["placement"][rows, expert], encoded["near"][rows, expert], encoded["near_node"][rows, expert]], -1
-        ).repeat(1, 3, 1)
-        if config.simultaneous:
-            chosen = torch.zeros_like(chosen)
-        nodes = self.nodes_in(torch.cat([inputs["gpus"], chosen, legal[..., None].float(), parts.clamp(-5, 5)], -1))
-        nodes = nodes.unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
+        features = [inputs["gpus"], chosen.repeat(1, 3, 1), legal[..., None].float(), parts.clamp(-5, 5)]
+        nodes = self.nodes_in(torch.cat(features, -1)).unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
         if not config.simultaneous:
             nodes = nodes + self.chosen_in(encoded["experts"][rows, expert])[:, None, None]
         nodes = torch.relu(nodes)
         # Each of a GPU's three nodes is connected to all three nodes of the GPUs that it exchanges tokens with.
-        traffic, same = averaging(inputs["traffic"], copies=3), same_node / 3
+        traffic, same = averaging(inputs["traffic"], copies=3), inputs["same_node"] / 3
         for layer in self.node_layers:
             nodes = layer(nodes, traffic, same)
         logits = self.node_head(nodes.flatten(1, 2)).squeeze(-1) + self.look_scale * gains(parts)

@@ -99,18 +99,18 @@ class Policy(Planner):
             return placement.astype(np.int16), np.ones((layers, self.simulator.n_experts))
         view = self.view_of(window)
         view.seat(placement, window)
-        network, same_node = self.network, view.same_node
+        network = self.network
         greedy = view.rows < layers  # the first copy of every layer; the other copies sample
         saved = torch.zeros(view.batch.num_envs)
         weighed = torch.zeros((layers, self.simulator.n_experts))
         for done in range(1, self.settings.operations + 1):
             inputs = view.inputs()
-            encoded = network.encode(inputs, same_node)
+            encoded = network.encode(inputs)
             logits = network.expert_logits(inputs, encoded)
             weighed += logits[:layers].softmax(-1)
             expert = self._choose(logits, greedy)
             parts = view.look(expert)
-            nodes = network.node_logits(inputs, encoded, same_node, expert, parts, view.legal(expert))
+            nodes = network.node_logits(inputs, encoded, expert, parts, view.legal(expert))
             node = self._choose(nodes, greedy)
             saved += gains(parts)[view.rows, node]
             if done == self.settings.operations or (until is not None and time.perf_counter() >= until):

@@ -145,6 +145,7 @@ class PolicyView:
             "gpu_mask": obs["gpu_mask"].bool(),
             "coactivation": obs["coactivation"],
             "similar": self.similar,
+            "same_node": self.same_node,
         }
 
     def legal(self, expert: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from clustergym.common.plotting import require_matplotlib
@@ -49,4 +50,18 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     lines.xaxis.get_major_locator().set_params(integer=True)
     lines.legend(fontsize=8)
     figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_validation(curve: Sequence[Sequence[float]], path: Path) -> None:
+    """Time saved on the validation streams of a training: rows of (step, % vs static, % vs EPLB)."""
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps, static, eplb = zip(*curve, strict=True)
+    axes.plot(steps, static, "o-", ms=3, color="#4477AA", label="vs static")
+    axes.plot(steps, eplb, "s-", ms=3, color="#EE6677", label="vs EPLB in every window")
+    axes.axhline(0, color="#BBBBBB", lw=1)
+    axes.set(xlabel="operations (0: after the supervised phase)", ylabel="time saved, %", title="validation streams")
+    axes.legend()
+    figure.savefig(path, dpi=120)
     plt.close(figure)
