@@ -26,7 +26,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 from clustergym import gpu_allocation_v0
 from clustergym.cli import main
 from clustergym.common.canvas import ORANGE, pygame
-from clustergym.common.jit import private_api_available, source_fingerprint
+from clustergym.common.compiling import private_api_available, source_fingerprint
 from clustergym.gpu_allocation import (
     AllocationBatch,
     AllocationConfig,
@@ -734,8 +734,8 @@ def test_this_numba_has_the_private_functions() -> None:
 def test_without_the_private_functions_results_are_the_same() -> None:
     code = """
 import sys, numpy as np
-from clustergym.common import jit
-jit.private_api_available = lambda: sys.argv[1] == "1"
+from clustergym.common import compiling
+compiling.private_api_available = lambda: sys.argv[1] == "1"
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig, dynamics
 assert ("_nrt" in dynamics.step_range.targetoptions) == (sys.argv[1] == "1")
 batch = AllocationBatch(AllocationConfig(history=True), 4)

@@ -1,14 +1,85 @@
-"""A warning for users who wait for the compiler."""
+"""Compile functions with numba, cache the machine code on disk, and warn users who wait for it.
+
+Three private parts of numba are used: the option ``_nrt``, the stamp of a cache file, and the call template.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from threading import Timer
+from typing import Any, TypeVar
+
+import numba
+from numba import config, njit, types
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 WARN_AFTER_S = 3.0
 _warned = False
+
+
+def source_fingerprint(paths: Iterable[Path]) -> str:
+    """Hash of source files, in the order of their paths."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
+
+
+def _probe() -> None:
+    """Never called: only its compiler object is inspected."""
+
+
+@cache
+def private_api_available() -> bool:
+    """Whether this numba has the private options and attributes that :func:`compiler` uses; logs a warning if not."""
+    try:
+        probe = njit(cache=True, _nrt=False)(_probe)
+        if callable(probe.get_call_template) and hasattr(probe._cache._cache_file, "_source_stamp"):
+            return True
+    except (AttributeError, KeyError, TypeError):
+        pass
+    logging.getLogger("clustergym").warning(
+        "numba %s lacks private functions that clustergym uses: results are the same, but the simulator is slower and "
+        "compiles for minutes at every start; install the numba version of constraints.txt",
+        numba.__version__,
+    )
+    return False
+
+
+def compiler(fingerprint: str) -> Callable[[Function], Function]:
+    """A decorator that compiles functions that allocate nothing and do not need the interpreter lock.
+
+    Args:
+        fingerprint: :func:`source_fingerprint` of all files with code that is part of the compiled functions. numba
+            only notices changes in a function's own file, but the functions that it calls are compiled into it.
+    """
+
+    def compiled(function: Function) -> Function:
+        if config.DISABLE_JIT:
+            return function
+        result: Any
+        if not private_api_available():
+            # No cache on disk: numba alone would keep using a caller after a function that it calls has changed.
+            result = njit(nogil=True, error_model="numpy")(function)
+        else:
+            # Without reference counts. Nothing is allocated, and the counts are atomic: threads that write them to the
+            # same cache lines would spend more time on them than on the work.
+            result = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
+            result._cache._cache_file._source_stamp = fingerprint
+            template = result.get_call_template
+
+            def without_literals(args: Any, kws: Any) -> Any:
+                """Keep numba from compiling a function again for each constant argument."""
+                return template([types.unliteral(a) for a in args], {k: types.unliteral(a) for k, a in kws.items()})
+
+            result.get_call_template = without_literals
+        typed: Function = result
+        return typed
+
+    return compiled
 
 
 def _warn() -> None:

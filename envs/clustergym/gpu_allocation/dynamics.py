@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.jit import compiler, source_fingerprint
+from clustergym.common.compiling import compiler, source_fingerprint
 from clustergym.gpu_allocation import history, reward, space, specs
 from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, MIN_CORES, MIN_MEMORY_MB, N_STATE
 
