@@ -1,10 +1,10 @@
-"""Trained allocation policies beside the rules that operators use, on streams of pods that training never saw.
+"""Compare trained allocation policies with the rules that operators use, on held-out streams of pods.
 
-Five seeds each of PPO with the owner's history, PPO on five numbers, and PPO with an LSTM on five numbers. Runs that are finished
-in the output folder are not repeated. Prints a table; writes JSON and learning curves with the rules as lines.
+Trains PPO with the history of owners, PPO on five numbers, and PPO with an LSTM on five numbers, with five seeds each.
+Finished runs in the output folder are not repeated. Prints a table, and writes JSON and a plot of the learning curves.
 
     python benchmarks/gpu_allocation.py
-    python benchmarks/gpu_allocation.py --only lstm --seeds 1 2        # some of it; run it again for the rest
+    python benchmarks/gpu_allocation.py --only lstm --seeds 1 2        # a part; run it again for the rest
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.common.files import write_atomically
+from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
@@ -35,10 +36,9 @@ STUDIES: dict[str, tuple[str, ...]] = {
     "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
     "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
-"""Trainer and flags of each; all else as it comes."""
-ITERATION = {"ppo_gpu_alloc.py": 8192, "ppo_lstm.py": 4096}
-"""Decisions between updates."""
-# Streams of their own: those from HELD_OUT_SEED on are what learning curves and development look at.
+"""Trainer and flags of each study; all other flags have their defaults."""
+DECISIONS_PER_ITERATION = {"ppo_gpu_alloc.py": 8192, "ppo_lstm.py": 4096}
+# Not the streams from HELD_OUT_SEED on: those were used for learning curves and during development.
 FINAL_SEED = HELD_OUT_SEED + 2**30
 NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO + LSTM, five numbers"}
 
@@ -46,59 +46,60 @@ NAMES = {"history": "PPO with history", "v0": "PPO, five numbers", "lstm": "PPO 
 @dataclass
 class Args:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """Seeds of the runs of each study."""
     only: tuple[Literal["history", "v0", "lstm"], ...] = ("history", "v0", "lstm")
+    """Studies to run."""
     history_timesteps: int = 12_000_000
-    """Decisions in a run with history."""
+    """Decisions per run with history."""
     v0_timesteps: int = 10_000_000
-    """Decisions in a run on five numbers."""
+    """Decisions per run on five numbers."""
     lstm_timesteps: int = 1_200_000
-    """Decisions in a run with an LSTM: each takes about ten times as long."""
+    """Decisions per run with an LSTM. Each decision takes about ten times as long."""
     evaluations: int = 20
-    """Points of a learning curve."""
+    """Number of points of a learning curve."""
     streams: int = 512
-    """Held-out streams in the final comparison."""
+    """Number of held-out streams in the final comparison."""
     output: Path = Path("runs/gpu_allocation")
+    """Folder for runs and results."""
 
 
 def train(study: str, seed: int, args: Args) -> dict[str, Any]:
-    """One run in a process of its own; its result line, kept so that it is not run again."""
+    """Train in a subprocess and return the result. A saved result is returned without training."""
     trainer, *flags = STUDIES[study]
     folder = args.output / f"{study}-{seed}"
-    kept = folder / "result.json"
-    if kept.exists():
-        result: dict[str, Any] = json.loads(kept.read_text())
+    saved = folder / "result.json"
+    if saved.exists():
+        result: dict[str, Any] = json.loads(saved.read_text())
         return result
     steps = {"history": args.history_timesteps, "v0": args.v0_timesteps, "lstm": args.lstm_timesteps}[study]
-    every = max(1, steps // ITERATION[trainer] // args.evaluations)
+    every = max(1, steps // DECISIONS_PER_ITERATION[trainer] // args.evaluations)
     command = [
         sys.executable, str(TRAINERS / trainer), *flags, "--seed", str(seed), "--total-timesteps", str(steps),
         "--eval-interval", str(every), "--run-dir", str(folder), "--resume",
     ]  # fmt: skip
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("result "))
-    write_atomically(kept, json.dumps(result) + "\n")
+    write_atomically(saved, json.dumps(result) + "\n")
     return result
 
 
 def final(study: str, seed: int, batch: AllocationBatch, args: Args) -> dict[str, Any]:
-    """The saved policy on the held-out streams of the comparison."""
+    """Evaluate a saved policy on the held-out streams."""
     policy = AllocationPolicy.load(args.output / f"{study}-{seed}" / "checkpoint.pt")
     return play_policy(batch, policy, FINAL_SEED)
 
 
 def curve(study: str, seed: int, args: Args) -> tuple[list[int], list[float]]:
+    """(decisions, rewards) of a learning curve."""
     return read_scalars(args.output / f"{study}-{seed}", "eval/reward")
 
 
 def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]], args: Args, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Plot the learning curves, with the rewards of the rules as horizontal lines."""
+    plt = require_matplotlib()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.6), sharey=True, layout="constrained")
     panels = (
-        (axes[0], ("history",), rules, "owner's history visible"),
+        (axes[0], ("history",), rules, "with the history of owners"),
         (axes[1], ("v0", "lstm"), plain_rules, "five numbers"),
     )
     colours = {"history": "#228833", "v0": "#4477AA", "lstm": "#AA3377"}
@@ -115,7 +116,7 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
             )
         for name, style in zip(shown, (":", "--", "-.", "--", "-.", "-"), strict=True):
             axis.axhline(lines[name]["reward"], ls=style, lw=1.1, color="#000000" if name == "oracle" else "#888888")
-            # Neighbouring lines are named at opposite ends.
+            # Labels of neighbouring lines are at opposite ends.
             left = name in ("grant", "cut-0.8")
             axis.annotate(
                 name,
@@ -127,7 +128,7 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
             )
         axis.set(xlabel="million decisions", title=title)
         axis.legend(loc="lower center", fontsize=9)
-    axes[0].set(ylabel="mean reward of a decision, held-out streams")
+    axes[0].set(ylabel="mean reward per decision, held-out streams")
     axes[0].set_ylim(bottom=1.1)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
@@ -166,8 +167,8 @@ def main(args: Args) -> None:
             )
     for row in rows:
         table.add_row(
-            row["policy"], f"{row['reward']:.4f} ± {row['reward_ci95']:.4f}", f"{row['qos']:.4f} ± {row['qos_ci95']:.4f}",
-            f"{row['efficiency']:.3f} ± {row['efficiency_ci95']:.3f}",
+            row["policy"], f"{row['reward']:.4f} ± {row['reward_ci95']:.4f}",
+            f"{row['qos']:.4f} ± {row['qos_ci95']:.4f}", f"{row['efficiency']:.3f} ± {row['efficiency_ci95']:.3f}",
             f"{100 * row['gap_closed']:.1f} ± {100 * row['gap_closed_ci95']:.1f} %", style="bold",
         )  # fmt: skip
     console.print(table)
@@ -179,7 +180,7 @@ def main(args: Args) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     write_atomically(args.output / "figures.json", json.dumps(document, indent=2) + "\n")
     plot(rules[True], rules[False], args, args.output / "learning_curves.png")
-    console.print(f"figures: {args.output / 'figures.json'}, plot: {args.output / 'learning_curves.png'}")
+    console.print(f"results: {args.output / 'figures.json'}, plot: {args.output / 'learning_curves.png'}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Steps a second of the batched allocation environment, beside the same environment in Gymnasium's Sync vector wrapper.
+"""Steps per second of the batched allocation environment, compared with Gymnasium's SyncVectorEnv.
 
-Both are measured in one run, in turns, with random actions, full observations and infos. Prints a table and writes JSON.
+Both are measured in turns in one run, with random actions and all observations and infos. Prints a table, writes JSON.
 
     python benchmarks/gpu_env_throughput.py
 """
@@ -30,16 +30,17 @@ class Args:
     env_id: str = "GPUAllocation-v0"
     """GPUAllocation-v0 or GPUAllocationHistory-v0."""
     batches: tuple[int, ...] = (1, 64, 1024, 4096)
-    """Numbers of environments to compare at."""
+    """Numbers of parallel environments to measure."""
     rounds: int = 5
-    """Times each way is measured; the median and the spread are reported."""
+    """Number of measurements of each; the table has the median and half the range."""
     steps: int = 128
-    """Steps in a round of the batched environment (one episode each); the wrapper takes fewer where it has many."""
+    """Steps per measurement of the batched environment. SyncVectorEnv takes fewer steps if it has many environments."""
     output: Path = Path("runs/gpu_env_throughput.json")
+    """File for the results."""
 
 
 def rate(env: Any, steps: int, rng: np.random.Generator) -> float:
-    """Environment steps a second."""
+    """Environment steps per second."""
     actions = rng.random((steps, env.num_envs, 2), dtype=np.float32)
     began = time.perf_counter()
     for action in actions:
@@ -48,9 +49,10 @@ def rate(env: Any, steps: int, rng: np.random.Generator) -> float:
 
 
 def compare(n: int, args: Args) -> dict[str, Any]:
+    """Measure both with n environments, in turns."""
     modes = {"batched": "vector_entry_point", "sync": "sync"}
     envs = {name: gymnasium.make_vec(args.env_id, num_envs=n, vectorization_mode=mode) for name, mode in modes.items()}
-    # The wrapper's steps are long: as many as take about as long as the batched round, at least three.
+    # SyncVectorEnv is slow: take only as many steps as need about the same time, but at least three.
     steps = {"batched": args.steps * max(1, 256 // n), "sync": max(3, min(args.steps, 8192 // n))}
     rng = np.random.default_rng(0)
     rates: dict[str, list[float]] = {name: [] for name in envs}
@@ -69,8 +71,8 @@ def compare(n: int, args: Args) -> dict[str, Any]:
 def main(args: Args) -> None:
     torch.set_num_threads(1)
     console = Console(width=120)
-    table = Table(title=f"{args.env_id}: environment steps a second, median of {args.rounds} rounds ± half the range")
-    for column in ("environments", "batched", "sync wrapper", "batched / sync", "µs a step", "state MB"):
+    table = Table(title=f"{args.env_id}: environment steps per second, median of {args.rounds} rounds ± half the range")
+    for column in ("environments", "batched", "SyncVectorEnv", "batched / sync", "µs per step", "state MB"):
         table.add_column(column, justify="right")
     results = []
     for n in sorted(args.batches):
@@ -96,7 +98,7 @@ def main(args: Args) -> None:
         "version": clustergym.__version__,
     }
     write_atomically(args.output, json.dumps(document, indent=2) + "\n")
-    console.print(f"figures: {args.output}")
+    console.print(f"results: {args.output}")
 
 
 if __name__ == "__main__":

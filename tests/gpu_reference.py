@@ -1,4 +1,4 @@
-"""A second implementation of the allocation task in plain Python, one pod at a time. Tests compare the simulator with it."""
+"""A second implementation of the allocation task in plain Python, one pod at a time, to test the simulator."""
 
 from __future__ import annotations
 

@@ -766,7 +766,6 @@ def test_vector_env_renders_each_environment() -> None:
         ({"start": "best"}, "unknown start 'best'; expected one of: static, eplb"),
         ({"credit": "all"}, "unknown credit 'all'; expected one of: operation, stream"),
         ({"reward_window": "last"}, "unknown reward_window 'last'; expected one of: next, observed"),
-        ({"window_token": 5}, "unknown argument 'window_token'; the environment takes: cluster, comm,"),
         ({"windows": 0}, "windows is 0: expected at least 1"),
         ({"window_tokens": 0}, "window_tokens is 0: expected at least 1"),
         ({"ops_per_layer": -1}, "ops_per_layer is -1: expected at least 1"),
@@ -788,6 +787,12 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
     for make in (MoEPlacementEnv, moe_placement_v0.parallel_env, lambda **o: MoEPlacementVectorEnv(2, **o)):
         with pytest.raises(ValueError, match=re.escape(message)):
             make(**(TINY | options))
+
+
+def test_unknown_arguments_raise_a_type_error() -> None:
+    for make in (MoEPlacementEnv, moe_placement_v0.parallel_env, lambda **o: MoEPlacementVectorEnv(2, **o)):
+        with pytest.raises(TypeError, match="unknown argument 'window_token'; the environment takes: cluster, comm,"):
+            make(**TINY, window_token=5)
 
 
 def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:

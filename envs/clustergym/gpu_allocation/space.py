@@ -27,7 +27,6 @@ UNIT_PERCENT = 1.0
 
 STATE_NAMES = ("requested_cores", "requested_memory", "node_gpu_util", "node_mem_util", "running_pods")
 N_STATE = len(STATE_NAMES)
-ACTION_NAMES = ("cores_percent", "memory_mb")
 
 
 def scale_state(

@@ -136,7 +136,7 @@ def _split_options(options: dict[str, Any]) -> PlacementConfig:
     known = {f.name for f in fields(PlacementConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ValueError(f"unknown argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}")
+        raise TypeError(f"unknown argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}")
     return PlacementConfig(**options)
 
 
