@@ -3,17 +3,19 @@
     python benchmarks/cost_model.py                          # all kernels; needs pandas and pyarrow
     python benchmarks/cost_model.py --tables DIR --json out.json
 
-The tables are the H100 measurements of NVIDIA's aiconfigurator (Apache-2.0): fused MoE kernels of SGLang and vLLM for many
-models, expert-parallel sizes and load distributions; the grouped kernels behind DeepEP ("wideep"); DeepEP and NCCL transports.
+The tables are the H100 measurements of NVIDIA's aiconfigurator (Apache-2.0): fused MoE kernels of SGLang and vLLM for
+many models, expert-parallel sizes and load distributions; the grouped kernels behind DeepEP ("wideep"); DeepEP and NCCL
+transports.
 
 **Kernel.** The time of a GPU's expert kernel is
 
-    max(floor, start + token · received tokens + Σ over experts with m > 0 tokens of (expert + block · ⌈m / B⌉ + pair · m))
+    max(floor, start + token · received tokens + Σ (expert + block · ⌈m / B⌉ + pair · m))
 
-A row of a table gives the time for a number of tokens, an expert-parallel size and a load distribution, and measures the GPU
-with the highest load. The loads of the power-law rows were random, so we draw loads from the same law and use the mean of
-the features. Every third row is held out. The last columns ask what matters for placement: how much slower is
-the kernel when loads are skewed (power law 1.2 against balanced), measured and predicted?
+with the sum over experts with m > 0 tokens. A row of a table gives the time for a number of tokens, an expert-parallel
+size and a load distribution, and measures the GPU with the highest load. The loads of the power-law rows were random,
+so we draw loads from the same law and use the mean of the features. Every third row is held out. The last columns ask
+what matters for placement: how much slower is the kernel with skewed loads (power law 1.2 against balanced), measured
+and predicted?
 
 **Transport.** DeepEP inside a node: start + bytes of the copies that leave a GPU / bandwidth. NCCL all-gather and
 reduce-scatter: start + bytes received / bandwidth.
@@ -175,7 +177,7 @@ def study_kernel(kernel: Kernel, rows: Any, samples: int) -> dict[str, Any]:
 
 
 def skew_cost(rows: Any, measured: Array, predicted: Array) -> dict[str, float]:
-    """How much slower skewed loads are than even ones, at the same tokens and ranks: measured, predicted, median error."""
+    """How much slower skewed loads are than even ones at equal tokens and ranks: measured, predicted, median error."""
     even = "uniform" if "uniform" in set(rows.distribution) else "balanced"
     place = {
         (row.num_tokens, row.moe_ep_size, row.distribution): i for i, row in enumerate(rows.itertuples(index=False))
