@@ -324,10 +324,10 @@ class TestFiles:
         np.savez_compressed(path, experts=np.zeros((1000, 1), np.int8))
         with zipfile.ZipFile(path) as archive:
             size = archive.infolist()[0].file_size
-        honest = path.read_bytes()
-        lie = honest.replace(size.to_bytes(4, "little"), (size - 500).to_bytes(4, "little"))
-        assert lie != honest
-        path.write_bytes(lie)
+        correct = path.read_bytes()
+        changed = correct.replace(size.to_bytes(4, "little"), (size - 500).to_bytes(4, "little"))
+        assert changed != correct
+        path.write_bytes(changed)
         with pytest.raises(ValueError, match=r"not a readable \.npy array"):
             TokenTrace.load(path)
 
@@ -591,8 +591,8 @@ class TestStatistics:
         found, shuffled = domain_divergence(apart)
         assert found == 1.0
         assert shuffled < 0.1
-        alike = TokenTrace(experts, seq_lens=np.full(40, 2), domains=np.tile(["a", "b"], 20))
-        assert domain_divergence(alike)[0] == 0.0
+        equal = TokenTrace(experts, seq_lens=np.full(40, 2), domains=np.tile(["a", "b"], 20))
+        assert domain_divergence(equal)[0] == 0.0
 
     def test_the_largest_domains_are_compared(self) -> None:
         """Twelve domains are compared. The two large ones, 1 bit apart, are among them whatever their names."""

@@ -33,7 +33,7 @@ class Command:
     task: Literal["moe-placement", "gpu-allocation"] = "moe-placement"
     """Compare planners of MoE placement, or policies of GPU allocation (which has flags of its own)."""
     trace: list[str] = field(default_factory=lambda: [DEFAULT_TRACE])
-    """A .npz or .npy file, or the name of a bundled trace. Several traces are joined, each as a domain of its own."""
+    """A .npz or .npy file, or the name of a bundled trace. Several traces are joined, each as its own domain."""
     cluster: str = "h800-4x4"
     """Cluster preset GPU-NODESxGPUS, for example h800-4x4, h800-2x8 or h100-4x8."""
     model: str | None = None

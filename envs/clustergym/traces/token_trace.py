@@ -318,7 +318,7 @@ class TokenTrace:
 
 
 def load_traces(sources: Sequence[str]) -> TokenTrace:
-    """One trace by file or bundled name, or several joined, each as a domain of its own."""
+    """One trace by file or bundled name, or several joined, each as its own domain."""
     twice = sorted({source for source in sources if sources.count(source) > 1})
     if twice:
         raise ValueError(
