@@ -251,7 +251,7 @@ class MaxAndSkip(gym.Wrapper):
 
 
 class EpisodicLife(gym.Wrapper):
-    """End the episode when a life is lost. The game continues; it is reset only when it is over or when a seed is given."""
+    """End the episode when a life is lost. The game itself is reset only when it is over or a seed is given."""
 
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)

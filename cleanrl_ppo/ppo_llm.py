@@ -541,7 +541,7 @@ def load_reference(path: Path, text: Text) -> TinyMoE:
 
 @torch.no_grad()
 def evaluate(policy: TinyMoE, reference: TinyMoE, text: Text, args: Args) -> tuple[dict[str, float], Tensor]:
-    """Mean reward and KL of responses to held-out prompts, and some samples to print. The prompts are always the same."""
+    """Mean reward and KL of responses to held-out prompts (always the same ones), and some samples to print."""
     generator = torch.Generator().manual_seed(derive_seed(args.seed, EVALUATE))
     starts = prompt_starts(text.held_out, args.prompt_tokens)
     prompts = sample_prompts(text.held_out, starts, args.eval_prompts, args.prompt_tokens, generator)

@@ -288,7 +288,7 @@ class Agent(nn.Module):
         return zeros, zeros.clone()
 
     def remember(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        """Run the LSTM over sequences. Returns features of shape (steps, envs, hidden) and the state after the last step.
+        """Run the LSTM over sequences. Returns features (steps, envs, hidden) and the state after the last step.
 
         ``starts`` (steps, envs) marks the first step of each episode; the state is reset there. The steps between two
         resets run through the LSTM in one call.

@@ -1,4 +1,4 @@
-"""The core of PPO, detail by detail: closed forms, slow references, and rollouts in an environment that can be worked out by hand."""
+"""The core details of PPO, checked by hand, against slow references and in a small environment with known outcomes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ CPU = torch.device("cpu")
 
 
 class Corridor(gym.Env):
-    """Counts steps: the observation is (step, episode), episode e lasts 2 + e % 3 steps and is cut off rather than over when e is odd.
+    """A small environment whose outcomes follow from the observation (step, episode).
 
-    The reward is 1 + step + 10 · action, and where ``masked`` is set, action step % 3 is invalid: all can be worked out from what is seen.
+    Episode e has 2 + e % 3 steps; it is truncated if e is odd and terminates otherwise. The reward is 1 + step + 10 ·
+    action. With ``masked``, action step % 3 is invalid.
     """
 
     observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -58,7 +59,7 @@ class Corridor(gym.Env):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         if self.masked:
-            assert action != self.step_count % 3, "an invalid action was played"
+            assert action != self.step_count % 3, "the action is invalid"
         reward = 1.0 + self.step_count + 10.0 * float(action)
         self.step_count += 1
         ended = self.step_count >= 2 + self.episode % 3
@@ -66,7 +67,7 @@ class Corridor(gym.Env):
         return obs, reward, ended and self.episode % 2 == 0, ended and self.episode % 2 == 1, info
 
 
-def corridors_that_reset_in_a_step_of_their_own(num_envs: int, masked: bool = False) -> SyncVectorEnv:
+def next_step_corridors(num_envs: int, masked: bool = False) -> SyncVectorEnv:
     return SyncVectorEnv([partial(Corridor, masked)] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
 
 
@@ -74,7 +75,7 @@ def corridors_that_reset_in_a_step_of_their_own(num_envs: int, masked: bool = Fa
 def _environments() -> Iterator[None]:
     gym.register("Corridor-v0", Corridor)
     gym.register("CorridorMasked-v0", Corridor, kwargs={"masked": True})
-    gym.register("CorridorBatched-v0", Corridor, vector_entry_point=corridors_that_reset_in_a_step_of_their_own)
+    gym.register("CorridorBatched-v0", Corridor, vector_entry_point=next_step_corridors)
     yield
     for name in ("Corridor-v0", "CorridorMasked-v0", "CorridorBatched-v0"):
         del gym.registry[name]
@@ -102,25 +103,25 @@ def rollouts(**changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("env_id", ["Corridor-v0", "CorridorBatched-v0"])
-def test_episodes_go_on_from_one_rollout_to_the_next(env_id: str) -> None:
+def test_episodes_continue_in_the_next_rollout(env_id: str) -> None:
     runner = rollouts(env_id=env_id, num_steps=1, num_envs=2)
     seen: list[list[tuple[float, float]]] = [[], []]
     for _ in range(40):
-        fake = runner.next_done.copy() if not runner.same_step else np.zeros(2, bool)
+        resets = runner.next_done.copy() if not runner.same_step else np.zeros(2, bool)
         batch, _ = runner.collect()
         rows = iter(batch.obs.tolist())
         for env in range(2):
-            if not fake[env]:
+            if not resets[env]:
                 seen[env].append(tuple(next(rows)))
     for trail in seen:
         step, episode = trail[0]
         for now in trail:
-            # Steps and episodes without a gap: nothing was reset, dropped or seen twice between rollouts.
+            # No step or episode is missing or repeated between rollouts.
             assert now == (step, episode)
             step, episode = (step + 1, episode) if step + 1 < 2 + episode % 3 else (0, episode + 1)
 
 
-def test_a_rollout_has_steps_times_envs_transitions_in_time_order() -> None:
+def test_rollout_has_steps_times_envs_rows_in_time_order() -> None:
     batch, _ = rollouts(env_id="Corridor-v0").collect()
     assert batch.obs.shape == (24, 2)
     assert len(batch) == 24
@@ -128,8 +129,8 @@ def test_a_rollout_has_steps_times_envs_transitions_in_time_order() -> None:
     assert batch.obs.view(8, 3, 2)[1, :, 0].tolist() == [1, 1, 1]
 
 
-def test_resets_within_a_step_and_in_one_of_their_own_give_the_same_experience() -> None:
-    """The batched environment's reset steps are played and left out: what remains is what the others see."""
+def test_both_autoreset_modes_give_the_same_experience() -> None:
+    """With NEXT_STEP autoreset, the rows of reset steps are left out; the others are the same as with SAME_STEP."""
     same, own = rollouts(env_id="Corridor-v0", num_steps=4), rollouts(env_id="CorridorBatched-v0", num_steps=10)
     own.agent.load_state_dict(same.agent.state_dict())
     one, other = same.collect()[0], own.collect()[0]
@@ -160,8 +161,8 @@ def test_weights_are_orthogonal_and_scaled(share: bool) -> None:
 # 3: Adam
 
 
-def test_adam_epsilon_is_one_in_a_hundred_thousand() -> None:
-    """With eps ≫ |gradient| a first step moves by lr · g / (g + eps): it shows the epsilon in use."""
+def test_adam_epsilon_is_1e_5() -> None:
+    """The first step is lr · g / (g + eps), so a small gradient g shows the value of eps."""
     layer = nn.Linear(1, 1, bias=False)
     optimizer = ppo.make_optimizer(layer, learning_rate=1.0)
     before, gradient = layer.weight.item(), 1e-6
@@ -170,10 +171,10 @@ def test_adam_epsilon_is_one_in_a_hundred_thousand() -> None:
     assert before - layer.weight.item() == pytest.approx(gradient / (gradient + 1e-5), rel=1e-2)
 
 
-# 4 and clip annealing
+# 4: learning rate annealing, and clip annealing
 
 
-def test_annealing_end_points() -> None:
+def test_anneal_start_middle_and_end() -> None:
     assert ppo.anneal(3.0, 1, 10) == 3.0
     assert ppo.anneal(3.0, 6, 10) == pytest.approx(1.5)
     assert ppo.anneal(3.0, 10, 10) == pytest.approx(0.3)
@@ -184,13 +185,13 @@ def trained(folder: Path, **changes: Any) -> dict[str, Any]:
     return ppo.train(small(env_id="Corridor-v0", run_dir=folder, **changes), World())
 
 
-def test_learning_rate_and_clip_range_fall_linearly(tmp_path: Path) -> None:
+def test_learning_rate_and_clip_range_are_annealed(tmp_path: Path) -> None:
     trained(tmp_path, learning_rate=3e-3, clip_coef=0.3, anneal_clip=True)
     assert read_scalars(tmp_path, "charts/learning_rate")[1] == pytest.approx([3e-3, 2e-3, 1e-3])
     assert read_scalars(tmp_path, "charts/clip_coef")[1] == pytest.approx([0.3, 0.2, 0.1])
 
 
-def test_without_annealing_both_stay(tmp_path: Path) -> None:
+def test_learning_rate_and_clip_range_are_constant_without_annealing(tmp_path: Path) -> None:
     trained(tmp_path, learning_rate=3e-3, clip_coef=0.3, anneal_lr=False)
     assert read_scalars(tmp_path, "charts/learning_rate")[1] == pytest.approx([3e-3] * 3)
     assert read_scalars(tmp_path, "charts/clip_coef")[1] == pytest.approx([0.3] * 3)
@@ -209,7 +210,7 @@ def slow_gae(
     gamma: float,
     lam: float,
 ) -> np.ndarray:
-    """The definition: Σ_l (γλ)^l δ_{t+l} up to the end of the episode or of the rollout, summed forwards."""
+    """The definition: Σ_l (γλ)^l δ_{t+l} up to the end of the episode or of the rollout."""
     steps, envs = rewards.shape
     out = np.zeros((steps, envs))
     for env in range(envs):
@@ -231,7 +232,7 @@ def slow_gae(
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 3), st.floats(0, 1), st.floats(0, 1))
-def test_gae_is_its_definition_with_terminations_and_truncations_mixed(
+def test_gae_matches_its_definition_with_terminations_and_truncations(
     data: st.DataObject, steps: int, envs: int, gamma: float, lam: float
 ) -> None:
     def numbers(*shape: int) -> np.ndarray:
@@ -249,7 +250,7 @@ def test_gae_is_its_definition_with_terminations_and_truncations_mixed(
 
 
 def successor(step: float, episode: float) -> tuple[bool, bool]:
-    """(terminated, truncated) of the corridor's next step."""
+    """(terminated, truncated) after a step of the corridor."""
     ended = step + 1 >= 2 + episode % 3
     return ended and episode % 2 == 0, ended and episode % 2 == 1
 
@@ -257,8 +258,8 @@ def successor(step: float, episode: float) -> tuple[bool, bool]:
 @pytest.mark.parametrize("env_id", ["Corridor-v0", "CorridorBatched-v0"])
 @pytest.mark.parametrize("bootstrap", [True, False])
 @pytest.mark.parametrize("returns", ["gae", "td"])
-def test_a_rollouts_advantages_follow_from_what_was_seen(env_id: str, bootstrap: bool, returns: str) -> None:
-    """Worked out from the observations alone: the corridor's rules give rewards, ends and last observations."""
+def test_advantages_of_a_rollout_match_a_reference(env_id: str, bootstrap: bool, returns: str) -> None:
+    """The reference computes rewards, ends and last observations from the rules of the corridor."""
     gamma, lam = 0.9, 0.8
     runner = rollouts(
         env_id=env_id,
@@ -292,7 +293,7 @@ def test_a_rollouts_advantages_follow_from_what_was_seen(env_id: str, bootstrap:
 
 
 def made_up_batch(rows: int = 50, masked: bool = False) -> tuple[Any, Any]:
-    """(agent, batch) with old log-probabilities and values a little off the agent's own, so that every clip bites somewhere."""
+    """(agent, batch). The old log-probabilities and values differ from the agent's, so every clip has an effect."""
     agent = ppo.Agent(2, 3, hidden=8)
     with torch.no_grad():
         agent.actor_head.weight.mul_(100)
@@ -317,7 +318,7 @@ def made_up_batch(rows: int = 50, masked: bool = False) -> tuple[Any, Any]:
     return agent, batch
 
 
-def test_an_epoch_uses_every_row_once_in_a_new_order() -> None:
+def test_epoch_uses_every_row_once_in_a_new_order() -> None:
     agent, batch = made_up_batch(50)
     orders: list[list[float]] = []
     agent.register_forward_pre_hook(lambda _, inputs: orders.append((inputs[0][:, 0] * 50).round().int().tolist()))
@@ -332,7 +333,7 @@ def test_an_epoch_uses_every_row_once_in_a_new_order() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-# 7 to 11: the loss and the step
+# 7 to 11: losses and the optimisation step
 
 
 def test_advantages_are_normalised() -> None:
@@ -355,12 +356,14 @@ def test_clipped_surrogate_by_hand(ratio: float, advantage: float, expected: flo
 @pytest.mark.parametrize(
     ("new", "old", "target", "expected"),
     [
-        (1.0, 0.0, 2.0, 0.5 * 1.8**2),  # clipped to 0.2: further off, so that counts
+        (1.0, 0.0, 2.0, 0.5 * 1.8**2),  # clipped to 0.2, which has the larger error
         (1.0, 0.9, 2.0, 0.5 * 1.0),  # within the range
-        (3.0, 0.0, -1.0, 0.5 * 16.0),  # clipping would flatter it: the plain error counts
+        (3.0, 0.0, -1.0, 0.5 * 16.0),  # clipping would reduce the error, so the unclipped error counts
     ],
 )
-def test_value_loss_is_the_larger_of_plain_and_clipped(new: float, old: float, target: float, expected: float) -> None:
+def test_value_loss_is_the_larger_of_unclipped_and_clipped(
+    new: float, old: float, target: float, expected: float
+) -> None:
     numbers = (torch.tensor([x]) for x in (new, old, target))
     assert float(ppo.value_loss(*numbers, 0.2)) == pytest.approx(expected)
 
@@ -372,7 +375,7 @@ def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
 def reference_update(
     agent: nn.Module, batch: Any, args: Any, clip: float, kl_coef: float, lr: float
 ) -> list[dict[str, float]]:
-    """One row after another, straight from the formulas, with Adam written out: slow and independent of the trainer's functions."""
+    """Slow reference for update(): one row at a time, with Adam written out, without functions of the trainer."""
     parameters = list(agent.parameters())
     first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     count, seen = 0, []
@@ -429,7 +432,7 @@ def reference_update(
     ],
     ids=["defaults", "plain", "kl-penalty", "masked"],
 )
-def test_an_update_is_what_the_formulas_say(changes: dict[str, Any]) -> None:
+def test_update_matches_a_reference(changes: dict[str, Any]) -> None:
     masked, kl_coef = changes.pop("masked", False), changes.get("kl_coef", 0.0)
     agent, batch = made_up_batch(24, masked)
     args = small(num_minibatches=3, update_epochs=2, **changes)
@@ -465,7 +468,7 @@ def test_gradients_are_clipped_before_the_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The authors' own check: until the first step, the new policy is the old one (to the last bits of a float32)."""
+    """Before the first optimisation step, the new policy equals the old one."""
     ratios: list[Tensor] = []
     plain = ppo.policy_loss
 
@@ -545,7 +548,7 @@ def test_networks_are_separate_or_shared() -> None:
         assert torch.equal(values, agent.get_value(obs))
 
 
-def test_the_flag_reaches_the_network(tmp_path: Path) -> None:
+def test_share_network_flag_is_used(tmp_path: Path) -> None:
     trained(tmp_path, share_network=True)
     state = load_checkpoint(tmp_path / "checkpoint.pt", "ppo")["agent"]
     assert torch.equal(state["actor_trunk.0.weight"], state["critic_trunk.0.weight"])
@@ -556,7 +559,7 @@ def test_the_flag_reaches_the_network(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(-3, 3), min_size=4, max_size=4), st.lists(st.booleans(), min_size=4, max_size=4).filter(any))
 @settings(max_examples=50, deadline=None)
-def test_a_masked_distribution_is_the_distribution_over_valid_actions(logits: list[float], valid: list[bool]) -> None:
+def test_masked_distribution_covers_only_valid_actions(logits: list[float], valid: list[bool]) -> None:
     mask, raw = torch.tensor([valid]), torch.tensor([logits], dtype=torch.float64, requires_grad=True)
     logprobs = ppo.mask_logits(raw, mask).log_softmax(-1)
     known = torch.distributions.Categorical(logits=raw[mask])
@@ -570,7 +573,7 @@ def test_a_masked_distribution_is_the_distribution_over_valid_actions(logits: li
 
 
 def test_invalid_actions_are_never_played() -> None:
-    """The corridor objects to one; the mask is that of the observation acted on, not of the one before."""
+    """The corridor asserts that actions are valid. The stored mask belongs to the stored observation."""
     runner = rollouts(env_id="CorridorMasked-v0", num_steps=64)
     batch, _ = runner.collect()
     assert not (batch.actions == batch.obs[:, 0].long() % 3).any()
@@ -579,7 +582,7 @@ def test_invalid_actions_are_never_played() -> None:
 
 
 def test_actions_follow_the_policy() -> None:
-    """Frequencies of the Gumbel draw against the probabilities, five standard errors wide."""
+    """Frequencies of sampled actions are within five standard errors of the probabilities."""
     runner = rollouts(env_id="Corridor-v0", num_envs=16, num_steps=256)
     with torch.no_grad():
         runner.agent.actor_head.weight.zero_()
@@ -594,7 +597,7 @@ def test_actions_follow_the_policy() -> None:
 
 
 @pytest.mark.parametrize(("shift", "scale"), [(0.3, 1.0), (0.0, 1.3), (-0.5, 0.8)])
-def test_kl_estimators_against_the_exact_kl_of_normals(shift: float, scale: float) -> None:
+def test_kl_estimators_match_the_exact_kl_of_normals(shift: float, scale: float) -> None:
     old, new = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(shift, scale)
     exact = float(torch.distributions.kl_divergence(old, new))
     samples = old.sample((400_000,))
@@ -610,8 +613,8 @@ def test_kl_estimators_against_the_exact_kl_of_normals(shift: float, scale: floa
     assert abs(float(k2.mean() - squared / 2)) < 5 * float(k2.std()) / math.sqrt(len(samples))
 
 
-def test_kl_estimators_exactly_on_a_categorical() -> None:
-    """Expectations summed, not sampled: k1 and k3 are unbiased, k2 = E[(log r)²] / 2."""
+def test_kl_estimators_match_the_exact_kl_of_categoricals() -> None:
+    """Exact expectations: k1 and k3 are unbiased, k2 = E[(log r)²] / 2."""
     old, new = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.4, 0.4, 0.2]).double()
     exact = float((old * (old / new).log()).sum())
     k1, k2, k3 = ppo.kl_estimators((new / old).log())
@@ -620,7 +623,7 @@ def test_kl_estimators_exactly_on_a_categorical() -> None:
     assert float((old * k2).sum()) == pytest.approx(float((old * (new / old).log() ** 2).sum()) / 2, rel=1e-12)
 
 
-def test_an_update_stops_after_the_epoch_that_moved_too_far() -> None:
+def test_target_kl_stops_the_update_after_an_epoch() -> None:
     agent, batch = made_up_batch()
     optimizer = ppo.make_optimizer(agent, 1e-3)
     stopped = ppo.update(agent, optimizer, batch, small(update_epochs=4, target_kl=1e-9), 0.2, 0.0, World())
@@ -640,7 +643,7 @@ def test_kl_penalty_adapts_to_its_target(tmp_path: Path) -> None:
 
 
 def in_two_processes(work: Callable[[World, Path], Any], folder: Path) -> list[Any]:
-    """What ``work`` returns in each rank; the processes are forked, so nothing is imported again."""
+    """Results of ``work`` in each of two forked ranks."""
 
     def rank(number: int) -> None:
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
@@ -677,15 +680,15 @@ def test_gradients_are_averaged_over_processes(tmp_path: Path) -> None:
         assert float(mean) == 1.5
 
 
-def test_processes_agree_on_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_use_the_same_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_folder("a")
     folders = in_two_processes(lambda world, _: str(run_folder("a")), tmp_path)
     assert folders == ["runs/a-2", "runs/a-2"]
 
 
-def test_two_processes_learn_one_network_from_their_own_experience(tmp_path: Path) -> None:
-    """Both ranks end with the same weights, which are those of averaged gradients: a rank on its own goes elsewhere."""
+def test_two_processes_train_one_network(tmp_path: Path) -> None:
+    """Both ranks end with the same weights, and these differ from those of a single rank."""
 
     def work(world: World, folder: Path) -> list[Tensor]:
         torch.set_num_threads(1)
@@ -700,7 +703,7 @@ def test_two_processes_learn_one_network_from_their_own_experience(tmp_path: Pat
     ppo.train(small(env_id="CartPole-v1", run_dir=tmp_path / "alone", total_timesteps=48), World())
     alone = load_checkpoint(tmp_path / "alone" / "checkpoint.pt", "ppo")["agent"]
     assert not torch.equal(alone["actor_head.weight"], ours[8])
-    # The world's two rollouts of 24 transitions are 48 steps an iteration.
+    # Two ranks with 24 steps each make 48 steps per iteration.
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt", "ppo")["iteration"] == 2
 
 
@@ -724,7 +727,7 @@ def final(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Taxi-v4"])
-def test_an_interrupted_run_resumes_to_the_very_same_weights(
+def test_resume_after_an_exception_continues_bit_for_bit(
     env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = small(env_id=env_id, checkpoint_interval=2, total_timesteps=24 * 7, num_minibatches=2)
@@ -733,7 +736,7 @@ def test_an_interrupted_run_resumes_to_the_very_same_weights(
     log = RunLogger.scalars
 
     def dies(self: Any, values: dict[str, float], step: int) -> None:
-        if step == 24 * 5:  # one iteration beyond the checkpoint of the fourth
+        if step == 24 * 5:  # one iteration after the checkpoint of iteration 4
             raise KeyboardInterrupt
         log(self, values, step)
 
@@ -760,7 +763,7 @@ KILLED: dict[str, Any] = {
     "eval_episodes": 0,
 }
 
-# The trainer as a process of its own that meets SIGKILL: between two checkpoints, or with half of one on the disk.
+# Runs the trainer and sends it SIGKILL: between two checkpoints, or with half of a checkpoint written.
 VICTIM = """
 import os, signal, sys
 from pathlib import Path
@@ -786,7 +789,7 @@ ppo.train(ppo.Args(run_dir=Path(sys.argv[2]), **eval(sys.argv[4])), World())
 
 
 @pytest.mark.parametrize("moment", ["between", "saving"])
-def test_a_killed_process_resumes_to_the_very_same_weights(moment: str, tmp_path: Path) -> None:
+def test_resume_after_sigkill_continues_bit_for_bit(moment: str, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     command = [sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(folder), moment, repr(KILLED)]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -796,49 +799,26 @@ def test_a_killed_process_resumes_to_the_very_same_weights(moment: str, tmp_path
     ppo.train(ppo.Args(run_dir=folder, resume=True, **KILLED), World())
     ppo.train(ppo.Args(run_dir=tmp_path / "whole", **KILLED), World())
     assert same_state(final(folder), final(tmp_path / "whole"))
-    # What the killed process logged beyond its checkpoint is hidden: one value a step.
+    # Entries that the killed process logged after its checkpoint are hidden: one value per step.
     steps, _ = read_scalars(folder, "losses/entropy")
     assert steps == [64 * i for i in range(1, 31)]
 
 
-# Whatever environment
+# Environments and evaluation
 
 
-def test_observations_are_flattened() -> None:
-    spaces = gym.spaces
-    space = spaces.Dict(
-        image=spaces.Box(0, 255, (2, 2), np.uint8),
-        kind=spaces.Discrete(3, start=5),
-        flags=spaces.MultiBinary(2),
-        action_mask=spaces.Box(0, 1, (4,), np.int8),
-    )
-    obs = {
-        "image": np.arange(8).reshape(2, 2, 2),
-        "kind": np.array([5, 7]),
-        "flags": np.array([[0, 1], [1, 0]]),
-        "action_mask": np.array([[1, 0, 1, 1], [0, 1, 0, 0]]),
-    }
-    rows = {"flags": [0, 1], "image": [0, 1, 2, 3], "kind": [1, 0, 0]}
-    flat = ppo.flatten(space, obs)
-    assert flat.shape == (2, ppo.flat_size(space)) == (2, 9)
-    assert flat[0].tolist() == list(chain(*(rows[key] for key in space if key != "action_mask")))
-    assert ppo.action_mask(obs, {}).tolist() == [[True, False, True, True], [False, True, False, False]]
-    with pytest.raises(TypeError, match="Tuple"):
-        ppo.flat_size(spaces.Tuple([space]))
-
-
-def test_continuous_actions_are_refused_by_name() -> None:
+def test_continuous_actions_are_refused() -> None:
     with pytest.raises(TypeError, match=r"Pendulum-v1 has action space Box.* needs Discrete"):
         ppo.make_envs("Pendulum-v1", 1)
 
 
-def test_too_few_steps_are_refused(tmp_path: Path) -> None:
+def test_too_few_timesteps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 24"):
         trained(tmp_path, total_timesteps=5)
 
 
 def test_evaluation_plays_whole_episodes_greedily() -> None:
-    """The corridor's greedy return is known: each step 1 + step + 10 · action."""
+    """The return of the greedy policy is known: 1 + step + 10 · action per step."""
     args = small(env_id="Corridor-v0", eval_episodes=5)
     agent = ppo.Agent(2, 3)
     with torch.no_grad():
@@ -851,6 +831,6 @@ def test_evaluation_plays_whole_episodes_greedily() -> None:
 
 
 def test_cartpole_is_learned(tmp_path: Path) -> None:
-    """A tenth of the default run already holds the pole for long; chance is about 22."""
+    """A tenth of the default run is enough for a return above 150; a random policy has about 22."""
     args = ppo.Args(run_dir=tmp_path, total_timesteps=51_200, eval_episodes=16, checkpoint_interval=0)
     assert ppo.train(args, World())["mean_return"] > 150

@@ -1,4 +1,4 @@
-"""Details 14–22: each wrapper on a scripted game whose frames and scores are known, then the real thing."""
+"""Details 14–22: each wrapper on a scripted game with known frames and scores, then on real games."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ atari = load_trainer("ppo_atari")
 
 
 class Game(gym.Env):
-    """A console whose frame t has brightness t; it scores ``scores[t]``, loses lives at given frames and remembers every action."""
+    """A game whose frame t has brightness t and reward t. It loses lives at given frames and records all actions."""
 
     observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
     action_space = gym.spaces.Discrete(4)
@@ -55,10 +55,10 @@ class Game(gym.Env):
         return self.frame(), float(self.t), self.t >= self.length, False, {"t": self.t}
 
 
-# 14
+# 14: no-op reset
 
 
-def test_a_game_begins_with_up_to_thirty_idle_frames() -> None:
+def test_game_starts_with_1_to_30_noop_frames() -> None:
     game = Game()
     env = atari.NoopReset(game)
     waits = set()
@@ -76,16 +76,16 @@ def test_a_game_begins_with_up_to_thirty_idle_frames() -> None:
         atari.NoopReset(Game(meanings="UP NOOP"))
 
 
-def test_a_game_that_ends_while_idling_starts_again() -> None:
+def test_game_that_ends_during_noops_is_reset() -> None:
     game = Game(length=3)
     atari.NoopReset(game).reset(seed=1)
     assert game.t < 3
 
 
-# 15
+# 15: max and skip
 
 
-def test_actions_last_four_frames_and_the_last_two_are_merged() -> None:
+def test_action_repeats_for_4_frames_and_the_last_2_are_merged() -> None:
     game = Game()
     env = atari.MaxAndSkip(game)
     env.reset()
@@ -104,7 +104,7 @@ def test_actions_last_four_frames_and_the_last_two_are_merged() -> None:
     assert obs[0, 0].tolist() == [9, 7]
 
 
-def test_skipping_stops_where_the_game_does() -> None:
+def test_frame_skip_stops_at_the_end_of_the_game() -> None:
     game = Game(length=6)
     env = atari.MaxAndSkip(game)
     env.reset()
@@ -115,10 +115,10 @@ def test_skipping_stops_where_the_game_does() -> None:
     assert obs.max() == 6
 
 
-# 16
+# 16: episodic life
 
 
-def test_a_lost_life_ends_the_episode_but_not_the_game() -> None:
+def test_lost_life_ends_the_episode_but_not_the_game() -> None:
     game = Game(lose_life_at=(2, 5), length=8)
     env = atari.EpisodicLife(game)
     env.reset(seed=1)
@@ -129,20 +129,20 @@ def test_a_lost_life_ends_the_episode_but_not_the_game() -> None:
     assert game.actions == [3, 3, 0]
     assert [env.step(3)[2] for _ in range(2)] == [False, True]
     env.reset()
-    assert [env.step(3)[2] for _ in range(2)] == [False, True]  # the game's own end
+    assert [env.step(3)[2] for _ in range(2)] == [False, True]  # the end of the game
     assert game.games == 1
     env.reset()
     assert (game.games, game.t) == (2, 0)
 
 
-def test_losing_the_last_life_waits_for_the_games_end() -> None:
+def test_last_lost_life_does_not_end_the_episode_early() -> None:
     game = Game(lose_life_at=(2,), length=4, lives=1)
     env = atari.EpisodicLife(game)
     env.reset()
     assert [env.step(0)[2] for _ in range(4)] == [False, False, False, True]
 
 
-def test_a_seed_always_starts_a_new_game() -> None:
+def test_reset_with_a_seed_starts_a_new_game() -> None:
     game = Game(lose_life_at=(2,))
     env = atari.EpisodicLife(game)
     env.reset(seed=1)
@@ -152,10 +152,10 @@ def test_a_seed_always_starts_a_new_game() -> None:
     assert (game.games, game.t, game.seeds) == (2, 0, [1, 2])
 
 
-# 17
+# 17: fire reset
 
 
-def test_fire_is_pressed_at_the_start() -> None:
+def test_fire_is_pressed_on_reset() -> None:
     game = Game()
     obs, _ = atari.FireReset(game).reset()
     assert game.actions == [1, 2]
@@ -164,10 +164,10 @@ def test_fire_is_pressed_at_the_start() -> None:
         atari.FireReset(Game(meanings="NOOP UP DOWN"))
 
 
-# 18
+# 18: warp frame
 
 
-def test_frames_are_grey_and_84_by_84() -> None:
+def test_frames_are_grayscale_and_84_by_84() -> None:
     env = atari.WarpFrame(Game())
     frame = np.zeros((210, 160, 3), np.uint8)
     frame[:, 80:] = (255, 0, 0)
@@ -175,17 +175,17 @@ def test_frames_are_grey_and_84_by_84() -> None:
     assert out.shape == env.observation_space.shape == (84, 84)
     assert out.dtype == np.uint8
     assert out[:, :40].max() == 0
-    # A pure red of 255 is 0.299 · 255 = 76 in grey.
+    # Pure red, 255, is 0.299 · 255 = 76 in grayscale.
     assert set(out[:, 44:].ravel().tolist()) == {76}
 
 
-def test_shrinking_averages_over_areas() -> None:
+def test_resizing_averages_over_areas() -> None:
     frame = np.zeros((168, 168, 3), np.uint8)
     frame[::2] = 200
     assert set(atari.WarpFrame(Game()).observation(frame).ravel().tolist()) == {100}
 
 
-# 19
+# 19: reward clipping
 
 
 @pytest.mark.parametrize(("reward", "clipped"), [(7.0, 1.0), (0.0, 0.0), (-0.5, -1.0), (400, 1.0)])
@@ -193,10 +193,10 @@ def test_rewards_are_clipped_to_their_sign(reward: float, clipped: float) -> Non
     assert atari.ClipReward(Game()).reward(reward) == clipped
 
 
-# All of them on the real thing
+# All wrappers on real games
 
 
-def test_a_training_game_has_all_wrappers_in_order_and_an_evaluation_game_keeps_lives_and_score() -> None:
+def test_wrappers_of_training_and_evaluation_games() -> None:
     def names(env: Any) -> list[str]:
         found = []
         while isinstance(env, gym.Wrapper):
@@ -223,14 +223,14 @@ def test_a_training_game_has_all_wrappers_in_order_and_an_evaluation_game_keeps_
         atari.make_env("ALE/Breakout-v5", training=True)
 
 
-def test_a_game_without_fire_is_not_fired_at() -> None:
+def test_game_without_fire_has_no_fire_reset() -> None:
     env = atari.make_env("FreewayNoFrameskip-v4", training=True)
     assert "FireReset" not in str(env)
     env.reset(seed=1)
     env.close()
 
 
-# 20
+# 20: frame stacking
 
 
 def test_four_frames_are_stacked_oldest_first() -> None:
@@ -246,10 +246,10 @@ def test_four_frames_are_stacked_oldest_first() -> None:
     env.close()
 
 
-# 21 and 22
+# 21 and 22: network and input scaling
 
 
-def test_the_network_is_the_nature_cnn_shared_by_both_heads() -> None:
+def test_network_is_the_nature_cnn_shared_by_both_heads() -> None:
     agent = atari.Agent(6)
     convs = [m for m in agent.network if isinstance(m, nn.Conv2d)]
     shapes = [(c.in_channels, c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
@@ -282,8 +282,8 @@ def test_pixels_are_scaled_to_the_unit_interval() -> None:
     assert seen[0][0, 0, 0, :3].tolist() == pytest.approx([1.0, 0.2, 0.0])
 
 
-def test_a_run_is_the_same_whether_interrupted_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a smoke test of training itself: every metric is there, the scores are those of whole games."""
+def test_resume_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a smoke test of training: all losses are logged."""
     args = atari.Args(
         num_envs=2, num_steps=8, total_timesteps=16 * 3, checkpoint_interval=1, eval_episodes=0, update_epochs=1
     )
@@ -308,7 +308,7 @@ def test_a_run_is_the_same_whether_interrupted_or_not(tmp_path: Path, monkeypatc
         assert read_scalars(tmp_path / "cut", f"losses/{tag}")[0] == [16, 32, 48]
 
 
-def test_the_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
     args = atari.Args(num_envs=2, num_steps=8)
     agent = atari.Agent(4)
     runner = atari.Rollouts(args, agent, torch.device("cpu"))

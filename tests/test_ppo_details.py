@@ -1,4 +1,4 @@
-"""Details 23–37 in the trainers that carry them: continuous actions, LSTM, actions of several components."""
+"""Details 23–37: continuous actions, LSTM, and actions with several components."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rollouts(trainer: Any, **changes: Any) -> Any:
 
 
 def first_ratios(trainer: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Ratios of the first minibatch of an update on the next rollout."""
+    """Probability ratios of the first minibatch of an update."""
     seen: list[Tensor] = []
     plain = trainer.policy_loss
     with monkeypatch.context() as patch:
@@ -52,17 +52,17 @@ def first_ratios(trainer: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> Ten
     return seen[0]
 
 
-# 23 to 27
+# 23 to 27: continuous actions
 
 
-def test_the_policy_is_a_normal_distribution_with_independent_components() -> None:
+def test_gaussian_functions_match_torch_distributions() -> None:
     mean, std, actions = torch.randn(7, 2), torch.tensor([0.3, 1.7]), torch.randn(7, 2)
     known = Independent(Normal(mean, std), 1)
     torch.testing.assert_close(gpu.gaussian_logprob(actions, mean, std), known.log_prob(actions))
     torch.testing.assert_close(gpu.gaussian_entropy(std), known.entropy()[0])
 
 
-def test_samples_come_from_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_actions_follow_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     run = rollouts(gpu, num_steps=200)
     with torch.no_grad():
         run.agent.log_std.copy_(torch.tensor([0.0, math.log(3.0)]))
@@ -74,7 +74,7 @@ def test_samples_come_from_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(first_ratios(gpu, run, monkeypatch), torch.ones(400), atol=1e-5, rtol=0)
 
 
-def test_the_standard_deviation_is_a_parameter_that_no_state_changes() -> None:
+def test_standard_deviation_is_a_state_independent_parameter() -> None:
     agent = gpu.Agent(5)
     assert agent.log_std.tolist() == [0.0, 0.0]
     assert isinstance(agent.log_std, torch.nn.Parameter)
@@ -84,7 +84,7 @@ def test_the_standard_deviation_is_a_parameter_that_no_state_changes() -> None:
     assert agent.std().tolist() == pytest.approx([0.2 * math.e] * 2)
 
 
-def test_policy_and_value_have_networks_of_their_own() -> None:
+def test_policy_and_value_have_separate_networks() -> None:
     agent = gpu.Agent(5)
     agent.get_value(torch.randn(3, 5)).sum().backward()
     assert all(p.grad is None for p in agent.actor.parameters())
@@ -110,10 +110,10 @@ def test_actions_are_clipped_for_the_environment_and_stored_raw() -> None:
     assert torch.equal(torch.stack(played), stored.clamp(0, 1))
 
 
-# 28 to 31
+# 28 to 31: normalisation
 
 
-def test_running_statistics_are_those_of_everything_seen() -> None:
+def test_running_statistics_match_those_of_all_rows() -> None:
     batches = [torch.randn(n, 3) * 5 + 2 for n in (4, 1, 50)]
     statistics = gpu.RunningMeanStd((3,))
     for batch in batches:
@@ -123,7 +123,7 @@ def test_running_statistics_are_those_of_everything_seen() -> None:
     torch.testing.assert_close(statistics.var, everything.var(0, correction=0), rtol=1e-4, atol=1e-4)
 
 
-def test_observations_are_normalised_and_clipped_at_ten() -> None:
+def test_observations_are_normalised_and_clipped_to_10() -> None:
     statistics = gpu.RunningMeanStd((2,))
     statistics.load_state_dict(
         {"mean": torch.tensor([1.0, 0.0]), "var": torch.tensor([4.0, 1e-4]), "count": torch.tensor(9.0)}
@@ -133,7 +133,7 @@ def test_observations_are_normalised_and_clipped_at_ten() -> None:
     torch.testing.assert_close(gpu.normalize_obs(obs, statistics), expected)
 
 
-def test_statistics_grow_in_training_are_saved_and_stand_still_in_evaluation(tmp_path: Path) -> None:
+def test_statistics_are_updated_in_training_saved_and_fixed_in_evaluation(tmp_path: Path) -> None:
     run = rollouts(gpu)
     before = float(run.statistics.count)
     raw = run.envs.obs.clone()
@@ -159,8 +159,8 @@ def test_statistics_grow_in_training_are_saved_and_stand_still_in_evaluation(tmp
     assert torch.equal(saved["mean"], model["mean"])
 
 
-def test_rewards_are_divided_by_the_deviation_of_the_discounted_return() -> None:
-    """A slow reference: all returns so far, their variance about their mean; nothing is taken off the reward."""
+def test_rewards_are_divided_by_the_standard_deviation_of_the_return() -> None:
+    """The reference computes the variance of all returns so far. The mean is not subtracted from the reward."""
     scaler = gpu.RewardScaler(3, gamma=0.9)
     running, seen = np.zeros(3), []
     generator = np.random.default_rng(0)
@@ -174,7 +174,7 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return() -> None
         running[dones] = 0.0
 
 
-def test_scaled_rewards_are_clipped_at_ten() -> None:
+def test_scaled_rewards_are_clipped_to_10() -> None:
     scaler = gpu.RewardScaler(1, gamma=0.0)
     for _ in range(100):
         scaler(torch.tensor([0.01]), torch.tensor([False]))
@@ -186,8 +186,8 @@ def test_scaled_rewards_are_clipped_at_ten() -> None:
     assert scaler(torch.tensor([-50.0]), torch.tensor([False])).item() == -10.0
 
 
-def test_scaling_reaches_the_advantages() -> None:
-    """What a rollout learns from are scaled rewards: with γ = 0 its returns are just those."""
+def test_scaled_rewards_are_used_for_the_advantages() -> None:
+    """With γ = 0, the returns of a rollout equal the scaled rewards."""
     run = rollouts(gpu, gamma=0.0, num_steps=64, norm_reward=True)
     scaled: list[Tensor] = []
     scaler = run.scaler
@@ -196,10 +196,10 @@ def test_scaling_reaches_the_advantages() -> None:
     torch.testing.assert_close(batch.returns.view(64, 4), torch.stack(scaled), atol=1e-5, rtol=1e-5)
 
 
-# 32 to 36
+# 32 to 36: LSTM
 
 
-def test_lstm_weights_are_orthogonal_and_its_biases_zero() -> None:
+def test_lstm_weights_are_orthogonal_and_biases_are_zero() -> None:
     agent = lstm.Agent(5, hidden=16)
     for name, parameter in agent.lstm.named_parameters():
         if "bias" in name:
@@ -208,7 +208,7 @@ def test_lstm_weights_are_orthogonal_and_its_biases_zero() -> None:
             torch.testing.assert_close(parameter.T @ parameter, torch.eye(16), atol=1e-5, rtol=0)
 
 
-def test_the_first_state_is_zero() -> None:
+def test_initial_lstm_state_is_zero() -> None:
     hidden, cell = lstm.Agent(5, hidden=16).initial_state(3)
     assert hidden.shape == cell.shape == (1, 3, 16)
     assert hidden.abs().sum() == cell.abs().sum() == 0
@@ -216,8 +216,8 @@ def test_the_first_state_is_zero() -> None:
     assert run.state[0].abs().sum() == run.state[1].abs().sum() == 0
 
 
-def test_the_state_is_forgotten_where_an_episode_starts() -> None:
-    """Along a sequence with starts, the features are those of its parts run on their own."""
+def test_lstm_state_is_reset_at_the_start_of_an_episode() -> None:
+    """The features of a sequence with two episodes equal those of the episodes run separately."""
     agent = lstm.Agent(5, hidden=16)
     obs = torch.randn(6, 2, 5)
     starts = torch.zeros(6, 2, dtype=torch.bool)
@@ -232,11 +232,11 @@ def test_the_state_is_forgotten_where_an_episode_starts() -> None:
     assert not torch.allclose(features[3:, 0], whole[3:, 0])
 
 
-def test_rollouts_forget_at_the_end_of_an_episode_and_training_does_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ratios are 1 over a rollout with an episode's end in it only if both forget at the same steps."""
+def test_rollout_and_update_reset_the_lstm_state_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an end of an episode in the rollout, the ratios are 1 only if both reset at the same steps."""
     run = rollouts(lstm, num_steps=16, num_minibatches=1)
     with torch.no_grad():
-        run.agent.actor[0].weight.mul_(100)  # let memory matter to the actions
+        run.agent.actor[0].weight.mul_(100)  # makes the actions depend on the LSTM state
     step = run.envs.step
     ended_at: list[Tensor] = []
 
@@ -255,12 +255,11 @@ def test_rollouts_forget_at_the_end_of_an_episode_and_training_does_so_too(monke
     assert torch.equal(run.start, ended_at[-1])
     ratios = first_ratios(lstm, run, monkeypatch)
     torch.testing.assert_close(ratios, torch.ones_like(ratios), atol=1e-4, rtol=0)
-    # The same rollout by hand, forgetting at these steps.
     features, _ = run.agent.remember(batch.obs, batch.starts, batch.state)
     assert features.shape == (16, 4, 16)
 
 
-def test_minibatches_are_whole_sequences_of_some_environments(tmp_path: Path) -> None:
+def test_minibatches_hold_whole_sequences(tmp_path: Path) -> None:
     run = rollouts(lstm, num_envs=6, num_minibatches=3, update_epochs=2)
     batch, _ = run.collect()
     batch.obs[:, :, 0] = torch.arange(6.0)
@@ -277,7 +276,7 @@ def test_minibatches_are_whole_sequences_of_some_environments(tmp_path: Path) ->
         lstm.train(lstm.Args(num_envs=6, num_minibatches=4, run_dir=tmp_path), World())
 
 
-def test_training_rebuilds_states_from_the_one_the_rollout_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_starts_from_the_lstm_state_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     run = rollouts(lstm)
     with torch.no_grad():
         run.agent.actor[0].weight.mul_(100)
@@ -290,10 +289,10 @@ def test_training_rebuilds_states_from_the_one_the_rollout_began_with(monkeypatc
     assert not torch.equal(again.state[0], before)
 
 
-# 37
+# 37: actions with several components
 
 
-def test_components_of_an_action_add_their_log_probabilities_in_training_as_in_playing(
+def test_log_probabilities_of_action_components_are_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     args, agent, run = placement_rollout()

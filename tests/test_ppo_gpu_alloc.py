@@ -1,4 +1,4 @@
-"""The allocation trainers: what they save is what they play, a kill changes nothing, and they learn what can be learned."""
+"""The allocation trainers: saved policies, resuming, arguments, and learning a task with a known optimum."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def learned(name: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "env_id"), [("ppo_gpu_alloc", "GPUAllocationHistory-v0"), ("ppo_lstm", "GPUAllocation-v0")]
 )
-def test_a_loaded_checkpoint_plays_exactly_what_was_trained(
+def test_loaded_checkpoint_gives_the_same_evaluation(
     name: str, env_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Same returns from the live network, from the checkpoint and from the saved model; playing changes no statistics."""
+    """The network, the checkpoint and the saved model give the same returns. Evaluation does not change statistics."""
     result = trained(name, tmp_path / "run", total_timesteps=1024, save_model=True, env_id=env_id)
     assert result["mean_return"] == pytest.approx(128 * result["reward"])
     for file in ("checkpoint.pt", "model.pt"):
@@ -80,8 +80,8 @@ def test_a_loaded_checkpoint_plays_exactly_what_was_trained(
 
 
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_killed_process_resumes_to_the_very_same_weights(name: str, tmp_path: Path) -> None:
-    """SIGKILL, at a moment of the machine's choosing; episodes run across the checkpoints."""
+def test_resume_after_sigkill_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """The process is killed at a random moment after the first checkpoint, in the middle of episodes."""
     options = {"num_envs": 8, "num_steps": 24, "num_minibatches": 2, "update_epochs": 1, "eval_streams": 0}
     options |= {"total_timesteps": 8 * 24 * 150, "checkpoint_interval": 10}
     flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
@@ -107,14 +107,14 @@ def test_a_killed_process_resumes_to_the_very_same_weights(name: str, tmp_path: 
     assert same(learned(name, killed), learned(name, tmp_path / "whole"))
 
 
-def test_resuming_under_other_arguments_is_refused(tmp_path: Path) -> None:
+def test_resume_with_other_arguments_is_refused(tmp_path: Path) -> None:
     trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0)
     with pytest.raises(CheckpointError, match=r"learning_rate was 0.0\d*, now 0.5"):
         trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0, resume=True, learning_rate=0.5)
 
 
 def test_plain_preset_sets_the_textbook_values(tmp_path: Path) -> None:
-    """Five inputs, 64-64 ReLU, sigmoid mean, standard deviation 1 to begin with, one batch of 32 for 4 epochs."""
+    """Five inputs, 64-64 ReLU, sigmoid mean, initial standard deviation 1, one batch of 32 for 4 epochs."""
     args = ppo.Args(preset="plain", env_id="GPUAllocation-v0", run_dir=tmp_path, total_timesteps=64, eval_streams=4)
     result = ppo.train(args, World())
     assert result["steps"] == 64
@@ -137,8 +137,8 @@ def test_plain_preset_sets_the_textbook_values(tmp_path: Path) -> None:
     assert [type(layer).__name__ for layer in agent.actor] == ["Linear", "ReLU", "Linear", "ReLU", "Linear", "Sigmoid"]
 
 
-def test_the_standard_deviation_falls_by_the_same_factor_to_its_end(tmp_path: Path) -> None:
-    """0.1 to 0.001 over the first 8 of 10 iterations: a factor of 10 in 4. The checkpoint holds it; the learning rate follows."""
+def test_standard_deviation_follows_a_geometric_schedule(tmp_path: Path) -> None:
+    """From 0.1 to 0.001 in the first 8 of 10 iterations. The learning rate decreases with it."""
     stds = [ppo.scheduled_std(0.1, 0.001, iteration, 10) for iteration in range(1, 11)]
     assert stds[0] == 0.1
     assert stds[4] == pytest.approx(0.01)
@@ -165,7 +165,7 @@ def test_the_standard_deviation_falls_by_the_same_factor_to_its_end(tmp_path: Pa
         trained("ppo_gpu_alloc", tmp_path / "none", **(options | {"final_std": 0}))
 
 
-def test_actions_begin_where_they_are_told_to() -> None:
+def test_set_mean_sets_the_initial_mean() -> None:
     torch.manual_seed(0)
     agent = ppo.Agent(5)
     agent.set_mean(0.2)
@@ -174,14 +174,14 @@ def test_actions_begin_where_they_are_told_to() -> None:
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, float("nan")])
-def test_a_start_outside_the_range_is_refused(mean: float, tmp_path: Path) -> None:
+def test_initial_mean_outside_the_range_is_refused(mean: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"initial_mean is .*: expected a share between 0 and 1"):
         ppo.train(ppo.Args(initial_mean=mean, run_dir=tmp_path / "run"), World())
     assert not (tmp_path / "run").exists()
 
 
 def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every pod needs the same part of its request, five numbers say it all: PPO must leave every fixed rule behind."""
+    """Every pod needs the same share of its request, so PPO must be better than every fixed rule."""
     config = AllocationConfig(node_spread=0.0, owner_spread=0.0, pod_spread=0.0, load=1.0)
     monkeypatch.setattr(ppo, "make_envs", lambda args, num_envs: AllocationBatch(config, num_envs))
     result = trained(
@@ -194,7 +194,7 @@ def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.Monk
     assert result["reward"] < rules["oracle"]["reward"]
 
 
-def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 256"):
         trained("ppo_gpu_alloc", tmp_path, total_timesteps=5)
     with pytest.raises(TypeError, match="CartPole-v1 is not an allocation task"):
@@ -203,7 +203,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         trained("ppo_lstm", tmp_path, num_minibatches=3, total_timesteps=256)
 
 
-def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "x.pt", "ppo", {"agent": {}})
     with pytest.raises(CheckpointError, match=r"holds no allocation policy: .* belongs to 'ppo'"):
         AllocationPolicy.load(tmp_path / "x.pt")
@@ -211,5 +211,6 @@ def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="truncated or not a clustergym checkpoint"):
         AllocationPolicy.load(tmp_path / "y.pt")
     policy = AllocationPolicy(ppo.Agent(5).state_dict(), None)
-    with pytest.raises(ValueError, match=r"observations have shape \(3, 19\), but the policy was trained on \(…, 5\)"):
+    message = r"observations have shape \(3, 19\), but the policy was trained on \(…, 5\)"
+    with pytest.raises(ValueError, match=message):
         policy.act(torch.zeros(3, 19))

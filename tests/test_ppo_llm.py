@@ -1,4 +1,4 @@
-"""PPO for language models: every rule of its own against hand-worked numbers or a slow reference, and exact resumption."""
+"""PPO for language models: each function by hand or against a slow reference, and exact resuming."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def small_args(run_dir: Path | None = None, **changes: Any) -> Any:
 # Text
 
 
-def test_paragraphs_are_distinct_and_split_by_blank_lines(tmp_path: Path) -> None:
+def test_paragraphs_are_distinct_and_separated_by_blank_lines(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\n\n  three\n \nfour\n\none\ntwo\n")
     (tmp_path / "b.txt").write_text("four\n\nfive")
     assert llm.read_paragraphs([tmp_path / "a.txt", tmp_path / "b.txt"]) == ["one\ntwo", "  three", "four", "five"]
 
 
-def test_help_topics_are_the_default_text_and_the_parts_are_disjoint() -> None:
+def test_default_text_is_split_into_disjoint_parts() -> None:
     paragraphs = llm.read_paragraphs([])
     assert len(paragraphs) > 1000
     train, held_out = llm.split_text(paragraphs, 0.1)
@@ -66,19 +66,19 @@ def test_help_topics_are_the_default_text_and_the_parts_are_disjoint() -> None:
         ends = (tokens == END).nonzero().squeeze(1).tolist()
         assert ends[-1] == len(tokens) - 1
         parts.append({decode(tokens[a:b]) for a, b in zip([0, *[e + 1 for e in ends]], ends, strict=False)})
-    # What is not ASCII reads as "?", so that two paragraphs may become one.
+    # Characters outside ASCII become "?", so two paragraphs can become equal.
     assert len(parts[0] & parts[1]) <= 2
     assert 0.07 < len(held_out) / (len(train) + len(held_out)) < 0.13
 
 
-def test_a_text_too_short_to_split_is_refused() -> None:
+def test_short_text_is_refused() -> None:
     with pytest.raises(ValueError, match="the text has 16 paragraphs: expected at least 17"):
         llm.split_text([str(i) for i in range(16)], 0.1)
     with pytest.raises(ValueError, match=r"held_out is 1.0: expected a share between 0 and 1"):
         llm.split_text(["a"] * 40, 1.0)
 
 
-def test_prompts_never_cross_the_end_of_a_paragraph() -> None:
+def test_prompts_lie_within_one_paragraph() -> None:
     tokens = torch.tensor([3, 4, 5, END, 6, 7, END, 8, 9, 10, 11])
     assert llm.prompt_starts(tokens, 3).tolist() == [0, 7, 8]
     assert llm.prompt_starts(tokens, 2).tolist() == [0, 1, 4, 7, 8, 9]
@@ -106,52 +106,52 @@ def test_rewards_by_hand(name: str, text: str, expected: float) -> None:
     assert llm.REWARDS[name](text, 10) == pytest.approx(expected)
 
 
-def test_rewards_stop_at_the_end_token() -> None:
+def test_rewards_ignore_text_after_the_end_token() -> None:
     responses = torch.tensor([[*encode("ae"), END, *encode("aa")], encode("aexxx")])
     assert llm.reward_of("vowels", responses).tolist() == pytest.approx([0.4, 0.4])
     assert llm.reward_of("brevity", responses).tolist() == pytest.approx([0.6, 0.0])
 
 
-def test_every_reward_can_be_asked_for() -> None:
+def test_reward_flag_accepts_every_reward() -> None:
     assert set(llm.Args.__annotations__) >= {"reward"}
     for name in llm.REWARDS:
         assert name in str(llm.Args.__annotations__["reward"])
 
 
-# The controller
+# KL controller
 
 
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
         (6.0, 0.2),  # on target
-        (6.6, 0.2 * (1 + 0.1 * 0.25)),  # a tenth too much
+        (6.6, 0.2 * (1 + 0.1 * 0.25)),  # 10 % too high
         (60.0, 0.2 * (1 + 0.2 * 0.25)),  # clipped
-        (0.0, 0.2 * (1 - 0.2 * 0.25)),  # clipped below
-        (-1.0, 0.2 * (1 - 0.2 * 0.25)),  # an estimate may be negative
+        (0.0, 0.2 * (1 - 0.2 * 0.25)),  # clipped at the lower end
+        (-1.0, 0.2 * (1 - 0.2 * 0.25)),  # an estimate can be negative
     ],
 )
-def test_kl_controller_rule(kl: float, expected: float) -> None:
+def test_kl_controller_by_hand(kl: float, expected: float) -> None:
     assert llm.next_kl_coef(0.2, kl, target=6.0, n_tokens=2500, horizon=10_000.0) == pytest.approx(expected, rel=1e-12)
 
 
-def test_kl_controller_finds_the_price_of_a_known_trade() -> None:
-    """If the policy settled at KL = 1 / coefficient at once, the coefficient would have to settle at 1 / target."""
+def test_kl_controller_converges_to_a_known_coefficient() -> None:
+    """If the KL is always 1 / coefficient, the coefficient converges to 1 / target."""
     coef = 3.0
     for _ in range(400):
         coef = llm.next_kl_coef(coef, 1 / coef, target=6.0, n_tokens=1000, horizon=10_000.0)
     assert coef == pytest.approx(1 / 6, rel=0.01)
 
 
-# Masks, rewards of tokens, advantages
+# Masks, token rewards and advantages
 
 
-def test_mask_covers_the_first_end_token_and_nothing_after_it() -> None:
+def test_mask_ends_with_the_first_end_token() -> None:
     responses = torch.tensor([[5, 6, END, END], [5, 6, 7, 8], [END, END, END, END], [5, 6, 7, END]])
     assert llm.response_mask(responses).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1]]
 
 
-def test_the_score_falls_on_the_last_token_and_every_token_pays() -> None:
+def test_token_rewards_by_hand() -> None:
     mask = torch.tensor([[True, True, False], [True, True, True]])
     kl = torch.tensor([[1.0, -2.0, 50.0], [0.5, 0.0, 1.0]])
     rewards = llm.token_rewards(torch.tensor([3.0, 4.0]), kl, mask, kl_coef=0.1)
@@ -165,8 +165,8 @@ def test_the_score_falls_on_the_last_token_and_every_token_pays() -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=40, deadline=None)
-def test_gae_over_tokens_equals_a_slow_sum(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
-    """A_t = Σ (γλ)^l δ_{t+l} within the response; whatever stands behind its end must not matter."""
+def test_gae_over_tokens_matches_its_definition(lengths: list[int], gamma: float, gae_lambda: float, seed: int) -> None:
+    """A_t = Σ (γλ)^l δ_{t+l} within the response. Values after its end have no effect."""
     generator = torch.Generator().manual_seed(seed)
     width = 6
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
@@ -184,8 +184,8 @@ def test_gae_over_tokens_equals_a_slow_sum(lengths: list[int], gamma: float, gae
             assert returns.T[row, t].item() == pytest.approx(slow + v[t], abs=1e-4)
 
 
-def test_kl_estimators_agree_with_the_exact_kl() -> None:
-    """Samples of p: k1 and k3 average to Σ p log(p/q)."""
+def test_kl_estimators_match_the_exact_kl() -> None:
+    """For samples of p, the means of k1 and k3 converge to Σ p log(p/q)."""
     generator = torch.Generator().manual_seed(0)
     p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.4, 0.4, 0.2])
     exact = (p * (p / q).log()).sum().item()
@@ -219,17 +219,17 @@ def roll(
     )
 
 
-def test_first_values_are_zero_and_first_kl_is_zero(setting: tuple[Any, TinyMoE, torch.Tensor]) -> None:
+def test_first_values_and_first_kl_are_zero(setting: tuple[Any, TinyMoE, torch.Tensor]) -> None:
     batch, metrics = roll(setting)
     assert not batch.values.any()
     assert [metrics[f"kl/{k}"] for k in ("k1", "k2", "k3")] == [0.0, 0.0, 0.0]
-    # With γ = λ = 1, no value and no KL, every token's advantage is the response's score.
+    # With γ = λ = 1 and zero values and KL, the advantage of every token is the score of the response.
     batch, _ = roll(setting, gae_lambda=1.0)
     scores = (llm.reward_of("vowels", batch.tokens[:, 8:]) - 0.2) / 0.1
     torch.testing.assert_close(batch.advantages[batch.mask], scores[:, None].expand(-1, 10)[batch.mask])
 
 
-def test_ratio_is_one_on_the_first_minibatch(
+def test_ratio_is_one_in_the_first_minibatch(
     setting: tuple[Any, TinyMoE, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = setting[0]
@@ -247,8 +247,8 @@ def test_ratio_is_one_on_the_first_minibatch(
     assert sum(map(len, ratios[:2])) == int(batch.mask.sum())
 
 
-def test_what_was_never_chosen_changes_nothing(setting: tuple[Any, TinyMoE, torch.Tensor]) -> None:
-    """Whitening, losses and gradients are over chosen tokens: garbage behind an end token must leave no trace."""
+def test_padding_does_not_change_the_update(setting: tuple[Any, TinyMoE, torch.Tensor]) -> None:
+    """Normalisation, losses and gradients only use tokens up to the end token."""
     policy, _, _ = setting
     batch, _ = roll(setting)
     batch.mask[:, 6:] = False
@@ -265,14 +265,16 @@ def test_what_was_never_chosen_changes_nothing(setting: tuple[Any, TinyMoE, torc
     assert torch.equal(*weights)
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_mask() -> None:
+def test_advantages_are_normalised_over_the_mask() -> None:
     advantages = torch.tensor([[1.0, 3.0, 1e9], [5.0, 7.0, 9.0]])
     mask = torch.tensor([[True, True, False], [True, True, True]])
     white = llm.normalize_advantages(advantages[mask])
     torch.testing.assert_close(white, (torch.tensor([1.0, 3.0, 5.0, 7.0, 9.0]) - 5) / math.sqrt(10))
 
 
-def test_an_update_makes_well_paid_tokens_likelier(setting: tuple[Any, TinyMoE, torch.Tensor]) -> None:
+def test_update_raises_the_probability_of_tokens_with_positive_advantage(
+    setting: tuple[Any, TinyMoE, torch.Tensor],
+) -> None:
     policy = setting[0]
     batch, _ = roll(setting)
     chosen = batch.tokens[:, 8:] < 40
@@ -284,7 +286,7 @@ def test_an_update_makes_well_paid_tokens_likelier(setting: tuple[Any, TinyMoE, 
     assert change[batch.mask & chosen].mean() > 0 > change[batch.mask & ~chosen].mean()
 
 
-def test_pretraining_rate_warms_up_and_falls_to_a_twentieth() -> None:
+def test_pretraining_learning_rate_schedule() -> None:
     args = small_args(pretrain_steps=1000, pretrain_learning_rate=1.0)
     rates = [llm.pretrain_learning_rate(step, args) for step in range(1001)]
     assert rates[0] == pytest.approx(1 / 50)
@@ -294,7 +296,7 @@ def test_pretraining_rate_warms_up_and_falls_to_a_twentieth() -> None:
 
 
 @torch.no_grad()
-def test_validation_loss_is_the_mean_over_positions() -> None:
+def test_validation_loss_matches_a_reference() -> None:
     torch.manual_seed(0)
     model = TinyMoE(SMALL)
     tokens = torch.randint(0, 90, (50,))
@@ -323,14 +325,14 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
 
 class Crash(Exception):
-    """Stands for the moment at which a process dies."""
+    """Simulates the end of the process."""
 
 
 @pytest.mark.parametrize("saves", [1, 2, 3])
-def test_a_run_that_died_resumes_bit_for_bit(
+def test_resume_continues_bit_for_bit(
     whole_run: tuple[Path, dict[str, Any]], saves: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1: in the middle of pre-training; 2: at its end, before the reference is written; 3: in the middle of PPO."""
+    """Crash during pre-training (1), after it but before the reference is saved (2), or during PPO (3)."""
     folder, expected = whole_run
     original = llm.save_checkpoint
     count = 0
@@ -358,7 +360,7 @@ def test_a_run_that_died_resumes_bit_for_bit(
     )
 
 
-def test_killed_process_resumes_and_prints_one_result(whole_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_resume_after_sigkill_gives_the_same_result(whole_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, expected = whole_run
     args = small_args()
     names = (
@@ -388,7 +390,7 @@ def test_killed_process_resumes_and_prints_one_result(whole_run: tuple[Path, dic
     assert "--- after" in done.stdout
 
 
-def test_result_and_curves_of_a_run(whole_run: tuple[Path, dict[str, Any]]) -> None:
+def test_result_and_logs_of_a_run(whole_run: tuple[Path, dict[str, Any]]) -> None:
     folder, result = whole_run
     assert result["steps"] == 4 * 8 * 10
     assert result["gain"] == result["mean_return"] - result["reference_return"]
@@ -401,7 +403,9 @@ def test_result_and_curves_of_a_run(whole_run: tuple[Path, dict[str, Any]]) -> N
     assert reference["weights"].keys() == policy["weights"].keys()
 
 
-def test_a_reference_is_shared_and_left_alone(whole_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_reference_of_another_run_is_used_and_not_changed(
+    whole_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder, first = whole_run
     before = (folder / "reference.pt").read_bytes()
     args = small_args(tmp_path / "run", reference=folder / "reference.pt", iterations=1)
@@ -415,7 +419,7 @@ def test_a_reference_is_shared_and_left_alone(whole_run: tuple[Path, dict[str, A
 
 
 @pytest.mark.parametrize("changes", [{"kl_penalty": False}, {"kl_coef": 0.0}])
-def test_without_penalty_the_kl_is_measured_and_not_paid(
+def test_kl_is_only_measured_without_penalty(
     whole_run: tuple[Path, dict[str, Any]], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     args = small_args(tmp_path / "run", reference=whole_run[0] / "reference.pt", **changes)
@@ -434,7 +438,7 @@ def test_without_penalty_the_kl_is_measured_and_not_paid(
         ({"kl_target": 0.0}, "kl_target is 0.0: expected more than 0 nats, or None"),
     ],
 )
-def test_wrong_sizes_are_refused_before_anything_runs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_sizes_are_refused_before_the_run_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.train(small_args(tmp_path / "run", **changes), World())
     assert not (tmp_path / "run").exists()

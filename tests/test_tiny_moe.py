@@ -1,4 +1,4 @@
-"""The small language model against slow references: experts one pair at a time, generation without a cache."""
+"""The small language model against slow references: one token-expert pair at a time, generation without a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model() -> TinyMoE:
     return TinyMoE(CONFIG)
 
 
-def test_text_survives_the_tokens() -> None:
+def test_encode_decode_round_trip() -> None:
     text = "Größe: 3 × 4\n\tend"
     assert decode(encode(text)) == "Gr??e: 3 ? 4\n?end"
     assert decode(encode(ALPHABET)) == ALPHABET
@@ -41,7 +41,7 @@ def test_text_survives_the_tokens() -> None:
 
 
 def dense_experts(layer: Experts, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One token-expert pair at a time."""
+    """Reference implementation: one token-expert pair at a time."""
     rows = []
     for x, chosen, shares in zip(hidden, experts.tolist(), weights, strict=True):
         out = torch.zeros_like(x)
@@ -52,8 +52,8 @@ def dense_experts(layer: Experts, hidden: torch.Tensor, experts: torch.Tensor, w
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("only", [None, 3])  # all experts in use, and nearly all of them idle
-def test_grouped_experts_equal_one_pair_at_a_time(only: int | None) -> None:
+@pytest.mark.parametrize("only", [None, 3])  # all experts in use, or only a few
+def test_grouped_experts_match_the_reference(only: int | None) -> None:
     torch.manual_seed(1)
     layer = Experts(CONFIG)
     hidden = torch.randn(11, CONFIG.hidden, requires_grad=True)
@@ -74,24 +74,24 @@ def test_grouped_experts_equal_one_pair_at_a_time(only: int | None) -> None:
 
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any))
 @settings(max_examples=30, deadline=None)
-def test_both_grouped_products_agree(counts: list[int]) -> None:
+def test_grouped_mm_matches_the_loop(counts: list[int]) -> None:
     torch.manual_seed(2)
     rows, weights = torch.randn(sum(counts), 8), torch.randn(len(counts), 8, 12)
     ends = torch.tensor(counts).cumsum(0)
     torch.testing.assert_close(grouped_mm(rows, weights, ends), grouped_mm_loop(rows, weights, ends))
 
 
-def test_balance_loss_is_one_when_even_and_grows_with_skew() -> None:
+def test_balance_loss_is_one_for_equal_loads_and_larger_otherwise() -> None:
     even = torch.zeros(6, 3)
     assert balance_loss(even, torch.tensor([[0], [1], [2]] * 2)).item() == pytest.approx(1.0)
-    # All at expert 0, whose probability is e² / (e² + 2): three times that.
+    # All tokens at expert 0, whose probability is p: the loss is 3 · p.
     skewed = torch.tensor([[2.0, 0.0, 0.0]] * 4)
     p = torch.e**2 / (torch.e**2 + 2)
     assert balance_loss(skewed, torch.zeros(4, 1, dtype=torch.long)).item() == pytest.approx(3 * p, rel=1e-6)
 
 
 @torch.no_grad()
-def test_cache_gives_the_logits_of_the_full_pass(model: TinyMoE) -> None:
+def test_cache_gives_the_same_logits(model: TinyMoE) -> None:
     tokens = torch.randint(1, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(3))
     cache = Cache(CONFIG, 3, 20, model.embedding)
     parts = [model.trunk(tokens[:, :7], cache)[0]]
@@ -100,7 +100,7 @@ def test_cache_gives_the_logits_of_the_full_pass(model: TinyMoE) -> None:
 
 
 @torch.no_grad()
-def test_the_future_changes_nothing(model: TinyMoE) -> None:
+def test_later_tokens_do_not_change_earlier_logits(model: TinyMoE) -> None:
     tokens = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(4))
     other = tokens.clone()
     other[:, 8:] = 5
@@ -108,8 +108,7 @@ def test_the_future_changes_nothing(model: TinyMoE) -> None:
 
 
 @torch.no_grad()
-def test_generation_samples_from_the_full_pass(model: TinyMoE) -> None:
-    """The same numbers, drawn from a forward pass over the whole text for every token."""
+def test_generate_matches_sampling_without_a_cache(model: TinyMoE) -> None:
     prompts = torch.randint(1, VOCABULARY, (4, 5), generator=torch.Generator().manual_seed(5))
     fast = model.generate(prompts, 10, torch.Generator().manual_seed(6), temperature=0.8)
     generator, tokens = torch.Generator().manual_seed(6), prompts
@@ -123,23 +122,23 @@ def test_generation_samples_from_the_full_pass(model: TinyMoE) -> None:
         assert not any(a[upto:])
 
 
-def test_after_the_end_comes_nothing_else() -> None:
+def test_all_tokens_after_the_end_token_are_end_tokens() -> None:
     torch.manual_seed(0)
     model = TinyMoE(CONFIG)
     with torch.no_grad():
-        model.embedding[END] *= 60  # an embedding this large is often the likeliest next token
+        model.embedding[END] *= 60  # makes END a likely next token
     out = model.generate(torch.ones(64, 2, dtype=torch.long), 20, torch.Generator().manual_seed(0))
     ended = [row for row in out.tolist() if END in row]
     assert len(ended) > 10
     assert all(not any(row[row.index(END) :]) for row in ended)
 
 
-def test_wrong_sizes_are_refused(model: TinyMoE) -> None:
-    with pytest.raises(ValueError, match="a sequence of 25 tokens, but the context of this model is 24"):
+def test_invalid_sizes_are_refused(model: TinyMoE) -> None:
+    with pytest.raises(ValueError, match="a sequence of 25 tokens is longer than the context of the model, 24"):
         model(torch.ones(1, 25, dtype=torch.long))
     cache = Cache(CONFIG, 1, 20, model.embedding)
     model.trunk(torch.ones(1, 4, dtype=torch.long), cache)
-    with pytest.raises(ValueError, match="2 tokens after 4 in the cache: give them one at a time"):
+    with pytest.raises(ValueError, match="2 tokens after 4 in the cache: pass them one at a time"):
         model.trunk(torch.ones(1, 2, dtype=torch.long), cache)
     with pytest.raises(ValueError, match="top_k is 9, but there are only 8 experts"):
         TinyMoEConfig(n_experts=8, top_k=9)

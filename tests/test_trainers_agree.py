@@ -1,4 +1,4 @@
-"""Trainers are single files that share by copy: what has one name must have one source, and no trainer imports another."""
+"""Trainers are single files: shared functions are identical copies, and no trainer imports another one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainers import FOLDER, load_trainer
 
 TRAINERS = sorted(FOLDER.glob("ppo*.py"))
 
-# Each trainer's own: what these names stand for is what the trainer is about. Methods are never compared.
+# Names that each trainer defines in its own way. Methods are not compared.
 MEANT_TO_DIFFER = {
     "Agent",
     "Args",
@@ -24,7 +24,6 @@ MEANT_TO_DIFFER = {
     "Rollouts",
     "collect",
     "evaluate",
-    "main",
     "make_agent",
     "make_env",
     "make_envs",
@@ -44,11 +43,11 @@ def definitions(path: Path) -> dict[str, str]:
     }
 
 
-def test_there_are_trainers() -> None:
+def test_trainers_are_found() -> None:
     assert "ppo.py" in [path.name for path in TRAINERS]
 
 
-def test_what_has_one_name_has_one_source() -> None:
+def test_functions_with_the_same_name_are_identical() -> None:
     sources: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for path in TRAINERS:
         for name, source in definitions(path).items():
@@ -58,7 +57,7 @@ def test_what_has_one_name_has_one_source() -> None:
         for name, versions in sources.items()
         if len(versions) > 1 and name not in MEANT_TO_DIFFER
     }
-    assert not differing, f"same name, other source: copy letter for letter, or rename: {differing}"
+    assert not differing, f"same name, different source: copy the function or rename it: {differing}"
 
 
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
@@ -127,7 +126,7 @@ def test_help_shows_every_flag_and_the_common_ones_exist(path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize("sweep", sorted((FOLDER.parent / "sweeps").glob("*.yaml")), ids=lambda path: path.name)
-def test_sweeps_name_flags_and_metrics_of_their_program(sweep: Path) -> None:
+def test_sweep_parameters_and_metrics_exist(sweep: Path) -> None:
     content = yaml.safe_load(sweep.read_text())
     program = FOLDER.parent / content["program"]
     fields = flag_names(load_trainer(program.stem).Args())

@@ -8,23 +8,33 @@ import math
 import os
 import pickle
 import time
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
 
-from clustergym import training
+import clustergym.training
 from clustergym.training import (
     CheckpointError,
+    EpisodeStatistics,
     Progress,
+    Run,
     RunLogger,
+    World,
+    action_mask,
     capture_rng_state,
     check_same_args,
     choose_device,
     derive_seed,
+    flat_size,
+    flatten,
     load_checkpoint,
+    play_episodes,
     print_result,
     read_scalars,
     restore_rng_state,
@@ -246,10 +256,170 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device(True)
 
 
+# Runs
+
+
+@dataclass
+class Args:
+    run_dir: Path
+    seed: int = 1
+    total_timesteps: int = 100
+    resume: bool = False
+    checkpoint_interval: int = 2
+    save_model: bool = False
+    cuda: bool = False
+    track: bool = False
+
+
+def test_run_saves_logs_and_resumes(tmp_path: Path) -> None:
+    run = Run("x", Args(tmp_path), World(), "task", batch_size=15)
+    assert run.load_checkpoint() is None
+    with run:
+        for iteration in run.iterations():
+            run.log({"charts/a": iteration / 10}, iteration, a=1.0)
+            if run.checkpoint_due(iteration):
+                run.save_checkpoint(iteration, weights=torch.full((2,), float(iteration)))
+            if iteration == 3:
+                break
+    assert (run.num_iterations, run.total_steps, run.folder) == (6, 90, tmp_path)
+
+    run = Run("x", Args(tmp_path, resume=True), World(), "task", batch_size=15)
+    state = run.load_checkpoint()
+    assert state is not None
+    assert (state["iteration"], state["weights"].tolist()) == (2, [2.0, 2.0])
+    with run:
+        seen = []
+        for iteration in run.iterations():
+            seen.append(iteration)
+            run.log({"charts/a": -iteration / 10}, iteration)
+    assert seen == [3, 4, 5, 6]
+    assert read_scalars(tmp_path, "charts/a") == (
+        [15, 30, 45, 60, 75, 90],
+        pytest.approx([0.1, 0.2, -0.3, -0.4, -0.5, -0.6]),
+    )
+    assert read_scalars(tmp_path, "charts/SPS")[0] == [15, 30, 45, 60, 75, 90]
+    result = run.result(score=math.nan, other=3)
+    assert result["score"] is None
+    assert (result["other"], result["seed"], result["steps"], result["run_dir"]) == (3, 1, 90, tmp_path)
+    assert result["checkpoint"] == tmp_path / "checkpoint.pt"
+    assert result["steps_per_s"] > 0
+
+
+def test_checkpoints_are_due_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
+    def due(world: World, **options: Any) -> list[int]:
+        run = Run("x", Args(tmp_path, **options), world, "task", batch_size=20, checkpoint_per_rank=per_rank)
+        return [iteration for iteration in range(1, run.num_iterations + 1) if run.checkpoint_due(iteration)]
+
+    per_rank = False
+    assert due(World()) == [2, 4, 5]
+    assert due(World(), checkpoint_interval=0) == []
+    assert due(World(1, 2), total_timesteps=200) == []
+    per_rank = True
+    assert due(World(1, 2), total_timesteps=200) == [2, 4, 5]
+
+
+def test_each_rank_can_save_its_own_checkpoint(tmp_path: Path) -> None:
+    for rank in range(2):
+        with Run("x", Args(tmp_path, resume=True), World(rank, 2), "task", 10, checkpoint_per_rank=True) as run:
+            run.save_checkpoint(1, rank=rank)
+    for rank in range(2):
+        state = Run(
+            "x", Args(tmp_path, resume=True), World(rank, 2), "task", 10, checkpoint_per_rank=True
+        ).load_checkpoint()
+        assert state is not None
+        assert state["rank"] == rank
+
+
+def test_model_is_saved_only_with_the_flag(tmp_path: Path) -> None:
+    Run("x", Args(tmp_path), World(), "task", 10).save_model(weights=torch.ones(2))
+    assert not (tmp_path / "model.pt").exists()
+    Run("x", Args(tmp_path, save_model=True), World(), "task", 10).save_model(weights=torch.ones(2))
+    state = load_checkpoint(tmp_path / "model.pt", "x-model")
+    assert state["weights"].tolist() == [1.0, 1.0]
+    assert state["args"]["save_model"] is True
+
+
+def test_evaluation_returns_are_logged_and_reported(tmp_path: Path) -> None:
+    with Run("x", Args(tmp_path), World(), "task", 10) as run:
+        assert run.log_returns([]) == {"mean_return": None, "mean_return_ci95": None}
+        found = run.log_returns([1.0, 3.0])
+    assert found["mean_return"] == 2.0
+    assert found["mean_return_ci95"] == pytest.approx(12.706, abs=1e-3)
+    assert read_scalars(tmp_path, "eval/mean_return") == ([100], [2.0])
+
+
+# Vector environments
+
+
+def test_observations_are_flattened() -> None:
+    spaces = gym.spaces
+    space = spaces.Dict(
+        image=spaces.Box(0, 255, (2, 2), np.uint8),
+        kind=spaces.Discrete(3, start=5),
+        flags=spaces.MultiBinary(2),
+        action_mask=spaces.Box(0, 1, (4,), np.int8),
+    )
+    obs = {
+        "image": np.arange(8).reshape(2, 2, 2),
+        "kind": np.array([5, 7]),
+        "flags": np.array([[0, 1], [1, 0]]),
+        "action_mask": np.array([[1, 0, 1, 1], [0, 1, 0, 0]]),
+    }
+    rows = {"flags": [0, 1], "image": [0, 1, 2, 3], "kind": [1, 0, 0]}
+    flat = flatten(space, obs)
+    assert flat.shape == (2, flat_size(space)) == (2, 9)
+    assert flat[0].tolist() == list(chain(*(rows[key] for key in space if key != "action_mask")))
+    assert action_mask(obs, {}).tolist() == [[True, False, True, True], [False, True, False, False]]
+    with pytest.raises(TypeError, match="Tuple"):
+        flat_size(spaces.Tuple([space]))
+
+
+def test_episode_statistics_by_hand() -> None:
+    statistics = EpisodeStatistics(2)
+    assert math.isnan(statistics.charts()["charts/mean_return_100"])
+    every = np.ones(2, bool)
+    statistics.step(np.array([1.0, 2.0]), np.array([False, True]), every)
+    statistics.step(np.array([3.0, 5.0]), np.array([True, False]), every)
+    expected = {"charts/mean_return_100": 3.0, "charts/episodic_return": 3.0, "charts/episodic_length": 1.5}
+    assert statistics.charts() == expected
+    # A reset step has no length, and unfinished episodes are forgotten after restart().
+    statistics.step(np.array([0.0, 1.0]), np.array([False, True]), np.array([False, True]))
+    statistics.step(np.array([7.0, 9.0]), np.array([True, False]), every)
+    expected = {"charts/mean_return_100": 4.75, "charts/episodic_return": 6.5, "charts/episodic_length": 1.5}
+    assert statistics.charts() == expected
+    statistics.step(np.array([50.0, 50.0]), np.array([False, False]), every)
+    statistics.restart()
+    statistics.step(np.array([1.0, 1.0]), np.array([True, True]), every)
+    assert statistics.charts()["charts/episodic_return"] == 1.0
+    statistics.add([0.0] * 200, [1] * 200)
+    assert statistics.charts()["charts/mean_return_100"] == statistics.mean_return_100 == 0.0
+
+
+class Countdown(gym.Env[Any, Any]):
+    """Reward 1 per step. An episode has 2 + seed % 3 steps."""
+
+    observation_space = gym.spaces.Discrete(9)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        self.left = 2 + (seed or 0) % 3
+        return self.left, {}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return self.left, float(action), self.left == 0, False, {}
+
+
+@pytest.mark.parametrize("mode", list(gym.vector.AutoresetMode)[:2])
+def test_play_episodes_counts_one_episode_per_environment(mode: gym.vector.AutoresetMode) -> None:
+    envs = gym.vector.SyncVectorEnv([Countdown] * 3, autoreset_mode=mode)
+    assert play_episodes(envs, lambda obs, infos: np.ones(len(obs), int), seed=3) == [2.0, 3.0, 4.0]
+
+
 def test_training_imports_only_common() -> None:
     imported = {
         node.module or ""
-        for file in Path(training.__file__).parent.glob("*.py")
+        for file in Path(clustergym.training.__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom)
     }

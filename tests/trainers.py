@@ -1,4 +1,4 @@
-"""Trainers as modules, for tests of their parts: they are scripts in a folder that is no package."""
+"""Import trainers as modules. They are scripts in a folder that is not a package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 
 
 def load_trainer(name: str) -> ModuleType:
-    """The module of ``cleanrl_ppo/<name>.py``, imported once."""
+    """Import ``cleanrl_ppo/<name>.py`` (once)."""
     key = f"cleanrl_ppo_{name}"
     if key not in sys.modules:
         spec = importlib.util.spec_from_file_location(key, FOLDER / f"{name}.py")

@@ -46,19 +46,17 @@ class Detail:
         return found[0]
 
 
-UPDATE = "test_ppo.py::test_an_update_is_what_the_formulas_say"
-ROLLOUT = "test_ppo.py::test_a_rollouts_advantages_follow_from_what_was_seen"
-WRAPPERS = (
-    "test_ppo_atari.py::test_a_training_game_has_all_wrappers_in_order_and_an_evaluation_game_keeps_lives_and_score"
-)
+UPDATE = "test_ppo.py::test_update_matches_a_reference"
+ROLLOUT = "test_ppo.py::test_advantages_of_a_rollout_match_a_reference"
+WRAPPERS = "test_ppo_atari.py::test_wrappers_of_training_and_evaluation_games"
 
 DETAILS: list[Detail] = [
     Detail(
         "1",
-        "vectorised architecture: environments × steps, carried over rollouts",
+        "vectorised architecture: num_envs × num_steps; episodes continue in the next rollout",
         "ppo",
         "self.next_obs = flatten(self.space, next_obs)",
-        ("test_ppo.py::test_episodes_go_on_from_one_rollout_to_the_next", ROLLOUT),
+        ("test_ppo.py::test_episodes_continue_in_the_next_rollout", ROLLOUT),
         (
             (
                 "        noise = -torch.empty(*shape",
@@ -90,7 +88,7 @@ DETAILS: list[Detail] = [
         "Adam's epsilon 1e-5",
         "ppo",
         "lr=learning_rate, eps=1e-5",
-        ("test_ppo.py::test_adam_epsilon_is_one_in_a_hundred_thousand",),
+        ("test_ppo.py::test_adam_epsilon_is_1e_5",),
         (("eps=1e-5", "eps=1e-8"),),
     ),
     Detail(
@@ -98,7 +96,10 @@ DETAILS: list[Detail] = [
         "learning rate annealed linearly to 0",
         "ppo",
         'optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)',
-        ("test_ppo.py::test_learning_rate_and_clip_range_fall_linearly", "test_ppo.py::test_annealing_end_points"),
+        (
+            "test_ppo.py::test_learning_rate_and_clip_range_are_annealed",
+            "test_ppo.py::test_anneal_start_middle_and_end",
+        ),
         (
             ('optimizer.param_groups[0]["lr"] = anneal(', "_ = anneal("),
             ("(1.0 - (iteration - 1) / num_iterations)", "(1.0 - iteration / num_iterations)"),
@@ -106,10 +107,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "5",
-        "generalised advantage estimation; truncations bootstrapped behind a flag",
+        "generalised advantage estimation; bootstrapping at truncations (with a flag)",
         "ppo",
         "last = delta + gamma * gae_lambda * last * ~dones[t]",
-        ("test_ppo.py::test_gae_is_its_definition_with_terminations_and_truncations_mixed", ROLLOUT),
+        ("test_ppo.py::test_gae_matches_its_definition_with_terminations_and_truncations", ROLLOUT),
         (
             ("gae_lambda * last * ~dones[t]", "gae_lambda * last"),
             ("gamma * following * ~terminations[t]", "gamma * following"),
@@ -124,10 +125,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "6",
-        "minibatches: shuffled, every index once an epoch",
+        "minibatches: shuffled, every index once per epoch",
         "ppo",
         "shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))",
-        ("test_ppo.py::test_an_epoch_uses_every_row_once_in_a_new_order",),
+        ("test_ppo.py::test_epoch_uses_every_row_once_in_a_new_order",),
         (
             ("batch.take(torch.randperm(len(batch), device=batch.obs.device))", "batch"),
             ("torch.randperm(len(batch), device=batch.obs.device)", "torch.randint(len(batch), (len(batch),))"),
@@ -168,7 +169,7 @@ DETAILS: list[Detail] = [
         "value loss clipped: the larger of the two errors",
         "ppo",
         "return 0.5 * torch.max(unclipped, (clipped_values - returns) ** 2).mean()",
-        ("test_ppo.py::test_value_loss_is_the_larger_of_plain_and_clipped", UPDATE),
+        ("test_ppo.py::test_value_loss_is_the_larger_of_unclipped_and_clipped", UPDATE),
         (
             ("0.5 * torch.max(unclipped, (clipped_values", "0.5 * torch.min(unclipped, (clipped_values"),
             ("0.5 * torch.max(unclipped, (clipped_values - returns) ** 2)", "0.5 * ((clipped_values - returns) ** 2)"),
@@ -206,7 +207,7 @@ DETAILS: list[Detail] = [
         (
             "test_ppo.py::test_every_debug_variable_is_logged",
             "test_ppo.py::test_explained_variance_by_hand",
-            "test_ppo.py::test_kl_estimators_exactly_on_a_categorical",
+            "test_ppo.py::test_kl_estimators_match_the_exact_kl_of_categoricals",
             UPDATE,
         ),
         (
@@ -222,7 +223,7 @@ DETAILS: list[Detail] = [
         "shared and separate networks",
         "ppo",
         "self.critic_trunk = self.actor_trunk if share_network else trunk()",
-        ("test_ppo.py::test_networks_are_separate_or_shared", "test_ppo.py::test_the_flag_reaches_the_network"),
+        ("test_ppo.py::test_networks_are_separate_or_shared", "test_ppo.py::test_share_network_flag_is_used"),
         (
             ("self.actor_trunk if share_network else trunk()", "trunk()"),
             ("self.actor_trunk if share_network else trunk()", "self.actor_trunk"),
@@ -231,10 +232,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "14",
-        "no-op reset: 1 to 30 idle frames",
+        "no-op reset: 1 to 30 no-op frames",
         "ppo_atari",
         "for _ in range(self.unwrapped.np_random.integers(1, self.noop_max + 1)):",
-        ("test_ppo_atari.py::test_a_game_begins_with_up_to_thirty_idle_frames", WRAPPERS),
+        ("test_ppo_atari.py::test_game_starts_with_1_to_30_noop_frames", WRAPPERS),
         (
             ("range(self.unwrapped.np_random.integers(1, self.noop_max + 1))", "range(self.noop_max)"),
             ("noop_max: int = 30", "noop_max: int = 10"),
@@ -246,7 +247,7 @@ DETAILS: list[Detail] = [
         "max-and-skip: four frames, maximum of the last two",
         "ppo_atari",
         "return np.max(frames, axis=0), total, terminated, truncated, info",
-        ("test_ppo_atari.py::test_actions_last_four_frames_and_the_last_two_are_merged", WRAPPERS),
+        ("test_ppo_atari.py::test_action_repeats_for_4_frames_and_the_last_2_are_merged", WRAPPERS),
         (
             ("np.max(frames, axis=0), total", "frames[-1], total"),
             ("skip: int = 4", "skip: int = 2"),
@@ -261,8 +262,8 @@ DETAILS: list[Detail] = [
         "ppo_atari",
         "if 0 < lives < self.lives:",
         (
-            "test_ppo_atari.py::test_a_lost_life_ends_the_episode_but_not_the_game",
-            "test_ppo_atari.py::test_losing_the_last_life_waits_for_the_games_end",
+            "test_ppo_atari.py::test_lost_life_ends_the_episode_but_not_the_game",
+            "test_ppo_atari.py::test_last_lost_life_does_not_end_the_episode_early",
             WRAPPERS,
         ),
         (
@@ -277,17 +278,17 @@ DETAILS: list[Detail] = [
         "fire on reset",
         "ppo_atari",
         "for action in (1, 2):",
-        ("test_ppo_atari.py::test_fire_is_pressed_at_the_start", WRAPPERS),
+        ("test_ppo_atari.py::test_fire_is_pressed_on_reset", WRAPPERS),
         (("for action in (1, 2):", "for action in (2,):"), ("        env = FireReset(env)\n", "        pass\n")),
     ),
     Detail(
         "18",
-        "frames warped to 84 × 84 grey",
+        "frames resized to 84 × 84 grayscale",
         "ppo_atari",
         "return cv2.resize(gray, (self.size, self.size), interpolation=cv2.INTER_AREA)",
         (
-            "test_ppo_atari.py::test_frames_are_grey_and_84_by_84",
-            "test_ppo_atari.py::test_shrinking_averages_over_areas",
+            "test_ppo_atari.py::test_frames_are_grayscale_and_84_by_84",
+            "test_ppo_atari.py::test_resizing_averages_over_areas",
         ),
         (
             ("cv2.INTER_AREA", "cv2.INTER_NEAREST"),
@@ -313,10 +314,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "21",
-        "the Nature network, shared by policy and value",
+        "the Nature CNN, shared by policy and value",
         "ppo_atari",
         "layer_init(nn.Conv2d(4, 32, 8, stride=4))",
-        ("test_ppo_atari.py::test_the_network_is_the_nature_cnn_shared_by_both_heads",),
+        ("test_ppo_atari.py::test_network_is_the_nature_cnn_shared_by_both_heads",),
         (
             ("self.critic_head(features)", "self.critic_head(features.detach())"),
             ("nn.Conv2d(64, 64, 3, stride=1)", "nn.Conv2d(64, 64, 3, stride=1, padding=1)"),
@@ -337,8 +338,8 @@ DETAILS: list[Detail] = [
         "ppo_gpu_alloc",
         "actions[step] = mean + std * noise[step]",
         (
-            "test_ppo_details.py::test_samples_come_from_the_policy",
-            "test_ppo_details.py::test_the_policy_is_a_normal_distribution_with_independent_components",
+            "test_ppo_details.py::test_sampled_actions_follow_the_policy",
+            "test_ppo_details.py::test_gaussian_functions_match_torch_distributions",
         ),
         (
             ("actions[step] = mean + std * noise[step]", "actions[step] = mean"),
@@ -348,10 +349,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "24",
-        "log standard deviation independent of the state, 0 at first",
+        "log standard deviation independent of the state, initially 0",
         "ppo_gpu_alloc",
         "self.log_std = nn.Parameter(torch.zeros(num_actions))",
-        ("test_ppo_details.py::test_the_standard_deviation_is_a_parameter_that_no_state_changes",),
+        ("test_ppo_details.py::test_standard_deviation_is_a_state_independent_parameter",),
         (
             ("nn.Parameter(torch.zeros(num_actions))", "nn.Parameter(torch.full((num_actions,), -0.5))"),
             ("nn.Parameter(torch.zeros(num_actions))", "torch.zeros(num_actions)"),
@@ -362,7 +363,7 @@ DETAILS: list[Detail] = [
         "independent components: log-densities summed",
         "ppo_gpu_alloc",
         "- std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)",
-        ("test_ppo_details.py::test_the_policy_is_a_normal_distribution_with_independent_components",),
+        ("test_ppo_details.py::test_gaussian_functions_match_torch_distributions",),
         (
             ("- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).mean(-1)"),
             ("0.5 * np.log(2 * np.pi) + std.log()).sum(-1)", "0.5 * np.log(2 * np.pi) + std.log()).mean(-1)"),
@@ -373,7 +374,7 @@ DETAILS: list[Detail] = [
         "separate networks for policy and value",
         "ppo_gpu_alloc",
         "self.critic = network(1, 1.0)",
-        ("test_ppo_details.py::test_policy_and_value_have_networks_of_their_own",),
+        ("test_ppo_details.py::test_policy_and_value_have_separate_networks",),
         (
             (
                 "self.critic = network(1, 1.0)",
@@ -395,13 +396,13 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "28",
-        "observations normalised by running statistics, saved, frozen in evaluation",
+        "observations normalised by running statistics, which are saved and fixed in evaluation",
         "ppo_gpu_alloc",
         "scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)",
         (
-            "test_ppo_details.py::test_observations_are_normalised_and_clipped_at_ten",
-            "test_ppo_details.py::test_running_statistics_are_those_of_everything_seen",
-            "test_ppo_details.py::test_statistics_grow_in_training_are_saved_and_stand_still_in_evaluation",
+            "test_ppo_details.py::test_observations_are_normalised_and_clipped_to_10",
+            "test_ppo_details.py::test_running_statistics_match_those_of_all_rows",
+            "test_ppo_details.py::test_statistics_are_updated_in_training_saved_and_fixed_in_evaluation",
         ),
         (
             ("scaled = (obs - statistics.mean) /", "scaled = obs /"),
@@ -418,10 +419,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "29",
-        "normalised observations clipped at ±10",
+        "normalised observations clipped to ±10",
         "ppo_gpu_alloc",
         "NORM_CLIP = 10.0",
-        ("test_ppo_details.py::test_observations_are_normalised_and_clipped_at_ten",),
+        ("test_ppo_details.py::test_observations_are_normalised_and_clipped_to_10",),
         (
             ("NORM_CLIP = 10.0", "NORM_CLIP = 5.0"),
             (
@@ -432,12 +433,12 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "30",
-        "rewards scaled by the deviation of the discounted return, no mean",
+        "rewards divided by the standard deviation of the discounted return",
         "ppo_gpu_alloc",
         "scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)",
         (
-            "test_ppo_details.py::test_rewards_are_divided_by_the_deviation_of_the_discounted_return",
-            "test_ppo_details.py::test_scaling_reaches_the_advantages",
+            "test_ppo_details.py::test_rewards_are_divided_by_the_standard_deviation_of_the_return",
+            "test_ppo_details.py::test_scaled_rewards_are_used_for_the_advantages",
         ),
         (
             ("scaled = rewards / torch", "scaled = (rewards - self.statistics.mean) / torch"),
@@ -448,10 +449,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "31",
-        "scaled rewards clipped at ±10",
+        "scaled rewards clipped to ±10",
         "ppo_gpu_alloc",
         "        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
-        ("test_ppo_details.py::test_scaled_rewards_are_clipped_at_ten",),
+        ("test_ppo_details.py::test_scaled_rewards_are_clipped_to_10",),
         (
             (
                 "torch.sqrt(self.statistics.var + 1e-8)\n        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
@@ -464,7 +465,7 @@ DETAILS: list[Detail] = [
         "LSTM weights orthogonal with standard deviation 1, biases 0",
         "ppo_lstm",
         "nn.init.orthogonal_(parameter, 1.0)",
-        ("test_ppo_details.py::test_lstm_weights_are_orthogonal_and_its_biases_zero",),
+        ("test_ppo_details.py::test_lstm_weights_are_orthogonal_and_biases_are_zero",),
         (
             ("nn.init.orthogonal_(parameter, 1.0)", "nn.init.orthogonal_(parameter, 2**0.5)"),
             ("nn.init.constant_(parameter, 0.0)", "pass"),
@@ -473,10 +474,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "33",
-        "LSTM state zero at first",
+        "LSTM state initially zero",
         "ppo_lstm",
         "zeros = torch.zeros(1, num_envs, self.lstm.hidden_size, device=self.log_std.device)",
-        ("test_ppo_details.py::test_the_first_state_is_zero",),
+        ("test_ppo_details.py::test_initial_lstm_state_is_zero",),
         (
             ("zeros = torch.zeros(1, num_envs", "zeros = torch.ones(1, num_envs"),
             ("self.state = agent.initial_state(args.num_envs)", "self.state = [torch.rand(1, args.num_envs, 16)] * 2"),
@@ -484,12 +485,12 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "34",
-        "LSTM state forgotten where an episode ended, in playing and in training",
+        "LSTM state reset at the end of an episode, in rollouts and updates",
         "ppo_lstm",
         "keep = (~starts[begin]).to(encoded.dtype)[None, :, None]",
         (
-            "test_ppo_details.py::test_the_state_is_forgotten_where_an_episode_starts",
-            "test_ppo_details.py::test_rollouts_forget_at_the_end_of_an_episode_and_training_does_so_too",
+            "test_ppo_details.py::test_lstm_state_is_reset_at_the_start_of_an_episode",
+            "test_ppo_details.py::test_rollout_and_update_reset_the_lstm_state_at_the_same_steps",
         ),
         (
             ("keep = (~starts[begin]).to(encoded.dtype)[None, :, None]", "keep = 1.0"),
@@ -506,7 +507,7 @@ DETAILS: list[Detail] = [
         "minibatches of whole sequences, by environment",
         "ppo_lstm",
         "for envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):",
-        ("test_ppo_details.py::test_minibatches_are_whole_sequences_of_some_environments",),
+        ("test_ppo_details.py::test_minibatches_hold_whole_sequences",),
         (
             ("torch.randperm(args.num_envs).chunk", "torch.randint(args.num_envs, (args.num_envs,)).chunk"),
             ("torch.randperm(args.num_envs).chunk(args.num_minibatches)", "[torch.randperm(args.num_envs)]"),
@@ -515,10 +516,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "36",
-        "LSTM states rebuilt in training from the rollout's first",
+        "LSTM states recomputed in the update from the first state of the rollout",
         "ppo_lstm",
         "initial = (self.state[0].clone(), self.state[1].clone())",
-        ("test_ppo_details.py::test_training_rebuilds_states_from_the_one_the_rollout_began_with",),
+        ("test_ppo_details.py::test_update_starts_from_the_lstm_state_of_the_rollout",),
         (
             (
                 "initial = (self.state[0].clone(), self.state[1].clone())",
@@ -529,11 +530,11 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "37",
-        "an action of several components: their log-probabilities added",
+        "actions with several components: log-probabilities are added",
         "ppo_moe_marl",
         "expert_logprobs.gather(-1, batch.expert[rows, None]) + node_logprobs.gather(-1, batch.node[rows, None])",
         (
-            "test_ppo_details.py::test_components_of_an_action_add_their_log_probabilities_in_training_as_in_playing",
+            "test_ppo_details.py::test_log_probabilities_of_action_components_are_added",
             "test_ppo_moe_marl.py::test_log_probabilities_of_both_choices_add_up_and_the_first_ratio_is_one",
         ),
         (
@@ -543,12 +544,12 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "clip annealing",
-        "clip range annealed, behind a flag",
+        "clip range annealed (with a flag)",
         "ppo",
         "clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef",
         (
-            "test_ppo.py::test_learning_rate_and_clip_range_fall_linearly",
-            "test_ppo.py::test_without_annealing_both_stay",
+            "test_ppo.py::test_learning_rate_and_clip_range_are_annealed",
+            "test_ppo.py::test_learning_rate_and_clip_range_are_constant_without_annealing",
         ),
         (
             (
@@ -560,10 +561,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "parallel gradients",
-        "gradients averaged over the processes that torchrun starts",
+        "gradients averaged over all processes of torchrun",
         "ppo",
         "world.average_gradients(agent.parameters())",
-        ("test_ppo.py::test_two_processes_learn_one_network_from_their_own_experience",),
+        ("test_ppo.py::test_two_processes_train_one_network",),
         (
             ("world.average_gradients(agent.parameters())", "pass"),
             ("derive_seed(args.seed, iteration, world.rank)", "derive_seed(args.seed, iteration, 0)"),
@@ -571,10 +572,10 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "early stop",
-        "an update stops after the epoch whose KL exceeds target_kl",
+        "update stops after an epoch whose KL exceeds target_kl",
         "ppo",
         "if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:",
-        ("test_ppo.py::test_an_update_stops_after_the_epoch_that_moved_too_far",),
+        ("test_ppo.py::test_target_kl_stops_the_update_after_an_epoch",),
         (
             ("world.mean(float(approx_kl)) > args.target_kl", "False"),
             ("world.mean(float(approx_kl)) > args.target_kl", "True"),
@@ -582,11 +583,11 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "masking",
-        "invalid actions: logits −1e8, no share in the entropy",
+        "invalid actions: logits −1e8, excluded from the entropy",
         "ppo",
         "return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)",
         (
-            "test_ppo.py::test_a_masked_distribution_is_the_distribution_over_valid_actions",
+            "test_ppo.py::test_masked_distribution_covers_only_valid_actions",
             "test_ppo.py::test_invalid_actions_are_never_played",
             "test_ppo.py::test_ratio_is_one_in_the_first_minibatch",
             UPDATE,

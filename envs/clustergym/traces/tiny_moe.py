@@ -1,8 +1,8 @@
-"""A small mixture-of-experts language model over characters: what ``cleanrl_ppo/ppo_llm.py`` trains.
+"""A small mixture-of-experts language model over characters.
 
-It is a decoder-only transformer in today's usual shape (pre-norm, rotary positions, top-k routed SwiGLU experts), small
-enough to be trained on one CPU thread in minutes, with a router that learns like a large model's. Its routing is where
-the bundled traces ``tiny_moe`` and ``tiny_moe_ppo`` come from.
+A decoder-only transformer with pre-norm, rotary position embeddings and top-k routed SwiGLU experts. It trains on one
+CPU thread in minutes, and its router learns like that of a large model. ``cleanrl_ppo/ppo_llm.py`` trains it, and
+``traces/make_tiny_moe.py`` records its routing as the bundled traces ``tiny_moe`` and ``tiny_moe_ppo``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.nn.functional as F
 from torch import nn
 
 END = 0
-"""Token that ends a paragraph, and with it a response."""
+"""Token that ends a paragraph or a response."""
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 VOCABULARY = 1 + len(ALPHABET)
 _TOKEN = {character: i + 1 for i, character in enumerate(ALPHABET)}
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text: one a character, with anything outside printable ASCII read as ``?``."""
+    """Token ids of a text, one per character. Characters outside printable ASCII become ``?``."""
     unknown = _TOKEN["?"]
     return [_TOKEN.get(character, unknown) for character in text]
 
 
 def decode(tokens: list[int] | torch.Tensor) -> str:
-    """The text of token ids, up to the first :data:`END`."""
+    """Text of token ids up to the first :data:`END`."""
     ids = tokens.tolist() if isinstance(tokens, torch.Tensor) else tokens
     if END in ids:
         ids = ids[: ids.index(END)]
@@ -39,22 +39,22 @@ def decode(tokens: list[int] | torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class TinyMoEConfig:
-    """Sizes of a :class:`TinyMoE`. The defaults are those of the bundled traces."""
+    """Sizes of a :class:`TinyMoE`. The bundled traces use the defaults."""
 
     n_layers: int = 4
-    """transformer layers, each with attention and a mixture of experts"""
+    """Number of transformer layers, each with attention and experts."""
     n_experts: int = 64
-    """experts in each layer"""
+    """Number of experts per layer."""
     top_k: int = 4
-    """experts that a token uses in each layer"""
+    """Number of experts per token and layer."""
     hidden: int = 96
-    """width of a token's activation, a multiple of 2·``n_heads``"""
+    """Width of an activation, a multiple of 2·``n_heads``."""
     intermediate: int = 16
-    """width inside an expert"""
+    """Width of the hidden layer of an expert."""
     n_heads: int = 4
-    """attention heads"""
+    """Number of attention heads."""
     context: int = 256
-    """most tokens in a sequence"""
+    """Maximum number of tokens in a sequence."""
 
     def __post_init__(self) -> None:
         for key, value in asdict(self).items():
@@ -69,10 +69,10 @@ class TinyMoEConfig:
 
 
 class TinyMoETopKRouter(nn.Module):
-    """Scores every expert, takes the ``top_k`` best, and weighs them by a softmax among themselves.
+    """Chooses the ``top_k`` experts with the largest logits and weights them by a softmax over these logits.
 
-    The output has the form of the routers of Hugging Face Transformers: logits (N, E), weights (N, K), and the chosen
-    experts (N, K), so that :func:`clustergym.traces.record.record` records this model with the same hook as theirs.
+    Returns logits (N, E), weights (N, K) and experts (N, K), like the routers of Hugging Face Transformers. This lets
+    :func:`clustergym.traces.record.record` use the same hook for both.
     """
 
     def __init__(self, config: TinyMoEConfig) -> None:
@@ -87,20 +87,19 @@ class TinyMoETopKRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts of one layer; each is a SwiGLU feed-forward network with its weights in one slice of two tensors."""
+    """The experts of one layer: SwiGLU feed-forward networks whose weights are stacked in two tensors."""
 
     def __init__(self, config: TinyMoEConfig) -> None:
         super().__init__()
         e, d, h = config.n_experts, config.hidden, config.intermediate
         self.w_in = nn.Parameter(torch.randn(e, d, 2 * h) / math.sqrt(d))
-        # Divided as GPT-2 does, so that the sum over layers starts with the scale of one.
+        # Scaled down by the depth, as in GPT-2, so that the residual sum over layers keeps its scale.
         self.w_out = nn.Parameter(torch.randn(e, h, d) / math.sqrt(h * 2 * config.n_layers))
 
     def forward(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """(N, D): each token's experts (N, K), weighed by (N, K).
+        """Weighted sum (N, D) of the outputs of each token's experts (N, K).
 
-        Token-expert pairs are sorted by expert, so that every expert sees its rows in one multiplication and no work is
-        spent on a pair that was not chosen.
+        Token-expert pairs are sorted by expert, so that each expert processes its tokens in one matrix multiplication.
         """
         flat = experts.flatten()
         order = torch.argsort(flat, stable=True)
@@ -112,21 +111,21 @@ class Experts(nn.Module):
 
 
 def grouped_mm(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows ``ends[e−1]:ends[e]`` times ``weights[e]``, for every e: one call where torch has it for CPU floats."""
+    """Multiply the rows ``ends[e−1]:ends[e]`` by ``weights[e]``, for every e."""
     if rows.device.type == "cpu" and hasattr(F, "grouped_mm"):
         return F.grouped_mm(rows, weights, offs=ends.to(torch.int32))
     return grouped_mm_loop(rows, weights, ends)
 
 
 def grouped_mm_loop(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The same one expert at a time: for CUDA, where ``grouped_mm`` wants bfloat16, and for older versions of torch."""
+    """Same as :func:`grouped_mm`, for CUDA (torch supports only bfloat16 there) and for older versions of torch."""
     counts = [b - a for a, b in pairwise([0, *ends.tolist()])]
     parts = zip(rows.split(counts), weights.unbind(0), strict=True)
     return torch.cat([part @ weight for part, weight in parts])
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, and a cache of keys and values for generation."""
+    """Causal self-attention with rotary position embeddings and a key-value cache for generation."""
 
     def __init__(self, config: TinyMoEConfig) -> None:
         super().__init__()
@@ -145,13 +144,13 @@ class Attention(nn.Module):
             start = cache.length
             cache.keys[layer][:, :, start : start + t], cache.values[layer][:, :, start : start + t] = k, v
             seen = (cache.keys[layer][:, :, : start + t], cache.values[layer][:, :, : start + t])
-            # A single new token sees everything; a whole prompt into an empty cache is plain causal attention.
+            # One new token attends to all others. A prompt fills an empty cache with causal attention.
             out = F.scaled_dot_product_attention(q, *seen, is_causal=t > 1)
         return F.linear(out.transpose(1, 2).reshape(b, t, d), self.w_out)
 
 
 class Cache:
-    """Keys and values of the tokens so far, one (B, heads, context, head width) tensor a layer."""
+    """Keys and values of previous tokens: one tensor (B, heads, length, head width) per layer."""
 
     def __init__(self, config: TinyMoEConfig, batch: int, length: int, like: torch.Tensor) -> None:
         shape = (batch, config.n_heads, length, config.hidden // config.n_heads)
@@ -161,7 +160,7 @@ class Cache:
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (x[i], x[i + half]) of every head by the angles of the tokens' positions."""
+    """Rotate the pairs (x[i], x[i + half]) of each head by the angles of the positions."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rotation
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -185,14 +184,14 @@ class Layer(nn.Module):
 
 
 def balance_loss(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Switch Transformer's load-balancing loss: E · Σ_e (share of pairs at e) · (mean probability of e); 1 if even."""
+    """Load-balancing loss of the Switch Transformer: E · Σ_e share_e · probability_e, which is 1 for equal loads."""
     n_experts = logits.shape[1]
     share = torch.bincount(experts.flatten(), minlength=n_experts) / experts.numel()
     return n_experts * (share * logits.softmax(-1).mean(0)).sum()
 
 
 class TinyMoE(nn.Module):
-    """The language model: ``forward`` gives logits, ``trunk`` the activations before them."""
+    """The language model. ``forward`` returns logits, ``trunk`` the activations before the last layer."""
 
     rotations: torch.Tensor
 
@@ -207,16 +206,18 @@ class TinyMoE(nn.Module):
         self.register_buffer("rotations", torch.stack([angles.cos(), angles.sin()]), persistent=False)
 
     def trunk(self, tokens: torch.Tensor, cache: Cache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activations (B, T, D) of tokens (B, T), and the mean over layers of the load-balancing loss.
+        """Activations (B, T, D) of tokens (B, T), and the load-balancing loss (mean over layers).
 
-        With a cache the tokens follow those already in it: either a prompt into an empty cache, or one token at a time.
+        With a cache, the tokens follow those in the cache. Pass a prompt with an empty cache, then one token at a time.
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         if end > self.config.context:
-            raise ValueError(f"a sequence of {end} tokens, but the context of this model is {self.config.context}")
+            raise ValueError(
+                f"a sequence of {end} tokens is longer than the context of the model, {self.config.context}"
+            )
         if start and tokens.shape[1] > 1:
-            raise ValueError(f"{tokens.shape[1]} tokens after {start} in the cache: give them one at a time")
+            raise ValueError(f"{tokens.shape[1]} tokens after {start} in the cache: pass them one at a time")
         rotation = self.rotations[:, start:end]
         x = self.embedding[tokens]
         losses = []
@@ -228,19 +229,22 @@ class TinyMoE(nn.Module):
         return self.norm(x), torch.stack(losses).mean()
 
     def logits(self, activations: torch.Tensor) -> torch.Tensor:
-        """(…, V) next-token scores of activations (…, D); the weights are the embedding's."""
+        """Logits (…, V) of the next token, from activations (…, D). The weights are tied to the embedding."""
         return F.linear(activations, self.embedding)
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        """(B, T, V). Other arguments that a caller of Transformers models gives (``attention_mask``) are not needed:
-        attention is causal, so that padding on the right changes nothing before it."""
+        """Logits (B, T, V) of tokens (B, T).
+
+        Other arguments of Transformers models (``attention_mask``) are ignored: attention is causal, so padding on the
+        right has no effect on the tokens before it.
+        """
         return self.logits(self.trunk(input_ids)[0])
 
     @torch.no_grad()
     def generate(
         self, prompts: torch.Tensor, n_tokens: int, generator: torch.Generator | None = None, temperature: float = 1.0
     ) -> torch.Tensor:
-        """(B, n_tokens) samples that follow prompts (B, P). After a sample's first :data:`END` all is :data:`END`."""
+        """Sample responses (B, n_tokens) to prompts (B, P). All tokens after the first :data:`END` are :data:`END`."""
         cache = Cache(self.config, len(prompts), prompts.shape[1] + n_tokens, self.embedding)
         new, sampled = prompts, []
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
