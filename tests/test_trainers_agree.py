@@ -24,6 +24,7 @@ MEANT_TO_DIFFER = {
     "Rollouts",
     "collect",
     "evaluate",
+    "main",
     "make_agent",
     "make_env",
     "make_envs",
