@@ -625,7 +625,8 @@ def test_a_change_in_one_kernel_source_renews_all_compiled_code(
         ("moe_placement/specs.py", False),
         ("moe_placement/kernels/state.py", True),
         ("moe_placement/kernels/episode.py", True),
-        ("moe_placement/planners/kernels.py", True),
+        ("moe_placement/planners/kernels/anneal.py", True),
+        ("moe_placement/serving/profiles.py", True),
         ("moe_placement/launchers/prefetch.py", True),
         # Kernels of other tasks have a fingerprint of their own.
         ("other/kernels.py", False),

@@ -24,7 +24,7 @@ index = np.uint64
 def kernel_sources() -> list[Path]:
     """All files of ``moe_placement`` that define functions with :func:`device`, and the constants that they use."""
     files = Path(__file__).parents[1].rglob("*.py")
-    return [path for path in files if path.parent.name == "kernels" or b"\n@device\n" in path.read_bytes()]
+    return [path for path in files if path.parent.name in ("kernels", "serving") or b"\n@device\n" in path.read_bytes()]
 
 
 FINGERPRINT = source_fingerprint(kernel_sources())
