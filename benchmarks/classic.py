@@ -1,7 +1,7 @@
-"""Classic control with ``cleanrl_ppo/ppo.py``: several seeds an environment, a table, JSON and learning curves.
+"""Classic control with ``cleanrl_ppo/ppo.py``: several seeds per environment, a table, JSON and learning curves.
 
-The score of a seed is the mean return of the last 100 training episodes (sampled actions); beside it stands that of held-out
-episodes played greedily at the end. CartPole must reach 475 on every seed within 500,000 steps.
+The score of a seed is the mean return of the last 100 training episodes, with sampled actions. The table also has the
+mean return of held-out episodes with greedy actions. CartPole must reach 475 on every seed within 500,000 steps.
 
     python benchmarks/classic.py
     python benchmarks/classic.py --envs CartPole-v1 --seeds 1 2 3
@@ -32,13 +32,14 @@ TRAINER = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo.py"
 
 @dataclass(frozen=True)
 class Task:
-    """An environment, the return at which it counts as solved, and the flags it is trained with."""
+    """The return at which an environment counts as solved, and the flags to train it with."""
 
     solved: float
     flags: tuple[str, ...]
 
 
-# LunarLander wants longer horizons and bigger batches, and with returns of hundreds a value clipped at ±0.2 hardly learns.
+# LunarLander needs longer horizons and larger batches. Its returns are in the hundreds, so a value loss clipped at ±0.2
+# learns too slowly.
 TASKS = {
     "CartPole-v1": Task(475.0, ()),
     "Acrobot-v1": Task(-100.0, ()),
@@ -57,15 +58,15 @@ class Args:
     envs: tuple[str, ...] = tuple(TASKS)
     """Environments to train on."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
-    """One run each."""
+    """Seeds, one run each."""
     flags: str = ""
     """More flags for the trainer, as one string: --flags="--num-envs 8"."""
     output: Path = Path("runs/classic")
-    """Prefix of the .json and .png files; runs that the .json holds already are not repeated."""
+    """Prefix of the .json and .png files. Runs that are in the .json file already are not repeated."""
 
 
 def train(env_id: str, seed: int, flags: list[str]) -> dict[str, object]:
-    """One run in a process of its own; its result line, with the learning curve added."""
+    """Train in a subprocess. Returns the result line and the learning curve."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         command = [sys.executable, str(TRAINER), "--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder)]
@@ -77,7 +78,7 @@ def train(env_id: str, seed: int, flags: list[str]) -> dict[str, object]:
 
 
 def plot(results: dict[str, list[dict[str, object]]], path: Path) -> None:
-    """Mean over seeds and the range between the worst and the best, one panel an environment."""
+    """Mean and range over seeds, one panel per environment."""
     matplotlib.use("Agg")
     figure, panels = plt.subplots(
         1, len(results), figsize=(4.2 * len(results), 3.4), squeeze=False, layout="constrained"

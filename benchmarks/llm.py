@@ -1,9 +1,9 @@
-"""PPO on the small language model with and without the KL penalty: reward and KL, curve by curve.
+"""PPO on the small language model with and without the KL penalty: rewards, KL divergences and curves.
 
     python benchmarks/llm.py
 
-One pre-training is shared by all runs. Prints a table, writes a JSON file and a plot, and says whether the bars are met:
-reward at least 0.08 above the reference at a KL within a fifth of the target, for every seed; a KL several times larger
+All runs share one pre-trained model. Prints a table, writes a JSON file and a plot, and checks the requirements: for
+every seed, a reward at least 0.08 above the reference at a KL within 20 % of the target; and a KL at least 3 times larger
 without the penalty.
 """
 
@@ -33,21 +33,21 @@ LEAST_GAIN, KL_TOLERANCE = 0.08, 0.2
 @dataclass
 class Args:
     seeds: tuple[int, ...] = (1, 2, 3)
-    """Seeds of PPO with the penalty; the first also pre-trains the reference."""
+    """Seeds of PPO with the penalty. The first one also pre-trains the reference."""
     seeds_without: tuple[int, ...] = (1, 2, 3)
-    """Seeds of PPO without it."""
+    """Seeds of PPO without the penalty."""
     reward: str = "vowels"
     """Reward to optimise."""
     iterations: int = 40
-    """Iterations of PPO."""
+    """PPO iterations."""
     pretrain_steps: int = 500
-    """Updates of the pre-training."""
+    """Pre-training updates."""
     output: Path = Path("runs/llm")
     """Folder for the runs, llm.json and llm.png. Finished runs in it are not repeated."""
 
 
 def run(args: Args, variant: str, seed: int, reference: Path | None) -> dict[str, Any]:
-    """One training in its own process; its result line, with the CPU seconds that it took."""
+    """Train in a subprocess. Returns the result line, the CPU seconds and the curves."""
     folder = args.output / f"{variant}-{seed}"
     kept = folder / "result.json"
     if kept.exists():
@@ -99,7 +99,7 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     left.axhline(first["reference_return"], color="black", linestyle=":", label="reference")
     right.axhline(first["kl_target"], color="black", linestyle=":", label="target")
     left.set(xlabel="iteration", ylabel="reward of a response", title=f"reward: {first['reward_name']}")
-    right.set(xlabel="iteration", ylabel="nats a response", yscale="log", title="KL to the reference (k1)")
+    right.set(xlabel="iteration", ylabel="nats per response", yscale="log", title="KL to the reference (k1)")
     for axis in (left, right):
         axis.grid(alpha=0.3)
         axis.legend()
@@ -107,20 +107,20 @@ def plot(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     plt.close(figure)
 
 
-def bars(results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, bool]]:
+def requirements(results: dict[str, list[dict[str, Any]]]) -> list[tuple[str, bool]]:
     with_, without = results["penalty"], results["no-penalty"]
     target, kls = with_[0]["kl_target"], [r["kl"] for r in with_]
     ratio = min(r["kl"] for r in without) / max(kls)
     return [
         (
-            f"least gain {min(r['gain'] for r in with_):+.3f}, asked {LEAST_GAIN:+.2f}",
+            f"smallest gain {min(r['gain'] for r in with_):+.3f}, required {LEAST_GAIN:+.2f}",
             min(r["gain"] for r in with_) >= LEAST_GAIN,
         ),
         (
-            f"KL {', '.join(f'{kl:.2f}' for kl in kls)}, asked {target} within {KL_TOLERANCE:.0%}",
+            f"KL {', '.join(f'{kl:.2f}' for kl in kls)}, required {target} within {KL_TOLERANCE:.0%}",
             all(abs(kl / target - 1) <= KL_TOLERANCE for kl in kls),
         ),
-        (f"without the penalty at least {ratio:.1f} times the KL, asked 3", ratio >= 3),
+        (f"without the penalty at least {ratio:.1f} times the KL, required 3", ratio >= 3),
     ]
 
 
@@ -139,12 +139,12 @@ def main(args: Args) -> None:
         f"reference: reward {first['reference_return']:.3f}, validation loss {first['reference_validation_loss']:.3f}"
     )
     console.print(f"(seed {args.seeds[0]} with the penalty includes the pre-training in its CPU seconds)")
-    met = bars(results)
-    for sentence, fine in met:
-        console.print(f"{'met' if fine else 'MISSED'}: {sentence}")
+    checks = requirements(results)
+    for sentence, met in checks:
+        console.print(f"{'met' if met else 'MISSED'}: {sentence}")
     plot(results, args.output / "llm.png")
     (args.output / "llm.json").write_text(json.dumps(results, indent=1) + "\n")
-    if not all(fine for _, fine in met):
+    if not all(met for _, met in checks):
         raise SystemExit(1)
 
 

@@ -1,7 +1,7 @@
-"""Steps per second of the trainers beside the loops people know, in the same run: one torch thread, the same network.
+"""Steps per second of the trainers and of well-known training loops: one torch thread, the same network.
 
-One function a comparison; each returns rows of (what, steps/s of each repetition), the baseline first. They take turns, so that a machine
-that slows down slows both.
+Each comparison is a function that returns the steps/s of every repetition by name, the baseline first. The loops run in
+turns, so that a slow machine affects both.
 
     python benchmarks/trainers.py
     python benchmarks/trainers.py --comparisons classic --repeats 5
@@ -33,7 +33,7 @@ from clustergym.training import World
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 
 Rates = dict[str, list[float]]
-"""Steps/s of every repetition, by what was run; the first is what the others are compared with."""
+"""Name → steps/s of every repetition. The first is the baseline."""
 
 
 def trainer(name: str) -> ModuleType:
@@ -47,7 +47,7 @@ def trainer(name: str) -> ModuleType:
 
 
 def take_turns(runs: dict[str, Callable[[], float]], repeats: int) -> Rates:
-    """Each run ``repeats`` times, in turns, after one unmeasured round."""
+    """Run each function ``repeats`` times in turns, after one round that is not measured."""
     rates: Rates = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -58,7 +58,7 @@ def take_turns(runs: dict[str, Callable[[], float]], repeats: int) -> Rates:
 
 
 def reference_loop(agent: nn.Module, env_id: str, iterations: int, num_envs: int = 4, num_steps: int = 128) -> float:
-    """The loop of CleanRL's ppo.py (4 environments, 128 steps, 4 minibatches, 4 epochs) without its logging; steps/s."""
+    """Steps/s of the loop of CleanRL's ppo.py (4 environments, 128 steps, 4 minibatches, 4 epochs) without logging."""
     envs = gym.vector.SyncVectorEnv([lambda: gym.make(env_id)] * num_envs)
     optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
     batch_size, minibatch_size = num_envs * num_steps, num_envs * num_steps // 4
@@ -121,7 +121,7 @@ def reference_loop(agent: nn.Module, env_id: str, iterations: int, num_envs: int
 
 
 def classic(repeats: int) -> Rates:
-    """``ppo.py`` on CartPole, everything included (curves, checkpoints), beside the reference loop."""
+    """``ppo.py`` on CartPole, including logs and checkpoints, compared with the reference loop."""
     ppo = trainer("ppo")
 
     def ours(**changes: int) -> float:
@@ -140,9 +140,9 @@ def classic(repeats: int) -> Rates:
 
 
 def allocation(repeats: int) -> Rates:
-    """``ppo_gpu_alloc.py`` beside Stable-Baselines3's PPO: the same environment and networks, batch and epochs alike.
+    """``ppo_gpu_alloc.py`` compared with PPO of Stable-Baselines3: same environment, networks, batch size and epochs.
 
-    Stable-Baselines3 gets the single environment, as its users make it, and then as many in its own DummyVecEnv as ours has.
+    Stable-Baselines3 runs with one environment and with the same number of environments in its DummyVecEnv.
     """
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
@@ -186,11 +186,11 @@ COMPARISONS: dict[str, Callable[[int], Rates]] = {"classic": classic, "allocatio
 @dataclass
 class Args:
     comparisons: tuple[str, ...] = tuple(COMPARISONS)
-    """Which to run."""
+    """Comparisons to run."""
     repeats: int = 3
-    """Measured repetitions of each loop; medians are compared."""
+    """Measured repetitions of each loop. The table has the medians."""
     output: Path = Path("runs/trainers.json")
-    """Where the figures go."""
+    """File for the results."""
 
 
 def main() -> None:
