@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +20,7 @@ from numba import config, njit, types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 WARN_AFTER_S = 3.0
 _warned = False
 
@@ -26,6 +28,19 @@ _warned = False
 def source_fingerprint(paths: Iterable[Path]) -> str:
     """Hash of source files, in the order of their paths."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()
+
+
+@cache
+def imported_sources(path: Path) -> frozenset[Path]:
+    """A file of this package and all files of it that it imports, directly or not."""
+    found, waiting = {path}, [path]
+    while waiting:
+        for module in re.findall(r"^from (clustergym\.[\w.]+) import", waiting.pop().read_text(), re.MULTILINE):
+            source = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
+            if source.is_file() and source not in found:
+                found.add(source)
+                waiting.append(source)
+    return frozenset(found)
 
 
 def _probe() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from clustergym.common.choices import one_of
 from clustergym.common.compiling import warn_while_compiling
-from clustergym.moe_placement.kernels.cost import link_copies
-from clustergym.moe_placement.kernels.index import token_index
+from clustergym.moe_placement.kernels.cost import add_links
 from clustergym.moe_placement.kernels.observation import (
     N_EXPERT_FEATURES,
     N_GPU_FEATURES,
@@ -24,10 +24,9 @@ from clustergym.moe_placement.kernels.observation import (
 )
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
-    MODE_STAY,
     N_CLOCKS,
     N_LAST,
-    N_POSITIONS,
+    N_PARTS,
     N_TIMES,
     SCHEDULES,
     TIME_SAVED,
@@ -36,14 +35,18 @@ from clustergym.moe_placement.kernels.state import (
     Rules,
     SimulationState,
     StreamState,
-    TraceTables,
+    TracePieces,
 )
-from clustergym.moe_placement.kernels.streams import stream_keys, trace_tables
-from clustergym.moe_placement.simulator import Simulator, Window, allocate_simulation, norm_log2, zeros_of
+from clustergym.moe_placement.kernels.streams import stream_keys
+from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
+from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 DEFAULT_TRACE = "tiny_moe"
+# Intervals over which the time of the static placement, the unit of rewards, is averaged.
+_STATIC_INTERVALS = 4
 
 
 @dataclass(frozen=True)
@@ -56,34 +59,53 @@ class PlacementConfig:
     """A preset name or a spec."""
     model: str | ModelSpec | None = None
     """A preset name or a spec; by default the one that the trace names."""
-    windows: int = 1
-    """Windows served in an episode. 1 is a single walk over the layers."""
-    window_tokens: int = 2048
-    """Tokens in a window: what the cluster serves in one pass."""
+    profile: str | EngineProfile = DEFAULT_PROFILE
+    """How the engine serves: phase, replica choice, transport. See ``clustergym.moe_placement.PROFILES``."""
+    phase: str | None = None
+    """``decode`` or ``prefill``, if not the profile's own."""
+    intervals: int = 1
+    """Intervals served in an episode. 1 is a single walk over the layers."""
+    tokens_per_rank: int | None = None
+    """Tokens that each GPU contributes to a pass; by default 32 in decode, 128 in prefill."""
+    sampled_passes: int | None = None
+    """Passes of an interval that are simulated and averaged; by default 4 in decode, 2 in prefill."""
+    passes_per_interval: int = 1000
+    """Forward passes between two placement decisions: moving an expert is paid once, serving that many times."""
     ops_per_layer: int = 8
-    """Operations on each layer between two windows."""
+    """Operations on each layer between two intervals."""
     schedule: str = "stationary"
-    """How sequences are drawn: ``stationary``, ``drift`` (mixture walk over domains), ``switch``, ``replay``."""
+    """How domains follow each other: ``stationary``, ``drift`` (mixture walk), ``switch``, ``replay``."""
     drift_rate: float = 0.5
-    """Step of the mixture walk (drift), or the chance of another domain at each window (switch)."""
-    passes_per_window: int = 100
-    """Forward passes that a window stands for: moving an expert is paid once, serving that many times."""
+    """Step of the mixture walk (drift), or the chance of another domain at each interval (switch)."""
+    rank_imbalance: float = 0.0
+    """Spread of the GPUs' shares of the tokens; 0 is balanced, as engines are."""
+    allow_reuse: bool = True
+    """A stream serves every token once before it serves one again. False: an error if the trace is too short for that."""
+    migration: str = "blocking"
+    """``blocking``: serving stops while weights move. ``async``: they move in the background."""
+    background_share: float = 0.1
+    """Share of a background transfer's time by which it slows the passes down."""
     start: str = "static"
-    """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first window)."""
-    comm: str = "dedup"
-    """``dedup``: one copy a GPU and node (DeepEP normal); ``per-expert``: one copy an expert (low latency);
-    ``stay``: deduplicated, and a token stays where its first expert ran (ExFlow), so that layers depend on each other."""
+    """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first interval)."""
+    compare_eplb: bool = True
+    """Also serve every interval with EPLB's placement, so that the episode's information has the time saved against it."""
+    skip_spent: bool = False
+    """Mask experts that were chosen and left alone since the placement last changed: the same look would show the same."""
     lookahead: bool = False
-    """Observe what each of the E × 3·G operations would save on the observed window. Exact, and slow."""
+    """Observe what each of the E × 3·G operations would save on the observed interval. Exact, and slow."""
     lookahead_norm: int = 0
     """0: look-ahead in true time (the busiest GPU); p = 2, 4, 8, 16, 32: in the smooth p-norm over GPUs."""
-    reward_window: str = "next"
-    """``next``: operations are rewarded by what they save on the window to come; ``observed``: on the one seen."""
     reward_norm: int = 0
-    """As ``lookahead_norm``, for the reward."""
-    credit: str = "operation"
-    """``operation``: the reward is what the operation saves on one window; ``stream``: each window boundary adds what
-    earlier operations still save there, so that the return is the time saved over the whole stream."""
+    """As ``lookahead_norm``, for the reward. Only with 0 do the rewards add up to the time that was saved."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """How passes are drawn from the trace."""
+        phase = get_profile(self.profile).phase if self.phase is None else self.phase
+        return Traffic(
+            phase, self.tokens_per_rank, self.sampled_passes, self.schedule, self.drift_rate, self.rank_imbalance,
+            self.allow_reuse,
+        )  # fmt: skip
 
 
 def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
@@ -122,14 +144,12 @@ def load_cached(source: str) -> TokenTrace:
 
 
 @lru_cache(maxsize=32)
-def _static_times(trace: TokenTrace, simulator: Simulator, window_tokens: int) -> npt.NDArray[np.float64]:
-    """(L,) mean µs of each layer under the static placement, over up to eight windows of the trace in its order."""
-    whole = Window.whole(trace, simulator.n_gpus)
-    n_windows = max(1, min(8, trace.n_tokens // window_tokens))
-    parts = np.resize(np.arange(trace.n_tokens), (n_windows, window_tokens))
+def _static_times(trace: TokenTrace, simulator: Simulator, traffic: Traffic) -> npt.NDArray[np.float64]:
+    """(L,) mean µs of each layer under the static placement, over a few intervals of the trace."""
     static = simulator.static(trace.n_layers)
-    windows = [Window(whole.experts, whole.rows[part], whole.home[part]) for part in parts]
-    return np.mean([simulator.evaluate(window, static).time_us for window in windows], axis=0)
+    n = max(1, min(_STATIC_INTERVALS, traffic.capacity(trace, simulator.n_gpus)))
+    intervals = IntervalStream(trace, simulator.n_gpus, traffic).take(n)
+    return np.mean([simulator.evaluate(interval, static).time_us for interval in intervals], axis=0)
 
 
 class PlacementBatch:
@@ -142,41 +162,64 @@ class PlacementBatch:
         config: the task.
         num_envs: B.
         device: ``"cpu"`` (numba, all cores) or a CUDA device (numba-cuda, the extra ``clustergym[cuda]``).
+        observe_only: for planners: there is no next interval, and :meth:`load_placement` takes the place of :meth:`reset`.
     """
 
-    def __init__(self, config: PlacementConfig, num_envs: int = 1, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        config: PlacementConfig,
+        num_envs: int = 1,
+        device: str | torch.device = "cpu",
+        *,
+        observe_only: bool = False,
+    ) -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
         self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
+        self.observe_only = observe_only
         self.trace = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
-        self.model = model_for(self.trace, config.model)
-        self.simulator = Simulator(self.model, config.cluster, config.comm, config.passes_per_window)
+        self.model, self.traffic = model_for(self.trace, config.model), config.traffic
+        self.simulator = Simulator(
+            self.model, config.cluster, config.profile, config.passes_per_interval, config.migration,
+            config.background_share,
+        )  # fmt: skip
         self.cluster = self.simulator.cluster
+        if self.simulator.profile.dispatch == "lp":
+            raise ValueError(
+                f"profile {self.simulator.profile.name!r} splits tokens by a linear program, which is only for "
+                "evaluation and planning: choose another profile for an environment"
+            )
         self.n_experts, self.n_layers = self.model.n_experts, self.trace.n_layers
         self.n_gpus, self.n_slots = self.simulator.n_gpus, self.simulator.n_slots
-        for key in ("windows", "window_tokens", "ops_per_layer"):
+        for key in ("intervals", "ops_per_layer"):
             if getattr(config, key) < 1:
                 raise ValueError(f"{key} is {getattr(config, key)}: expected at least 1")
-        if not 0 <= config.drift_rate <= 1:
-            raise ValueError(f"drift_rate is {config.drift_rate}: expected 0 … 1")
         self.launcher = self._pick_launcher()
-        with warn_while_compiling():
-            self._static_times = _static_times(self.trace, self.simulator, config.window_tokens)
+        self._static_times = np.ones(self.n_layers)
+        if not observe_only:
+            # The first interval of an episode is only observed.
+            self.traffic.check(self.trace, self.n_gpus, config.intervals + 1)
+            with warn_while_compiling():
+                self._static_times = _static_times(self.trace, self.simulator, self.traffic)
+        n_passes, tokens_per_rank = self.traffic.sizes
         self.rules_host = Rules(
-            costs=self.simulator.costs,
-            network=self.simulator.network,
+            costs=self.simulator.costs(tokens_per_rank * self.n_gpus),
+            topology=self.simulator.topology,
             static_us=float(self._static_times.sum()),
             norm_log2=norm_log2(config.lookahead_norm),
-            schedule=one_of(config.schedule, SCHEDULES, "schedule"),
-            rate=float(config.drift_rate),
-            n_windows=config.windows,
+            reward_norm_log2=norm_log2(config.reward_norm),
+            n_passes=n_passes,
+            phase=PHASES.index(self.traffic.phase),
+            schedule=SCHEDULES.index(self.traffic.schedule),
+            rate=float(self.traffic.rate),
+            rank_imbalance=float(self.traffic.rank_imbalance),
+            n_intervals=config.intervals,
             ops_per_layer=config.ops_per_layer,
             start_eplb=one_of(config.start, ("static", "eplb"), "start"),
-            stream_credit=one_of(config.credit, ("operation", "stream"), "credit"),
-            reward_observed=one_of(config.reward_window, ("next", "observed"), "reward_window"),
-            reward_norm_log2=norm_log2(config.reward_norm),
+            compare_eplb=int(config.compare_eplb),
+            skip_spent=int(config.skip_spent),
         )
-        self._allocate()
+        self._allocate(n_passes, tokens_per_rank * self.n_gpus)
 
     def _pick_launcher(self) -> ModuleType:
         if self.device.type == "cpu":
@@ -195,43 +238,45 @@ class PlacementBatch:
         """Mean µs of a layer under the static placement."""
         return float(self._static_times[layer])
 
-    def _allocate(self) -> None:
+    def _allocate(self, n_passes: int, n_tokens: int) -> None:
         batch, config = self.num_envs, self.config
         layers, gpus, slots, experts = self.n_layers, self.n_gpus, self.n_slots, self.n_experts
-        stay = self.simulator.mode == MODE_STAY
 
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return zeros_of((batch, *shape), dtype, self.device)
 
-        self.sim = allocate_simulation(
-            batch, 2, config.window_tokens, experts=experts, top_k=self.trace.top_k, slots=slots,
-            network=self.simulator.network, index=token_index(self.trace, self.n_experts), device=self.device,
-        )  # fmt: skip
+        passes = n_passes if self.observe_only else 2 * n_passes
+        self.sim = self.simulator.allocate(batch, passes, n_tokens, self.device)
+        placement = (layers, gpus, slots)
         self.episode = {
-            "slots": zeros((layers, gpus, slots), torch.int16),
-            "first_slots": zeros((layers, gpus, slots), torch.int16),
-            "home": zeros((2, config.window_tokens if stay else 1), torch.uint8),
+            "slots": zeros(placement, torch.int16),
+            "first_slots": zeros(placement, torch.int16),
+            "eplb_slots": zeros(placement if config.compare_eplb else (1, 1, 1), torch.int16),
+            "start_us": zeros((layers,), torch.float64),
             "load_average": zeros((layers, experts), torch.float32),
-            "next_window_us": zeros((layers,), torch.float64),
             "clock": zeros((N_CLOCKS,), torch.int32),
             "last_operation": zeros((N_LAST,), torch.int32),
             "times_us": zeros((N_TIMES,), torch.float64),
+            "spent": zeros((experts,), torch.int8),
             "int_scratch": zeros((3, experts), torch.int32),
             "float_scratch": zeros((experts + gpus,), torch.float64),
-            "in_common": zeros((gpus + 1, gpus), torch.int32),
+            "in_common": zeros((gpus, gpus), torch.int32),
+            "gpu_pairs": zeros((gpus,), torch.int32),
             "accepts": zeros((gpus + 1, gpus), torch.int8),
             "load_features": zeros((experts, N_LOAD_FEATURES), torch.float32),
             "local_coactivation": zeros((experts,), torch.float64),
             "hot_coactivation": zeros((experts,), torch.float32),
         }
+        self.episode["load_average"].fill_(-1.0)
         domains = len(self.trace.domain_names)
         self.stream = {
             "random": torch.from_numpy(stream_keys(np.arange(batch, dtype=np.int64))).to(self.device),
-            "position": zeros((N_POSITIONS,), torch.int32),
+            "position": zeros((2,), torch.int32),
             "drawn": zeros((domains,), torch.int32),
             "logits": zeros((domains,), torch.float64),
+            "weights": zeros((domains,), torch.float64),
+            "rank_piece": zeros((gpus, 2), torch.int32),
         }
-        ahead = (experts, 3 * gpus) if config.lookahead else (1, 1)
         self.buffers = {
             "experts": zeros((experts, N_EXPERT_FEATURES), torch.float32),
             "coactivation": zeros((experts, experts), torch.float32),
@@ -240,28 +285,27 @@ class PlacementBatch:
             "traffic": zeros((gpus, gpus), torch.float32),
             "placement": zeros((experts, gpus), torch.float32),
             "progress": zeros((N_PROGRESS,), torch.float32),
+            "memory": zeros((experts, 2), torch.float32),
             "expert_mask": zeros((experts,), torch.int8),
             "gpu_mask": zeros((3 * gpus,), torch.int8),
             "joint_mask": zeros((experts, 3 * gpus), torch.int8),
-            "lookahead": zeros(ahead, torch.float32),
+            "lookahead": zeros((experts, 3 * gpus) if config.lookahead else (1, 1), torch.float32),
         }
         self.obs = {name: tensor for name, tensor in self.buffers.items() if name != "lookahead" or config.lookahead}
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
-        self._ahead = torch.zeros((batch, 3 * gpus), dtype=torch.float32, device=self.device)
-        self._trace = TraceTables(*map(self._to_device, trace_tables(self.trace)))
+        self._trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
         self._sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
         self._episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
         self._stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
         self.observe_into({})
-        network = self.simulator.network
-        tables = {name: self._to_device(x) for name, x in network._asdict().items() if isinstance(x, np.ndarray)}
-        self._rules = self.rules_host._replace(network=network._replace(**tables))
+        topology = self.simulator.topology
+        self._rules = self.rules_host._replace(topology=topology._replace(node_of=self._to_device(topology.node_of)))
 
-    def observe_into(self, buffers: dict[str, torch.Tensor]) -> None:
+    def observe_into(self, buffers: dict[str, Tensor]) -> None:
         """Write observations from now on into these tensors, in place of those of the same names.
 
-        All but ``coactivation`` and ``affinity`` are written whole by each step; those two only when an environment reaches
-        another layer, and the first is also read.
+        All but ``coactivation``, ``affinity`` and ``memory`` are written whole by each step; the first two only when an
+        environment reaches another layer. ``coactivation`` and ``memory`` are also read.
         """
         self.buffers |= buffers
         self.obs |= {name: tensor for name, tensor in buffers.items() if name in self.obs}
@@ -269,9 +313,9 @@ class PlacementBatch:
 
     def _to_device(self, array: npt.NDArray[Any]) -> Any:
         """A host array as the launcher wants it."""
-        return self._array(torch.from_numpy(array).to(self.device))
+        return self._array(torch.from_numpy(np.ascontiguousarray(array)).to(self.device))
 
-    def _array(self, tensor: torch.Tensor) -> Any:
+    def _array(self, tensor: Tensor) -> Any:
         """The tensor's memory as the launcher wants it, shared and not copied."""
         if self.device.type == "cpu":
             return tensor.numpy()
@@ -280,19 +324,14 @@ class PlacementBatch:
         return cuda.as_cuda_array(tensor)
 
     @property
-    def done(self) -> torch.Tensor:
+    def done(self) -> Tensor:
         """(B,) bool: the episode is over."""
         return self.episode["clock"][:, CLOCK_DONE] != 0
 
     @property
-    def homes(self) -> torch.Tensor:
-        """(B, 2, T) uint8: GPU on which each token of the observed and of the next window lives."""
-        return self.episode["home"] if self.simulator.mode == MODE_STAY else self.sim["origin"]
-
-    @property
-    def saved(self) -> torch.Tensor:
-        """(B,) float64: time saved in the episode so far, as a multiple of a window's time under the static placement."""
-        return self.episode["times_us"][:, TIME_SAVED] / self.rules_host.static_us
+    def saved(self) -> Tensor:
+        """(B,) float64: the sum of the rewards of the episode so far."""
+        return self.episode["times_us"][:, TIME_SAVED] / (self.rules_host.static_us * self.rules_host.n_intervals)
 
     @property
     def bytes_allocated(self) -> int:
@@ -304,7 +343,7 @@ class PlacementBatch:
         """Give each environment (B,) a seed; it takes effect at its next reset."""
         self.stream["random"].copy_(torch.from_numpy(stream_keys(np.asarray(seeds, dtype=np.int64))))
 
-    def reset(self, where: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def reset(self, where: Tensor | None = None) -> dict[str, Tensor]:
         """Begin new episodes, in all environments or where ``where`` (B,) is true."""
         if where is None:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
@@ -315,9 +354,7 @@ class PlacementBatch:
             self._look_at_all()
         return self.obs
 
-    def step(
-        self, expert: torch.Tensor, node: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    def step(self, expert: Tensor, node: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Apply (B,) int64 choices of both agents. Returns (obs, reward (B,) float64, done (B,) bool); no autoreset."""
         self.launcher.step(
             self._array(expert), self._array(node), self._array(self.reward),
@@ -331,14 +368,38 @@ class PlacementBatch:
         if self.config.lookahead:
             self.launcher.look_ahead_all(self._obs.lookahead, self._episode, self._sim, self._rules)
 
-    def link_copies(self, index: int) -> npt.NDArray[np.int64]:
-        """(G, G) copies that environment ``index`` dispatched from row to column in the observed window and layer."""
-        links = np.zeros((self.n_gpus, self.n_gpus), np.int64)
-        visits, node_visits = (self.sim[name][index, 0].cpu().numpy() for name in ("visits", "node_visits"))
-        link_copies(visits, node_visits, self.rules_host.network, links)
-        return links
+    def lookahead(self, experts: Tensor) -> Tensor:
+        """(B, M, 3·G, parts): what each operation on ``experts`` (B, M) would save on the observed interval.
 
-    def lookahead(self, expert: torch.Tensor) -> torch.Tensor:
-        """(B, 3·G): what each operation on ``expert`` (B,) would save on the observed window, relative to its time."""
-        self.launcher.look_ahead(self._array(expert), self._array(self._ahead), self._episode, self._sim, self._rules)
-        return self._ahead
+        The parts are shares of the layer's time: saved in the smooth norm, truly saved, and migration (negative). The
+        observation's ``memory`` keeps the best of each expert.
+        """
+        parts = torch.empty((*experts.shape, 3 * self.n_gpus, N_PARTS), device=self.device)
+        with warn_while_compiling():
+            self.launcher.look_ahead(
+                self._array(experts.contiguous()), self._array(parts), self._episode, self._sim, self._obs, self._rules
+            )
+        return parts
+
+    def load_placement(self, placement: Placement, interval: Interval) -> None:
+        """For planners: environment b begins a visit to layer b mod L with this placement (L, G, S) after this interval."""
+        arrays = (placement.astype(np.int16), interval.rows, interval.rank_start)
+        with warn_while_compiling():
+            self.launcher.load_placement(
+                *map(self._to_device, arrays), self._episode, self._sim, self._obs, self._trace, self._rules
+            )
+
+    def finish_layer(self, expert: Tensor, node: Tensor) -> None:
+        """For planners: the last operations (B,), (B,). ``episode["slots"]`` is up to date; no other layer begins."""
+        self.launcher.finish_layer(
+            self._array(expert.contiguous()), self._array(node.contiguous()), self._episode, self._sim, self._obs,
+            self._rules,
+        )  # fmt: skip
+
+    def link_copies(self, index: int) -> npt.NDArray[np.float64]:
+        """(G, G) copies that environment ``index`` dispatched from row to column in an observed pass, mean over passes."""
+        links = np.zeros((self.n_gpus, self.n_gpus))
+        one = SimulationState(**{name: tensor[index : index + 1].cpu().numpy() for name, tensor in self.sim.items()})
+        for w in range(self.rules_host.n_passes):
+            add_links(one, 0, w, self.rules_host.topology, links)
+        return links / self.rules_host.n_passes

@@ -1,132 +1,84 @@
-"""The simulator as a library: windows of tokens, placements of all layers, and what serving them costs.
+"""The simulator as a library: what serving an interval on a placement of all layers costs.
 
 A placement is an int16 array (L, G, S): the expert in each slot of each GPU and layer, −1 for an empty slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from clustergym.common.choices import one_of
-from clustergym.moe_placement.kernels.index import LONGEST_PIECE, TokenIndex
-from clustergym.moe_placement.kernels.replicas import static_slots
-from clustergym.moe_placement.kernels.state import (
-    MODE_DEDUP,
-    MODE_PER_EXPERT,
-    MODE_STAY,
-    N_POSITIONS,
-    SCHEDULES,
-    SimulationState,
-    StreamState,
-    TraceTables,
+from clustergym.common.threads import spread
+from clustergym.moe_placement.costs import MIGRATIONS, costs_of
+from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.cost import add_links, migration_time, pass_times, with_migration
+from clustergym.moe_placement.kernels.episode import locate
+from clustergym.moe_placement.kernels.passes import count_pass
+from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
+from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
+from clustergym.moe_placement.kernels.token_sets import copy_set
+from clustergym.moe_placement.lp_dispatch import split_by_program
+from clustergym.moe_placement.profiles import (
+    ALLGATHER,
+    DEFAULT_PROFILE,
+    DISPATCHES,
+    LP,
+    RANDOM,
+    STAY,
+    TRANSPORTS,
+    EngineProfile,
+    get_profile,
 )
-from clustergym.moe_placement.kernels.streams import begin_stream, draw_window, stream_keys, trace_tables
-from clustergym.moe_placement.launchers import cpu
-from clustergym.moe_placement.specs import ClusterSpec, Costs, ModelSpec, Network, get_cluster, get_model
-from clustergym.traces.token_trace import TokenTrace
-
-COMM_MODES = {"dedup": MODE_DEDUP, "per-expert": MODE_PER_EXPERT, "stay": MODE_STAY}
+from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, get_model
+from clustergym.moe_placement.streams import Interval
 
 Placement = npt.NDArray[np.int16]
 
 
 @dataclass(frozen=True)
-class Window:
-    """T tokens that are served together: rows of a trace, and the GPU on which each one lives."""
+class Served:
+    """What serving an interval on one placement costs, per layer. Times are µs of one forward pass."""
 
-    experts: npt.NDArray[np.int16]
-    """(L, rows, K) the trace, layer first"""
-    rows: npt.NDArray[np.int32]
-    """(T,)"""
-    home: npt.NDArray[np.int16]
-    """(T,)"""
+    pass_us: npt.NDArray[np.float64]
+    """(L, P, 3) dispatch, compute and combine of every sampled pass"""
+    migration_us: npt.NDArray[np.float64]
+    """(L,) what moving there from the placement before adds to a pass"""
+    pairs: npt.NDArray[np.int64]
+    """(L, P, G) token-expert pairs computed on each GPU"""
+    copies: npt.NDArray[np.float64]
+    """(L, G, G) activations dispatched from row to column, mean over passes"""
+    gpus_per_token: npt.NDArray[np.float64]
+    """(L,) distinct GPUs that compute for a token, mean"""
+    inter_node_bytes: npt.NDArray[np.float64]
+    """(L,) dispatched between nodes in a pass, mean"""
+    moves: npt.NDArray[np.int64]
+    """(L,) replicas that some GPU must receive"""
+
+    @cached_property
+    def time_us(self) -> npt.NDArray[np.float64]:
+        """(L,) dispatch + compute + combine, the mean over passes. Each pass is set by its own slowest GPU."""
+        times: npt.NDArray[np.float64] = self.pass_us.sum(2).mean(1)
+        return times
 
     @property
-    def n_tokens(self) -> int:
-        return len(self.rows)
+    def total_us(self) -> npt.NDArray[np.float64]:
+        """(L,) served time plus migration"""
+        return self.time_us + self.migration_us
 
-    @property
-    def n_layers(self) -> int:
-        return len(self.experts)
-
-    def loads(self, n_experts: int) -> npt.NDArray[np.int64]:
-        """(L, E) tokens routed to each expert."""
-        ids = self.experts[:, self.rows].reshape(self.n_layers, -1).astype(np.int64)
-        flat = (ids + np.arange(self.n_layers)[:, None] * n_experts)[ids >= 0]
-        return np.bincount(flat, minlength=self.n_layers * n_experts).reshape(self.n_layers, n_experts)
-
-    @staticmethod
-    def join(windows: Sequence[Window]) -> Window:
-        """Several windows of one trace as one."""
-        return Window(
-            windows[0].experts,
-            np.concatenate([w.rows for w in windows]),
-            np.concatenate([w.home for w in windows]),
-        )
-
-    @classmethod
-    def whole(cls, trace: TokenTrace, n_gpus: int) -> Window:
-        """All tokens of a trace as one window, its sequences dealt round robin to the GPUs."""
-        home = np.repeat(np.arange(trace.n_sequences) % n_gpus, trace.seq_lens)
-        return cls(trace_tables(trace).experts, np.arange(trace.n_tokens, dtype=np.int32), home.astype(np.int16))
-
-
-class Stream:
-    """An endless stream of windows from a trace, the same that an environment with this seed serves.
-
-    Args:
-        trace: where the sequences come from; each is drawn once before any comes again.
-        n_gpus: sequences are dealt round robin to this many GPUs.
-        window_tokens: T.
-        schedule: ``stationary``, ``drift``, ``switch`` or ``replay``.
-        rate: step of the mixture walk (drift) or chance of another domain (switch).
-        seed: any integer.
-    """
-
-    def __init__(
-        self,
-        trace: TokenTrace,
-        n_gpus: int,
-        window_tokens: int = 2048,
-        schedule: str = "stationary",
-        rate: float = 0.5,
-        seed: int = 0,
-    ) -> None:
-        if window_tokens < 1:
-            raise ValueError(f"window_tokens is {window_tokens}: expected at least 1")
-        self.trace: TraceTables = trace_tables(trace)
-        self.n_gpus, self.window_tokens, self.rate = n_gpus, window_tokens, float(rate)
-        self.schedule = one_of(schedule, SCHEDULES, "schedule")
-        domains = len(trace.domain_names)
-        self.state = StreamState(
-            random=stream_keys(np.array([seed], dtype=np.int64)),
-            position=np.zeros((1, N_POSITIONS), np.int32),
-            drawn=np.zeros((1, domains), np.int32),
-            logits=np.zeros((1, domains)),
-        )
-        begin_stream(self.state, 0, self.trace, self.schedule)
-
-    def __iter__(self) -> Iterator[Window]:
-        return self
-
-    def __next__(self) -> Window:
-        rows, home = np.zeros(self.window_tokens, np.int32), np.zeros(self.window_tokens, np.int16)
-        draw_window(self.state, 0, self.trace, self.schedule, self.rate, self.n_gpus, rows, home)
-        return Window(self.trace.experts, rows, home)
-
-    def take(self, n: int) -> list[Window]:
-        return [next(self) for _ in range(n)]
+    @cached_property
+    def balancedness(self) -> npt.NDArray[np.float64]:
+        """(L,) mean over max of the GPUs' pairs, the mean over passes: 1 is perfect balance."""
+        balance: npt.NDArray[np.float64] = (self.pairs.mean(2) / np.maximum(self.pairs.max(2), 1)).mean(1)
+        return balance
 
 
 def zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A tensor of zeros. On the CPU numpy allocates it, which asks for huge pages: thousands of environments lie far apart."""
+    """A tensor of zeros. On the CPU numpy allocates it, which asks for huge pages: many environments lie far apart."""
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     array = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
@@ -143,144 +95,74 @@ def norm_log2(norm: int) -> int:
     return norm.bit_length() - 1
 
 
-def allocate_simulation(
-    batch: int,
-    windows: int,
-    tokens: int,
-    *,
-    experts: int,
-    top_k: int,
-    slots: int,
-    network: Network,
-    index: TokenIndex | None = None,
-    device: torch.device | str = "cpu",
-) -> dict[str, torch.Tensor]:
-    """Zeroed tensors for a :class:`SimulationState` of ``batch`` simulations with ``windows`` windows of ``tokens`` each.
-
-    If ``index`` is given they share it; else each window has room for an index of its own rows.
-    """
-    gpus, stay = len(network.node_of), network.mode == MODE_STAY
-    nodes = gpus // network.gpus_per_node
-    by_sets = index is not None and network.mode == MODE_DEDUP
-    sets = ceil(tokens / 64)
-    # Thousands of environments do not fit into the caches: the arrays that an operation touches use the smallest dtypes.
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "rows": ((batch, windows, tokens), torch.int32),
-        "origin": ((batch, windows, tokens), torch.uint8),
-        "destination": ((batch, windows, tokens if stay else 1), torch.uint8),
-        "load": ((batch, windows, experts), torch.int32),
-        "slot_tokens": ((batch, windows, gpus, slots, sets) if by_sets else (batch, 1, 1, 1, 1), torch.uint64),
-        "token_masks": ((batch, windows, gpus + nodes + 1, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
-        "moved_tokens": ((batch, windows, 2, sets) if by_sets else (batch, 1, 1, 1), torch.uint64),
-        "visitors": ((batch, 2, sets) if by_sets else (batch, 1, 1), torch.uint64),
-        "block_users": ((batch, experts + 1) if by_sets else (batch, 1), torch.uint64),
-        "touched": ((batch, gpus), torch.int8),
-        "gpu_uses": ((batch, windows, 1 if by_sets else tokens, network.n_words), torch.int64),
-        "visits": ((batch, windows, gpus, gpus), torch.int32),
-        "node_visits": ((batch, windows, gpus, nodes), torch.int32),
-        "return_visits": ((batch, windows, gpus, gpus) if stay else (batch, windows, 1, 1), torch.int32),
-        "return_node_visits": ((batch, windows, gpus, nodes) if stay else (batch, windows, 1, 1), torch.int32),
-        "copies": ((batch, 4, gpus), torch.int32),
-        "pairs": ((batch, windows, experts, gpus), torch.int32),
-        "slots": ((batch, gpus, slots), torch.int16),
-        "replicas": ((batch, experts, gpus), torch.int16),
-        "n_replicas": ((batch, experts), torch.int16),
-        "replica_choice": ((batch, experts, gpus), torch.int32),
-        "previous": ((batch, 2, 3, gpus), torch.int32),
-        "window_uses": ((batch, tokens + 1), torch.int32),
-        "only_gpu": ((batch, experts + 1), torch.int64),
-        "held_before": ((batch, experts, gpus), torch.int8),
-        "received": ((batch, gpus, 2), torch.int32),
-    }
-    pieces = ceil(tokens / LONGEST_PIECE)
-    if index is None:
-        shapes |= {
-            "use_starts": ((batch * windows, pieces, experts + 1), torch.int32),
-            "uses": ((batch * windows, tokens * top_k), torch.uint16),
-            "user_bits": ((1, 1, 1), torch.uint64),
-        }
-    segments = pieces if index is None else tokens
-    shapes |= {
-        "segments": ((batch, windows, segments + 1, 3), torch.int32),
-        "index_plane": ((batch, windows), torch.int32),
-    }
-    tensors = {name: zeros_of(shape, dtype, device) for name, (shape, dtype) in shapes.items()}
-    tensors["own_index"] = torch.tensor([index is None], dtype=torch.int8, device=device)
-    if index is None:
-        starts = np.minimum(np.arange(pieces + 1) * LONGEST_PIECE, tokens).astype(np.int32)
-        tensors["piece_starts"] = torch.from_numpy(starts).to(device)
-        tensors["index_plane"] += torch.arange(batch * windows, dtype=torch.int32, device=device).view(batch, windows)
-    else:
-        tensors |= {name: torch.from_numpy(array).to(device) for name, array in index._asdict().items()}
-    return tensors
-
-
-@dataclass(frozen=True)
-class Served:
-    """What serving one window on one placement costs, layer by layer. Times are µs of one forward pass."""
-
-    time_us: npt.NDArray[np.float64]
-    """(L,) dispatch + compute + combine"""
-    migration_us: npt.NDArray[np.float64]
-    """(L,) fetching the experts that the placement before did not hold, spread over the window's passes"""
-    dispatch_us: npt.NDArray[np.float64]
-    compute_us: npt.NDArray[np.float64]
-    combine_us: npt.NDArray[np.float64]
-    pairs: npt.NDArray[np.int64]
-    """(L, G) token-expert pairs computed on each GPU"""
-    copies: npt.NDArray[np.int64]
-    """(L, G, G) activations dispatched from row to column"""
-    gpus_per_token: npt.NDArray[np.float64]
-    """(L,) distinct GPUs that compute for a token, mean"""
-    inter_node_bytes: npt.NDArray[np.float64]
-    """(L,) dispatched between nodes"""
-    moves: npt.NDArray[np.int64]
-    """(L,) replicas that some GPU must receive"""
-
-    @cached_property
-    def balancedness(self) -> npt.NDArray[np.float64]:
-        """(L,) mean over max of the GPUs' pairs: 1 is perfect balance."""
-        return self.pairs.mean(1) / np.maximum(self.pairs.max(1), 1)
-
-
-def uses_of(sim: SimulationState, network: Network, gpu: int) -> npt.NDArray[np.int64]:
-    """(B, W, T) number of each token's experts that run on the GPU."""
-    field = (1 << network.field_bits) - 1
-    uses: npt.NDArray[np.int64] = sim.gpu_uses[..., network.word_of[gpu]] >> network.shift_of[gpu] & field
-    return uses
-
-
 class Simulator:
-    """Exact cost of serving windows of tokens on placements, for one model on one cluster.
+    """Exact cost of serving intervals on placements, for one model on one cluster under an engine profile.
 
     Args:
-        model: preset name or :class:`ModelSpec`.
-        cluster: preset name or :class:`ClusterSpec`.
-        comm: ``dedup``, ``per-expert`` or ``stay``.
-        passes_per_window: forward passes over which a migration is spread.
+        model, cluster: preset names or specs.
+        profile: an engine profile or its name.
+        passes_per_interval: forward passes over which a migration is spread (SGLang re-plans every 1000).
+        migration: ``blocking`` stops serving while weights move. ``async`` moves them in the background: the placement
+            before serves until they have arrived, and ``background_share`` of the transfer time slows the passes down.
+        background_share: see ``migration``.
+
+    With the profile ``sglang-lp``, :meth:`evaluate` splits the tokens of every pass by a linear program. It is not
+    incremental: searches plan for a random choice of replicas instead, and environments refuse the profile.
     """
 
     def __init__(
         self,
         model: str | ModelSpec,
         cluster: str | ClusterSpec,
-        comm: str = "dedup",
-        passes_per_window: int = 100,
+        profile: str | EngineProfile = DEFAULT_PROFILE,
+        passes_per_interval: int = 1000,
+        migration: str = "blocking",
+        background_share: float = 0.1,
     ) -> None:
-        self.model, self.cluster = get_model(model), get_cluster(cluster)
-        self.comm, self.mode = comm, list(COMM_MODES.values())[one_of(comm, list(COMM_MODES), "comm")]
+        if passes_per_interval < 1:
+            raise ValueError(f"passes_per_interval is {passes_per_interval}: expected at least 1")
+        if not 0 <= background_share <= 1:
+            raise ValueError(f"background_share is {background_share}: expected 0 … 1")
+        one_of(migration, MIGRATIONS, "migration")
+        self.model, self.cluster, self.profile = get_model(model), get_cluster(cluster), get_profile(profile)
         self.n_experts, self.n_gpus = self.model.n_experts, self.cluster.n_gpus
         self.n_slots = self.cluster.slots_for(self.n_experts)
-        self.passes_per_window = passes_per_window
-        self.costs = Costs.of(self.model, self.cluster, passes_per_window)
-        self.network = Network.of(self.cluster, self.model.top_k, self.mode)
-        self._identity = (self.model, self.cluster, comm, passes_per_window)
+        self.passes_per_interval, self.migration = passes_per_interval, migration
+        self.background_share = background_share if migration == "async" else -1.0
+        dispatch = DISPATCHES.index(self.profile.dispatch)
+        self.topology = Topology(
+            node_of=np.arange(self.n_gpus, dtype=np.int64) // self.cluster.gpus_per_node,
+            gpus_per_node=self.cluster.gpus_per_node,
+            transport=TRANSPORTS.index(self.profile.transport),
+            dispatch=RANDOM if dispatch == LP else dispatch,
+        )
+        if self.stay and migration == "async":
+            raise ValueError("migration='async' does not work with transport 'stay': layers depend on each other")
+        self._identity = (self.model, self.cluster, self.profile, passes_per_interval, self.background_share)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Simulator) and self._identity == other._identity
 
     def __hash__(self) -> int:
         return hash(self._identity)
+
+    @property
+    def stay(self) -> bool:
+        """Tokens stay where their first expert ran, so layers depend on each other."""
+        return self.topology.transport == STAY
+
+    def spread_migration(self, passes_per_interval: int) -> Simulator:
+        """The same simulator with another number of passes between two placement decisions."""
+        return Simulator(
+            self.model, self.cluster, self.profile, passes_per_interval, self.migration, max(0.0, self.background_share)
+        )  # fmt: skip
+
+    def costs(self, n_tokens: int) -> Costs:
+        """Costs of passes of ``n_tokens`` tokens."""
+        passes, share = self.passes_per_interval, self.background_share
+        return costs_of(self.model, self.cluster, self.profile, n_tokens, passes, share)
+
+    # Placements
 
     def static(self, n_layers: int) -> Placement:
         """Experts in order over the slots, beginning again at 0 when all are placed."""
@@ -301,15 +183,14 @@ class Simulator:
         if len(outside):
             l, g, s = outside[0]
             raise ValueError(
-                f"layer {l}, GPU {g} holds expert {placement[l, g, s]}: ids are 0 … {self.n_experts - 1}, and -1 for an empty slot"
+                f"layer {l}, GPU {g} holds expert {placement[l, g, s]}: ids are 0 … {self.n_experts - 1}, and -1 for an "
+                "empty slot"
             )
         ordered = np.sort(placement, axis=2)
-        twins = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0))
-        if len(twins):
-            l, g, s = twins[0]
-            raise ValueError(
-                f"layer {l}, GPU {g} holds expert {ordered[l, g, s]} twice: one copy a GPU is all it can use"
-            )
+        twice = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0))
+        if len(twice):
+            l, g, s = twice[0]
+            raise ValueError(f"layer {l}, GPU {g} holds expert {ordered[l, g, s]} twice: one copy per GPU is enough")
         present = np.zeros((len(placement), self.n_experts + 1), bool)
         np.put_along_axis(present, placement.reshape(len(placement), -1).astype(np.int64), True, axis=1)
         missing = np.argwhere(~present[:, : self.n_experts])
@@ -318,75 +199,163 @@ class Simulator:
             raise ValueError(f"layer {l}: expert {e} is on no GPU: every expert needs a slot")
         return placement.astype(np.int16)
 
-    def count(self, window: Window, placement: Placement, before: Placement | None = None) -> SimulationState:
-        """The ``SimulationState`` of all layers (b = layer) under ``placement``, with ``before`` as the window's beginning."""
-        layers, top_k = window.n_layers, window.experts.shape[2]
+    # Serving
+
+    def allocate(
+        self, batch: int, n_passes: int, n_tokens: int, device: torch.device | str = "cpu"
+    ) -> dict[str, torch.Tensor]:
+        """Zeroed tensors for a :class:`SimulationState` of ``batch`` simulations."""
+        gpus, slots, experts, nodes = self.n_gpus, self.n_slots, self.n_experts, self.cluster.n_nodes
+        words, stay = -(-n_tokens // 64), self.stay
+        whole, less = ((gpus, words), (experts, words)) if stay else ((1, 1), (1, 1))
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "rows": ((n_passes, n_tokens), torch.int32),
+            "rank_start": ((n_passes, gpus + 1), torch.int32),
+            "load": ((n_passes, experts), torch.int32),
+            "second_choice": ((n_passes, words), torch.uint64),
+            "slot_tokens": ((n_passes, gpus, slots, words), torch.uint64),
+            "slot_pairs": ((n_passes, gpus, slots), torch.int32),
+            "visitors": ((n_passes, gpus, words), torch.uint64),
+            "visits": ((n_passes, gpus, gpus), torch.int32),
+            "node_visits": ((n_passes, gpus, nodes), torch.int32),
+            "copies": ((n_passes, 4, gpus), torch.int32),
+            "kernel_us": ((n_passes, gpus), torch.float64),
+            "slots": ((gpus, slots), torch.int16),
+            "replicas": ((experts, gpus), torch.int16),
+            "n_replicas": ((experts,), torch.int16),
+            "replica_choice": ((experts, gpus), torch.int32),
+            "held_before": ((experts, gpus), torch.int8),
+            "received": ((gpus, 2), torch.int32),
+            "moved_tokens": ((n_passes, 2, words), torch.uint64),
+            "moved_pairs": ((n_passes, 2), torch.int32),
+            "node_visitors": ((words,), torch.uint64),
+            "touched": ((gpus,), torch.int8),
+            "origins": ((n_passes, *whole), torch.uint64),
+            "first_uses": ((n_passes, *less), torch.uint64),
+            "idle": ((n_passes, words), torch.uint64),
+            "destinations": ((n_passes, *whole), torch.uint64),
+            "return_copies": ((n_passes, 4, gpus), torch.int32),
+        }
+        return {name: zeros_of((batch, *shape), dtype, device) for name, (shape, dtype) in shapes.items()}
+
+    def count(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
+        """The state of all layers (b = layer) under ``placement``, with ``before`` as the interval's beginning."""
+        top_k = interval.experts.shape[2]
         if top_k > self.model.top_k:
-            raise ValueError(f"the window is top-{top_k}, but model {self.model.name!r} is top-{self.model.top_k}")
-        tensors = allocate_simulation(
-            layers, 1, window.n_tokens, experts=self.n_experts, top_k=top_k, slots=self.n_slots, network=self.network
-        )
-        sim = SimulationState(**{name: tensor.numpy() for name, tensor in tensors.items()})
-        sim.rows[:, 0] = window.rows
-        sim.origin[:, 0] = window.home
-        sim.slots[:] = placement if before is None else before
-        cpu.count(sim, np.ascontiguousarray(placement, dtype=np.int16), window.experts, self.network)
-        return sim
+            raise ValueError(f"the interval is top-{top_k}, but model {self.model.name!r} is top-{self.model.top_k}")
+        if interval.rank_start.shape[1] != self.n_gpus + 1:
+            raise ValueError(f"the interval has {interval.rank_start.shape[1] - 1} ranks, not {self.n_gpus} GPUs")
+        tensors = self.allocate(interval.n_layers, *interval.rows.shape)
+        state = SimulationState(**{name: tensor.numpy() for name, tensor in tensors.items()})
+        state.rows[:] = interval.rows
+        state.rank_start[:] = interval.rank_start
+        state.slots[:] = placement if before is None else before
+        arguments = (
+            state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology,
+            self.costs(interval.n_tokens),
+        )  # fmt: skip
+        if self.stay:
+            # A layer begins where the one before left its tokens: layers are counted in order.
+            _count_range(0, interval.n_layers, *arguments)
+        else:
+            spread(_count_range, interval.n_layers, *arguments)
+        return state
 
     def evaluate(
-        self, window: Window, placement: Placement, before: Placement | None = None, *, check: bool = True
+        self, interval: Interval, placement: Placement, before: Placement | None = None, *, check: bool = True
     ) -> Served:
-        """Serve ``window`` on ``placement`` after moving there from ``before`` (by default nothing moves).
+        """Serve ``interval`` on ``placement`` after moving there from ``before`` (by default nothing moves).
 
         ``check=False`` trusts both placements to be legal: compiled code would read past the end of an illegal one.
         """
         if check:
             for slots in (placement,) if before is None else (placement, before):
-                if len(self.check(slots)) != window.n_layers:
-                    raise ValueError(f"placement has {len(slots)} layers, but the window has {window.n_layers}")
-        sim = self.count(window, placement, before)
-        times = np.zeros((window.n_layers, 4))
-        copies = np.zeros((window.n_layers, self.n_gpus, self.n_gpus), np.int64)
-        cpu.times(sim, self.costs, self.network, times, copies)
-        node = self.network.node_of
-        between = copies[:, node[:, None] != node[None, :]].sum(1)
+                if len(self.check(slots)) != interval.n_layers:
+                    raise ValueError(f"placement has {len(slots)} layers, but the interval has {interval.n_layers}")
+        state, costs = self.count(interval, placement, before), self.costs(interval.n_tokens)
+        if self.profile.dispatch == "lp":
+            split_by_program(state, self.topology, costs)
+        layers, gpus = interval.n_layers, self.n_gpus
+        times = np.zeros((layers, interval.n_passes, 3))
+        links, transfer_us = np.zeros((layers, gpus, gpus)), np.zeros(layers)
+        for b in range(layers):
+            _write_times(state, b, self.topology, costs, times[b], links[b])
+            transfer_us[b] = migration_time(state, b, costs)
+        served_us = times.sum(2).mean(1)
+        migration_us = transfer_us
+        if self.background_share >= 0 and before is not None and transfer_us.any():
+            before_us = self.evaluate(interval, before, check=False).time_us
+            migration_us = np.array(
+                [
+                    with_migration(*layer, costs) - layer[0]
+                    for layer in zip(served_us, transfer_us, before_us, strict=True)
+                ]
+            )
+        links /= interval.n_passes
+        node = self.topology.node_of
+        away = node[:, None] != node[None, :]
         return Served(
-            time_us=times[:, :3].sum(1),
-            migration_us=times[:, 3],
-            dispatch_us=times[:, 0],
-            compute_us=times[:, 1],
-            combine_us=times[:, 2],
-            pairs=sim.pairs[:, 0].sum(1, dtype=np.int64),
-            copies=copies,
-            gpus_per_token=sum((uses_of(sim, self.network, g)[:, 0] > 0).mean(1) for g in range(self.n_gpus)),
-            inter_node_bytes=between * self.model.hidden * self.model.dispatch_bytes,
-            moves=sim.received.sum((1, 2)).astype(np.int64),
+            pass_us=times,
+            migration_us=migration_us,
+            pairs=np.where((state.slots >= 0)[:, None], state.slot_pairs, 0).sum(3, dtype=np.int64),
+            copies=links,
+            gpus_per_token=_gpus_per_token(state),
+            inter_node_bytes=links[:, away].sum(1) * self.model.hidden * self.model.dispatch_bytes,
+            moves=state.received.sum((1, 2)).astype(np.int64),
         )
 
-    def lower_bound(self, window: Window) -> npt.NDArray[np.float64]:
-        """(L,) a proven lower bound on ``time_us``: no copies at all, and pairs spread evenly over all GPUs.
+    def lower_bound(self, interval: Interval) -> npt.NDArray[np.float64]:
+        """(L,) a proven lower bound on ``time_us``: no copies between GPUs, and the kernel work spread evenly.
 
-        The pairs of some GPU are at least the mean, and at least one GPU has ceil(active experts / G) active experts
-        or more; the two need not be the same GPU, so each is bounded alone.
+        The slowest kernel of a pass takes at least the mean of all kernels. Splitting an expert over replicas never
+        makes fewer active experts, blocks or pairs. With all-gather the exchange does not depend on the placement.
         """
-        loads = window.loads(self.n_experts)
-        mean_pairs = np.ceil(loads.sum(1) / self.n_gpus)
-        experts = np.ceil((loads > 0).sum(1) / self.n_gpus)
-        both = (
-            self.model.kernel_pair_us * loads.sum(1) / self.n_gpus
-            + self.model.kernel_expert_us * (loads > 0).sum(1) / self.n_gpus
-        )
-        least = np.maximum(
-            np.maximum(
-                self.model.kernel_pair_us * mean_pairs + self.model.kernel_expert_us * (loads.sum(1) > 0),
-                self.model.kernel_expert_us * experts,
-            ),
-            both,
-        )
-        return np.asarray(
-            self.costs.dispatch_us + self.costs.combine_us + self.model.kernel_start_us + least, dtype=np.float64
-        )
+        costs = self.costs(interval.n_tokens)
+        loads = interval.pass_loads(self.n_experts)
+        active, blocks = (loads > 0).sum(2), np.ceil(loads / costs.block_tokens).sum(2)
+        work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * loads.sum(2)
+        one = costs.expert_us + costs.block_us + costs.pair_us
+        # A token visits at least one GPU; with all-gather every token reaches every GPU.
+        used = np.stack([(interval.experts[:, rows] >= 0).any(2).sum(1) for rows in interval.rows])
+        reached = np.full_like(used, interval.n_tokens * self.n_gpus) if self.topology.transport == ALLGATHER else used
+        least = np.maximum((work + costs.token_us * reached) / self.n_gpus, one * (active > 0))
+        kernel = np.maximum(costs.kernel_floor_us, costs.kernel_us + least)
+        bound: npt.NDArray[np.float64] = costs.dispatch_us + costs.combine_us + kernel.mean(0)
+        return bound
 
     def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
-        """(L, G, G) bytes dispatched from row to column."""
+        """(L, G, G) bytes dispatched from row to column in a pass."""
         return served.copies * np.float64(self.model.hidden * self.model.dispatch_bytes)
+
+
+def _gpus_per_token(state: SimulationState) -> npt.NDArray[np.float64]:
+    """(L,) distinct GPUs that run an expert of a token, mean."""
+    held = (state.slots >= 0)[:, None, :, :, None]
+    on_gpu = np.bitwise_or.reduce(np.where(held, state.slot_tokens, np.uint64(0)), axis=3)
+    per_token: npt.NDArray[np.float64] = np.bitwise_count(on_gpu).sum((1, 2, 3)) / state.rows[0].size
+    return per_token
+
+
+@device
+def _count_range(first, last, state, placement, experts, topology, costs):
+    for b in range(first, last):
+        set_first_placement(state, b, topology)
+        set_placement(state, b, placement[b], topology)
+        for w in range(state.rows.shape[1]):
+            if topology.transport == STAY:
+                if b > 0:
+                    for g in range(state.slots.shape[1]):
+                        copy_set(state.destinations[b - 1, w, g], state.destinations[b, w, g])
+                locate(state, b, w, b)
+            count_pass(state, b, w, experts[b], topology, costs)
+
+
+@device
+def _write_times(state, b, topology, costs, times, links):
+    """Write dispatch, compute and combine of every pass (P, 3), and add up the copies from row to column (G, G)."""
+    for w in range(state.rows.shape[1]):
+        dispatch, compute, combine = pass_times(state, b, w, topology, costs, -1)
+        times[w, 0] = dispatch
+        times[w, 1] = compute
+        times[w, 2] = combine
+        add_links(state, b, w, topology, links)

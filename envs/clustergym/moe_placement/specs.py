@@ -5,18 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-# What the fits of measured H100 expert kernels share, used for models that were not measured: time of one more active
-# expert = 0.92 of the time that reading its weights takes at the reached HBM bandwidth (3350 GB/s × 0.8), time of one more token-expert
-# pair = its FLOPs at 0.45 of the bf16 peak (fp8 twice that), and a fixed start.
-_HBM_BYTES_PER_US = 3350e3 * 0.8 / 0.92
-_FLOPS_PER_US = {1: 0.45 * 1978e6, 2: 0.45 * 989e6}
-_KERNEL_START_US = 40.0
-MAX_GPUS = 254  # a GPU is a byte in the simulator, and one value marks a pad
+MAX_GPUS = 4096  # visits are counted for each pair of GPUs
 
 
 @dataclass(frozen=True)
@@ -41,11 +32,11 @@ class ModelSpec:
     combine_bytes: float = 2.0
     """Bytes of one activation element on its way back."""
     kernel_start_us: float = 0.0
-    """a of a + m·active_experts + c·pairs; 0 derives a, m and c from the sizes."""
+    """Start of the expert kernel. If any of the three constants is given, they replace the measured ones."""
     kernel_expert_us: float = 0.0
-    """m: each expert with at least one token adds this."""
+    """Each expert with at least one token adds this."""
     kernel_pair_us: float = 0.0
-    """c: each token-expert pair adds this."""
+    """Each token-expert pair adds this."""
     n_groups: int = 1
     """Expert groups of the router, which hierarchical EPLB keeps on one node."""
     n_dense: int = 0
@@ -67,11 +58,6 @@ class ModelSpec:
             raise ValueError(f"model {self.name!r}: top_k is {self.top_k}, but there are only {self.n_experts} experts")
         if self.n_experts % self.n_groups:
             raise ValueError(f"model {self.name!r}: {self.n_experts} experts do not divide into {self.n_groups} groups")
-        if self.kernel_start_us == self.kernel_expert_us == self.kernel_pair_us == 0:
-            flops = _FLOPS_PER_US[1 if self.weight_bytes == 1 else 2]
-            object.__setattr__(self, "kernel_start_us", _KERNEL_START_US)
-            object.__setattr__(self, "kernel_expert_us", self.expert_bytes / _HBM_BYTES_PER_US)
-            object.__setattr__(self, "kernel_pair_us", 6 * self.hidden * self.intermediate / flops)
 
     @property
     def expert_bytes(self) -> float:
@@ -92,8 +78,8 @@ class ClusterSpec:
     """Bandwidth of a GPU to its own node, GB/s per direction."""
     inter_gb_s: float = 40.0
     """Bandwidth of a GPU to other nodes, GB/s per direction."""
-    intra_latency_us: float = 5.0
-    """Fixed cost of an exchange inside the nodes."""
+    intra_latency_us: float = 0.0
+    """Added to the start of every exchange, µs."""
     inter_latency_us: float = 10.0
     """Fixed cost of an exchange between nodes (not paid on one node)."""
 
@@ -144,21 +130,14 @@ class ClusterSpec:
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
-        ModelSpec("mixtral-8x7b", 32, 8, 2, 4096, 14336, kernel_start_us=93, kernel_expert_us=97.7, kernel_pair_us=0.67),
-        ModelSpec("qwen3-30b-a3b", 48, 128, 8, 2048, 768, kernel_start_us=37.5, kernel_expert_us=3.23, kernel_pair_us=0.0235),
-        ModelSpec("qwen3-235b-a22b", 94, 128, 8, 4096, 1536, kernel_start_us=44.7, kernel_expert_us=12.8, kernel_pair_us=0.0676),
+        ModelSpec("mixtral-8x7b", 32, 8, 2, 4096, 14336),
+        ModelSpec("qwen3-30b-a3b", 48, 128, 8, 2048, 768),
+        ModelSpec("qwen3-235b-a22b", 94, 128, 8, 4096, 1536),
         ModelSpec("deepseek-v2-lite", 26, 64, 6, 2048, 1408, n_dense=1),
         ModelSpec("deepseek-v3", 58, 256, 8, 7168, 2048, weight_bytes=1, dispatch_bytes=1, n_groups=8, n_dense=3),
         ModelSpec("kimi-k2", 60, 384, 8, 7168, 2048, weight_bytes=1, dispatch_bytes=1, n_dense=1),
-        ModelSpec(
-            "gpt-oss-20b", 24, 32, 4, 2880, 2880, weight_bytes=0.53125,
-            kernel_start_us=78, kernel_expert_us=3.38, kernel_pair_us=0.084,
-        ),
-        # The same expert as gpt-oss-20b's, so the same kernel constants.
-        ModelSpec(
-            "gpt-oss-120b", 36, 128, 4, 2880, 2880, weight_bytes=0.53125,
-            kernel_start_us=78, kernel_expert_us=3.38, kernel_pair_us=0.084,
-        ),
+        ModelSpec("gpt-oss-20b", 24, 32, 4, 2880, 2880, weight_bytes=0.53125),
+        ModelSpec("gpt-oss-120b", 36, 128, 4, 2880, 2880, weight_bytes=0.53125),
         ModelSpec("olmoe-1b-7b", 16, 64, 8, 2048, 1024),
         # The model of the bundled traces (clustergym.traces.tiny_moe) as if it had DeepSeek-V2-Lite's widths: at its own (96 and 16)
         # every placement would cost the same, because latency and kernel start are all that there is.
@@ -205,107 +184,3 @@ def get_cluster(name: str | ClusterSpec, **overrides: Any) -> ClusterSpec:
             f"a cluster has no field {sorted(unknown)[0]!r}; it has {', '.join(f.name for f in fields(ClusterSpec))}"
         )
     return replace(name, **overrides) if overrides else name
-
-
-class Costs(NamedTuple):
-    """Everything that turns counts into µs."""
-
-    dispatch_us: float
-    """Start of the dispatch exchange"""
-    dispatch_intra_us: float
-    """One copy of an activation to a GPU of the same node"""
-    dispatch_inter_us: float
-    """One copy to another node"""
-    combine_us: float
-    """Start of the combine exchange"""
-    combine_intra_us: float
-    combine_inter_us: float
-    kernel_us: float
-    """Start of the expert kernel"""
-    expert_us: float
-    """One more active expert"""
-    pair_us: float
-    """One more token-expert pair"""
-    receive_intra_us: float
-    """Receiving one expert's weights from the same node, spread over the passes of a window"""
-    receive_inter_us: float
-    """Receiving one expert's weights from another node, spread over the passes of a window"""
-
-    @classmethod
-    def of(cls, model: ModelSpec, cluster: ClusterSpec, passes_per_window: int) -> Costs:
-        if passes_per_window < 1:
-            raise ValueError(f"passes_per_window is {passes_per_window}: expected at least 1")
-        intra_us_per_byte, inter_us_per_byte = 1e-3 / cluster.intra_gb_s, 1e-3 / cluster.inter_gb_s
-        latency_us = cluster.intra_latency_us * (cluster.gpus_per_node > 1) + cluster.inter_latency_us * (
-            cluster.n_nodes > 1
-        )
-        values = (
-            latency_us,
-            model.hidden * model.dispatch_bytes * intra_us_per_byte,
-            model.hidden * model.dispatch_bytes * inter_us_per_byte,
-            latency_us,
-            model.hidden * model.combine_bytes * intra_us_per_byte,
-            model.hidden * model.combine_bytes * inter_us_per_byte,
-            model.kernel_start_us,
-            model.kernel_expert_us,
-            model.kernel_pair_us,
-            model.expert_bytes * intra_us_per_byte / passes_per_window,
-            model.expert_bytes * inter_us_per_byte / passes_per_window,
-        )
-        return cls(*map(float, values))
-
-    def weigh_tokens(self, scale: float) -> Costs:
-        """The same costs with each token weighed by ``scale``; latencies, active experts and migration are unchanged."""
-        per_token = ("dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "pair_us")
-        return self._replace(**{name: getattr(self, name) * scale for name in per_token})
-
-
-class Network(NamedTuple):
-    """The topology as the kernels read it, and how the counts of a token's experts are packed into integers.
-
-    How many of a token's experts run on each GPU is packed into a few 63-bit words, one bit field per GPU. Changing one
-    count, and testing a GPU or a whole node for zero, then takes a handful of instructions for any K. The fields of a node
-    share one word, or fill words of their own. Lookup tables replace integer division, which would dominate the run time.
-    """
-
-    node_of: npt.NDArray[np.int64]
-    """(G,) node of each GPU"""
-    word_of: npt.NDArray[np.int64]
-    """(G,) word that holds the GPU's field"""
-    shift_of: npt.NDArray[np.int64]
-    """(G,) lowest bit of the GPU's field in that word"""
-    node_mask: npt.NDArray[np.int64]
-    """(G,) bits of all fields of the GPU's node, if they lie in one word"""
-    gpus_per_node: int
-    field_bits: int
-    """Width of a field: enough to count K"""
-    words_per_node: int
-    """Words over which the fields of one node are spread"""
-    n_words: int
-    mode: int
-    """How tokens travel: MODE_DEDUP, MODE_PER_EXPERT or MODE_STAY"""
-
-    @classmethod
-    def of(cls, cluster: ClusterSpec, top_k: int, mode: int) -> Network:
-        field_bits, per_node = top_k.bit_length(), cluster.gpus_per_node
-        fields_per_word = 63 // field_bits  # 63, so that a word is never negative
-        gpu = np.arange(cluster.n_gpus, dtype=np.int64)
-        node, rank = gpu // per_node, gpu % per_node
-        if per_node <= fields_per_word:
-            nodes_per_word = fields_per_word // per_node
-            word, field = node // nodes_per_word, node % nodes_per_word * per_node + rank
-            mask = ((1 << per_node * field_bits) - 1) << (field - rank) * field_bits
-        else:
-            word, field = node * ceil(per_node / fields_per_word) + rank // fields_per_word, rank % fields_per_word
-            mask = np.full(len(gpu), -1)
-        return cls(
-            node_of=node,
-            word_of=word,
-            shift_of=field * field_bits,
-            node_mask=mask,
-            gpus_per_node=per_node,
-            field_bits=field_bits,
-            words_per_node=int(word[per_node - 1] - word[0]) + 1,
-            n_words=int(word[-1]) + 1,
-            mode=mode,
-        )

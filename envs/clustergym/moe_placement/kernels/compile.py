@@ -7,13 +7,14 @@ bits than the array has.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import config
 
-from clustergym.common.compiling import compiler, source_fingerprint
+from clustergym.common.compiling import compiler, imported_sources, source_fingerprint
 
 PLAIN_PYTHON = bool(config.ENABLE_CUDASIM or config.DISABLE_JIT)
 
@@ -21,16 +22,14 @@ PLAIN_PYTHON = bool(config.ENABLE_CUDASIM or config.DISABLE_JIT)
 index = np.uint64
 
 
-def kernel_sources() -> list[Path]:
-    """All files of ``moe_placement`` that define functions with :func:`device`, and the constants that they use."""
-    files = Path(__file__).parents[1].rglob("*.py")
-    return [path for path in files if path.parent.name in ("kernels", "serving") or b"\n@device\n" in path.read_bytes()]
-
-
-FINGERPRINT = source_fingerprint(kernel_sources())
-_compiled = compiler(FINGERPRINT)
-
-
 def device(function: Any) -> Any:
     """Compile a function of one environment. A CUDA kernel that calls it compiles it as a device function."""
-    return function if PLAIN_PYTHON else _compiled(function)
+    if PLAIN_PYTHON:
+        return function
+    return compiler(_fingerprint(Path(function.__code__.co_filename)))(function)
+
+
+@cache
+def _fingerprint(path: Path) -> str:
+    """A function is compiled again only if its file, or one that this file imports, has changed."""
+    return source_fingerprint(imported_sources(path))

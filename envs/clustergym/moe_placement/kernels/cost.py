@@ -1,24 +1,23 @@
 """From counts to µs: dispatch, expert kernels, combine and migration.
 
-``norm_log2`` = −1 gives the true time, set by the busiest GPU. d ≥ 0 replaces that maximum by the smooth 2^d-norm over GPUs,
-which suits planners.
+``norm_log2`` = −1 gives the true time, set by the busiest GPU. d ≥ 0 replaces that maximum by the smooth 2^d-norm over
+GPUs, which suits planners.
 """
 
 from __future__ import annotations
 
 import math
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.state import (
     FROM_OTHER_NODE,
     FROM_OWN_NODE,
-    MODE_PER_EXPERT,
-    MODE_STAY,
     RECEIVED_INTER,
     RECEIVED_INTRA,
     SENT_INTER,
     SENT_INTRA,
 )
+from clustergym.moe_placement.profiles import ALLGATHER, PER_EXPERT, STAY
 
 
 @device
@@ -39,39 +38,27 @@ def _root(total, norm_log2):
 
 
 @device
-def count_copies(copies, visits, node_visits, network):
-    """Write to ``copies`` (4, G) what each GPU sends and receives, inside its node and between nodes.
-
-    A copy goes once to each other node, to the GPU of the same rank there, which forwards it to its neighbours.
-    """
-    n_gpus, per_node = visits.shape[0], network.gpus_per_node
-    for i in range(copies.shape[0]):
-        for g in range(n_gpus):
-            copies[i, g] = 0
-    for home in range(n_gpus):
-        here = network.node_of[home]
-        if network.mode == MODE_PER_EXPERT:
-            for g in range(n_gpus):
-                if g != home:
-                    near = network.node_of[g] == here
-                    copies[SENT_INTRA if near else SENT_INTER, home] += visits[home, g]
-                    copies[RECEIVED_INTRA if near else RECEIVED_INTER, g] += visits[home, g]
-            continue
-        g = 0
-        for node in range(node_visits.shape[1]):
-            relay = home + (node - here) * per_node
-            for _ in range(per_node):
-                count = visits[home, index(g)] * (g != relay)
-                copies[SENT_INTRA, index(relay)] += count
-                copies[RECEIVED_INTRA, index(g)] += count
-                g += 1
-            count = node_visits[home, node] * (node != here)
-            copies[SENT_INTER, home] += count
-            copies[RECEIVED_INTER, index(relay)] += count
+def gpu_kernel_time(state, b, w, g, topology, costs):
+    """µs of the GPU's expert kernel without its start."""
+    # Whole numbers first: their sum does not depend on the order of the slots.
+    active, blocks, pairs, tokens = 0, 0, 0, 0
+    for s in range(state.slots.shape[2]):
+        if state.slots[b, g, s] >= 0:
+            here = int(state.slot_pairs[b, w, g, s])
+            active += here > 0
+            blocks += (here + costs.block_tokens - 1) // costs.block_tokens
+            pairs += here
+    if costs.token_us > 0.0:
+        if topology.transport == ALLGATHER:
+            tokens = state.rows.shape[2]
+        else:
+            for home in range(state.slots.shape[1]):
+                tokens += state.visits[b, w, home, g]
+    return costs.token_us * tokens + costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
 
 
 @device
-def _copies_time(copies, intra_us, inter_us, norm_log2):
+def _exchange_time(copies, intra_us, inter_us, norm_log2):
     """µs that the busiest GPU needs for its copies: inside the node, plus between nodes."""
     intra, inter = 0.0, 0.0
     for g in range(copies.shape[1]):
@@ -83,102 +70,100 @@ def _copies_time(copies, intra_us, inter_us, norm_log2):
 
 
 @device
-def _exchange_time(sim, b, visits, node_visits, intra_us, inter_us, network, norm_log2):
-    """µs that the busiest GPU needs to send or receive its copies."""
-    count_copies(sim.copies[b], visits, node_visits, network)
-    return _copies_time(sim.copies[b], intra_us, inter_us, norm_log2)
+def compute_time(state, b, w, costs, norm_log2):
+    """µs of the slowest expert kernel."""
+    longest = 0.0
+    for g in range(state.slots.shape[1]):
+        longest = _accumulate(longest, state.kernel_us[b, w, g], norm_log2)
+    time = costs.kernel_us + _root(longest, norm_log2)
+    # The smooth norm ignores the floor: a search should go on balancing below it.
+    return max(costs.kernel_floor_us, time) if norm_log2 < 0 else time
 
 
 @device
-def link_copies(visits, node_visits, network, links):
-    """Write to ``links`` (G, G) the copies dispatched from row to column."""
-    n_gpus, node_of, per_node = visits.shape[0], network.node_of, network.gpus_per_node
-    for g in range(n_gpus):
-        for h in range(n_gpus):
-            links[g, h] = 0
+def pass_times(state, b, w, topology, costs, norm_log2):
+    """(dispatch, compute, combine) of a pass, µs."""
+    dispatch, combine = costs.dispatch_us, costs.combine_us
+    if topology.transport != ALLGATHER:
+        # What is combined is what was dispatched, the other way round, unless tokens stay where they are.
+        back = state.return_copies[b, w] if topology.transport == STAY else state.copies[b, w]
+        dispatch += _exchange_time(state.copies[b, w], costs.dispatch_intra_us, costs.dispatch_inter_us, norm_log2)
+        combine += _exchange_time(back, costs.combine_intra_us, costs.combine_inter_us, norm_log2)
+    return dispatch, compute_time(state, b, w, costs, norm_log2), combine
+
+
+@device
+def pass_time(state, b, w, topology, costs, norm_log2):
+    """Dispatch + compute + combine of a pass, µs: the sum of :func:`pass_times`, with one look at the copies."""
+    if topology.transport == STAY:
+        dispatch, compute, combine = pass_times(state, b, w, topology, costs, norm_log2)
+        return dispatch + compute + combine
+    time = costs.dispatch_us + costs.combine_us + compute_time(state, b, w, costs, norm_log2)
+    if topology.transport != ALLGATHER:
+        intra_us = costs.dispatch_intra_us + costs.combine_intra_us
+        inter_us = costs.dispatch_inter_us + costs.combine_inter_us
+        time += _exchange_time(state.copies[b, w], intra_us, inter_us, norm_log2)
+    return time
+
+
+@device
+def mean_pass_time(state, b, first, last, topology, costs, norm_log2):
+    """Mean time of the passes ``first`` … ``last``−1, µs. Each is set by its own slowest GPU."""
+    total = 0.0
+    for w in range(first, last):
+        total += pass_time(state, b, w, topology, costs, norm_log2)
+    return total / (last - first)
+
+
+@device
+def migration_time(state, b, costs):
+    """µs per pass until the GPU that receives most experts has them, spread over the passes of the interval."""
+    longest = 0.0
+    for g in range(state.slots.shape[1]):
+        intra = state.received[b, g, FROM_OWN_NODE] * costs.receive_intra_us
+        longest = max(longest, intra + state.received[b, g, FROM_OTHER_NODE] * costs.receive_inter_us)
+    return longest
+
+
+@device
+def with_migration(serve_us, migration_us, before_us, costs):
+    """µs per pass of an interval with a migration at its start.
+
+    Blocking: the engine stops until all weights have arrived. In the background: the placement before, which takes
+    ``before_us``, serves until then, and a share of the transfer time slows the passes down.
+    """
+    if costs.background_share < 0.0:
+        return serve_us + migration_us
+    waiting = min(1.0, migration_us / before_us)
+    return waiting * before_us + (1.0 - waiting) * serve_us + costs.background_share * migration_us
+
+
+@device
+def smooth_and_true_time(state, b, n_passes, topology, costs, norm_log2):
+    """:func:`mean_pass_time` of the first passes in the smooth norm and the true one."""
+    true = mean_pass_time(state, b, 0, n_passes, topology, costs, -1)
+    if norm_log2 < 0:
+        return true, true
+    return mean_pass_time(state, b, 0, n_passes, topology, costs, norm_log2), true
+
+
+@device
+def add_links(state, b, w, topology, links):
+    """Add to ``links`` (G, G) the copies dispatched from row to column in a pass."""
+    n_gpus, node_of, per_node = state.slots.shape[1], topology.node_of, topology.gpus_per_node
+    if topology.transport == ALLGATHER:
+        for home in range(n_gpus):
+            for g in range(n_gpus):
+                if g != home:
+                    links[home, g] += state.rank_start[b, w, home + 1] - state.rank_start[b, w, home]
+        return
     for home in range(n_gpus):
         for g in range(n_gpus):
             relay = home + (node_of[g] - node_of[home]) * per_node
-            sender = home if network.mode == MODE_PER_EXPERT else relay
+            sender = home if topology.transport == PER_EXPERT else relay
             if g != sender:
-                links[sender, g] += visits[home, g]
-        if network.mode != MODE_PER_EXPERT:
-            for node in range(node_visits.shape[1]):
+                links[sender, g] += state.visits[b, w, home, g]
+        if topology.transport != PER_EXPERT:
+            for node in range(state.node_visits.shape[3]):
                 if node != node_of[home]:
-                    links[home, home + (node - node_of[home]) * per_node] += node_visits[home, node]
-
-
-@device
-def _compute_time(sim, b, w, costs, norm_log2, scale):
-    """µs of the slowest GPU's expert kernel."""
-    longest = 0.0
-    for g in range(sim.slots.shape[1]):
-        pairs, active = 0, 0
-        for s in range(sim.slots.shape[2]):
-            e = sim.slots[b, g, s]
-            if e >= 0 and sim.pairs[b, w, e, g] > 0:
-                pairs += sim.pairs[b, w, e, g]
-                active += 1
-        longest = _accumulate(longest, costs.expert_us * active + costs.pair_us * pairs * scale, norm_log2)
-    return costs.kernel_us + _root(longest, norm_log2)
-
-
-@device
-def layer_time(sim, b, w, costs, network, norm_log2, scale):
-    """Dispatch + compute + combine of window ``w``, µs.
-
-    ``scale`` weighs each token: 1/n if the window is n windows joined.
-    """
-    visits, node_visits = sim.visits[b, w], sim.node_visits[b, w]
-    time = costs.dispatch_us + costs.combine_us + _compute_time(sim, b, w, costs, norm_log2, scale)
-    intra_us, inter_us = costs.dispatch_intra_us * scale, costs.dispatch_inter_us * scale
-    if network.mode == MODE_STAY:
-        time += _exchange_time(sim, b, visits, node_visits, intra_us, inter_us, network, norm_log2)
-        visits, node_visits = sim.return_visits[b, w], sim.return_node_visits[b, w]
-        intra_us, inter_us = costs.combine_intra_us * scale, costs.combine_inter_us * scale
-        return time + _exchange_time(sim, b, visits, node_visits, intra_us, inter_us, network, norm_log2)
-    # The combine is the dispatch in reverse: one count serves both.
-    intra_us += costs.combine_intra_us * scale
-    inter_us += costs.combine_inter_us * scale
-    return time + _exchange_time(sim, b, visits, node_visits, intra_us, inter_us, network, norm_log2)
-
-
-@device
-def smooth_and_true_time(sim, b, w, costs, network, norm_log2):
-    """:func:`layer_time` in the smooth norm and the true one, from one count of the copies."""
-    if network.mode == MODE_STAY:
-        smooth = layer_time(sim, b, w, costs, network, norm_log2, 1.0)
-        return smooth, layer_time(sim, b, w, costs, network, -1, 1.0)
-    fixed = costs.dispatch_us + costs.combine_us
-    intra_us = costs.dispatch_intra_us + costs.combine_intra_us
-    inter_us = costs.dispatch_inter_us + costs.combine_inter_us
-    copies = sim.copies[b]
-    count_copies(copies, sim.visits[b, w], sim.node_visits[b, w], network)
-    smooth = (
-        fixed + _compute_time(sim, b, w, costs, norm_log2, 1.0) + _copies_time(copies, intra_us, inter_us, norm_log2)
-    )
-    return smooth, fixed + _compute_time(sim, b, w, costs, -1, 1.0) + _copies_time(copies, intra_us, inter_us, -1)
-
-
-@device
-def layer_times(sim, b, w, costs, network):
-    """True (dispatch, compute, combine, migration) µs of window ``w``, for reports."""
-    visits, node_visits = sim.visits[b, w], sim.node_visits[b, w]
-    intra_us, inter_us = costs.dispatch_intra_us, costs.dispatch_inter_us
-    dispatch = _exchange_time(sim, b, visits, node_visits, intra_us, inter_us, network, -1)
-    if network.mode == MODE_STAY:
-        visits, node_visits = sim.return_visits[b, w], sim.return_node_visits[b, w]
-    intra_us, inter_us = costs.combine_intra_us, costs.combine_inter_us
-    combine = _exchange_time(sim, b, visits, node_visits, intra_us, inter_us, network, -1)
-    compute = _compute_time(sim, b, w, costs, -1, 1.0)
-    return costs.dispatch_us + dispatch, compute, costs.combine_us + combine, migration_time(sim, b, costs)
-
-
-@device
-def migration_time(sim, b, costs):
-    """µs per pass until the GPU that receives most experts has them, spread over the passes of a window."""
-    longest = 0.0
-    for g in range(sim.slots.shape[1]):
-        intra_us = sim.received[b, g, FROM_OWN_NODE] * costs.receive_intra_us
-        longest = max(longest, intra_us + sim.received[b, g, FROM_OTHER_NODE] * costs.receive_inter_us)
-    return longest
+                    links[home, home + (node - node_of[home]) * per_node] += state.node_visits[b, w, home, node]

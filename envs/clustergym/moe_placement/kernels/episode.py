@@ -1,166 +1,236 @@
-"""One environment's episode: windows, the walk over the layers, operations and rewards."""
+"""One environment's episode: intervals, the walk over the layers, operations and rewards.
+
+The reward is aligned with the result: the rewards of an episode add up to the time that it saved against serving with
+its start placement, per interval, in units of the static placement's time. An operation earns what it saves on the next
+interval. When a layer is reached, what earlier operations save on it in the new interval is credited.
+"""
 
 from __future__ import annotations
 
+import numpy as np
+
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.cost import layer_time, migration_time
-from clustergym.moe_placement.kernels.counting import count_window
+from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_local_coactivation
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
-from clustergym.moe_placement.kernels.replicas import set_first_placement, static_slots
+from clustergym.moe_placement.kernels.passes import count_pass
+from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import (
+    AT_REUSE,
     CLOCK_DONE,
+    CLOCK_INTERVAL,
     CLOCK_LAYER,
     CLOCK_OPERATION,
-    CLOCK_WINDOW,
+    CLOCK_REUSE,
     LAST_EXPERT,
     LAST_FROM,
     LAST_KIND,
     LAST_NODE,
     LAST_TO,
     LAST_VICTIM,
-    MODE_STAY,
     N_LAST,
     N_TIMES,
     OP_ILLEGAL,
     OP_NOTHING,
+    TIME_EPLB,
     TIME_MIGRATED,
+    TIME_NEXT_START,
+    TIME_NEXT_START_NORM,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
+    TIME_OPERATION,
     TIME_REWARDED,
     TIME_SAVED,
     TIME_SERVED,
+    TIME_START,
 )
-from clustergym.moe_placement.kernels.streams import begin_stream, draw_window
+from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval
+from clustergym.moe_placement.kernels.token_sets import clear, copy_set
+from clustergym.moe_placement.profiles import STAY
 
 
 @device
-def _copy_slots(source, target):
+def copy_slots(source, target):
     for g in range(target.shape[0]):
         for s in range(target.shape[1]):
             target[g, s] = source[g, s]
 
 
 @device
-def _locate(episode, sim, b, w, layer, rules):
-    """Set where the window's tokens are before the layer. In MODE_STAY the layer before must have been counted."""
-    if rules.network.mode == MODE_STAY:
-        for t in range(sim.rows.shape[2]):
-            sim.origin[b, w, t] = sim.destination[b, w, t] if layer > 0 else episode.home[b, w, t]
+def locate(sim, b, w, layer):
+    """With transport ``stay``: tokens begin on their rank, and each layer where the layer before left them.
+
+    The layer before must have been counted.
+    """
+    for g in range(sim.slots.shape[1]):
+        if layer > 0:
+            copy_set(sim.destinations[b, w, g], sim.origins[b, w, g])
+            continue
+        clear(sim.origins[b, w, g])
+        for t in range(sim.rank_start[b, w, g], sim.rank_start[b, w, g + 1]):
+            sim.origins[b, w, g, t >> 6] |= np.uint64(1) << np.uint64(t & 63)
 
 
 @device
-def _draw(episode, sim, stream, b, w, trace, rules):
-    """Draw window ``w``. Except in MODE_STAY, the origin of a token is its home in all layers."""
-    home = episode.home[b, w] if rules.network.mode == MODE_STAY else sim.origin[b, w]
-    draw_window(stream, b, trace, rules.schedule, rules.rate, sim.slots.shape[1], sim.rows[b, w], home)
+def _draw(episode, sim, stream, b, first, trace, rules):
+    """Draw the sampled passes of an interval into the passes from ``first`` on."""
+    last = first + rules.n_passes
+    draw_interval(
+        stream, b, trace, rules.phase, rules.schedule, rules.rate, rules.rank_imbalance, sim.rows[b, first:last],
+        sim.rank_start[b, first:last],
+    )  # fmt: skip
+    episode.clock[b, CLOCK_REUSE] |= stream.position[b, AT_REUSE]
 
 
 @device
-def _window_time(episode, sim, b, w, trace, rules, slots, write):
-    """µs of window ``w`` over all layers under ``slots`` (L, G, S); ``write`` keeps the time of each layer."""
-    total = 0.0
-    for layer in range(slots.shape[0]):
-        _copy_slots(slots[layer], sim.slots[b])
-        set_first_placement(sim, b, rules.network)
-        _locate(episode, sim, b, w, layer, rules)
-        count_window(sim, b, w, trace.experts, layer, rules.network)
-        time = layer_time(sim, b, w, rules.costs, rules.network, -1, 1.0)
-        total += time
-        if write:
-            episode.next_window_us[b, layer] = time
-    return total
+def _count(sim, b, first, last, trace, rules, layer):
+    for w in range(first, last):
+        if rules.topology.transport == STAY:
+            locate(sim, b, w, layer)
+        count_pass(sim, b, w, trace.experts[layer], rules.topology, rules.costs)
 
 
 @device
-def _rewarded_time(sim, b, rules):
+def _next_time(sim, b, rules, norm_log2):
+    """Mean time of a pass of the next interval, without migration, µs."""
+    n_passes = sim.rows.shape[1]
+    return mean_pass_time(sim, b, n_passes - rules.n_passes, n_passes, rules.topology, rules.costs, norm_log2)
+
+
+@device
+def _rewarded_time(episode, sim, b, rules):
     """The time whose decrease is rewarded."""
-    w = 0 if rules.reward_observed else 1
-    time = layer_time(sim, b, w, rules.costs, rules.network, rules.reward_norm_log2, 1.0)
-    return time + migration_time(sim, b, rules.costs)
+    before_us, migration_us = episode.times_us[b, TIME_NEXT_START_NORM], migration_time(sim, b, rules.costs)
+    return with_migration(_next_time(sim, b, rules, rules.reward_norm_log2), migration_us, before_us, rules.costs)
 
 
 @device
-def _begin_layer(episode, sim, obs, b, trace, rules, layer):
-    """Go to a layer. Returns how earlier layers' operations changed its time in the next window (MODE_STAY), µs."""
-    _copy_slots(episode.slots[b, layer], sim.slots[b])
-    set_first_placement(sim, b, rules.network)
-    for w in range(2):
-        _locate(episode, sim, b, w, layer, rules)
-        count_window(sim, b, w, trace.experts, layer, rules.network)
+def _write_start_times(episode, sim, b, trace, rules):
+    """Write the time of each layer in the next interval under the start placement."""
+    n_passes = rules.n_passes
+    for layer in range(episode.slots.shape[1]):
+        copy_slots(episode.first_slots[b, layer], sim.slots[b])
+        set_first_placement(sim, b, rules.topology)
+        _count(sim, b, n_passes, 2 * n_passes, trace, rules, layer)
+        episode.times_us[b, TIME_START] += _next_time(sim, b, rules, -1)
+        episode.start_us[b, layer] = _next_time(sim, b, rules, rules.reward_norm_log2)
+
+
+@device
+def _write_eplb(episode, sim, b, trace, rules, layer, slots):
+    """Fill ``slots`` (G, S) with EPLB's placement for the observed loads of a layer."""
+    n_experts, load = sim.replicas.shape[1], episode.float_scratch[b]
+    for e in range(n_experts):
+        load[e] = 0.0
+    for w in range(rules.n_passes):
+        for t in range(sim.rows.shape[2]):
+            for k in range(trace.experts.shape[2]):
+                e = trace.experts[layer, sim.rows[b, w, t], k]
+                if e >= 0:
+                    load[e] += 1.0
+    eplb_slots(slots, load[:n_experts], 1, 0, episode.int_scratch[b], load)
+
+
+@device
+def _serve_eplb(episode, sim, b, trace, rules):
+    """Serve the next interval with EPLB's placement for the observed one, migration included."""
+    n_passes, costs = rules.n_passes, rules.costs
+    for layer in range(episode.slots.shape[1]):
+        slots = episode.eplb_slots[b, layer]
+        copy_slots(slots, sim.slots[b])
+        set_first_placement(sim, b, rules.topology)
+        before_us = 0.0
+        if costs.background_share >= 0.0:
+            _count(sim, b, n_passes, 2 * n_passes, trace, rules, layer)
+            before_us = _next_time(sim, b, rules, -1)
+        _write_eplb(episode, sim, b, trace, rules, layer, slots)
+        set_placement(sim, b, slots, rules.topology)
+        _count(sim, b, n_passes, 2 * n_passes, trace, rules, layer)
+        time = _next_time(sim, b, rules, -1)
+        episode.times_us[b, TIME_EPLB] += with_migration(time, migration_time(sim, b, costs), before_us, costs)
+
+
+@device
+def _still_at_start(episode, b, rules):
+    """No operation so far can have changed a layer that the agents have not reached."""
+    return episode.clock[b, CLOCK_INTERVAL] == 0 and rules.topology.transport != STAY
+
+
+@device
+def begin_layer(episode, sim, obs, b, trace, rules, layer):
+    """Go to a layer. Returns what the operations so far save on it in the next interval, µs."""
+    n_passes, times = rules.n_passes, episode.times_us[b]
+    copy_slots(episode.slots[b, layer], sim.slots[b])
+    set_first_placement(sim, b, rules.topology)
+    _count(sim, b, 0, sim.rows.shape[1], trace, rules, layer)
     episode.clock[b, CLOCK_LAYER] = layer
     episode.clock[b, CLOCK_OPERATION] = 0
-    times = episode.times_us[b]
-    times[TIME_OBSERVED] = layer_time(sim, b, 0, rules.costs, rules.network, -1, 1.0)
+    times[TIME_OBSERVED] = mean_pass_time(sim, b, 0, n_passes, rules.topology, rules.costs, -1)
     times[TIME_OBSERVED_START] = times[TIME_OBSERVED]
-    times[TIME_REWARDED] = _rewarded_time(sim, b, rules)
+    times[TIME_NEXT_START] = _next_time(sim, b, rules, -1)
+    times[TIME_NEXT_START_NORM] = _next_time(sim, b, rules, rules.reward_norm_log2)
+    times[TIME_REWARDED] = times[TIME_NEXT_START_NORM]
+    if _still_at_start(episode, b, rules):
+        episode.start_us[b, layer] = times[TIME_REWARDED]
+        times[TIME_START] += times[TIME_NEXT_START]
     observe_layer(episode, sim, obs, b, trace, rules, layer)
-    if rules.network.mode == MODE_STAY and layer > 0 and not rules.reward_observed:
-        return episode.next_window_us[b, layer] - layer_time(sim, b, 1, rules.costs, rules.network, -1, 1.0)
-    return 0.0
+    return episode.start_us[b, layer] - times[TIME_REWARDED]
 
 
 @device
-def _begin_window(episode, sim, stream, obs, b, trace, rules):
-    """Draw the next window; window 0 is set. Returns what the episode's operations so far save on the next window, µs."""
-    _draw(episode, sim, stream, b, 1, trace, rules)
-    saved = 0.0
-    if rules.network.mode == MODE_STAY or rules.stream_credit:
-        now = _window_time(episode, sim, b, 1, trace, rules, episode.slots[b], True)
-        if rules.stream_credit:
-            saved = _window_time(episode, sim, b, 1, trace, rules, episode.first_slots[b], False) - now
-    _begin_layer(episode, sim, obs, b, trace, rules, 0)
-    return saved
+def _begin_interval(episode, sim, stream, obs, b, trace, rules):
+    """Draw the next interval; the observed one is set. Returns what the first layer is credited with, µs."""
+    _draw(episode, sim, stream, b, rules.n_passes, trace, rules)
+    if not _still_at_start(episode, b, rules):
+        _write_start_times(episode, sim, b, trace, rules)
+    if rules.compare_eplb:
+        _serve_eplb(episode, sim, b, trace, rules)
+    return begin_layer(episode, sim, obs, b, trace, rules, 0)
 
 
 @device
 def begin_episode(episode, sim, stream, obs, b, trace, rules):
-    """Start a new stream, with its first window as the observed one, and the placement that the episode starts from."""
-    n_layers, n_experts = episode.slots.shape[1], sim.pairs.shape[2]
+    """Start a new stream, with its first interval as the observed one, and the placement that the episode starts from."""
+    n_layers, n_experts = episode.slots.shape[1], sim.replicas.shape[1]
     begin_stream(stream, b, trace, rules.schedule)
+    episode.clock[b, CLOCK_REUSE] = 0
     _draw(episode, sim, stream, b, 0, trace, rules)
     for layer in range(n_layers):
         slots = episode.slots[b, layer]
         for e in range(n_experts):
             episode.load_average[b, layer, e] = -1.0
         if rules.start_eplb:
-            load = episode.float_scratch[b]
-            for e in range(n_experts):
-                load[e] = 0.0
-            for t in range(sim.rows.shape[2]):
-                for k in range(trace.experts.shape[2]):
-                    e = trace.experts[layer, sim.rows[b, 0, t], k]
-                    if e >= 0:
-                        load[e] += 1.0
-            eplb_slots(slots, load[:n_experts], 1, 0, episode.int_scratch[b], load)
+            _write_eplb(episode, sim, b, trace, rules, layer, slots)
         else:
             static_slots(slots, n_experts)
-        _copy_slots(slots, episode.first_slots[b, layer])
+        copy_slots(slots, episode.first_slots[b, layer])
+        if rules.compare_eplb:
+            copy_slots(slots, episode.eplb_slots[b, layer])
     for i in range(N_TIMES):
         episode.times_us[b, i] = 0.0
     for i in range(N_LAST):
         episode.last_operation[b, i] = -1
-    episode.clock[b, CLOCK_WINDOW] = 0
+    episode.clock[b, CLOCK_INTERVAL] = 0
     episode.clock[b, CLOCK_DONE] = 0
-    _begin_window(episode, sim, stream, obs, b, trace, rules)
+    _begin_interval(episode, sim, stream, obs, b, trace, rules)
     observe_step(episode, sim, obs, b, rules)
 
 
 @device
-def step(episode, sim, stream, obs, b, trace, rules, expert, node):
-    """Apply one operation and go on to the next state; returns the reward. An episode that is over does not change."""
-    if episode.clock[b, CLOCK_DONE]:
-        return 0.0
-    times, last = episode.times_us[b], episode.last_operation[b]
-    kind, source, target, victim = resolve(sim, b, expert, node)
+def operate(episode, sim, obs, b, rules, expert, node):
+    """Apply one operation to the current layer; returns what it saves on the next interval, µs."""
+    times, last, n_passes = episode.times_us[b], episode.last_operation[b], rules.n_passes
+    kind, source, target, victim = resolve(sim, b, expert, node, n_passes)
     saved = 0.0
     if kind != OP_NOTHING and kind != OP_ILLEGAL:
-        apply_operation(sim, b, expert, source, target, victim, rules.network, 2)
-        after = _rewarded_time(sim, b, rules)
+        apply_operation(sim, b, expert, source, target, victim, rules.topology, rules.costs, sim.rows.shape[1])
+        after = _rewarded_time(episode, sim, b, rules)
         saved = times[TIME_REWARDED] - after
         times[TIME_REWARDED] = after
-        times[TIME_OBSERVED] = layer_time(sim, b, 0, rules.costs, rules.network, -1, 1.0)
+        times[TIME_OBSERVED] = mean_pass_time(sim, b, 0, n_passes, rules.topology, rules.costs, -1)
+        for e in range(episode.spent.shape[1]):
+            episode.spent[b, e] = 0
         # Only experts on these two GPUs, and the moved one, have new neighbours.
         update_local_coactivation(episode, sim, obs, b, expert)
         for s in range(sim.slots.shape[2]):
@@ -168,35 +238,68 @@ def step(episode, sim, stream, obs, b, trace, rules, expert, node):
                 update_local_coactivation(episode, sim, obs, b, sim.slots[b, source, s])
             if target >= 0 and sim.slots[b, target, s] >= 0:
                 update_local_coactivation(episode, sim, obs, b, sim.slots[b, target, s])
+    elif expert >= 0 and expert < episode.spent.shape[1]:
+        episode.spent[b, expert] = 1
     last[LAST_KIND] = kind
     last[LAST_EXPERT] = expert
     last[LAST_NODE] = node
     last[LAST_FROM] = source
     last[LAST_TO] = target
     last[LAST_VICTIM] = victim
+    return saved
+
+
+@device
+def step(episode, sim, stream, obs, b, trace, rules, expert, node):
+    """Apply one operation and go on to the next state; returns the reward. An episode that is over does not change."""
+    if episode.clock[b, CLOCK_DONE]:
+        return 0.0
+    times = episode.times_us[b]
+    saved = operate(episode, sim, obs, b, rules, expert, node)
+    times[TIME_OPERATION] = saved
     episode.clock[b, CLOCK_OPERATION] += 1
     if episode.clock[b, CLOCK_OPERATION] == rules.ops_per_layer:
         saved += _end_layer(episode, sim, stream, obs, b, trace, rules)
     observe_step(episode, sim, obs, b, rules)
     times[TIME_SAVED] += saved
-    return saved / rules.static_us
+    return saved / (rules.static_us * rules.n_intervals)
 
 
 @device
 def _end_layer(episode, sim, stream, obs, b, trace, rules):
-    """Keep the layer's placement and go to the next layer or window. Returns what that adds to the saved time, µs."""
+    """Keep the layer's placement and go to the next layer or interval. Returns what that layer is credited with, µs."""
     layer, times = int(episode.clock[b, CLOCK_LAYER]), episode.times_us[b]
-    _copy_slots(sim.slots[b], episode.slots[b, layer])
-    times[TIME_SERVED] += layer_time(sim, b, 1, rules.costs, rules.network, -1, 1.0)
-    times[TIME_MIGRATED] += migration_time(sim, b, rules.costs)
+    copy_slots(sim.slots[b], episode.slots[b, layer])
+    served, migration_us = _next_time(sim, b, rules, -1), migration_time(sim, b, rules.costs)
+    times[TIME_SERVED] += served
+    times[TIME_MIGRATED] += with_migration(served, migration_us, times[TIME_NEXT_START], rules.costs) - served
     if layer + 1 < episode.slots.shape[1]:
-        return _begin_layer(episode, sim, obs, b, trace, rules, layer + 1)
-    episode.clock[b, CLOCK_WINDOW] += 1
-    if episode.clock[b, CLOCK_WINDOW] == rules.n_windows:
+        return begin_layer(episode, sim, obs, b, trace, rules, layer + 1)
+    episode.clock[b, CLOCK_INTERVAL] += 1
+    if episode.clock[b, CLOCK_INTERVAL] == rules.n_intervals:
         episode.clock[b, CLOCK_DONE] = 1
         return 0.0
-    home = episode.home if rules.network.mode == MODE_STAY else sim.origin
-    for t in range(sim.rows.shape[2]):
-        sim.rows[b, 0, t] = sim.rows[b, 1, t]
-        home[b, 0, t] = home[b, 1, t]
-    return _begin_window(episode, sim, stream, obs, b, trace, rules)
+    n_passes = rules.n_passes
+    for w in range(n_passes):
+        for t in range(sim.rows.shape[2]):
+            sim.rows[b, w, t] = sim.rows[b, n_passes + w, t]
+        for g in range(sim.rank_start.shape[2]):
+            sim.rank_start[b, w, g] = sim.rank_start[b, n_passes + w, g]
+    return _begin_interval(episode, sim, stream, obs, b, trace, rules)
+
+
+@device
+def load_layer(episode, sim, obs, b, trace, rules, layer, slots, rows, rank_start):
+    """Begin a visit to a layer with this placement (G, S) after these passes (P, T), (P, G + 1)."""
+    copy_slots(slots, episode.slots[b, layer])
+    n_passes = rows.shape[0]
+    for w in range(sim.rows.shape[1]):
+        for t in range(rows.shape[1]):
+            sim.rows[b, w, t] = rows[w % n_passes, t]
+        for g in range(rank_start.shape[1]):
+            sim.rank_start[b, w, g] = rank_start[w % n_passes, g]
+    episode.clock[b, CLOCK_DONE] = 0
+    for i in range(N_LAST):
+        episode.last_operation[b, i] = -1
+    begin_layer(episode, sim, obs, b, trace, rules, layer)
+    observe_step(episode, sim, obs, b, rules)

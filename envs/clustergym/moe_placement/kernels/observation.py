@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, index
-from clustergym.moe_placement.kernels.cost import count_copies, link_copies, migration_time
+from clustergym.moe_placement.kernels.cost import add_links, migration_time
+from clustergym.moe_placement.kernels.operations import slot_pairs
 from clustergym.moe_placement.kernels.state import (
+    CLOCK_INTERVAL,
     CLOCK_LAYER,
     CLOCK_OPERATION,
-    CLOCK_WINDOW,
     FROM_OTHER_NODE,
     FROM_OWN_NODE,
-    MODE_STAY,
     RECEIVED_INTER,
     RECEIVED_INTRA,
     SENT_INTER,
@@ -20,6 +20,7 @@ from clustergym.moe_placement.kernels.state import (
     TIME_OBSERVED,
     TIME_OBSERVED_START,
 )
+from clustergym.moe_placement.profiles import STAY
 
 # Columns of the observation ``experts``. The first three stay the same while the agents work on a layer.
 EXPERT_FEATURES = (
@@ -44,8 +45,8 @@ GPU_NODE_LOAD, GPU_TO_FETCH, GPU_BANDWIDTH_RATIO = 13, 14, 15
 N_GPU_FEATURES, N_KINDS = len(GPU_FEATURES), 3
 
 # Entries of the observation ``progress``.
-PROGRESS_FEATURES = ("layer", "operation", "window", "time", "slowest_kernel", "migration")
-PROGRESS_LAYER, PROGRESS_OPERATION, PROGRESS_WINDOW = 0, 1, 2
+PROGRESS_FEATURES = ("layer", "operation", "interval", "time", "slowest_kernel", "migration")
+PROGRESS_LAYER, PROGRESS_OPERATION, PROGRESS_INTERVAL = 0, 1, 2
 PROGRESS_TIME, PROGRESS_SLOWEST_KERNEL, PROGRESS_MIGRATION = 3, 4, 5
 N_PROGRESS = len(PROGRESS_FEATURES)
 
@@ -59,12 +60,13 @@ AFFINITY_TOKENS = 256
 @device
 def observe_layer(episode, sim, obs, b, trace, rules, layer):
     """Write what stays the same while the agents work on a layer: co-activation, affinity and loads."""
-    n_experts, n_tokens, top_k = sim.pairs.shape[2], sim.rows.shape[2], trace.experts.shape[2]
-    together, affinity, rows = obs.coactivation[b], obs.affinity[b], sim.rows[b, 0]
+    n_experts, n_passes, n_tokens = sim.replicas.shape[1], rules.n_passes, sim.rows.shape[2]
+    together, affinity, top_k = obs.coactivation[b], obs.affinity[b], trace.experts.shape[2]
+    total = n_passes * n_tokens
     # A sample estimates these probabilities well enough. If layers depend on each other, the affinity is counted in full.
-    stride = (n_tokens + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
-    affinity_stride = (n_tokens + AFFINITY_TOKENS - 1) // AFFINITY_TOKENS
-    if rules.network.mode == MODE_STAY:
+    stride = (total + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
+    affinity_stride = (total + AFFINITY_TOKENS - 1) // AFFINITY_TOKENS
+    if rules.topology.transport == STAY:
         affinity_stride = 1
     experts, experts_before = trace.experts[layer], trace.experts[max(0, layer - 1)]
     used, used_before = episode.int_scratch[b, 0], episode.int_scratch[b, 1]
@@ -74,8 +76,8 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
         for j in range(n_experts):
             together[i, j] = 0.0
             affinity[i, j] = 0.0
-    for t in range(0, n_tokens, stride):
-        row = index(rows[t])
+    for t in range(0, total, stride):
+        row = index(sim.rows[b, t // n_tokens, t % n_tokens])
         for k in range(top_k):
             i = experts[row, k]
             if i < 0:
@@ -85,8 +87,8 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
                 j = experts[row, m]
                 if j >= 0:
                     together[index(i), index(j)] += 1.0
-    for t in range(0, n_tokens if layer > 0 else 0, affinity_stride):
-        row = index(rows[t])
+    for t in range(0, total if layer > 0 else 0, affinity_stride):
+        row = index(sim.rows[b, t // n_tokens, t % n_tokens])
         for m in range(top_k):
             j = experts_before[row, m]
             if j < 0:
@@ -108,22 +110,34 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
             together[i, j] /= n_used
         for j in range(n_experts):
             affinity[i, j] /= n_used_before
-    _write_load_features(episode, sim, b, layer)
+    _write_load_features(episode, sim, b, layer, n_passes)
     _write_hot_coactivation(episode, obs, b)
     for i in range(n_experts):
         update_local_coactivation(episode, sim, obs, b, i)
+        episode.spent[b, i] = 0
+        for f in range(obs.memory.shape[2]):
+            obs.memory[b, i, f] = 0.0
 
 
 @device
-def _write_load_features(episode, sim, b, layer):
+def expert_load(sim, b, e, n_passes):
+    """Tokens that use the expert in the observed passes."""
+    total = 0
+    for w in range(n_passes):
+        total += sim.load[b, w, e]
+    return total
+
+
+@device
+def _write_load_features(episode, sim, b, layer, n_passes):
     """Write load, moving average and change of each expert, and advance the moving average."""
-    n_experts, total = sim.pairs.shape[2], 0
+    n_experts, total = sim.replicas.shape[1], 0
     for e in range(n_experts):
-        total += sim.load[b, 0, e]
+        total += expert_load(sim, b, e, n_passes)
     total = max(1, total)
     features = episode.load_features[b]
     for e in range(n_experts):
-        share = sim.load[b, 0, e] / total
+        share = expert_load(sim, b, e, n_passes) / total
         known = episode.load_average[b, layer, e]
         change = 0.0 if known < 0 else (share - known) * n_experts
         episode.load_average[b, layer, e] = share if known < 0 else 0.5 * known + 0.5 * share
@@ -167,11 +181,11 @@ def observe_step(episode, sim, obs, b, rules):
     """Write what an operation changes: placement, load and traffic of the GPUs, masks, progress."""
     time = episode.times_us[b, TIME_OBSERVED]
     busiest, slowest = _observe_gpus(episode, sim, obs, b, rules, time)
-    _observe_experts(episode, sim, obs, b, busiest)
+    _observe_experts(episode, sim, obs, b, rules, busiest)
     progress = obs.progress[b]
     progress[PROGRESS_LAYER] = episode.clock[b, CLOCK_LAYER] / episode.slots.shape[1]
     progress[PROGRESS_OPERATION] = episode.clock[b, CLOCK_OPERATION] / rules.ops_per_layer
-    progress[PROGRESS_WINDOW] = episode.clock[b, CLOCK_WINDOW] / rules.n_windows
+    progress[PROGRESS_INTERVAL] = episode.clock[b, CLOCK_INTERVAL] / rules.n_intervals
     progress[PROGRESS_TIME] = time / episode.times_us[b, TIME_OBSERVED_START]
     progress[PROGRESS_SLOWEST_KERNEL] = slowest / time
     progress[PROGRESS_MIGRATION] = migration_time(sim, b, rules.costs) / time
@@ -181,45 +195,48 @@ def observe_step(episode, sim, obs, b, rules):
 def _observe_gpus(episode, sim, obs, b, rules, time):
     """Write ``gpus``, ``traffic`` and ``gpu_mask``, and in scratch the load of each GPU and the replicas that it can take.
 
-    Returns the slowest GPU and the µs of its expert kernel.
+    Returns the slowest GPU and the mean µs of its expert kernel.
     """
-    n_experts, n_gpus, n_slots = sim.pairs.shape[2], sim.slots.shape[1], sim.slots.shape[2]
-    network, costs, per_node = rules.network, rules.costs, rules.network.gpus_per_node
+    n_experts, n_gpus, n_slots, n_passes = (
+        sim.replicas.shape[1], sim.slots.shape[1], sim.slots.shape[2], rules.n_passes,
+    )  # fmt: skip
+    topology, costs, per_node = rules.topology, rules.costs, rules.topology.gpus_per_node
+    gpus, load, any_gpu, traffic = obs.gpus[b], episode.float_scratch[b], obs.gpu_mask[b], obs.traffic[b]
+    slots, replicas, n_replicas = sim.slots[b], sim.replicas[b], sim.n_replicas[b]
+    in_common, accepts = episode.in_common[b], episode.accepts[b]
+    # Times of one pass, relative to the layer's.
+    intra, inter = costs.dispatch_intra_us / time / n_passes, costs.dispatch_inter_us / time / n_passes
     total = 0
     for e in range(n_experts):
-        total += sim.load[b, 0, e]
+        total += expert_load(sim, b, e, n_passes)
     mean = max(1, total) / n_gpus
-    gpus, load, any_gpu = obs.gpus[b], episode.float_scratch[b], obs.gpu_mask[b]
-    slots, replicas, n_replicas, pairs = sim.slots[b], sim.replicas[b], sim.n_replicas[b], sim.pairs[b, 0]
-    copies, traffic, in_common, accepts = sim.copies[b], obs.traffic[b], episode.in_common[b], episode.accepts[b]
-    intra, inter = costs.dispatch_intra_us / time, costs.dispatch_inter_us / time
-
-    count_copies(copies, sim.visits[b, 0], sim.node_visits[b, 0], network)
-    link_copies(sim.visits[b, 0], sim.node_visits[b, 0], network, traffic)
-    busiest, slowest = 0, -1.0
     for g in range(n_gpus):
         for h in range(n_gpus):
             in_common[g, h] = 0
-            traffic[g, h] *= intra if network.node_of[h] == network.node_of[g] else inter
+            traffic[g, h] = 0.0
+    for w in range(n_passes):
+        add_links(sim, b, w, topology, traffic)
+    busiest, slowest = 0, -1.0
     for g in range(n_gpus):
-        done, active, held, spares, hot = 0, 0, 0, 0, 0.0
+        done, active, held, spares, hot, compute = 0, 0, 0, 0, 0.0, 0.0
         for s in range(n_slots):
             e = slots[g, s]
             if e < 0:
                 continue
-            count = pairs[index(e), g]
-            done += count
-            active += count > 0
             held += 1
             spares += n_replicas[index(e)] > 1
             hot += episode.hot_coactivation[b, index(e)]
+            done += slot_pairs(sim, b, g, s, n_passes)
             for i in range(n_replicas[index(e)]):
                 in_common[index(replicas[index(e), i]), g] += 1
-        compute = costs.expert_us * active + costs.pair_us * done
+            for w in range(n_passes):
+                active += sim.slot_pairs[b, w, g, s] > 0
+        for w in range(n_passes):
+            compute += sim.kernel_us[b, w, g] / n_passes
         if compute > slowest:
             busiest, slowest = g, compute
         load[g] = done / mean
-        in_common[n_gpus, g] = done
+        episode.gpu_pairs[b, g] = done
         accepts[n_gpus, g] = held < n_slots
         # To leave an expert where it is, or to fill an empty GPU, is possible everywhere.
         any_gpu[g] = 1
@@ -228,11 +245,15 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
         gpus[g, GPU_LOAD] = load[g]
         gpus[g, GPU_COMPUTE_TIME] = compute / time
         gpus[g, GPU_FREE_SLOTS] = (n_slots - held) / n_slots
-        gpus[g, GPU_SENT_INTRA] = copies[SENT_INTRA, g] * intra
-        gpus[g, GPU_RECEIVED_INTRA] = copies[RECEIVED_INTRA, g] * intra
-        gpus[g, GPU_SENT_INTER] = copies[SENT_INTER, g] * inter
-        gpus[g, GPU_RECEIVED_INTER] = copies[RECEIVED_INTER, g] * inter
-        gpus[g, GPU_ACTIVE_EXPERTS] = active / n_slots
+        for f in range(GPU_SENT_INTRA, GPU_RECEIVED_INTER + 1):
+            gpus[g, f] = 0.0
+        for w in range(n_passes):
+            copies = sim.copies[b, w]
+            gpus[g, GPU_SENT_INTRA] += copies[SENT_INTRA, g] * intra
+            gpus[g, GPU_RECEIVED_INTRA] += copies[RECEIVED_INTRA, g] * intra
+            gpus[g, GPU_SENT_INTER] += copies[SENT_INTER, g] * inter
+            gpus[g, GPU_RECEIVED_INTER] += copies[RECEIVED_INTER, g] * inter
+        gpus[g, GPU_ACTIVE_EXPERTS] = active / (n_slots * n_passes)
         gpus[g, GPU_HOT_COACTIVATION] = hot
         gpus[g, GPU_TO_FETCH] = (sim.received[b, g, FROM_OWN_NODE] + sim.received[b, g, FROM_OTHER_NODE]) / n_slots
         gpus[g, GPU_BANDWIDTH_RATIO] = costs.dispatch_intra_us / costs.dispatch_inter_us
@@ -240,8 +261,9 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
     for g in range(n_gpus):
         for h in range(n_gpus):
             accepts[g, h] = accepts[n_gpus, h] | (in_common[g, h] < in_common[h, h])
+            traffic[g, h] *= intra if topology.node_of[h] == topology.node_of[g] else inter
     for g in range(n_gpus):
-        first = network.node_of[g] * per_node
+        first = topology.node_of[g] * per_node
         node_load = 0.0
         for h in range(first, first + per_node):
             node_load += load[h]
@@ -258,28 +280,35 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
 
 
 @device
-def _observe_experts(episode, sim, obs, b, busiest):
+def _observe_experts(episode, sim, obs, b, rules, busiest):
     """Write ``experts``, ``placement``, ``expert_mask`` and ``joint_mask`` after :func:`_observe_gpus`."""
-    n_experts, n_gpus = sim.pairs.shape[2], sim.slots.shape[1]
+    n_experts, n_gpus, n_passes = sim.replicas.shape[1], sim.slots.shape[1], rules.n_passes
     experts, placement, joint = obs.experts[b], obs.placement[b], obs.joint_mask[b]
-    replicas, n_replicas, pairs, load = sim.replicas[b], sim.n_replicas[b], sim.pairs[b, 0], episode.float_scratch[b]
-    gpu_done, accepts, has_room = episode.in_common[b, n_gpus], episode.accepts[b], episode.accepts[b, n_gpus]
+    replicas, n_replicas, load = sim.replicas[b], sim.n_replicas[b], episode.float_scratch[b]
+    accepts, has_room, most = episode.accepts[b], episode.accepts[b, n_gpus], episode.int_scratch[b, 0]
     for e in range(n_experts):
+        most[e] = 0
         for g in range(n_gpus):
             placement[e, g] = 0.0
-        source, most_done, most, top, moved = replicas[e, 0], -1, 0, 0.0, 0
+    for g in range(n_gpus):
+        for s in range(sim.slots.shape[2]):
+            e = sim.slots[b, g, s]
+            if e >= 0:
+                placement[index(e), g] = 1.0
+                most[index(e)] = max(most[index(e)], slot_pairs(sim, b, g, s, n_passes))
+    fresh = 0
+    for e in range(n_experts):
+        source, most_done, top, moved = replicas[e, 0], -1, 0.0, 0
         for i in range(n_replicas[e]):
             g = index(replicas[e, i])
-            placement[e, g] = 1.0
             top = max(top, load[g])
-            most = max(most, pairs[e, g])
             moved += sim.held_before[b, e, g] == 0
-            if gpu_done[g] > most_done:
-                source, most_done = replicas[e, i], gpu_done[g]
+            if episode.gpu_pairs[b, g] > most_done:
+                source, most_done = replicas[e, i], episode.gpu_pairs[b, g]
         for f in range(N_LOAD_FEATURES):
             experts[e, f] = episode.load_features[b, e, f]
         experts[e, EXPERT_REPLICAS] = n_replicas[e] / n_gpus
-        experts[e, EXPERT_TOP_SHARE] = most / max(1, sim.load[b, 0, e])
+        experts[e, EXPERT_TOP_SHARE] = most[e] / max(1, expert_load(sim, b, e, n_passes))
         experts[e, EXPERT_TOP_GPU_LOAD] = top
         experts[e, EXPERT_TO_FETCH] = moved
         experts[e, EXPERT_LOCAL_COACTIVATION] = episode.local_coactivation[b, e] / n_replicas[e]
@@ -298,4 +327,9 @@ def _observe_experts(episode, sim, obs, b, busiest):
             choices[index(n_gpus) + g] = 0
             choices[index(2 * n_gpus) + g] = n_replicas[e] > 1
         # On one GPU with all slots taken nothing can be done: the choice is then between no-ops.
-        obs.expert_mask[b, e] = useful > 0 or n_replicas[e] > 1 or n_gpus == 1
+        useful = useful > 0 or n_replicas[e] > 1 or n_gpus == 1
+        obs.expert_mask[b, e] = useful
+        fresh += useful and not episode.spent[b, e]
+    if rules.skip_spent and fresh > 0:
+        for e in range(n_experts):
+            obs.expert_mask[b, e] = obs.expert_mask[b, e] and not episode.spent[b, e]

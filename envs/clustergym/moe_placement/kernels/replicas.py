@@ -1,11 +1,14 @@
-"""Which GPUs hold an expert, which of them serves a token, and which experts a GPU must receive."""
+"""Which GPUs hold an expert, and which of them serves a rank's tokens."""
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
+from clustergym.moe_placement.profiles import RANDOM, RANK_MOD, RANK_NEAREST, ROUND_ROBIN, TOKEN_HASH
 
 MASK31 = 0x7FFFFFFF
+# Knuth's multiplicative hash of 32-bit integers.
+_KNUTH, _MASK32 = 2654435761, 0xFFFFFFFF
 
 
 @device
@@ -17,80 +20,161 @@ def hash31(x):
 
 
 @device
-def upper_half(token_hash):
-    """Which of two replicas a token chooses, 0 or 1: the same as in :func:`choose`."""
-    return token_hash >> 30
+def choose(topology, row, position, rank, ordinal, count):
+    """Which of ``count`` replicas a token takes.
 
-
-@device
-def choose(replicas, choice, token_hash):
-    """GPU that runs an expert for a token. The token's hash decides between equal candidates."""
-    return replicas[index((choice & 0xFFFF) + (token_hash * int(choice >> 16) >> 31))]
-
-
-@device
-def write_choices(sim, b, e, network):
-    """Write ``replica_choice`` of an expert: the replica on the token's GPU, else those on its node, else all.
-
-    Replicas on one node are neighbours in the ascending list.
+    ``position`` is the token's place in its rank's batch. ``ordinal`` is how many tokens of the rank used the expert
+    before it.
     """
-    n_gpus, n = sim.slots.shape[1], int(sim.n_replicas[b, e])
-    choice, replicas = sim.replica_choice[b, e], sim.replicas[b, e]
-    if n == 1:
-        for g in range(n_gpus):
-            choice[g] = 1 << 16
-        return
+    if topology.dispatch == TOKEN_HASH:
+        return (position * _KNUTH & _MASK32) % count
+    if topology.dispatch == ROUND_ROBIN:
+        return (ordinal + rank) % count
+    return hash31(row) * count >> 31
+
+
+@device
+def write_choices(state, b, e, topology):
+    """Derive from the replicas of ``e`` which of them a token of each rank chooses from.
+
+    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas.
+    * rank-mod: replica number rank modulo the number of replicas.
+    * local-hash: the one on the rank's GPU, else those on its node, else all.
+    * random, token-hash, round-robin: all.
+    """
+    n_gpus, n = state.slots.shape[1], int(state.n_replicas[b, e])
+    choice, replicas, node_of = state.replica_choice[b, e], state.replicas[b, e], topology.node_of
+    dispatch, per_node = topology.dispatch, topology.gpus_per_node
     for g in range(n_gpus):
         choice[g] = n << 16
+    if n == 1 or dispatch == RANDOM or dispatch == TOKEN_HASH or dispatch == ROUND_ROBIN:
+        return
+    if dispatch == RANK_MOD:
+        for g in range(n_gpus):
+            choice[g] = g % n | 1 << 16
+        return
+    # Replicas on one node are neighbours in the ascending list.
     first = 0
     for i in range(n):
-        node = network.node_of[replicas[i]]
-        if network.node_of[replicas[first]] != node:
+        node = node_of[replicas[i]]
+        if node_of[replicas[first]] != node:
             first = i
-        for g in range(node * network.gpus_per_node, (node + 1) * network.gpus_per_node):
-            choice[g] = first | (i - first + 1) << 16
+        count = 1 if dispatch == RANK_NEAREST else i - first + 1
+        for g in range(node * per_node, (node + 1) * per_node):
+            choice[g] = first | count << 16
+    if dispatch == RANK_NEAREST:
+        # Begin with another replica for each expert, so that the first ones do not get all remainders.
+        dealt = e % n
+        for g in range(n_gpus):
+            if choice[g] >> 16 == n:
+                choice[g] = dealt | 1 << 16
+                dealt = dealt + 1 if dealt + 1 < n else 0
     for i in range(n):
         choice[replicas[i]] = i | 1 << 16
 
 
 @device
-def write_replicas(sim, b, network):
-    """Write ``replicas``, ``n_replicas`` and ``replica_choice`` for the placement in ``slots``."""
-    for e in range(sim.pairs.shape[2]):
-        sim.n_replicas[b, e] = 0
-    for g in range(sim.slots.shape[1]):
-        for s in range(sim.slots.shape[2]):
-            e = sim.slots[b, g, s]
+def write_replicas(state, b, topology):
+    """Derive ``replicas``, ``n_replicas`` and ``replica_choice`` from ``slots``."""
+    n_experts = state.replicas.shape[1]
+    for e in range(n_experts):
+        state.n_replicas[b, e] = 0
+    for g in range(state.slots.shape[1]):
+        for s in range(state.slots.shape[2]):
+            e = state.slots[b, g, s]
             if e >= 0:
-                sim.replicas[b, e, sim.n_replicas[b, e]] = g
-                sim.n_replicas[b, e] += 1
-    for e in range(sim.pairs.shape[2]):
-        write_choices(sim, b, e, network)
+                state.replicas[b, e, state.n_replicas[b, e]] = g
+                state.n_replicas[b, e] += 1
+    for e in range(n_experts):
+        write_choices(state, b, e, topology)
 
 
 @device
-def set_first_placement(sim, b, network):
-    """Take the placement in ``slots`` as the one that the window begins with: nothing has to be received."""
-    write_replicas(sim, b, network)
-    for e in range(sim.pairs.shape[2]):
-        for g in range(sim.slots.shape[1]):
-            sim.held_before[b, e, g] = 0
-        for i in range(sim.n_replicas[b, e]):
-            sim.held_before[b, e, sim.replicas[b, e, i]] = 1
-    for g in range(sim.slots.shape[1]):
-        sim.received[b, g, FROM_OWN_NODE] = 0
-        sim.received[b, g, FROM_OTHER_NODE] = 0
+def set_first_placement(state, b, topology):
+    """Take the placement in ``slots`` as the one that the interval begins with: nothing has to be received."""
+    write_replicas(state, b, topology)
+    for e in range(state.replicas.shape[1]):
+        for g in range(state.slots.shape[1]):
+            state.held_before[b, e, g] = 0
+        for i in range(state.n_replicas[b, e]):
+            state.held_before[b, e, state.replicas[b, e, i]] = 1
+    for g in range(state.slots.shape[1]):
+        state.received[b, g, FROM_OWN_NODE] = 0
+        state.received[b, g, FROM_OTHER_NODE] = 0
 
 
 @device
-def set_placement(sim, b, slots, network):
-    """Replace the whole placement within a window: experts that are new on a GPU must be received."""
+def set_placement(state, b, slots, topology):
+    """Replace the whole placement within an interval: what is new must be received."""
     for g in range(slots.shape[0]):
         for s in range(slots.shape[1]):
-            sim.slots[b, g, s] = slots[g, s]
-    write_replicas(sim, b, network)
-    for e in range(sim.pairs.shape[2]):
-        count_received(sim, b, e, 1, network)
+            state.slots[b, g, s] = slots[g, s]
+    write_replicas(state, b, topology)
+    for e in range(state.replicas.shape[1]):
+        count_received(state, b, e, 1, topology)
+
+
+@device
+def count_received(state, b, e, sign, topology):
+    """Add (1) or take away (−1) what the current replicas of ``e`` make GPUs receive."""
+    for i in range(state.n_replicas[b, e]):
+        g = state.replicas[b, e, i]
+        if state.held_before[b, e, g] == 0:
+            source, first = FROM_OTHER_NODE, topology.node_of[g] * topology.gpus_per_node
+            for h in range(first, first + topology.gpus_per_node):
+                if state.held_before[b, e, h] == 1:
+                    source = FROM_OWN_NODE
+            state.received[b, g, source] += sign
+
+
+@device
+def slot_of(state, b, e, g):
+    """Slot of GPU ``g`` that holds ``e``."""
+    s = 0
+    while state.slots[b, g, s] != e:
+        s += 1
+    return s
+
+
+@device
+def insert(state, b, e, g):
+    """Put ``e`` on GPU ``g``, which has an empty slot and does not hold it."""
+    state.slots[b, g, slot_of(state, b, -1, g)] = e
+    i = state.n_replicas[b, e]
+    while i > 0 and state.replicas[b, e, i - 1] > g:
+        state.replicas[b, e, i] = state.replicas[b, e, i - 1]
+        i -= 1
+    state.replicas[b, e, i] = g
+    state.n_replicas[b, e] += 1
+
+
+@device
+def remove(state, b, e, g):
+    """Take ``e`` off GPU ``g``, which holds it."""
+    state.slots[b, g, slot_of(state, b, e, g)] = -1
+    found = 0
+    for i in range(state.n_replicas[b, e]):
+        state.replicas[b, e, i - found] = state.replicas[b, e, i]
+        if state.replicas[b, e, i] == g:
+            found = 1
+    state.n_replicas[b, e] -= 1
+
+
+@device
+def holds(state, b, e, g):
+    for i in range(state.n_replicas[b, e]):
+        if state.replicas[b, e, i] == g:
+            return True
+    return False
+
+
+@device
+def free_slot(state, b, g):
+    """Index of an empty slot on the GPU, −1 if it is full."""
+    for s in range(state.slots.shape[2]):
+        if state.slots[b, g, s] < 0:
+            return s
+    return -1
 
 
 @device
@@ -100,68 +184,3 @@ def static_slots(slots, n_experts):
     for g in range(slots.shape[0]):
         for s in range(n_slots):
             slots[g, s] = (g * n_slots + s) % n_experts
-
-
-@device
-def count_received(sim, b, e, sign, network):
-    """Add (sign 1) or subtract (−1) what GPUs must receive for the current replicas of ``e``."""
-    for i in range(sim.n_replicas[b, e]):
-        g = sim.replicas[b, e, i]
-        if sim.held_before[b, e, g] == 0:
-            source = FROM_OTHER_NODE
-            for h in range(sim.slots.shape[1]):
-                if network.node_of[h] == network.node_of[g] and sim.held_before[b, e, h] == 1:
-                    source = FROM_OWN_NODE
-            sim.received[b, g, source] += sign
-
-
-@device
-def holds(sim, b, e, g):
-    for i in range(sim.n_replicas[b, e]):
-        if sim.replicas[b, e, i] == g:
-            return True
-    return False
-
-
-@device
-def slot_of(sim, b, e, g):
-    """Slot of GPU ``g`` that holds ``e``, which must be there."""
-    s = 0
-    while sim.slots[b, g, s] != e:
-        s += 1
-    return s
-
-
-@device
-def free_slot(sim, b, g):
-    """Index of an empty slot on the GPU, −1 if it is full."""
-    for s in range(sim.slots.shape[2]):
-        if sim.slots[b, g, s] < 0:
-            return s
-    return -1
-
-
-@device
-def insert(sim, b, e, g):
-    """Put ``e`` on GPU ``g``, which has an empty slot and does not hold it."""
-    sim.slots[b, g, free_slot(sim, b, g)] = e
-    i = sim.n_replicas[b, e]
-    while i > 0 and sim.replicas[b, e, i - 1] > g:
-        sim.replicas[b, e, i] = sim.replicas[b, e, i - 1]
-        i -= 1
-    sim.replicas[b, e, i] = g
-    sim.n_replicas[b, e] += 1
-
-
-@device
-def remove(sim, b, e, g):
-    """Take ``e`` off GPU ``g``, which holds it."""
-    for s in range(sim.slots.shape[2]):
-        if sim.slots[b, g, s] == e:
-            sim.slots[b, g, s] = -1
-    found = 0
-    for i in range(sim.n_replicas[b, e]):
-        sim.replicas[b, e, i - found] = sim.replicas[b, e, i]
-        if sim.replicas[b, e, i] == g:
-            found = 1
-    sim.n_replicas[b, e] -= 1

@@ -1,7 +1,10 @@
 """The arrays that the kernels read and write, and names for their columns.
 
-Leading axes: environment (or simulation) ``b``, then window ``w`` where the array depends on traffic. In an episode,
-window 0 is the one just served, which the agents see, and window 1 is the next one, which only the reward uses.
+Leading axes: environment (or simulation) ``b``, then pass ``w`` where the array depends on traffic. In an episode with P
+sampled passes, passes 0 … P−1 are of the interval that just ended, which the agents see. Passes P … 2P−1 are of the
+next interval, which only the reward uses. (A planner has no next interval: then there are only P passes.)
+
+Names: E experts, G GPUs on N nodes, S slots per GPU, K experts per token, T tokens per pass, L layers, D domains.
 """
 
 from __future__ import annotations
@@ -10,107 +13,128 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clustergym.moe_placement.specs import Costs, Network
-
-# How tokens travel.
-MODE_DEDUP, MODE_PER_EXPERT, MODE_STAY = range(3)
-
 # What an action did.
 OP_NOTHING, OP_ILLEGAL, OP_PLACE, OP_SWAP, OP_ADD, OP_DELETE = range(6)
 
-# Columns of SimulationState.segments.
-SEGMENT_PIECE, SEGMENT_OFFSET, SEGMENT_TOKEN = range(3)
-# Rows of SimulationState.previous.
-PREVIOUS_CHOICE, PREVIOUS_REPLICAS, PREVIOUS_COUNT = range(3)
 # Rows of SimulationState.copies.
 SENT_INTRA, RECEIVED_INTRA, SENT_INTER, RECEIVED_INTER = range(4)
 # Columns of SimulationState.received.
 FROM_OWN_NODE, FROM_OTHER_NODE = range(2)
 
 # Columns of EpisodeState.clock.
-CLOCK_LAYER, CLOCK_OPERATION, CLOCK_WINDOW, CLOCK_DONE = range(4)
-N_CLOCKS = 4
+CLOCK_LAYER, CLOCK_OPERATION, CLOCK_INTERVAL, CLOCK_DONE, CLOCK_REUSE = range(5)
+N_CLOCKS = 5
 # Columns of EpisodeState.last_operation.
 LAST_KIND, LAST_EXPERT, LAST_NODE, LAST_FROM, LAST_TO, LAST_VICTIM = range(6)
 N_LAST = 6
-# Columns of EpisodeState.times_us. The last three are sums over the episode.
-TIME_OBSERVED, TIME_OBSERVED_START, TIME_REWARDED, TIME_SERVED, TIME_MIGRATED, TIME_SAVED = range(6)
-N_TIMES = 6
+# Columns of EpisodeState.times_us. Of the layer that the agents work on: the observed interval now and at the start of
+# the visit; the next interval at the start of the visit, in true time and in the reward's norm; what the reward measures.
+TIME_OBSERVED, TIME_OBSERVED_START, TIME_NEXT_START, TIME_NEXT_START_NORM, TIME_REWARDED = range(5)
+# Sums over the layers and intervals of the episode: served, migration, the start placement's time, EPLB's time; what
+# operations saved in the reward's norm.
+TIME_SERVED, TIME_MIGRATED, TIME_START, TIME_EPLB, TIME_SAVED = range(5, 10)
+# What the last operation alone saved, without the credit at the start of a layer.
+TIME_OPERATION = 10
+N_TIMES = 11
 
-# Columns of StreamState.random.
+# Columns of StreamState.random, StreamState.position and StreamState.rank_piece.
 RANDOM_KEY, RANDOM_COUNTER = range(2)
-# Columns of StreamState.position. With the replay schedule the last one holds the next sequence instead of a domain.
-AT_SEQUENCE, AT_TOKEN, AT_RANK, AT_DOMAIN = range(4)
-N_POSITIONS = 4
+AT_DOMAIN_OR_PIECE, AT_REUSE = range(2)
+PIECE_ROW, PIECE_LEFT = range(2)
 
 SCHEDULES = ("stationary", "drift", "switch", "replay")
 STATIONARY, DRIFT, SWITCH, REPLAY = range(4)
 
+# Columns of EpisodeState.memory.
+MEMORY_GAIN, MEMORY_LOOKED = range(2)
+# What a look-ahead tells about an operation: time saved in the smooth norm, true time saved, migration (negative).
+PART_SMOOTH, PART_TRUE, PART_MIGRATION = range(3)
+N_PARTS = 3
+
+
+class Topology(NamedTuple):
+    """What all simulations share."""
+
+    node_of: np.ndarray
+    """(G,) int64: node of each GPU"""
+    gpus_per_node: int
+    transport: int
+    dispatch: int
+
+
+class Costs(NamedTuple):
+    """Everything that turns counts into µs."""
+
+    dispatch_us: float
+    """Start of the dispatch exchange; with all-gather, the whole exchange"""
+    dispatch_intra_us: float
+    """One copy of an activation to a GPU of the same node"""
+    dispatch_inter_us: float
+    """One copy to another node"""
+    combine_us: float
+    combine_intra_us: float
+    combine_inter_us: float
+    kernel_us: float
+    """Start of the expert kernel"""
+    kernel_floor_us: float
+    """The kernel never takes less"""
+    token_us: float
+    """One more token that the GPU receives"""
+    expert_us: float
+    """One more active expert"""
+    block_us: float
+    """One more block of an expert's tokens"""
+    block_tokens: int
+    pair_us: float
+    """One more token-expert pair"""
+    receive_intra_us: float
+    """Receiving one expert's weights from the same node, spread over the passes of an interval"""
+    receive_inter_us: float
+    background_share: float
+    """Share of the transfer time by which a transfer in the background slows the passes down; −1 for blocking
+    migration, which stops serving for the whole transfer"""
+
+    def weigh_tokens(self, scale: float) -> Costs:
+        """The same costs with each token weighed by ``scale``: plan on a pass of another size than the engine's."""
+        per_token = (
+            "dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "token_us", "block_us",
+            "pair_us",
+        )  # fmt: skip
+        return self._replace(**{name: getattr(self, name) * scale for name in per_token})
+
 
 class SimulationState(NamedTuple):
-    """B simulations, each of one MoE layer under one placement, serving W windows of T tokens.
+    """B simulations, each of one MoE layer under one placement, serving W passes of T tokens.
 
-    All arrays hold counts of whole things (tokens, copies, pairs, experts). Only :mod:`.cost` turns counts into µs.
+    Sets of tokens are bits of ``words`` integers of 64 tokens each. All arrays but ``kernel_us`` hold counts of whole
+    things (tokens, copies, pairs, experts). Only :mod:`.cost` turns counts into µs.
     """
 
     # Traffic
     rows: np.ndarray
-    """(B, W, T) int32: rows of the trace that make up the window"""
-    origin: np.ndarray
-    """(B, W, T) uint8: GPU that holds the token before this layer (its home, or where it stayed)"""
-    destination: np.ndarray
-    """(B, W, T) uint8: GPU that holds the token after this layer"""
+    """(B, W, T) int32: rows of the trace, rank by rank"""
+    rank_start: np.ndarray
+    """(B, W, G + 1) int32: first token of each rank, then T"""
     load: np.ndarray
     """(B, W, E) int32: tokens that use each expert"""
+    second_choice: np.ndarray
+    """(B, W, words) uint64: tokens that choose the second of two replicas, for the hashing rules"""
 
-    # Index of the traffic (see :mod:`.index`)
-    segments: np.ndarray
-    """(B, W, segments + 1, 3) int32: ranges of the index that make up the window. Columns: piece, offset of the first token
-    in the piece, first token of the window. An entry with token T ends the list."""
-    own_index: np.ndarray
-    """(1,) int8: 1 if every window has an index of its own, 0 if all share the index of the trace"""
-    index_plane: np.ndarray
-    """(B, W) int32: plane of the index that holds the window's layer"""
-    piece_starts: np.ndarray
-    """(pieces + 1,) int32: first row of each piece, then the number of rows"""
-    use_starts: np.ndarray
-    """(planes, pieces, E + 1) int32: ``uses[use_starts[e] : use_starts[e + 1]]`` are the uses of expert e in the piece"""
-    uses: np.ndarray
-    """(planes, rows·K) uint16: offset of the token in its piece << 1 | whether the expert is the token's first"""
-    user_bits: np.ndarray
-    """(planes, blocks, E + 1) uint64: tokens among 64 rows of the trace that use each expert; the last column holds those
-    that choose the upper of two replicas. Row r is bit r % 64 of block r // 64 + 1."""
-
-    # Sets of tokens, 64 per integer (see :mod:`.token_sets`)
+    # What each GPU runs
     slot_tokens: np.ndarray
-    """(B, W, G, S, sets) uint64: tokens of the window that run the slot's expert there; undefined for an empty slot"""
-    token_masks: np.ndarray
-    """(B, W, G + N + 1, sets) uint64: tokens held by each GPU, tokens held by each node, tokens that choose the upper of two
-    replicas"""
-    moved_tokens: np.ndarray
-    """(B, W, 2, sets) uint64 scratch: tokens of the two experts whose replicas change"""
+    """(B, W, G, S, words) uint64: tokens that run the slot's expert there; undefined for an empty slot"""
+    slot_pairs: np.ndarray
+    """(B, W, G, S) int32: how many; undefined for an empty slot"""
     visitors: np.ndarray
-    """(B, 2, sets) uint64 scratch: tokens that visit a GPU and a node"""
-    block_users: np.ndarray
-    """(B, E + 1) uint64 scratch: ``user_bits`` of 64 tokens of a window"""
-    touched: np.ndarray
-    """(B, G) int8 scratch: 1 where the set of experts or tokens on the GPU has changed"""
-
-    # Counts of visits
-    gpu_uses: np.ndarray
-    """(B, W, T, words) int64: how many experts of the token run on each GPU, one bit field per GPU (see :class:`Network`)"""
+    """(B, W, G, words) uint64: tokens that visit the GPU"""
     visits: np.ndarray
-    """(B, W, G, G) int32: tokens held by the row's GPU that visit the column's GPU (token-expert pairs in MODE_PER_EXPERT)"""
+    """(B, W, G, G) int32: tokens of the row's rank that visit the column's GPU (pairs with per-expert transport)"""
     node_visits: np.ndarray
-    """(B, W, G, N) int32: tokens held by the row's GPU that visit the column's node"""
-    return_visits: np.ndarray
-    """(B, W, G, G) int32: as ``visits`` for the way back, in MODE_STAY only; in other modes it mirrors the way out"""
-    return_node_visits: np.ndarray
-    """(B, W, G, N) int32: as ``node_visits`` for the way back, in MODE_STAY only"""
+    """(B, W, G, N) int32: tokens of the row's rank that visit the column's node"""
     copies: np.ndarray
-    """(B, 4, G) int32 scratch: copies that each GPU sends and receives inside its node, then between nodes"""
-    pairs: np.ndarray
-    """(B, W, E, G) int32: tokens of the expert that run on the GPU"""
+    """(B, W, 4, G) int32: copies that each GPU sends and receives inside its node, then between nodes"""
+    kernel_us: np.ndarray
+    """(B, W, G) float64: time of each GPU's expert kernel without its start"""
 
     # Placement
     slots: np.ndarray
@@ -120,18 +144,34 @@ class SimulationState(NamedTuple):
     n_replicas: np.ndarray
     """(B, E) int16"""
     replica_choice: np.ndarray
-    """(B, E, G) int32: a token on GPU g chooses among ``choice >> 16`` replicas of e, from
+    """(B, E, G) int32: a token of rank g chooses among ``choice >> 16`` replicas of e, from
     ``replicas[e, choice & 0xFFFF]`` on"""
-    previous: np.ndarray
-    """(B, 2, 3, G) int32 scratch: choices, replicas and their number of two experts before their replicas changed"""
-    window_uses: np.ndarray
-    """(B, T + 1) int32 scratch: tokens of a window that use an expert"""
-    only_gpu: np.ndarray
-    """(B, 1 + E) int64 scratch: 1 in the bit field of the expert's only GPU, 0 if it has replicas. Entry 0 is for padding."""
     held_before: np.ndarray
-    """(B, E, G) int8: 1 if the GPU held the expert when the window began"""
+    """(B, E, G) int8: 1 if the GPU held the expert when the interval began"""
     received: np.ndarray
     """(B, G, 2) int32: experts that the GPU must receive from its own node and from other nodes"""
+
+    # Scratch
+    moved_tokens: np.ndarray
+    """(B, W, 2, words) uint64: tokens of the two experts whose replicas change"""
+    moved_pairs: np.ndarray
+    """(B, W, 2) int32"""
+    node_visitors: np.ndarray
+    """(B, words) uint64"""
+    touched: np.ndarray
+    """(B, G) int8: 1 where the set of experts or tokens on the GPU has changed"""
+
+    # Only with transport ``stay``; of size 1 otherwise
+    origins: np.ndarray
+    """(B, W, G, words) uint64: tokens held by each GPU before the layer"""
+    first_uses: np.ndarray
+    """(B, W, E, words) uint64: tokens whose first expert this is"""
+    idle: np.ndarray
+    """(B, W, words) uint64: tokens that use no expert"""
+    destinations: np.ndarray
+    """(B, W, G, words) uint64: tokens held by each GPU after the layer"""
+    return_copies: np.ndarray
+    """(B, W, 4, G) int32: as ``copies`` for the way back"""
 
 
 class EpisodeState(NamedTuple):
@@ -141,24 +181,28 @@ class EpisodeState(NamedTuple):
     """(B, L, G, S) int16: placement of every layer"""
     first_slots: np.ndarray
     """(B, L, G, S) int16: placement at the start of the episode"""
-    home: np.ndarray
-    """(B, 2, T) uint8: home GPU of each token in MODE_STAY; in other modes ``SimulationState.origin`` holds it"""
+    eplb_slots: np.ndarray
+    """(B, L, G, S) int16: what EPLB would use instead; of size 1 without ``compare_eplb``"""
+    start_us: np.ndarray
+    """(B, L) float64: time of each layer in the next interval under the start placement"""
     load_average: np.ndarray
-    """(B, L, E) float32: moving average of the load shares, −1 before the first window"""
-    next_window_us: np.ndarray
-    """(B, L) float64: time of each layer in the next window, before this window's operations"""
+    """(B, L, E) float32: moving average of the load shares, −1 before the first interval"""
     clock: np.ndarray
-    """(B, 4) int32: layer, operation on that layer, windows served, done"""
+    """(B, 5) int32: layer, operation on that layer, intervals served, done, whether a token was served twice"""
     last_operation: np.ndarray
     """(B, 6) int32: kind, expert, node, from GPU, to GPU and victim of the last operation"""
     times_us: np.ndarray
-    """(B, 6) float64: see ``TIME_*``"""
+    """(B, 11) float64: see ``TIME_*``"""
+    spent: np.ndarray
+    """(B, E) int8: 1 if the expert was chosen and left alone since the placement last changed"""
     int_scratch: np.ndarray
     """(B, 3, E) int32"""
     float_scratch: np.ndarray
     """(B, E + G) float64"""
     in_common: np.ndarray
-    """(B, G + 1, G) int32 scratch: experts that two GPUs both hold; the last row holds the pairs that each GPU computes"""
+    """(B, G, G) int32 scratch: experts that two GPUs both hold"""
+    gpu_pairs: np.ndarray
+    """(B, G) int32 scratch: token-expert pairs that each GPU computes in the observed passes"""
     accepts: np.ndarray
     """(B, G + 1, G) int8 scratch: 1 if the column's GPU can take a replica from the row's; the last row: if it has room"""
     load_features: np.ndarray
@@ -169,32 +213,36 @@ class EpisodeState(NamedTuple):
     """(B, E) float32: co-activation with the experts of highest load"""
 
 
+class TracePieces(NamedTuple):
+    """A token trace, cut into pieces that streams draw."""
+
+    experts: np.ndarray
+    """(L, rows, K) int16"""
+    piece_row: np.ndarray
+    """(pieces,) int32: first row"""
+    piece_tokens: np.ndarray
+    """(pieces,) int32"""
+    domain_start: np.ndarray
+    """(D + 1,) int32: ``domain_pieces[domain_start[d] : domain_start[d + 1]]`` are the pieces of domain d"""
+    domain_pieces: np.ndarray
+    """(pieces,) int32"""
+
+
 class StreamState(NamedTuple):
-    """Positions of B streams of windows."""
+    """Positions of B streams of intervals."""
 
     random: np.ndarray
     """(B, 2) int64: key and counter of the random number generator"""
     position: np.ndarray
-    """(B, 4) int32: current sequence (−1: none), next token in it, next GPU, current domain"""
+    """(B, 2) int32: current domain (switch) or next piece (replay); whether a token was served twice"""
     drawn: np.ndarray
-    """(B, D) int32: sequences drawn from each domain so far; each is drawn once before any is drawn again"""
+    """(B, D) int32: pieces drawn from each domain so far"""
     logits: np.ndarray
     """(B, D) float64: log weights of the mixture of domains"""
-
-
-class TraceTables(NamedTuple):
-    """A token trace as the kernels read it."""
-
-    experts: np.ndarray
-    """(L, rows, K) int16: layer first, because an episode reads one layer at a time"""
-    sequence_start: np.ndarray
-    """(sequences,) int32: first row"""
-    sequence_length: np.ndarray
-    """(sequences,) int32"""
-    domain_start: np.ndarray
-    """(D + 1,) int32: ``domain_sequences[domain_start[d] : domain_start[d + 1]]`` are the sequences of domain d"""
-    domain_sequences: np.ndarray
-    """(sequences,) int32"""
+    weights: np.ndarray
+    """(B, D) float64: cumulative weights of the domains in this interval"""
+    rank_piece: np.ndarray
+    """(B, G, 2) int32: next row, and tokens left, of the piece that each rank works on (prefill)"""
 
 
 class Observation(NamedTuple):
@@ -207,6 +255,7 @@ class Observation(NamedTuple):
     traffic: np.ndarray
     placement: np.ndarray
     progress: np.ndarray
+    memory: np.ndarray
     expert_mask: np.ndarray
     gpu_mask: np.ndarray
     joint_mask: np.ndarray
@@ -217,19 +266,23 @@ class Rules(NamedTuple):
     """What all environments of a batch share."""
 
     costs: Costs
-    network: Network
+    topology: Topology
     static_us: float
-    """Time of a window over all layers under the static placement: the unit of rewards."""
+    """Mean time of all layers under the static placement: the unit of rewards."""
     norm_log2: int
     """Smooth norm of the look-ahead; −1 is the true time."""
+    reward_norm_log2: int
+    n_passes: int
+    """Sampled passes of an interval."""
+    phase: int
     schedule: int
     rate: float
-    n_windows: int
+    rank_imbalance: float
+    n_intervals: int
     ops_per_layer: int
     start_eplb: int
-    """1 starts from EPLB on the first window, 0 from the static placement."""
-    stream_credit: int
-    """1 also rewards, at each window boundary, what earlier operations still save."""
-    reward_observed: int
-    """1 rewards the decrease on the observed window instead of the next one."""
-    reward_norm_log2: int
+    """1 starts from EPLB on the first interval, 0 from the static placement."""
+    compare_eplb: int
+    """1 also serves every interval with EPLB's placement, for the information at the end of the episode."""
+    skip_spent: int
+    """1 masks experts that were chosen and left alone since the placement last changed."""

@@ -1,12 +1,16 @@
-"""Streams of windows drawn from a trace: which sequences are served next, and on which GPU each one lives.
+"""Drawing the sampled passes of an interval from a trace.
 
-Random numbers are counter-based (a key and a counter per environment), so a stream depends only on its seed.
+The trace is cut into pieces: tokens that follow each other in a sequence. A stream serves a piece at most once, until
+all pieces have been served. In the decode phase a piece has one token for each sampled pass: a running sequence gives
+its next token to each of them. Hundreds of passes later, in the next interval, another sequence runs in its place,
+drawn from the mixture of domains at that time. In the prefill phase a rank works through pieces one after another.
+
+Random numbers are counter-based (one key and counter per stream), so a stream depends only on its seed.
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -14,36 +18,20 @@ import numpy.typing as npt
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.replicas import MASK31, hash31
 from clustergym.moe_placement.kernels.state import (
-    AT_DOMAIN,
-    AT_RANK,
-    AT_SEQUENCE,
-    AT_TOKEN,
+    AT_DOMAIN_OR_PIECE,
+    AT_REUSE,
     DRIFT,
+    PIECE_LEFT,
+    PIECE_ROW,
     RANDOM_COUNTER,
     RANDOM_KEY,
     REPLAY,
-    STATIONARY,
     SWITCH,
-    TraceTables,
 )
-from clustergym.traces.token_trace import TokenTrace
+from clustergym.moe_placement.profiles import DECODE
 
-# Spread of the logits of a drifting mixture.
-DRIFT_STD = 1.5
-
-
-@lru_cache(maxsize=8)
-def trace_tables(trace: TokenTrace) -> TraceTables:
-    """The trace as the kernels read it."""
-    names = trace.domain_names
-    domain = np.searchsorted(names, trace.domains)
-    return TraceTables(
-        experts=np.ascontiguousarray(trace.experts.transpose(1, 0, 2)),
-        sequence_start=trace.seq_starts.astype(np.int32),
-        sequence_length=trace.seq_lens.astype(np.int32),
-        domain_start=np.concatenate([[0], np.cumsum(np.bincount(domain, minlength=len(names)))]).astype(np.int32),
-        domain_sequences=np.argsort(domain, kind="stable").astype(np.int32),
-    )
+# Standard deviation of the log weights of a drifting mixture: a few domains dominate.
+MIXTURE_STD = 1.5
 
 
 def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -54,18 +42,156 @@ def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 @device
-def uniform(state, b):
-    """A random number in [0, 1)."""
+def _uniform(state, b):
+    """A number in [0, 1)."""
     state.random[b, RANDOM_COUNTER] += 1
     counter = state.random[b, RANDOM_COUNTER] & MASK31
     return hash31(hash31(state.random[b, RANDOM_KEY]) ^ hash31(counter ^ 0x2545F491)) / 2147483648.0
 
 
 @device
-def _normal(state, b, std):
-    """A normal random number with mean 0."""
-    radius = math.sqrt(-2.0 * math.log(1.0 - uniform(state, b)))
-    return std * radius * math.cos(2.0 * math.pi * uniform(state, b))
+def _normal(state, b):
+    """A standard normal number."""
+    radius = math.sqrt(-2.0 * math.log(1.0 - _uniform(state, b)))
+    return radius * math.cos(2.0 * math.pi * _uniform(state, b))
+
+
+@device
+def begin_stream(state, b, trace, schedule):
+    """Start a new stream. The random numbers continue, so the next one differs."""
+    n_domains = state.drawn.shape[1]
+    state.random[b, RANDOM_KEY] = hash31(state.random[b, RANDOM_KEY] ^ hash31(state.random[b, RANDOM_COUNTER] & MASK31))
+    places = trace.piece_row.shape[0] if schedule == REPLAY else n_domains
+    state.position[b, AT_DOMAIN_OR_PIECE] = int(_uniform(state, b) * places)
+    state.position[b, AT_REUSE] = 0
+    for d in range(n_domains):
+        state.drawn[b, d] = 0
+        state.logits[b, d] = MIXTURE_STD * _normal(state, b)
+    for g in range(state.rank_piece.shape[1]):
+        state.rank_piece[b, g, PIECE_LEFT] = 0
+
+
+@device
+def draw_interval(state, b, trace, phase, schedule, rate, imbalance, rows, rank_start):
+    """Fill ``rows`` (P, T) and ``rank_start`` (P, G + 1) with the sampled passes of the next interval.
+
+    ``rate`` is the step of the mixture walk (drift) or the chance of another domain (switch). ``imbalance`` is the
+    spread of the ranks' shares of the tokens, 0 for equal shares.
+    """
+    n_domains = state.drawn.shape[1]
+    if schedule == DRIFT:
+        # Pulled back a little, so that the walk keeps its spread instead of freezing on one domain.
+        keep = math.sqrt(max(0.0, 1.0 - (rate / MIXTURE_STD) ** 2))
+        for d in range(n_domains):
+            state.logits[b, d] = keep * state.logits[b, d] + rate * _normal(state, b)
+    elif schedule == SWITCH and n_domains > 1 and _uniform(state, b) < rate:
+        other = int(_uniform(state, b) * (n_domains - 1))
+        state.position[b, AT_DOMAIN_OR_PIECE] = other + int(other >= state.position[b, AT_DOMAIN_OR_PIECE])
+    if schedule != REPLAY:
+        _write_weights(state, b, trace, schedule)
+    _share_tokens(state, b, imbalance, rank_start, rows.shape[1])
+    if phase == DECODE:
+        for t in range(rows.shape[1]):
+            row = int(trace.piece_row[_next_piece(state, b, trace, schedule)])
+            for p in range(rows.shape[0]):
+                rows[p, t] = row + p
+        return
+    for p in range(rows.shape[0]):
+        for g in range(rank_start.shape[1] - 1):
+            _fill_rank(state, b, trace, schedule, g, rows[p], rank_start[p])
+
+
+@device
+def _fill_rank(state, b, trace, schedule, g, rows, rank_start):
+    """Give rank ``g`` its tokens of a prefill pass."""
+    piece, t, last = state.rank_piece[b, g], int(rank_start[g]), int(rank_start[g + 1])
+    while t < last:
+        if piece[PIECE_LEFT] == 0:
+            drawn = _next_piece(state, b, trace, schedule)
+            piece[PIECE_ROW] = trace.piece_row[drawn]
+            piece[PIECE_LEFT] = trace.piece_tokens[drawn]
+        take = min(int(piece[PIECE_LEFT]), last - t)
+        for i in range(take):
+            rows[t + i] = piece[PIECE_ROW] + i
+        piece[PIECE_ROW] += take
+        piece[PIECE_LEFT] -= take
+        t += take
+
+
+@device
+def _share_tokens(state, b, imbalance, rank_start, n_tokens):
+    """Share the tokens of all passes among the ranks: equally, or with log-normal weights."""
+    n_gpus, total = rank_start.shape[1] - 1, 0.0
+    for g in range(n_gpus):
+        total += math.exp(imbalance * _normal(state, b)) if imbalance > 0.0 else 1.0
+        # Cumulative weights in fixed point until their sum is known.
+        rank_start[0, g + 1] = int(total * 65536.0)
+    for g in range(n_gpus):
+        rank_start[0, g + 1] = int(rank_start[0, g + 1] / (total * 65536.0) * n_tokens + 0.5)
+    rank_start[0, 0] = 0
+    rank_start[0, n_gpus] = n_tokens
+    for p in range(1, rank_start.shape[0]):
+        for g in range(n_gpus + 1):
+            rank_start[p, g] = rank_start[0, g]
+
+
+@device
+def _sum_weights(state, b, trace, schedule):
+    """Write the cumulative weights of the domains that have a piece left; returns their sum."""
+    total, largest = 0.0, -1e300
+    for d in range(state.drawn.shape[1]):
+        largest = max(largest, state.logits[b, d])
+    for d in range(state.drawn.shape[1]):
+        pieces = trace.domain_start[d + 1] - trace.domain_start[d]
+        weight = float(pieces)
+        if schedule == DRIFT:
+            weight = math.exp(state.logits[b, d] - largest)
+        elif schedule == SWITCH:
+            # Other domains serve only when the current one is used up.
+            weight = 1.0 if d == state.position[b, AT_DOMAIN_OR_PIECE] else 1e-9
+        total += weight if state.drawn[b, d] < pieces else 0.0
+        state.weights[b, d] = total
+    return total
+
+
+@device
+def _write_weights(state, b, trace, schedule):
+    if _sum_weights(state, b, trace, schedule) == 0.0:
+        # All pieces have been served: begin again, in another order.
+        state.position[b, AT_REUSE] = 1
+        state.random[b, RANDOM_KEY] = hash31(state.random[b, RANDOM_KEY] + 1)
+        for d in range(state.drawn.shape[1]):
+            state.drawn[b, d] = 0
+        _sum_weights(state, b, trace, schedule)
+
+
+@device
+def _next_piece(state, b, trace, schedule):
+    """The next piece of the stream."""
+    if schedule == REPLAY:
+        n = trace.piece_row.shape[0]
+        piece = state.position[b, AT_DOMAIN_OR_PIECE]
+        state.position[b, AT_DOMAIN_OR_PIECE] = piece + 1 if piece + 1 < n else 0
+        state.drawn[b, 0] += 1
+        if state.drawn[b, 0] > n:
+            state.position[b, AT_REUSE] = 1
+        return piece
+    weights = state.weights[b]
+    low, high = 0, weights.shape[0] - 1
+    target = _uniform(state, b) * weights[high]
+    while low < high:
+        middle = (low + high) // 2
+        if weights[middle] > target:
+            high = middle
+        else:
+            low = middle + 1
+    first, pieces = int(trace.domain_start[low]), int(trace.domain_start[low + 1] - trace.domain_start[low])
+    key = hash31(state.random[b, RANDOM_KEY] ^ hash31(low + 7919))
+    piece = trace.domain_pieces[first + permuted(int(state.drawn[b, low]), pieces, key)]
+    state.drawn[b, low] += 1
+    if state.drawn[b, low] >= pieces:
+        _write_weights(state, b, trace, schedule)
+    return piece
 
 
 @device
@@ -84,91 +210,3 @@ def permuted(i, n, key):
             x = x ^ (x >> half)
         if x < n:
             return x
-
-
-@device
-def begin_stream(state, b, trace, schedule):
-    """Start a new stream. The random number generator continues."""
-    n_domains = state.drawn.shape[1]
-    state.position[b, AT_SEQUENCE] = -1
-    state.position[b, AT_TOKEN] = 0
-    state.position[b, AT_RANK] = 0
-    state.position[b, AT_DOMAIN] = int(uniform(state, b) * n_domains)
-    for d in range(n_domains):
-        # A random start: the permutation of a domain's sequences depends on how many have been drawn.
-        n = trace.domain_start[d + 1] - trace.domain_start[d]
-        state.drawn[b, d] = int(uniform(state, b) * 1024) * n
-        # A drifting mixture starts in favour of a few domains.
-        state.logits[b, d] = _normal(state, b, DRIFT_STD)
-    if schedule == REPLAY:
-        state.position[b, AT_DOMAIN] = int(uniform(state, b) * trace.sequence_length.shape[0])
-
-
-@device
-def _choose_domain(state, b, trace, schedule):
-    n_domains = state.drawn.shape[1]
-    if schedule == SWITCH:
-        return state.position[b, AT_DOMAIN]
-    total, top = 0.0, -1e300
-    for d in range(n_domains):
-        top = max(top, state.logits[b, d])
-    for d in range(n_domains):
-        size = trace.domain_start[d + 1] - trace.domain_start[d]
-        total += size if schedule == STATIONARY else math.exp(state.logits[b, d] - top)
-    left = uniform(state, b) * total
-    for d in range(n_domains):
-        size = trace.domain_start[d + 1] - trace.domain_start[d]
-        left -= size if schedule == STATIONARY else math.exp(state.logits[b, d] - top)
-        if left < 0:
-            return d
-    return n_domains - 1
-
-
-@device
-def _next_sequence(state, b, trace, schedule):
-    if schedule == REPLAY:
-        sequence = state.position[b, AT_DOMAIN]
-        state.position[b, AT_DOMAIN] = (sequence + 1) % trace.sequence_length.shape[0]
-        return sequence
-    d = _choose_domain(state, b, trace, schedule)
-    n = int(trace.domain_start[d + 1] - trace.domain_start[d])
-    i = int(state.drawn[b, d])
-    state.drawn[b, d] = i + 1
-    key = hash31(state.random[b, RANDOM_KEY] ^ hash31(i // n * 7919 + d))
-    return trace.domain_sequences[trace.domain_start[d] + permuted(i % n, n, key)]
-
-
-@device
-def draw_window(state, b, trace, schedule, rate, n_gpus, rows, home):
-    """Fill ``rows`` (T,) and ``home`` (T,) with the next window. A sequence cut by the end of a window continues in the next.
-
-    ``rate`` is the step of the mixture walk (drift) or the probability of another domain (switch).
-    """
-    n_domains = state.drawn.shape[1]
-    if schedule == DRIFT:
-        for d in range(n_domains):
-            step = _normal(state, b, rate)
-            # The factor pulls the walk back a little: it keeps its spread instead of staying on one domain.
-            shrink = math.sqrt(max(0.0, 1.0 - rate * rate / (DRIFT_STD * DRIFT_STD)))
-            state.logits[b, d] = shrink * state.logits[b, d] + step
-    elif schedule == SWITCH and n_domains > 1 and uniform(state, b) < rate:
-        other = int(uniform(state, b) * (n_domains - 1))
-        state.position[b, AT_DOMAIN] = other + 1 if other >= state.position[b, AT_DOMAIN] else other
-        state.position[b, AT_SEQUENCE] = -1
-    n_tokens = rows.shape[0]
-    filled = 0
-    while filled < n_tokens:
-        if state.position[b, AT_SEQUENCE] < 0:
-            state.position[b, AT_SEQUENCE] = _next_sequence(state, b, trace, schedule)
-            state.position[b, AT_TOKEN] = 0
-            state.position[b, AT_RANK] = (state.position[b, AT_RANK] + 1) % n_gpus
-        sequence, position = state.position[b, AT_SEQUENCE], state.position[b, AT_TOKEN]
-        take = min(trace.sequence_length[sequence] - position, n_tokens - filled)
-        rank = (state.position[b, AT_RANK] + n_gpus - 1) % n_gpus
-        for i in range(take):
-            rows[filled + i] = trace.sequence_start[sequence] + position + i
-            home[filled + i] = rank
-        filled += take
-        state.position[b, AT_TOKEN] = position + take
-        if position + take == trace.sequence_length[sequence]:
-            state.position[b, AT_SEQUENCE] = -1

@@ -1,4 +1,4 @@
-"""Batches on the CPU: every thread runs a range of environments (or layers)."""
+"""Batches on the CPU: every thread runs a range of environments."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from clustergym.common.threads import spread
 from clustergym.moe_placement.kernels import episode as kernels
 from clustergym.moe_placement.kernels import lookahead
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.cost import layer_times, link_copies
-from clustergym.moe_placement.kernels.counting import count_window
-from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement
-from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, MODE_STAY
+from clustergym.moe_placement.kernels.state import CLOCK_LAYER, CLOCK_OPERATION
 from clustergym.moe_placement.launchers.prefetch import memory_of, prefetch
 
-_begin_episode, _step = kernels.begin_episode, kernels.step
-_look_ahead_one, _look_ahead_all = lookahead.look_ahead_one, lookahead.look_ahead_all
+_begin_episode, _step, _load_layer = kernels.begin_episode, kernels.step, kernels.load_layer
+_operate, _copy_slots = kernels.operate, kernels.copy_slots
+_look_ahead_parts, _look_ahead_all = lookahead.look_ahead_parts, lookahead.look_ahead_all
 
 
 @device
@@ -33,9 +31,10 @@ def _step_range(first, last, expert, node, reward, episode, sim, stream, obs, tr
 
 
 @device
-def _look_ahead_range(first, last, expert, result, episode, sim, rules):
+def _look_ahead_range(first, last, experts, result, episode, sim, obs, rules):
     for b in range(first, last):
-        _look_ahead_one(episode, sim, b, rules, expert[b], result[b])
+        for i in range(experts.shape[1]):
+            _look_ahead_parts(episode, sim, obs, b, rules, experts[b, i], result[b, i])
 
 
 @device
@@ -45,14 +44,17 @@ def _look_ahead_all_range(first, last, result, episode, sim, rules):
 
 
 @device
-def _count_range(first, last, sim, placement, experts, network):
+def _load_range(first, last, slots, rows, rank_start, episode, sim, obs, trace, rules):
     for b in range(first, last):
-        if network.mode == MODE_STAY and b > 0:
-            for t in range(sim.origin.shape[2]):
-                sim.origin[b, 0, t] = sim.destination[b - 1, 0, t]
-        set_first_placement(sim, b, network)
-        set_placement(sim, b, placement[b], network)
-        count_window(sim, b, 0, experts, b, network)
+        layer = b % episode.slots.shape[1]
+        _load_layer(episode, sim, obs, b, trace, rules, layer, slots[layer], rows, rank_start)
+
+
+@device
+def _finish_range(first, last, expert, node, episode, sim, obs, rules):
+    for b in range(first, last):
+        _operate(episode, sim, obs, b, rules, expert[b], node[b])
+        _copy_slots(sim.slots[b], episode.slots[b, episode.clock[b, CLOCK_LAYER]])
 
 
 def reset(where, episode, sim, stream, obs, trace, rules):
@@ -62,21 +64,21 @@ def reset(where, episode, sim, stream, obs, trace, rules):
 
 def step(expert, node, reward, episode, sim, stream, obs, trace, rules):
     """One operation in every environment; writes ``reward`` (B,)."""
-    # A batch does not fit into the caches: while one environment steps, the data of its neighbour is fetched from memory.
+    # A batch does not fit into the caches: while one environment steps, the data of its neighbour is fetched.
     blocks = memory_of(
         [
-            sim.gpu_uses, sim.slot_tokens, sim.token_masks, sim.origin, sim.pairs, sim.visits, sim.node_visits,
-            sim.replica_choice, sim.replicas, sim.slots, sim.held_before, sim.load, episode.load_features, obs.gpus,
-            obs.experts, obs.placement, obs.joint_mask, obs.traffic,
+            sim.slot_tokens, sim.slot_pairs, sim.visits, sim.node_visits, sim.visitors, sim.replica_choice,
+            sim.replicas, sim.slots, sim.held_before, sim.load, episode.load_features, obs.gpus, obs.experts,
+            obs.placement, obs.joint_mask, obs.traffic,
         ],
         [sim.rows, obs.coactivation, obs.affinity],
     )  # fmt: skip
     spread(_step_range, len(expert), expert, node, reward, episode, sim, stream, obs, trace, rules, blocks)
 
 
-def look_ahead(expert, result, episode, sim, rules):
-    """What each operation on ``expert`` (B,) would save; writes ``result`` (B, 3·G)."""
-    spread(_look_ahead_range, len(expert), expert, result, episode, sim, rules)
+def look_ahead(experts, result, episode, sim, obs, rules):
+    """What each operation on ``experts`` (B, M) would save; writes ``result`` (B, M, 3·G, parts)."""
+    spread(_look_ahead_range, len(experts), experts, result, episode, sim, obs, rules)
 
 
 def look_ahead_all(result, episode, sim, rules):
@@ -84,20 +86,12 @@ def look_ahead_all(result, episode, sim, rules):
     spread(_look_ahead_all_range, len(result), result, episode, sim, rules)
 
 
-def count(sim, placement, experts, network):
-    """Count window 0 of every layer b under ``placement`` (B, G, S); ``sim.slots`` holds the placement before.
-
-    ``experts`` is (B, rows, K).
-    """
-    if network.mode == MODE_STAY:
-        # A layer begins where the one before left its tokens: layers are counted in order.
-        _count_range(0, len(placement), sim, placement, experts, network)
-    else:
-        spread(_count_range, len(placement), sim, placement, experts, network)
+def load_placement(slots, rows, rank_start, episode, sim, obs, trace, rules):
+    """Environment b begins a visit to layer b mod L with ``slots`` (L, G, S), after these passes (P, T), (P, G + 1)."""
+    n = len(episode.clock)
+    spread(_load_range, n, slots, rows, rank_start, episode, sim, obs, trace, rules)
 
 
-def times(sim, costs, network, result, copies):
-    """Write dispatch, compute, combine and migration µs of every layer b to ``result`` (B, 4), and its copies (B, G, G)."""
-    for b in range(len(result)):
-        result[b] = layer_times(sim, b, 0, costs, network)
-        link_copies(sim.visits[b, 0], sim.node_visits[b, 0], network, copies[b])
+def finish_layer(expert, node, episode, sim, obs, rules):
+    """The last operation on the layer of every environment: ``episode.slots`` is up to date, no other layer begins."""
+    spread(_finish_range, len(expert), expert, node, episode, sim, obs, rules)

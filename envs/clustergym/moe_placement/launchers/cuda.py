@@ -7,11 +7,13 @@ from numba import config, cuda
 
 from clustergym.moe_placement.kernels import episode as kernels
 from clustergym.moe_placement.kernels import lookahead
+from clustergym.moe_placement.kernels.state import CLOCK_LAYER
 
 THREADS = 64
 
-_begin_episode, _step = kernels.begin_episode, kernels.step
-_look_ahead_one, _look_ahead_every = lookahead.look_ahead_one, lookahead.look_ahead_all
+_begin_episode, _one_step, _load_layer = kernels.begin_episode, kernels.step, kernels.load_layer
+_operate, _copy_slots = kernels.operate, kernels.copy_slots
+_look_ahead_parts, _look_ahead_every = lookahead.look_ahead_parts, lookahead.look_ahead_all
 
 
 @cuda.jit
@@ -22,17 +24,18 @@ def _reset(where, episode, sim, stream, obs, trace, rules):
 
 
 @cuda.jit
-def _advance(expert, node, reward, episode, sim, stream, obs, trace, rules):
+def _step(expert, node, reward, episode, sim, stream, obs, trace, rules):
     b = cuda.grid(1)
     if b < expert.shape[0]:
-        reward[b] = _step(episode, sim, stream, obs, b, trace, rules, expert[b], node[b])
+        reward[b] = _one_step(episode, sim, stream, obs, b, trace, rules, expert[b], node[b])
 
 
 @cuda.jit
-def _look_ahead(expert, result, episode, sim, rules):
+def _look_ahead(experts, result, episode, sim, obs, rules):
     b = cuda.grid(1)
-    if b < expert.shape[0]:
-        _look_ahead_one(episode, sim, b, rules, expert[b], result[b])
+    if b < experts.shape[0]:
+        for i in range(experts.shape[1]):
+            _look_ahead_parts(episode, sim, obs, b, rules, experts[b, i], result[b, i])
 
 
 @cuda.jit
@@ -40,6 +43,22 @@ def _look_ahead_all(result, episode, sim, rules):
     b = cuda.grid(1)
     if b < result.shape[0]:
         _look_ahead_every(episode, sim, b, rules, result[b])
+
+
+@cuda.jit
+def _load(slots, rows, rank_start, episode, sim, obs, trace, rules):
+    b = cuda.grid(1)
+    if b < episode.clock.shape[0]:
+        layer = b % episode.slots.shape[1]
+        _load_layer(episode, sim, obs, b, trace, rules, layer, slots[layer], rows, rank_start)
+
+
+@cuda.jit
+def _finish(expert, node, episode, sim, obs, rules):
+    b = cuda.grid(1)
+    if b < expert.shape[0]:
+        _operate(episode, sim, obs, b, rules, expert[b], node[b])
+        _copy_slots(sim.slots[b], episode.slots[b, episode.clock[b, CLOCK_LAYER]])
 
 
 def _launch(kernel, n, *arguments):
@@ -57,14 +76,24 @@ def reset(where, episode, sim, stream, obs, trace, rules):
 
 def step(expert, node, reward, episode, sim, stream, obs, trace, rules):
     """One operation in every environment; writes ``reward`` (B,)."""
-    _launch(_advance, expert.shape[0], expert, node, reward, episode, sim, stream, obs, trace, rules)
+    _launch(_step, expert.shape[0], expert, node, reward, episode, sim, stream, obs, trace, rules)
 
 
-def look_ahead(expert, result, episode, sim, rules):
-    """What each operation on ``expert`` (B,) would save; writes ``result`` (B, 3·G)."""
-    _launch(_look_ahead, expert.shape[0], expert, result, episode, sim, rules)
+def look_ahead(experts, result, episode, sim, obs, rules):
+    """What each operation on ``experts`` (B, M) would save; writes ``result`` (B, M, 3·G, parts)."""
+    _launch(_look_ahead, experts.shape[0], experts, result, episode, sim, obs, rules)
 
 
 def look_ahead_all(result, episode, sim, rules):
     """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
     _launch(_look_ahead_all, result.shape[0], result, episode, sim, rules)
+
+
+def load_placement(slots, rows, rank_start, episode, sim, obs, trace, rules):
+    """Environment b begins a visit to layer b mod L with ``slots`` (L, G, S), after these passes (P, T), (P, G + 1)."""
+    _launch(_load, episode.clock.shape[0], slots, rows, rank_start, episode, sim, obs, trace, rules)
+
+
+def finish_layer(expert, node, episode, sim, obs, rules):
+    """The last operation on the layer of every environment: ``episode.slots`` is up to date, no other layer begins."""
+    _launch(_finish, expert.shape[0], expert, node, episode, sim, obs, rules)

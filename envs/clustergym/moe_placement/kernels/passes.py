@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, index
-from clustergym.moe_placement.serving.cost import gpu_kernel_time
-from clustergym.moe_placement.serving.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, STAY, TOKEN_HASH
-from clustergym.moe_placement.serving.replicas import choose, count_received, insert, remove, slot_of, write_choices
-from clustergym.moe_placement.serving.state import RECEIVED_INTER, RECEIVED_INTRA, SENT_INTER, SENT_INTRA
-from clustergym.moe_placement.serving.token_sets import (
+from clustergym.moe_placement.kernels.cost import gpu_kernel_time
+from clustergym.moe_placement.kernels.replicas import choose, count_received, insert, remove, slot_of, write_choices
+from clustergym.moe_placement.kernels.state import RECEIVED_INTER, RECEIVED_INTRA, SENT_INTER, SENT_INTRA
+from clustergym.moe_placement.kernels.token_sets import (
     add_all,
     clear,
     copy_set,
@@ -18,6 +17,7 @@ from clustergym.moe_placement.serving.token_sets import (
     popcount,
     range_word,
 )
+from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, STAY, TOKEN_HASH
 
 
 @device
@@ -65,6 +65,13 @@ def count_pass(state, b, w, experts, topology, costs):
         if state.n_replicas[b, e] > 1:
             copy_set(slot_tokens[g, s], state.moved_tokens[b, w, 0])
             _assign_tokens(state, b, w, e, 0, topology)
+    count_all(state, b, w, topology, costs)
+
+
+@device
+def count_all(state, b, w, topology, costs):
+    """Count all that follows from ``slot_tokens`` and ``slot_pairs``."""
+    n_gpus = state.slots.shape[1]
     for home in range(n_gpus):
         state.touched[b, home] = 1
         for i in range(state.copies.shape[2]):

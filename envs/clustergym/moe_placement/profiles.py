@@ -1,0 +1,106 @@
+"""Engine profiles: how an engine serves, as far as it matters for placement.
+
+One GPU is one expert-parallel rank and one data-parallel attention rank. In a forward pass every rank contributes
+tokens of its own requests. The time between two placement decisions is an interval of many passes; some of them are
+simulated exactly and averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from clustergym.common.choices import one_of
+
+PHASES = ("decode", "prefill")
+DECODE, PREFILL = range(2)
+
+TRANSPORTS = ("dedup", "per-expert", "allgather", "stay")
+DEDUP, PER_EXPERT, ALLGATHER, STAY = range(4)
+"""dedup: one copy per destination GPU, one per remote node (DeepEP normal). per-expert: one copy per expert (DeepEP low
+latency). allgather: every GPU gets every token. stay: deduplicated, and a token stays where its first expert ran
+(ExFlow)."""
+
+DISPATCHES = ("rank-nearest", "random", "token-hash", "round-robin", "rank-mod", "local-hash", "lp")
+RANK_NEAREST, RANDOM, TOKEN_HASH, ROUND_ROBIN, RANK_MOD, LOCAL_HASH, LP = range(7)
+"""Which replica serves a token. See :func:`clustergym.moe_placement.kernels.replicas.write_choices`."""
+
+TOKENS_PER_RANK = {"decode": 32, "prefill": 128}
+"""Tokens that each rank contributes to a pass, if the task does not say."""
+SAMPLED_PASSES = {"decode": 4, "prefill": 2}
+"""Passes of an interval that are simulated, if the task does not say."""
+
+
+@dataclass(frozen=True)
+class EngineProfile:
+    """Phase, replica choice and transport of an engine."""
+
+    name: str
+    engine: str
+    """Engine whose plan format the profile belongs to."""
+    phase: str
+    dispatch: str
+    transport: str
+    kernels: tuple[str, ...]
+    """Expert kernels that the engine uses, best known first (see :mod:`clustergym.moe_placement.costs`)."""
+    about: str
+
+    def __post_init__(self) -> None:
+        one_of(self.phase, PHASES, "phase")
+        one_of(self.dispatch, DISPATCHES, "dispatch")
+        one_of(self.transport, TRANSPORTS, "transport")
+
+    def with_phase(self, phase: str) -> EngineProfile:
+        """The same engine in another phase."""
+        return self if phase == self.phase else replace(self, name=f"{self.name} ({phase})", phase=phase)
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        EngineProfile(
+            "sglang-prefill", "sglang", "prefill", "rank-nearest", "dedup", ("deepep-prefill", "sglang"),
+            "SGLang prefill: static dispatch, DeepEP normal mode",
+        ),
+        EngineProfile(
+            "sglang-decode", "sglang", "decode", "rank-nearest", "per-expert", ("deepep-decode", "sglang"),
+            "SGLang decode: static dispatch, DeepEP low-latency mode",
+        ),
+        EngineProfile(
+            "sglang-lp", "sglang", "prefill", "lp", "dedup", ("deepep-prefill", "sglang"),
+            "SGLang prefill: a linear program splits the tokens over the replicas (LPLB)",
+        ),
+        EngineProfile(
+            "vllm", "vllm", "decode", "token-hash", "allgather", ("vllm",),
+            "vLLM's default: all-gather and reduce-scatter",
+        ),
+        EngineProfile(
+            "vllm-deepep", "vllm", "decode", "token-hash", "per-expert", ("deepep-decode", "vllm"),
+            "vLLM with DeepEP low-latency mode",
+        ),
+        EngineProfile(
+            "tensorrt-llm", "tensorrt-llm", "decode", "round-robin", "dedup", ("vllm",),
+            "TensorRT-LLM with attention data parallelism",
+        ),
+        EngineProfile(
+            "vllm-ascend", "vllm-ascend", "decode", "rank-mod", "per-expert", ("vllm",),
+            "vllm-ascend",
+        ),
+    )
+}  # fmt: skip
+"""Every profile by its name."""
+
+DEFAULT_PROFILE = "sglang-prefill"
+
+
+def get_profile(profile: str | EngineProfile) -> EngineProfile:
+    """A profile by name, or the profile itself."""
+    if isinstance(profile, EngineProfile):
+        return profile
+    if profile not in PROFILES:
+        raise ValueError(f"unknown profile {profile!r}; the profiles are: {', '.join(PROFILES)}")
+    return PROFILES[profile]
+
+
+def profiles_of(engine: str) -> list[EngineProfile]:
+    """The profiles of an engine; the first one is its default."""
+    return [profile for profile in PROFILES.values() if profile.engine == engine]
