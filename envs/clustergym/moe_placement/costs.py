@@ -58,13 +58,13 @@ MEASURED = {
 """Constants by (kernel, model)."""
 
 _START_US = {"dedup": (26.7, 39.5), "stay": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0)}
-"""Start of dispatch and of combine inside a node: DeepEP normal (h100_sxm wideep_deepep_normal_perf), DeepEP low latency
-(wideep_deepep_ll_perf), NCCL all-gather and reduce-scatter (nccl_perf)."""
+"""Start of dispatch and of combine inside a node of 8 H100: DeepEP normal (wideep_deepep_normal_perf), DeepEP low
+latency (wideep_deepep_ll_perf), NCCL all-gather and reduce-scatter (nccl_perf)."""
 
 
-# What the fits share, for models that were not measured: one more active expert takes 0.92 of the time that reading its
-# weights takes at the reached HBM bandwidth (3350 GB/s × 0.8); one more token-expert pair takes its FLOPs at 0.45 of the
-# bf16 peak (fp8 twice that).
+# What the fits share, for models that were not measured. One more active expert takes 0.92 of the time that reading its
+# weights takes at the reached HBM bandwidth (3350 GB/s × 0.8). One more token-expert pair takes its FLOPs at 0.45 of
+# the bf16 peak (fp8 twice that).
 _HBM_BYTES_PER_US = 3350e3 * 0.8 / 0.92
 _FLOPS_PER_US = {1: 0.45 * 1978e6, 2: 0.45 * 989e6}
 _KERNEL_START_US = 40.0

@@ -182,17 +182,20 @@ class Traffic:
         longest = int(trace.seq_lens.max(initial=0))
         if self.phase == "decode" and longest < passes:
             raise ValueError(
-                f"{trace.name}: the decode phase needs sequences of at least {passes} tokens, one for each sampled pass, "
-                f"but the longest has {longest}: lower sampled_passes, or use a prefill profile"
+                f"{trace.name}: the decode phase needs sequences of at least {passes} tokens, one for each sampled "
+                f"pass, but the longest has {longest}: lower sampled_passes, or use a prefill profile"
             )
         usable = int(self.cut(trace).piece_tokens.sum())
         most = usable // (intervals * passes * n_gpus)
         remedy = f"tokens_per_rank={most} would fit; or" if most else "give a longer trace, or"
         raise ValueError(
-            f"{trace.name}: {usable} tokens fit the {self.phase} phase, which fills {fits} intervals, but {intervals} are "
-            f"needed ({passes} passes of {tokens} tokens on {n_gpus} ranks each): {remedy} serve tokens again with "
+            f"{trace.name}: {usable} tokens fit the {self.phase} phase, which fills {fits} intervals, but {intervals} "
+            f"are needed ({passes} passes of {tokens} tokens on {n_gpus} ranks each): {remedy} serve tokens again with "
             "allow_reuse"
         )
+
+
+_DECODE = Traffic()
 
 
 class IntervalStream:
@@ -205,7 +208,7 @@ class IntervalStream:
         seed: any integer.
     """
 
-    def __init__(self, trace: TokenTrace, n_gpus: int, traffic: Traffic = Traffic(), seed: int = 0) -> None:
+    def __init__(self, trace: TokenTrace, n_gpus: int, traffic: Traffic = _DECODE, seed: int = 0) -> None:
         self.name, self.n_gpus, self.traffic = trace.name, n_gpus, traffic
         traffic.check(trace, n_gpus, 1)
         self.capacity, self.trace = traffic.capacity(trace, n_gpus), traffic.cut(trace)
@@ -244,7 +247,7 @@ class IntervalStream:
 
 
 def sample_passes(trace: TokenTrace, n_gpus: int, traffic: Traffic, n_passes: int, seed: int = 0) -> Interval:
-    """``n_passes`` passes over the whole trace, for planning once: as many as fit without repeating a token, at least 1."""
+    """Passes of the whole trace, for planning once: as many as fit without repeating a token, at most ``n_passes``."""
     passes = max(1, min(n_passes, traffic.capacity(trace, n_gpus) * traffic.sizes[0]))
     stream = IntervalStream(trace, n_gpus, replace(traffic, schedule="stationary", allow_reuse=True), seed)
     found = [next(stream) for _ in range(-(-passes // traffic.sizes[0]))]
