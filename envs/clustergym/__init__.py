@@ -55,7 +55,7 @@ def _register_with_pettingzoo(name: str) -> None:
 
 
 _register("MoEPlacement-v0", "moe_placement", "MoEPlacement")
-_register("MoEPlacementDrift-v0", "moe_placement", "MoEPlacement", windows=8, schedule="drift", start="eplb")
+_register("MoEPlacementDrift-v0", "moe_placement", "MoEPlacement", intervals=8, schedule="drift", start="eplb")
 _register("GPUAllocation-v0", "gpu_allocation", "GPUAllocation")
 _register("GPUAllocationHistory-v0", "gpu_allocation", "GPUAllocation", history=True)
 _register_with_pettingzoo("moe_placement_v0")

@@ -1,4 +1,4 @@
-"""PettingZoo's face of the placement task: ``moe_placement_v0.parallel_env(**kwargs)``."""
+"""PettingZoo API for the placement task: ``moe_placement_v0.parallel_env(**kwargs)``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pettingzoo import AECEnv
 from pettingzoo.utils.conversions import parallel_to_aec
 from pettingzoo.utils.wrappers import OrderEnforcingWrapper
 
-from clustergym.moe_placement.environment import MoEPlacementParallelEnv
+from clustergym.moe_placement.pettingzoo import MoEPlacementParallelEnv
 
 __all__ = ["MoEPlacementParallelEnv", "env", "parallel_env", "raw_env"]
 

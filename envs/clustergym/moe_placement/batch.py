@@ -89,8 +89,9 @@ class PlacementConfig:
     """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first interval)."""
     compare_eplb: bool = True
     """Also serve every interval with EPLB's placement, so that the episode's information has the time saved against it."""
-    skip_spent: bool = False
-    """Mask experts that were chosen and left alone since the placement last changed: the same look would show the same."""
+    memory: bool = False
+    """Observe what the look-ahead showed for each expert on this layer (``memory``), and mask experts that were chosen
+    and left alone since the placement last changed: the same look would show the same."""
     lookahead: bool = False
     """Observe what each of the E × 3·G operations would save on the observed interval. Exact, and slow."""
     lookahead_norm: int = 0
@@ -217,7 +218,7 @@ class PlacementBatch:
             ops_per_layer=config.ops_per_layer,
             start_eplb=one_of(config.start, ("static", "eplb"), "start"),
             compare_eplb=int(config.compare_eplb),
-            skip_spent=int(config.skip_spent),
+            skip_spent=int(config.memory),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
 
@@ -291,7 +292,8 @@ class PlacementBatch:
             "joint_mask": zeros((experts, 3 * gpus), torch.int8),
             "lookahead": zeros((experts, 3 * gpus) if config.lookahead else (1, 1), torch.float32),
         }
-        self.obs = {name: tensor for name, tensor in self.buffers.items() if name != "lookahead" or config.lookahead}
+        optional = {"lookahead": config.lookahead, "memory": config.memory}
+        self.obs = {name: tensor for name, tensor in self.buffers.items() if optional.get(name, True)}
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
         self._trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
         self._sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
@@ -395,6 +397,27 @@ class PlacementBatch:
             self._array(expert.contiguous()), self._array(node.contiguous()), self._episode, self._sim, self._obs,
             self._rules,
         )  # fmt: skip
+
+    def get_state(self) -> dict[str, npt.NDArray[Any]]:
+        """A copy of everything that changes. :meth:`set_state` continues from it bit for bit."""
+        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.buffers}
+        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
+        return {name: x.numpy(force=True).copy() for name, x in (named | {"reward": self.reward}).items()}
+
+    def set_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
+        """Go back to a state that :meth:`get_state` of an equal batch returned."""
+        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.buffers}
+        for key, value in state.items():
+            part, _, name = key.partition(".")
+            (parts[part][name] if name else self.reward).copy_(torch.from_numpy(value))
+
+    def __getstate__(self) -> dict[str, Any]:
+        arguments = (self.config, self.num_envs, str(self.device))
+        return {"arguments": arguments, "observe_only": self.observe_only, "state": self.get_state()}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        self.__init__(*content["arguments"], observe_only=content["observe_only"])  # type: ignore[misc]
+        self.set_state(content["state"])
 
     def link_copies(self, index: int) -> npt.NDArray[np.float64]:
         """(G, G) copies that environment ``index`` dispatched from row to column in an observed pass, mean over passes."""

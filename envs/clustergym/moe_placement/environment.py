@@ -1,11 +1,11 @@
-"""Gymnasium and PettingZoo faces of the batched placement environment."""
+"""Gymnasium API of the placement task."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -14,21 +14,23 @@ import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
-from pettingzoo import ParallelEnv
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
+    CLOCK_INTERVAL,
     CLOCK_LAYER,
     CLOCK_OPERATION,
-    CLOCK_WINDOW,
+    CLOCK_REUSE,
     LAST_KIND,
     OP_ILLEGAL,
+    TIME_EPLB,
     TIME_MIGRATED,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
-    TIME_SAVED,
+    TIME_OPERATION,
     TIME_SERVED,
+    TIME_START,
 )
 from clustergym.moe_placement.viewer import KINDS, Frame, Operation, draw, open_window
 
@@ -39,6 +41,8 @@ OPERATIONS = ("nothing", "illegal", "place", "swap", "add", "delete")
 assert set(OPERATIONS) == set(KINDS)
 # Observations that change only when the agents walk to another layer.
 LAYER_KEYS = ("coactivation", "affinity")
+# Keys of the info of every step.
+STEP_INFO = ("operation", "legal", "layer_time_us", "operation_reward")
 # Features are ratios and shares; nothing comes near this.
 LIMIT = 1e6
 
@@ -55,33 +59,34 @@ def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Space[Any]]:
 
 def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame:
     """What a picture of environment ``index`` shows."""
-    sim = {name: batch.sim[name][index].cpu().numpy() for name in ("slots", "pairs", "held_before", "load")}
-    layer, op, window, _ = (int(x) for x in batch.episode["clock"][index])
-    kind, expert, node, source, _, victim = (int(x) for x in batch.episode["last_operation"][index])
+    sim = {
+        name: batch.sim[name][index].cpu().numpy()
+        for name in ("slots", "slot_pairs", "held_before", "load", "kernel_us")
+    }
+    clock = batch.episode["clock"][index].tolist()
+    kind, expert, node, source, _, victim = batch.episode["last_operation"][index].tolist()
     times = batch.episode["times_us"][index].cpu().numpy()
-    slots, pairs = sim["slots"], sim["pairs"][0]
-    held = np.where(slots >= 0, np.take_along_axis(pairs.T, np.maximum(slots, 0).astype(np.int64), axis=1), 0)
+    slots, n_passes, costs = sim["slots"], batch.rules_host.n_passes, batch.rules_host.costs
+    pairs = np.where(slots >= 0, sim["slot_pairs"][:n_passes], 0).mean(0)
     fresh = np.take_along_axis(sim["held_before"].T, np.maximum(slots, 0).astype(np.int64), axis=1) == 0
     last = None
     # An action may name an expert or node that does not exist: there is nothing to draw.
     if kind >= 0 and 0 <= expert < batch.n_experts and 0 <= node < 3 * batch.n_gpus:
         last = Operation(OPERATIONS[kind], expert, node % batch.n_gpus, source, victim)
-    model = batch.model
+    layer = clock[CLOCK_LAYER]
     return Frame(
         slots=slots,
-        expert_load=sim["load"][0].astype(float),
-        gpu_pairs=held.sum(1).astype(float),
-        gpu_compute_us=model.kernel_start_us
-        + model.kernel_expert_us * (held > 0).sum(1)
-        + model.kernel_pair_us * held.sum(1),
-        traffic_bytes=batch.link_copies(index) * np.float64(model.hidden * model.dispatch_bytes),
+        expert_load=sim["load"][:n_passes].mean(0),
+        gpu_pairs=pairs.sum(1),
+        gpu_compute_us=np.maximum(costs.kernel_floor_us, costs.kernel_us + sim["kernel_us"][:n_passes]).mean(0),
+        traffic_bytes=batch.link_copies(index) * np.float64(batch.model.hidden * batch.model.dispatch_bytes),
         gpus_per_node=batch.cluster.gpus_per_node,
         layer=layer,
         n_layers=batch.n_layers,
         layer_id=int(batch.trace.layer_ids[layer]),
-        window=min(window, batch.config.windows - 1),
-        n_windows=batch.config.windows,
-        op=op,
+        interval=min(clock[CLOCK_INTERVAL], batch.config.intervals - 1),
+        n_intervals=batch.config.intervals,
+        op=clock[CLOCK_OPERATION],
         ops_per_layer=batch.config.ops_per_layer,
         layer_time_us=float(times[TIME_OBSERVED]),
         start_time_us=float(times[TIME_OBSERVED_START]),
@@ -92,25 +97,76 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
     )
 
 
-class _Picture:
-    """Rendering that the Gymnasium and PettingZoo environments share."""
+class PlacementTask:
+    """What the Gymnasium and the PettingZoo environment share: one environment of a batch, and its picture."""
 
     render_mode: str | None
     batch: PlacementBatch
     _screen: Any = None
     _saved: list[float]
 
-    def _note_window(self) -> None:
-        """Remember what each served window saved, for the picture's history."""
-        served = int(self.batch.episode["clock"][0, CLOCK_WINDOW])
-        if served > len(self._saved):
-            total = float(self.batch.episode["times_us"][0, TIME_SAVED]) / self.batch.rules_host.static_us
-            self._saved.append(total - sum(self._saved))
-
-    def _check_render_mode(self, render_mode: str | None) -> None:
+    def _begin(self, render_mode: str | None, options: dict[str, Any]) -> None:
         if render_mode not in (None, "human", "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
         self.render_mode = render_mode
+        self.batch = PlacementBatch(config_of(options), 1)
+        self._look()
+        self._saved = []
+        self._seeded = False
+
+    def _look(self) -> None:
+        self._views = {name: tensor[0].numpy() for name, tensor in self.batch.obs.items()}
+
+    def _reset(self, seed: int) -> None:
+        if seed >= 0:
+            self.batch.seed(np.array([seed]))
+        self._seeded = True
+        self.batch.reset()
+        self._saved = []
+        if self.render_mode == "human":
+            self._render()
+
+    def _act(self, expert: int, node: int) -> tuple[float, bool, dict[str, Any]]:
+        """Apply one action; returns (reward, done, info)."""
+        _, reward, _ = self.batch.step(torch.tensor([expert]), torch.tensor([node]))
+        # The picture shows what each served interval saved.
+        if int(self.batch.episode["clock"][0, CLOCK_INTERVAL]) > len(self._saved):
+            self._saved.append(float(self.batch.saved[0]) * self.batch.config.intervals - sum(self._saved))
+        done = bool(self.batch.episode["clock"][0, CLOCK_DONE])
+        info: dict[str, Any] = {name: values[0].item() for name, values in step_info(self.batch).items()}
+        if done:
+            info |= episode_info(self.batch, 0)
+        if self.render_mode == "human":
+            self._render()
+        return float(reward[0]), done, info
+
+    def noop_action(self) -> npt.NDArray[np.int64]:
+        """An action that changes nothing: (expert, node)."""
+        return noop_actions(self.batch)[0]
+
+    def lookahead(self, expert: int) -> npt.NDArray[np.float32]:
+        """(3·G, 3) what each operation on ``expert`` would save on the observed interval, as shares of the layer's time.
+
+        Columns: in the smooth norm of ``lookahead_norm``, in true time, migration (negative).
+        """
+        return self.batch.lookahead(torch.tensor([[expert]]))[0, 0].numpy()
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything that changes, as arrays and lists."""
+        return self.batch.get_state() | {"saved": list(self._saved)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state of :meth:`get_state`: the environment continues bit for bit."""
+        self.batch.set_state({name: array for name, array in state.items() if name != "saved"})
+        self._saved = list(state["saved"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views are made again from the copied tensors; a window stays with the original.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_views", "_screen")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._look()
 
     def _render(self) -> npt.NDArray[np.uint8] | None:
         if self.render_mode is None:
@@ -132,7 +188,14 @@ class _Picture:
             self._screen = None
 
 
-def _split_options(options: dict[str, Any]) -> PlacementConfig:
+def noop_actions(batch: PlacementBatch) -> npt.NDArray[np.int64]:
+    """(B, 2) actions that change nothing: PLACE expert 0 on a GPU that holds it."""
+    nodes = batch.obs["placement"][:, 0].argmax(-1).cpu().numpy()
+    return np.stack([np.zeros_like(nodes), nodes], axis=1)
+
+
+def config_of(options: dict[str, Any]) -> PlacementConfig:
+    """Keyword arguments as a configuration; a ``TypeError`` names an unknown one."""
     known = {f.name for f in fields(PlacementConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
@@ -140,109 +203,121 @@ def _split_options(options: dict[str, Any]) -> PlacementConfig:
     return PlacementConfig(**options)
 
 
-def _infos(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
-    """Arrays (B,) that tell what the last operations came to."""
+def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
+    """Arrays (B,) about the last operations."""
     kind = batch.episode["last_operation"][:, LAST_KIND].cpu().numpy()
+    times = batch.episode["times_us"].cpu().numpy()
+    unit = batch.rules_host.static_us * batch.rules_host.n_intervals
     return {
         "operation": kind.copy(),
         "legal": kind != OP_ILLEGAL,
-        "layer_time_us": batch.episode["times_us"][:, TIME_OBSERVED].cpu().numpy().copy(),
+        "layer_time_us": times[:, TIME_OBSERVED].copy(),
+        "operation_reward": times[:, TIME_OPERATION] / unit,
     }
 
 
-def _episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
-    """Sums over a finished episode: mean µs of a layer and window, and the share of the static time that was saved."""
-    times = batch.episode["times_us"][index].cpu().numpy()
-    served = batch.n_layers * batch.config.windows
-    return {
-        "served_us": float(times[TIME_SERVED] / served),
-        "migration_us": float(times[TIME_MIGRATED] / served),
-        "saved": float(times[TIME_SAVED] / batch.rules_host.static_us),
+def episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
+    """A finished episode in numbers. Times are µs of a layer and pass, means over layers and intervals."""
+    mean_us = batch.episode["times_us"][index].cpu().numpy() / (batch.n_layers * batch.config.intervals)
+    unit = batch.rules_host.static_us / batch.n_layers
+    time_us = mean_us[TIME_SERVED] + mean_us[TIME_MIGRATED]
+    info = {
+        "time_us": time_us,
+        "served_us": mean_us[TIME_SERVED],
+        "migration_us": mean_us[TIME_MIGRATED],
+        "start_us": mean_us[TIME_START],
+        "saved_vs_start": (mean_us[TIME_START] - time_us) / unit,
+        "reused": batch.episode["clock"][index, CLOCK_REUSE].item(),
     }
+    if batch.config.compare_eplb:
+        info |= {"eplb_us": mean_us[TIME_EPLB], "saved_vs_eplb": (mean_us[TIME_EPLB] - time_us) / unit}
+    return {name: float(value) for name, value in info.items()}
 
 
-class MoEPlacementEnv(_Picture, gymnasium.Env[Any, npt.NDArray[np.int64]]):
+class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
     """
     ## Description
-    A mixture-of-experts model is served on a cluster: every GPU holds some experts of each layer, tokens travel to the
-    experts that the router chose for them, and the slowest GPU sets the pace. Traffic comes from a token trace log. Between
-    two windows of traffic the agents walk through the layers and change which GPU holds which expert, so that the
-    NEXT window is served faster. They see the window just served and never the one to come.
+    A mixture-of-experts model is served on a cluster. Every GPU holds some experts of each layer and runs its own
+    requests. In a forward pass, every GPU contributes the same number of tokens, tokens travel to the experts that the
+    router chose for them, and the slowest GPU sets the pace. Traffic comes from a token trace. Between two intervals of
+    traffic the agents walk through the layers and change which GPU holds which expert, so that the NEXT interval is
+    served faster. They see sampled passes of the interval that just ended, never those to come.
 
-    `MoEPlacement-v0` is one walk over the layers (`windows=1`, starting from the static placement, stationary traffic);
-    `MoEPlacementDrift-v0` serves eight windows whose mix of domains drifts, starting from EPLB.
+    `profile` says how the engine serves: phase (decode or prefill), which replica serves a token, and the transport.
 
-    The time of a layer is dispatch + compute + combine, exact per token: a token sends one copy to each GPU of its node and one
-    to each other node that holds experts it needs (there it is forwarded), the busiest link sets dispatch and combine,
-    the slowest expert kernel sets compute. Fetching an expert's weights costs time too, spread over `passes_per_window`.
+    `MoEPlacement-v0` is one walk over the layers (`intervals=1`, starting from the static placement, stationary
+    traffic). `MoEPlacementDrift-v0` serves eight intervals whose mix of domains drifts, starting from EPLB.
+
+    The time of a layer is dispatch + compute + combine of a pass, counted exactly for every token and averaged over the
+    sampled passes: the busiest link sets dispatch and combine, the slowest expert kernel sets compute. Receiving an
+    expert's weights costs time too: `migration="blocking"` spreads the pause over `passes_per_interval`,
+    `migration="async"` serves with the old placement until the weights have arrived.
 
     ## Action Space
     `MultiDiscrete([E, 3·G])`: an expert, and one of 3·G nodes. With g = node mod G:
 
     | node | operation |
     | --- | --- |
-    | 0 … G−1 | PLACE the expert on GPU g: its replica on the busiest GPU moves there. A full GPU swaps its replica with fewest tokens back. Nothing where the expert is there already: this is the no-op. |
+    | 0 … G−1 | PLACE the expert on GPU g: its replica on the busiest GPU moves there. A full GPU gives its replica with fewest tokens in exchange. If g holds the expert already, nothing happens: this is the no-op (`noop_action()`). |
     | G … 2G−1 | ADD a replica on GPU g, which needs a free slot |
     | 2G … 3G−1 | DELETE the replica on GPU g, unless it is the last |
 
     An illegal action does nothing and is marked in `info["legal"]`; it never raises.
 
     ## Observation Space
-    A `Dict` of arrays, all about the window just served and the layer that the agents stand at:
+    A `Dict` of arrays about the interval that just ended and the layer that the agents work on. Counts and times are
+    means over the sampled passes.
 
     | key | shape | content |
     | --- | --- | --- |
-    | `experts` | (E, 9) | load share × E, its moving average, change against that average, replicas / G, share of tokens on its busiest replica, load of its busiest GPU / mean, replicas to fetch, co-active experts on the same GPU, is on the slowest GPU |
-    | `coactivation` | (E, E) | P(column also used \\| row used), one token; from at most 1024 tokens |
-    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer; from at most 256 tokens unless `comm="stay"` |
-    | `gpus` | (3·G, 16) | the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node and between nodes (4), active experts, affinity to the hottest experts, is the slowest, load of its node / mean, replicas to fetch, inter/intra bandwidth |
+    | `experts` | (E, 9) | load share × E, its moving average, change against that average, replicas / G, share of tokens on its busiest replica, load of its busiest GPU / mean, replicas to receive, co-active experts on the same GPU, is on the slowest GPU |
+    | `coactivation` | (E, E) | P(column also used \\| row used) by one token; from at most 1024 tokens |
+    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer; from at most 256 tokens unless the transport is `stay` |
+    | `gpus` | (3·G, 16) | the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node and between nodes (4), active experts, co-activation with the hottest experts, is the slowest, load of its node / mean, replicas to receive, inter/intra bandwidth |
     | `traffic` | (G, G) | time of the link from row to column, relative to the layer's |
     | `placement` | (E, G) | 1 where the GPU holds the expert |
-    | `progress` | (6,) | layer, operation, window (each as a fraction), layer time now / at the start, slowest kernel and migration / layer time |
+    | `progress` | (6,) | layer, operation, interval (each as a fraction), layer time now / at the start, slowest kernel and migration / layer time |
     | `expert_mask`, `gpu_mask` | (E,), (3·G,) | choices with at least one operation that changes something / is legal |
     | `joint_mask` | (E, 3·G) | 1 where the pair is legal |
-    | `lookahead` | (E, 3·G) | with `lookahead=True`: share of the layer's time that the operation would save on the OBSERVED window |
+    | `memory` | (E, 2) | with `memory=True`: the best that `lookahead(expert)` showed on this layer, whether it was called |
+    | `lookahead` | (E, 3·G) | with `lookahead=True`: share of the layer's time that the operation would save on the OBSERVED interval |
 
     ## Rewards
-    What the operation takes off the next window's time (served + migration), as a fraction of the static placement's time
-    for a window: rewards add up to the relative time saved. With `credit="stream"` each window boundary adds what
-    earlier operations still save, so that the return is what the whole stream saved against never moving.
+    An operation earns what it saves on the next interval (served time and migration). When the agents reach a layer, what
+    earlier operations save on it in the new interval is credited. So the rewards of an episode add up to exactly
+    (`start_us` − `time_us`) / static time: the time saved per interval against serving with the start placement, in units
+    of the static placement's mean time. `info["operation_reward"]` is the operation's own part.
 
     ## Starting State
-    A stream begins at a random place of the trace; the first window has been served on the starting placement (`start`).
+    A stream begins at a random place of the trace; the first interval has been served on the start placement (`start`).
 
     ## Episode End
-    Terminates after `windows` windows: windows × layers × `ops_per_layer` steps. `info` then holds `served_us`,
-    `migration_us` (means per layer and window) and `saved`.
+    Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps. `info` then holds means per layer
+    and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned again
+    before every interval, migration included), `saved_vs_start` (equals the return), `saved_vs_eplb`, and `reused`
+    (1 if the trace was too short and tokens were served twice).
 
     ## Arguments
-    The fields of `clustergym.moe_placement.PlacementConfig`: `trace`, `cluster`, `model`, `windows`, `window_tokens`,
-    `ops_per_layer`, `schedule`, `drift_rate`, `passes_per_window`, `start`, `comm`, `lookahead`, `lookahead_norm`,
-    `reward_window`, `reward_norm`, `credit`; and `render_mode` (`"rgb_array"`, `"human"`).
+    The fields of `clustergym.moe_placement.PlacementConfig`, and `render_mode` (`"rgb_array"`, `"human"`).
 
     ```python
     >>> import gymnasium
-    >>> env = gymnasium.make("clustergym:MoEPlacement-v0", cluster="h800-2x8", window_tokens=1024)
+    >>> env = gymnasium.make("clustergym:MoEPlacement-v0", cluster="h800-2x8", profile="sglang-decode")
     >>> obs, info = env.reset(seed=1)
     >>> obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
 
     ```
 
     ## Version History
-    * v0: initial version
+    * v0: initial version. Since 0.2.0: passes and intervals on balanced ranks; rewards add up to the time saved.
     """
 
     metadata = {"render_modes": ["human", "rgb_array"], "render_fps": 4}
 
     def __init__(self, render_mode: str | None = None, **options: Any) -> None:
-        self._check_render_mode(render_mode)
-        self.batch = PlacementBatch(_split_options(options), 1)
+        self._begin(render_mode, options)
         self.observation_space = spaces.Dict(observation_spaces(self.batch))
         self.action_space = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
-        self._views = {name: tensor[0].numpy() for name, tensor in self.batch.obs.items()}
-        self._expert, self._node = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-        self._saved = []
-        self._seeded = False
 
     def _observe(self) -> ObsDict:
         return {name: view.copy() for name, view in self._views.items()}
@@ -251,30 +326,14 @@ class MoEPlacementEnv(_Picture, gymnasium.Env[Any, npt.NDArray[np.int64]]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[ObsDict, dict[str, Any]]:
         super().reset(seed=seed)
-        if seed is not None or not self._seeded:
-            self.batch.seed(np.array([self.np_random.integers(2**62) if seed is None else seed]))
-            self._seeded = True
-        self.batch.reset()
-        self._saved = []
-        if self.render_mode == "human":
-            self._render()
+        if seed is None:
+            seed = -1 if self._seeded else int(self.np_random.integers(2**62))
+        self._reset(seed)
         return self._observe(), {}
 
     def step(self, action: npt.NDArray[np.int64]) -> tuple[ObsDict, float, bool, bool, dict[str, Any]]:
-        self._expert[0], self._node[0] = int(action[0]), int(action[1])
-        _, reward, _ = self.batch.step(self._expert, self._node)
-        self._note_window()
-        done = bool(self.batch.episode["clock"][0, CLOCK_DONE])
-        info: dict[str, Any] = {name: values[0].item() for name, values in _infos(self.batch).items()}
-        if done:
-            info |= _episode_info(self.batch, 0)
-        if self.render_mode == "human":
-            self._render()
-        return self._observe(), float(reward[0]), done, False, info
-
-    def lookahead(self, expert: int) -> npt.NDArray[np.float32]:
-        """(3·G,) what each operation on ``expert`` would save on the observed window, as a share of the layer's time."""
-        return self.batch.lookahead(torch.tensor([expert])).numpy()[0].copy()
+        reward, done, info = self._act(int(action[0]), int(action[1]))
+        return self._observe(), reward, done, False, info
 
     def render(self) -> npt.NDArray[np.uint8] | None:
         return self._render()
@@ -329,13 +388,13 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
         **options: Any,
     ) -> None:
         if max_episode_steps is not None:
-            raise ValueError("episodes have a fixed length: set windows, and not max_episode_steps")
+            raise ValueError("episodes have a fixed length: set intervals instead of max_episode_steps")
         if render_mode not in (None, "rgb_array"):
             raise ValueError(
                 f"unknown render_mode {render_mode!r}; the vectorised environment has None and 'rgb_array'"
             )
         self.render_mode = render_mode
-        self.batch = PlacementBatch(_split_options(options), num_envs, device)
+        self.batch = PlacementBatch(config_of(options), num_envs, device)
         self.num_envs = num_envs
         self.single_observation_space = spaces.Dict(observation_spaces(self.batch))
         self.single_action_space = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
@@ -351,8 +410,8 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
     def _renew(self, names: Collection[str], keep: bool) -> None:
         """Let the next observation go to arrays that nobody holds; ``keep`` what the kernels may leave as it is."""
         fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
-        if keep:
-            for name, (_, tensor) in fresh.items():
+        for name, (_, tensor) in fresh.items():
+            if keep or name == "memory":
                 tensor.copy_(self.batch.obs[name])
         self._pairs |= fresh
         self.batch.observe_into({name: tensor for name, (_, tensor) in fresh.items()})
@@ -392,7 +451,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
         clock = self.batch.episode["clock"]
         leaves = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
         ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
-            clock[:, CLOCK_WINDOW] == self.batch.config.windows - 1
+            clock[:, CLOCK_INTERVAL] == self.batch.config.intervals - 1
         )
         changed = bool(leaves.any())
         self._renew([name for name in self.batch.obs if name not in LAYER_KEYS], keep=False)
@@ -401,12 +460,12 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
             self._renew(LAYER_KEYS, keep=not bool((leaves & ~ends).all()))
         _, reward, done = self.batch.step(chosen[0], chosen[1])
         rewards, terminated = reward.cpu().numpy().copy(), done.cpu().numpy().copy()
-        infos: dict[str, Any] = dict(_infos(self.batch))
+        infos: dict[str, Any] = dict(step_info(self.batch))
         infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in list(infos)}
         if terminated.any():
             infos |= self._finish(terminated, infos)
             # What an ended episode's last step came to is in final_info; a fresh episode has no operation yet.
-            for name in ("operation", "legal", "layer_time_us"):
+            for name in STEP_INFO:
                 infos[name][terminated] = 0
                 infos[f"_{name}"][terminated] = False
             self.batch.reset(done.clone())
@@ -418,8 +477,8 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
         final_info: dict[str, Any] = {}
         for i in np.flatnonzero(ended):
             final_obs[i] = {name: array[i].copy() for name, array in last.items()}
-            single = {name: infos[name][i].item() for name in ("operation", "legal", "layer_time_us")}
-            final_info = self._add_info(final_info, single | _episode_info(self.batch, int(i)), int(i))
+            single = {name: infos[name][i].item() for name in STEP_INFO}
+            final_info = self._add_info(final_info, single | episode_info(self.batch, int(i)), int(i))
         return {
             "final_obs": final_obs,
             "_final_obs": ended.copy(),
@@ -427,126 +486,12 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.i
             "_final_info": ended.copy(),
         }
 
+    def noop_actions(self) -> npt.NDArray[np.int64]:
+        """(num_envs, 2) actions that change nothing."""
+        return noop_actions(self.batch)
+
     def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
         """A picture of each environment."""
         if self.render_mode is None:
             return None
         return tuple(draw(frame_of(self.batch, [], i)) for i in range(self.num_envs))
-
-
-class MoEPlacementParallelEnv(_Picture, ParallelEnv[str, ObsDict, int]):
-    """The placement task for two agents that act at the same time: `expert` picks an expert, `gpu` one of 3·G nodes.
-
-    Everything else is as in :class:`MoEPlacementEnv`, whose docstring is the task's page. Both agents get the same reward.
-
-    | agent | action | observation |
-    | --- | --- | --- |
-    | `expert` | `Discrete(E)` | `experts`, `coactivation`, `affinity`, `placement`, `progress`, `action_mask` (E,) |
-    | `gpu` | `Discrete(3·G)` | `gpus`, `traffic`, `placement`, `progress`, `joint_mask` (E, 3·G), `action_mask` (3·G,), and `lookahead` where asked for |
-
-    `joint_mask[e]` is what the `gpu` agent may do once `expert` has chosen e: a policy that conditions the second choice on the
-    first reads its row. `state()` is one vector for a centralised critic.
-
-    ```python
-    >>> from clustergym import moe_placement_v0
-    >>> env = moe_placement_v0.parallel_env(window_tokens=512)
-    >>> observations, infos = env.reset(seed=1)
-    >>> actions = {agent: env.action_space(agent).sample(observations[agent]["action_mask"]) for agent in env.agents}
-    >>> observations, rewards, terminations, truncations, infos = env.step(actions)
-
-    ```
-    """
-
-    metadata: ClassVar[dict[str, Any]] = {
-        "name": "moe_placement_v0",
-        "render_modes": ["human", "rgb_array"],
-        "is_parallelizable": True,
-        "render_fps": 4,
-    }
-    possible_agents: ClassVar[list[str]] = ["expert", "gpu"]
-    _keys: ClassVar[dict[str, tuple[str, ...]]] = {
-        "expert": ("experts", "coactivation", "affinity", "placement", "progress"),
-        "gpu": ("gpus", "traffic", "placement", "progress", "joint_mask", "lookahead"),
-    }
-    _state_keys: ClassVar[tuple[str, ...]] = ("experts", "gpus", "traffic", "placement", "progress")
-
-    def __init__(self, render_mode: str | None = None, **options: Any) -> None:
-        self._check_render_mode(render_mode)
-        self.batch = PlacementBatch(_split_options(options), 1)
-        all_spaces = observation_spaces(self.batch)
-        self.observation_spaces = {
-            agent: spaces.Dict(
-                {key: all_spaces[key] for key in keys if key in all_spaces}
-                | {"action_mask": all_spaces[f"{agent}_mask"]}
-            )
-            for agent, keys in self._keys.items()
-        }
-        self.action_spaces = {
-            "expert": spaces.Discrete(self.batch.n_experts),
-            "gpu": spaces.Discrete(3 * self.batch.n_gpus),
-        }
-        self._views = {name: tensor[0].numpy() for name, tensor in self.batch.obs.items()}
-        size = sum(self._views[key].size for key in self._state_keys)
-        self.state_space = spaces.Box(-LIMIT, LIMIT, (size,), np.float32)
-        self.agents: list[str] = []
-        self._saved = []
-        self._seeded = False
-
-    def observation_space(self, agent: str) -> spaces.Dict:
-        return self.observation_spaces[agent]
-
-    def action_space(self, agent: str) -> spaces.Discrete:
-        return self.action_spaces[agent]
-
-    def _observe(self) -> dict[str, ObsDict]:
-        return {
-            agent: {key: self._views[key].copy() for key in keys if key in self._views}
-            | {"action_mask": self._views[f"{agent}_mask"].copy()}
-            for agent, keys in self._keys.items()
-        }
-
-    def reset(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, ObsDict], dict[str, dict[str, Any]]]:
-        if seed is not None or not self._seeded:
-            self.batch.seed(
-                np.array([np.random.SeedSequence().generate_state(1)[0] if seed is None else seed], dtype=np.int64)
-            )
-            self._seeded = True
-        self.agents = self.possible_agents[:]
-        self.batch.reset()
-        self._saved = []
-        if self.render_mode == "human":
-            self._render()
-        return self._observe(), {agent: {} for agent in self.agents}
-
-    def step(
-        self, actions: dict[str, int]
-    ) -> tuple[dict[str, ObsDict], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
-        expert, node = (torch.tensor([int(actions[agent])]) for agent in self.possible_agents)
-        _, reward, _ = self.batch.step(expert, node)
-        self._note_window()
-        done = bool(self.batch.episode["clock"][0, CLOCK_DONE])
-        info: dict[str, Any] = {name: values[0].item() for name, values in _infos(self.batch).items()}
-        if done:
-            info |= _episode_info(self.batch, 0)
-        agents, self.agents = self.agents, ([] if done else self.agents)
-        if self.render_mode == "human":
-            self._render()
-        return (
-            self._observe(),
-            {agent: float(reward[0]) for agent in agents},
-            dict.fromkeys(agents, done),
-            dict.fromkeys(agents, False),
-            {agent: dict(info) for agent in agents},
-        )
-
-    def state(self) -> npt.NDArray[np.float32]:
-        """All that both agents see, without the pair matrices, as one vector."""
-        return np.concatenate([self._views[key].ravel() for key in self._state_keys])
-
-    def render(self) -> npt.NDArray[np.uint8] | None:
-        return self._render()
-
-    def close(self) -> None:
-        self._close()

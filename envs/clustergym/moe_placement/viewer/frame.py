@@ -28,10 +28,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Frame:
-    """What one picture shows: one layer of one window of one environment. G GPUs, S slots per GPU, E experts."""
+    """What one picture shows: one layer of one interval of one environment. G GPUs, S slots per GPU, E experts."""
 
     slots: npt.NDArray[np.int16]  # (G, S) expert in each slot, -1 if empty
-    expert_load: npt.NDArray[np.float64]  # (E,) tokens routed to each expert in this layer of the observed window
+    expert_load: npt.NDArray[np.float64]  # (E,) tokens routed to each expert in this layer of the observed interval
     gpu_pairs: npt.NDArray[np.float64]  # (G,) token-expert pairs that each GPU computes
     gpu_compute_us: npt.NDArray[np.float64]  # (G,)
     traffic_bytes: npt.NDArray[np.float64]  # (G, G) dispatch bytes from row to column
@@ -39,16 +39,16 @@ class Frame:
     layer: int  # position among the layers of the environment, from 0
     n_layers: int
     layer_id: int  # number of the layer in the model
-    window: int  # from 0
-    n_windows: int
+    interval: int  # from 0
+    n_intervals: int
     op: int  # operations done in this layer, 0 to ops_per_layer
     ops_per_layer: int
-    layer_time_us: float  # time of this layer in the observed window with the current placement
-    start_time_us: float  # the same with the placement from before this window's operations
+    layer_time_us: float  # time of this layer in the observed interval with the current placement
+    start_time_us: float  # the same with the placement from before this interval's operations
     static_time_us: float  # the same with the static placement
-    migrated: npt.NDArray[np.bool_]  # (G, S) slots filled in this window, whose weights must be fetched
+    migrated: npt.NDArray[np.bool_]  # (G, S) slots filled in this interval, whose weights must be fetched
     last_op: Operation | None
-    saved: list[float]  # share of the time saved in each window served so far; may be negative
+    saved: list[float]  # share of the time saved in each interval served so far; may be negative
 
     def __post_init__(self) -> None:
         if self.slots.ndim != 2 or 0 in self.slots.shape:

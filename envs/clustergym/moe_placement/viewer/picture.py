@@ -142,14 +142,14 @@ class Painter(Canvas):
         self.text(right, rect.right - self.px(14), middle, 12, MUTED, align=1, room=room)
 
     def header(self) -> None:
-        """Title, shape of the cluster, and progress in windows, layers and operations."""
+        """Title, shape of the cluster, and progress in intervals, layers and operations."""
         f, area, px = self.frame, self.layout.header, self.px
         self.text("MoE placement", area.x, area.y + px(15), 22, TEXT, bold=True)
         gpus, slots = f.slots.shape
         shape = f"{gpus // f.gpus_per_node} × {f.gpus_per_node} GPUs, {slots} slots each, {f.expert_load.size} experts"
         self.text(shape, area.x, area.y + px(37), 12, MUTED, room=px(300))
         progress = (
-            ("Window", min(f.window + 1, f.n_windows), f.n_windows, ""),
+            ("Interval", min(f.interval + 1, f.n_intervals), f.n_intervals, ""),
             ("Layer", min(f.layer + 1, f.n_layers), f.n_layers, f"model layer {f.layer_id}"),
             ("Operation", f.op, f.ops_per_layer, "in this layer"),
         )
@@ -170,7 +170,7 @@ class Painter(Canvas):
         colour = MUTED if op is None or op.kind == "nothing" else ORANGE if op.kind == "illegal" else BLUE
         used = self.text(sentence, x, area.centery, 15, colour, room=area.right - x - px(14))
         fetches = int((self.frame.migrated & (self.frame.slots >= 0)).sum())
-        note = f"{fetches} replica{'' if fetches == 1 else 's'} to fetch in this window"
+        note = f"{fetches} replica{'' if fetches == 1 else 's'} to fetch in this interval"
         self.text(note, area.right - px(14), area.centery, 12, MUTED, align=1, room=area.right - x - used - px(34))
 
     def node(self, node: int) -> None:
@@ -307,7 +307,7 @@ class Painter(Canvas):
             self.dots(2, px(4), rect.centerx - px(5), rect.bottom - px(7), px(6), 0, WHITE)
 
     def times(self) -> None:
-        """Time of this layer now, at the start of the window, and with the static placement."""
+        """Time of this layer now, at the start of the interval, and with the static placement."""
         f, area, px = self.frame, self.layout.times, self.px
         share = 1 - f.layer_time_us / f.static_time_us if f.static_time_us else 0.0
         self.card_title(area, "Time of this layer", "")
@@ -333,7 +333,7 @@ class Painter(Canvas):
         since_start = 1 - f.layer_time_us / f.start_time_us if f.start_time_us else 0.0
         slowest = int(f.gpu_compute_us.argmax())
         foot = area.y + px(139)
-        used = self.text(f"{_percent(since_start)} saved in this window", area.x + px(14), foot, 12, MUTED)
+        used = self.text(f"{_percent(since_start)} saved in this interval", area.x + px(14), foot, 12, MUTED)
         compute = f"slowest GPU {slowest}: {f.gpu_compute_us[slowest]:.0f} µs"
         self.text(compute, area.right - px(14), foot, 12, MUTED, align=1, room=area.w - used - px(38))
 
@@ -404,15 +404,15 @@ class Painter(Canvas):
         self.text("crosses nodes", left, y + px(46), 11, MUTED, room=width)
 
     def saved(self) -> None:
-        """One bar per served window: the share of time saved."""
+        """One bar per served interval: the share of time saved."""
         f, area, px = self.frame, self.layout.saved, self.px
         mean = f"{_percent(float(np.mean(f.saved)))} on average" if f.saved else "none served yet"
-        self.card_title(area, "Time saved per window", mean)
+        self.card_title(area, "Time saved per interval", mean)
         plot = pygame.Rect(area.x + px(58), area.y + px(42), area.w - px(72), area.h - px(68))
-        # If there are more windows than fit, show the last ones.
+        # If there are more intervals than fit, show the last ones.
         first = max(0, len(f.saved) - max(1, plot.w // 3))
         shown = f.saved[first:]
-        count = max(len(shown), min(f.n_windows, plot.w // 3), 1)
+        count = max(len(shown), min(f.n_intervals, plot.w // 3), 1)
         high, low = max([0.01, *shown]), min([0.0, *shown])
         zero = plot.y + round(plot.h * high / (high - low))
         self.text("0 %", plot.x - px(8), zero, 10, MUTED, align=1)
@@ -427,5 +427,5 @@ class Painter(Canvas):
                 self.box(bar, BLUE if shown[i] > 0 else ORANGE, 2)
         pygame.draw.rect(self.surface, FAINT, (plot.x, zero, plot.w, 1))
         foot = area.bottom - px(12)
-        used = self.text(f"window {first + 1}", plot.x, foot, 10, MUTED)
+        used = self.text(f"interval {first + 1}", plot.x, foot, 10, MUTED)
         self.text(str(first + count), plot.right, foot, 10, MUTED, align=1, room=plot.w - used - px(10))
