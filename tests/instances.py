@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window
+from clustergym import TokenTrace
+from clustergym.moe_placement import (
+    ClusterSpec,
+    EngineProfile,
+    Interval,
+    IntervalStream,
+    ModelSpec,
+    Placement,
+    Simulator,
+    Traffic,
+)
+
+
+def made_profile(dispatch: str = "rank-nearest", transport: str = "dedup", phase: str = "decode") -> EngineProfile:
+    """A profile of any replica choice and transport."""
+    return EngineProfile("made", "sglang", phase, dispatch, transport, (), "made by a test")
 
 
 @dataclass(frozen=True)
 class Instance:
     model: ModelSpec
     cluster: ClusterSpec
-    window: Window
+    interval: Interval
     placement: Placement
     before: Placement
-    passes: int
+    passes_per_interval: int
 
-    def simulator(self, comm: str) -> Simulator:
-        return Simulator(self.model, self.cluster, comm, self.passes)
+    def simulator(self, profile: str | EngineProfile = "sglang-prefill", **options: Any) -> Simulator:
+        return Simulator(self.model, self.cluster, profile, self.passes_per_interval, **options)
 
 
 def random_placement(
@@ -37,6 +53,16 @@ def random_placement(
     return placement
 
 
+def random_trace(
+    rng: np.random.Generator, lengths: list[int], n_experts: int, top_k: int, layers: int = 2, pads: float = 0.0
+) -> TokenTrace:
+    """Sequences of these lengths in three domains. ``pads`` is the share of entries without an expert."""
+    experts = np.argsort(rng.random((sum(lengths), layers, n_experts)), axis=2)[:, :, :top_k].astype(np.int16)
+    experts[rng.random(experts.shape) < pads] = -1
+    domains = np.array(["abc"[i % 3] for i in range(len(lengths))])
+    return TokenTrace(experts, n_experts=n_experts, seq_lens=np.array(lengths), domains=domains, name="random")
+
+
 def random_instance(
     seed: int,
     *,
@@ -47,9 +73,13 @@ def random_instance(
     tokens: int,
     layers: int,
     spare_slots: int,
+    passes: int = 2,
+    phase: str = "decode",
+    rank_imbalance: float = 0.0,
     fill: float = 0.6,
     pads: float = 0.2,
 ) -> Instance:
+    """``tokens`` is per rank and pass."""
     rng = np.random.default_rng(seed)
     n_gpus, top_k = nodes * per_node, min(top_k, n_experts)
     n_slots = min(-(-n_experts // n_gpus) + spare_slots, n_experts)
@@ -59,13 +89,8 @@ def random_instance(
         kernel_start_us=numbers[3], kernel_expert_us=numbers[4], kernel_pair_us=numbers[5],
     )  # fmt: skip
     cluster = ClusterSpec("random", nodes, per_node, n_slots, *numbers[6:10])
-    n_rows = 2 * tokens
-    experts = np.argsort(rng.random((layers, n_rows, n_experts)), axis=2)[:, :, :top_k].astype(np.int16)
-    experts[rng.random(experts.shape) < pads] = -1
-    window = Window(
-        np.ascontiguousarray(experts),
-        rng.integers(0, n_rows, tokens).astype(np.int32),
-        rng.integers(0, n_gpus, tokens).astype(np.int16),
-    )
+    trace = random_trace(rng, rng.integers(passes, 30, 12).tolist(), n_experts, top_k, layers, pads)
+    traffic = Traffic(phase, tokens, passes, rank_imbalance=rank_imbalance, allow_reuse=True)
+    interval = next(IntervalStream(trace, n_gpus, traffic, seed))
     placements = [random_placement(rng, layers, n_gpus, n_slots, n_experts, fill) for _ in range(2)]
-    return Instance(model, cluster, window, *placements, passes=int(rng.integers(1, 200)))
+    return Instance(model, cluster, interval, *placements, passes_per_interval=int(rng.integers(1, 200)))
