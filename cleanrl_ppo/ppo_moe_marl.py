@@ -1,16 +1,21 @@
 """Multi-agent PPO for MoE placement: an expert actor and a GPU actor with graph encoders, one centralised critic.
 
     python cleanrl_ppo/ppo_moe_marl.py                                          # the bundled trace, 4 × 4 GPUs
-    python cleanrl_ppo/ppo_moe_marl.py --trace mine.npz --cluster h800-2x8 --total-timesteps 400000
+    python cleanrl_ppo/ppo_moe_marl.py --trace mine.npz --cluster h800-2x8 --profile sglang-decode
     python cleanrl_ppo/ppo_moe_marl.py --resume                                 # continue after a crash, bit for bit
     torchrun --nproc-per-node 2 cleanrl_ppo/ppo_moe_marl.py                     # two processes, averaged gradients
     clustergym eval --planner eplb anneal policy --checkpoint runs/ppo_moe_marl__tiny_moe__1
 
-Between two windows of traffic the agents visit the layers one after the other. A visit has ``ops_per_layer`` steps. In
+Between two intervals of traffic the agents visit the layers one after the other. A visit has ``ops_per_layer`` steps. In
 each step the expert actor picks an expert, an exact simulation computes what each of the 3·G operations on it would
-save on the window that was just served, and the GPU actor picks one of the operations. The reward is what the operation
-saves on the NEXT window, which the agents do not see. A supervised phase first teaches both actors to find the
-operations with the best simulated savings. PPO then teaches them which savings last until the next window.
+save on the interval that just ended, and the GPU actor picks one of the operations. The reward is what the operation
+saves on the NEXT interval, which the agents do not see. A supervised phase first teaches both actors to find the
+operations with the best simulated savings. PPO then teaches them which savings last until the next interval.
+
+The task is the registered environment with the options of :func:`environment_options`, nothing else:
+
+    gymnasium.make_vec("MoEPlacement-v0", num_envs=64, profile="sglang-prefill", intervals=4, schedule="drift",
+                       start="eplb", ops_per_layer=16, memory=True, lookahead_norm=4, reward_norm=4, …)
 
 Core details 1–13 and 37 of "The 37 Implementation Details of PPO", masks, value normalisation. docs/ppo_moe_marl.md
 explains the decision process, the networks and every metric.
@@ -25,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import gymnasium
 import numpy as np
 import torch
 import tyro
@@ -33,27 +39,34 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch_geometric.nn import DenseGraphConv
 
-from clustergym.common.statistics import ci95
-from clustergym.moe_placement import PlacementBatch, PlacementConfig, Simulator
+from clustergym.moe_placement import PlacementBatch, Simulator
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
 from clustergym.moe_placement.environment import frame_of
-from clustergym.moe_placement.evaluation import Protocol, Result, evaluate_planner
+from clustergym.moe_placement.evaluation import Result
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, N_PARTS, TIME_OPERATION
 from clustergym.moe_placement.policy.export import FILE_NAME, PolicySettings, read_policy, save_policy
-from clustergym.moe_placement.policy.network import PolicyNetwork
-from clustergym.moe_placement.policy.planner import Policy
-from clustergym.moe_placement.policy.view import LAYER_KEYS, PROGRESS, STEP_KEYS, Inputs, PolicyView, gains
-from clustergym.moe_placement.policy.view_kernels import N_PARTS
+from clustergym.moe_placement.policy.inputs import (
+    LAYER_KEYS,
+    PER_CENT,
+    PROGRESS,
+    STEP_KEYS,
+    Inputs,
+    gains,
+    policy_inputs,
+    same_node_weights,
+    similar_experts,
+)
+from clustergym.moe_placement.policy.validation import EPLB_NAMES, Validator, summary
+from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
 from clustergym.moe_placement.report.plots import plot_results, plot_validation
 from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.specs import get_cluster
+from clustergym.moe_placement.streams import Traffic
 from clustergym.moe_placement.viewer import draw
 from clustergym.traces import TokenTrace, load_traces
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, Run, World, derive_seed, plain_args, run_trainer
 
-EPLB_NAMES = ("eplb-once", "eplb", "eplb-ema", "eplb-threshold")
 MASKED_LOGIT = -1e8
 
 
@@ -61,33 +74,33 @@ MASKED_LOGIT = -1e8
 class TaskArgs:
     layers: int = 6
     """Number of evenly spaced layers of the trace to train and evaluate on, 0 for all."""
-    windows: int = 4
-    """Number of windows per episode."""
-    window_tokens: int = 2048
-    """Number of tokens per window."""
+    profile: str = DEFAULT_PROFILE
+    """Engine profile: sglang-prefill, sglang-decode, vllm, vllm-deepep, tensorrt-llm or vllm-ascend."""
+    intervals: int = 4
+    """Number of intervals per episode."""
+    tokens_per_rank: int | None = None
+    """Number of tokens per GPU and pass. Default: 32 in decode, 128 in prefill."""
+    sampled_passes: int | None = None
+    """Number of simulated passes per interval. Default: 4 in decode, 2 in prefill."""
     ops_per_layer: int = 16
-    """Number of operations per layer between two windows."""
+    """Number of operations per layer between two intervals."""
     schedule: str = "drift"
-    """How sequences are drawn: stationary, drift, switch or replay."""
+    """How domains follow each other: stationary, drift, switch or replay."""
     drift_rate: float = 0.5
     """Step of the random walk of the domain mixture."""
-    passes_per_window: int = 100
-    """Number of forward passes per window. A migration is paid once, serving is paid in every pass."""
+    passes_per_interval: int = 1000
+    """Number of forward passes per interval. A migration is paid once, serving is paid in every pass."""
     start: str = "eplb"
     """Placement at the start of an episode: eplb or static."""
-    homes: Literal["even", "served"] = "even"
-    """Home GPUs of the observed tokens: distributed evenly over the GPUs, or as served."""
     lookahead_norm: int = 4
     """p-norm over GPUs in the look-ahead, 0 for the true time."""
     reward_norm: int = 4
     """p-norm over GPUs in the reward, 0 for the true time."""
-    reward_window: Literal["next", "observed"] = "next"
-    """Window on which the saved time is the reward."""
     credit: Literal["operation", "stream"] = "operation"
-    """operation: each visit to a layer is an episode, and the cost of a migration is spread over horizon windows.
-    stream: the whole stream is an episode, and each window adds what earlier operations still save."""
+    """operation: each visit to a layer is an episode, and the cost of a migration is spread over horizon intervals.
+    stream: the whole stream is an episode, and each interval adds what earlier operations still save."""
     horizon: float = 4.0
-    """Number of windows over which the cost of a migration is spread (1 with credit stream)."""
+    """Number of intervals over which the cost of a migration is spread (1 with credit stream)."""
 
 
 @dataclass
@@ -171,8 +184,8 @@ class EvaluationArgs:
     """Iterations between evaluations on validation streams, 0 for none."""
     eval_streams: int = 4
     """Number of held-out streams after training, 0 for no evaluation."""
-    eval_windows: int = 7
-    """Number of windows per held-out stream."""
+    eval_intervals: int = 4
+    """Number of intervals per held-out stream."""
     eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "bottleneck-8", "anneal")
     """Planners in the final table, next to the untrained, the supervised and the trained policy."""
 
@@ -521,8 +534,8 @@ class Agent(nn.Module):
         return expert_logits, node_logits, self.values(inputs, encoded)
 
     def get_value(self, inputs: Inputs, encoded: dict[str, Tensor]) -> Tensor:
-        """(B,) values in units of reward, the mean over critics."""
-        return self.values(inputs, encoded).mean(-1) * self.value_std + self.value_mean
+        """(B, critics) values in units of reward."""
+        return self.values(inputs, encoded) * self.value_std + self.value_mean
 
     @torch.no_grad()
     def set_value_scale(self, mean: float, std: float) -> None:
@@ -555,8 +568,8 @@ class Task:
 
     train: TokenTrace
     test: TokenTrace
-    config: PlacementConfig
     simulator: Simulator
+    traffic: Traffic
     settings: PolicySettings
 
 
@@ -567,7 +580,21 @@ def evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
 
 def policy_settings(args: TaskArgs) -> PolicySettings:
     horizon = 1.0 if args.credit == "stream" else args.horizon
-    return PolicySettings(args.homes, args.lookahead_norm, horizon, args.ops_per_layer)
+    return PolicySettings(args.lookahead_norm, horizon, args.ops_per_layer)
+
+
+def environment_options(args: Args, task: Task) -> dict[str, Any]:
+    """Options of the registered environment that the agents are trained on."""
+    names = ("profile", "intervals", "tokens_per_rank", "sampled_passes", "ops_per_layer", "schedule", "drift_rate",
+             "start", "lookahead_norm", "reward_norm")  # fmt: skip
+    return {name: getattr(args.task, name) for name in names} | {
+        "trace": task.train,
+        "cluster": task.simulator.cluster,
+        "model": task.simulator.model,
+        "passes_per_interval": task.settings.passes(args.task.passes_per_interval),
+        "memory": True,
+        "compare_eplb": False,
+    }
 
 
 def check_arguments(args: Args) -> None:
@@ -603,17 +630,14 @@ def make_task(args: Args) -> Task:
             )
     else:
         train, test = train.split(0.5, seed=0)
-    model = model_for(train, args.model)
-    simulator = Simulator(model, get_cluster(args.cluster), passes_per_window=options.passes_per_window)
-    settings = policy_settings(options)
-    names = ("windows", "window_tokens", "ops_per_layer", "schedule", "drift_rate", "start", "reward_window",
-             "reward_norm", "credit")  # fmt: skip
-    config = PlacementConfig(
-        trace=train, cluster=simulator.cluster, model=model,
-        passes_per_window=settings.passes(options.passes_per_window),
-        **{name: getattr(options, name) for name in names},
+    simulator = Simulator(
+        model_for(train, args.model), get_cluster(args.cluster), options.profile, options.passes_per_interval
+    )
+    traffic = Traffic(
+        get_profile(options.profile).phase, options.tokens_per_rank, options.sampled_passes, options.schedule,
+        options.drift_rate, allow_reuse=True,
     )  # fmt: skip
-    return Task(train, test, config, simulator, settings)
+    return Task(train, test, simulator, traffic, policy_settings(options))
 
 
 def network_options(args: Args) -> dict[str, Any]:
@@ -648,7 +672,9 @@ class Batch:
     parts: Tensor
     legal: Tensor
     logprobs: Tensor
+    """(rows, 2): of the expert and of the node"""
     advantages: Tensor
+    """(rows, critics), as the returns and values"""
     returns: Tensor
     values: Tensor
 
@@ -678,14 +704,14 @@ def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def subtract_group_baseline(advantages: Tensor, envs_per_stream: int) -> Tensor:
-    """Subtract the mean advantage of the other environments with the same stream, (steps, envs) → (steps, envs).
+    """Subtract the mean advantage of the other environments with the same stream, (steps, envs, critics).
 
-    Most of the variance comes from the next window, which no critic can predict and which is the same for the whole
+    Most of the variance comes from the next interval, which no critic can predict and which is the same for the whole
     group. The mean of the others does not depend on an environment's own actions, so the gradient stays unbiased.
     """
     groups = advantages.unflatten(1, (-1, envs_per_stream))
-    others = (groups.sum(-1, keepdim=True) - groups) / (envs_per_stream - 1)
-    return (groups - others).flatten(1)
+    others = (groups.sum(2, keepdim=True) - groups) / (envs_per_stream - 1)
+    return (groups - others).flatten(1, 2)
 
 
 class Rollouts:
@@ -694,48 +720,66 @@ class Rollouts:
     def __init__(self, args: Args, agent: Agent, task: Task, device: torch.device) -> None:
         self.args, self.agent = args, agent
         self.envs_per_stream = math.gcd(args.ppo.envs_per_stream, args.ppo.num_envs)
-        batch = PlacementBatch(task.config, args.ppo.num_envs, device)
-        self.view = PolicyView(batch, args.task.homes, args.task.lookahead_norm)
+        options = environment_options(args, task) | {"device": device}
+        self.batch: PlacementBatch = gymnasium.make_vec("MoEPlacement-v0", args.ppo.num_envs, **options).batch
+        self.rows = torch.arange(args.ppo.num_envs, device=device)
+        self.same_node = same_node_weights(self.batch.cluster, device)
         self.seconds = {"simulator": 0.0, "policy": 0.0}
         self.saved = float("nan")
-        """Share of the static time that the last finished episodes saved."""
+        """Mean return of the last finished episodes."""
 
     def restart(self, seed: int) -> None:
         """Reset all environments. A resumed run does so at the same iterations and continues identically."""
         stream = np.arange(self.args.ppo.num_envs, dtype=np.int64) // self.envs_per_stream
-        self.view.batch.seed(derive_seed(seed) * 2**20 + stream)
-        self.view.reset()
+        self.batch.seed(derive_seed(seed) * 2**20 + stream)
+        self.batch.reset()
+        self.similar = similar_experts(self.batch.obs["affinity"])
+
+    def inputs(self) -> Inputs:
+        return policy_inputs(self.batch.obs, self.similar, self.same_node)
+
+    def legal(self, experts: Tensor) -> Tensor:
+        """(B, M, 3·G): nodes that are legal for the experts (B, M)."""
+        return self.batch.obs["joint_mask"][self.rows[:, None], experts].bool()
+
+    def look(self, experts: Tensor) -> Tensor:
+        """(B, M, 3·G, parts): what each operation on the experts (B, M) would save, in per cent of the layer's time."""
+        return self.batch.lookahead(experts) * PER_CENT
 
     def step(self, expert: Tensor, node: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(reward, whether the visit to the layer ended, whether the episode ended); finished episodes are reset."""
-        reward, visit_end = self.view.step(expert, node)
-        batch = self.view.batch
-        done = batch.done
+        batch = self.batch
+        _, reward, done = batch.step(expert, node)
+        if self.args.task.credit == "operation":
+            # Only what the operation itself saves; the scale does not matter.
+            reward = batch.episode["times_us"][:, TIME_OPERATION] / batch.rules_host.static_us
+        visit_end = (batch.episode["clock"][:, CLOCK_OPERATION] == 0) | done
+        reward = reward.float()
         if bool(done.any()):
-            saved = batch.saved[done] / batch.config.windows
-            self.saved = float(saved.mean())
-            self.view.reset(done)
-            visit_end = visit_end | done
+            self.saved = float(batch.saved[done].mean())
+            batch.reset(done)
+        if bool(visit_end.any()):
+            self.similar = similar_experts(batch.obs["affinity"])
         return reward, visit_end, done
 
     @torch.no_grad()
     def collect(self) -> Batch:
         """Play num_steps steps in each environment. Returns the training data."""
-        ppo, ops_per_layer, agent, view = self.args.ppo, self.args.task.ops_per_layer, self.agent, self.view
+        ppo, ops_per_layer, agent = self.args.ppo, self.args.task.ops_per_layer, self.agent
         steps: dict[str, list[Tensor]] = {key: [] for key in STEP_KEYS}
         graphs: dict[str, list[Tensor]] = {key: [] for key in LAYER_KEYS}
         taken: list[tuple[Tensor, ...]] = []
         for t in range(ppo.num_steps):
             started = time.perf_counter()
-            inputs = view.inputs()
+            inputs = self.inputs()
             for key in STEP_KEYS if t % ops_per_layer else (*STEP_KEYS, *LAYER_KEYS):
                 (graphs if key in graphs else steps)[key].append(inputs[key].clone())
             encoded = agent.encode(inputs)
             expert, expert_logprob = sample(agent.expert_logits(inputs, encoded))
             values = agent.get_value(inputs, encoded)
-            legal = view.legal(expert)
+            legal = self.legal(expert[:, None])[:, 0]
             expert_chosen = time.perf_counter()
-            parts = view.look(expert)
+            parts = self.look(expert[:, None])[:, 0]
             simulated = time.perf_counter()
             node, node_logprob = sample(agent.node_logits(inputs, encoded, expert, parts, legal))
             node_chosen = time.perf_counter()
@@ -743,15 +787,20 @@ class Rollouts:
             self.seconds["policy"] += expert_chosen - started + node_chosen - simulated
             self.seconds["simulator"] += simulated - expert_chosen + time.perf_counter() - node_chosen
             end = visit_end if self.args.task.credit == "operation" else done
-            taken.append((expert, node, parts, legal, expert_logprob + node_logprob, values, reward, end))
+            logprobs = torch.stack([expert_logprob, node_logprob], -1)
+            taken.append((expert, node, parts, legal, logprobs, values, reward, end))
         expert, node, parts, legal, logprobs, values, rewards, ends = (torch.stack(x) for x in zip(*taken, strict=True))
-        inputs = view.inputs()
+        inputs = self.inputs()
         next_value = agent.get_value(inputs, agent.encode(inputs))
         # Ends are terminations: what follows does not depend on what was done before.
-        final_values = torch.zeros_like(values)
-        advantages, returns = compute_gae(
-            rewards, values, ends, ends, next_value, final_values, ppo.gamma, ppo.gae_lambda
-        )
+        none = torch.zeros_like(rewards)
+        found = [
+            compute_gae(
+                rewards, values[..., i], ends, ends, next_value[:, i], none, ppo.gamma, ppo.gae_lambda
+            )
+            for i in range(values.shape[-1])
+        ]  # fmt: skip
+        advantages, returns = (torch.stack(x, -1) for x in zip(*found, strict=True))
         if self.envs_per_stream > 1:
             advantages = subtract_group_baseline(advantages, self.envs_per_stream)
 
@@ -784,29 +833,31 @@ class Simulated(NamedTuple):
 
 
 def supervised_phase(agent: Agent, rollouts: Rollouts, args: Args, world: World) -> dict[str, float]:
-    """Learn which experts, and which operations on them, save most on the observed window.
+    """Learn which experts, and which operations on them, save most on the observed interval.
 
     The states come from episodes that mostly take the best operation found, or else an operation on a random expert.
     """
-    options, view, optimizer = args.pretrain, rollouts.view, make_optimizer(agent, args.pretrain.pretrain_lr)
-    size, ops_per_layer = args.ppo.num_envs, args.task.ops_per_layer
-    n_experts, device = view.batch.n_experts, view.batch.device
+    options, optimizer = args.pretrain, make_optimizer(agent, args.pretrain.pretrain_lr)
+    size, ops_per_layer, rows = args.ppo.num_envs, args.task.ops_per_layer, rollouts.rows
+    n_experts, device = rollouts.batch.n_experts, rollouts.batch.device
     rounds = max(1, round(options.pretrain_states / (size * ops_per_layer * world.size)))
     losses: dict[str, float] = {}
     for i in range(rounds):
         optimizer.param_groups[0]["lr"] = anneal(options.pretrain_lr, i + 1, rounds)
         states: list[Simulated] = []
-        graphs = {key: view.inputs()[key].clone() for key in LAYER_KEYS}
+        graphs = {key: rollouts.inputs()[key].clone() for key in LAYER_KEYS}
         for _ in range(ops_per_layer):
-            inputs = {key: x.clone() for key, x in view.inputs().items() if key not in graphs} | graphs
+            inputs = {key: x.clone() for key, x in rollouts.inputs().items() if key not in graphs} | graphs
             experts = torch.rand((size, n_experts), device=device).argsort(-1)[:, : options.pretrain_experts]
-            legal = view.batch.obs["joint_mask"].bool()[view.rows[:, None], experts]
-            states.append(Simulated(inputs, experts, view.look_many(experts), legal))
+            remembered = rollouts.batch.obs["memory"].clone()
+            states.append(Simulated(inputs, experts, rollouts.look(experts), rollouts.legal(experts)))
             best, node = states[-1].savings().max(-1)
             explore = torch.rand(size, device=device) < 0.3
-            pick = torch.where(explore, torch.zeros_like(view.rows), best.argmax(-1))
-            expert, node = experts[view.rows, pick], node[view.rows, pick]
-            view.look(expert)
+            pick = torch.where(explore, torch.zeros_like(rows), best.argmax(-1))
+            expert, node = experts[rows, pick], node[rows, pick]
+            # The agents will have looked at the chosen expert only.
+            remembered[rows, expert] = rollouts.batch.obs["memory"][rows, expert]
+            rollouts.batch.obs["memory"].copy_(remembered)
             rollouts.step(expert, node)
         for _ in range(options.pretrain_epochs):
             for t in torch.randperm(ops_per_layer).tolist():
@@ -870,18 +921,21 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
             inputs, legal = batch.inputs(visits, rows), batch.legal[rows]
             expert_logits, node_logits, values = agent(inputs, batch.expert[rows], batch.parts[rows], legal)
             expert_logprobs, node_logprobs = expert_logits.log_softmax(-1), node_logits.log_softmax(-1)
-            # Two components of one action: their log-probabilities add up.
-            logprobs = (
-                expert_logprobs.gather(-1, batch.expert[rows, None]) + node_logprobs.gather(-1, batch.node[rows, None])
-            ).squeeze(-1)
-            logratio = logprobs - batch.logprobs[rows]
+            chosen = [expert_logprobs.gather(-1, batch.expert[rows, None]), node_logprobs.gather(-1, batch.node[rows, None])]
+            logratio = torch.cat(chosen, -1) - batch.logprobs[rows]
+            if args.ablation.centralised:
+                # One critic, one advantage: two components of one action, whose log-probabilities add up.
+                logratio = logratio.sum(-1, keepdim=True)
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
 
-            advantages = normalize_advantages(batch.advantages[rows]) if ppo.norm_adv else batch.advantages[rows]
-            pg_loss = policy_loss(ratio, advantages, ppo.clip_coef)
+            pg_loss = torch.zeros((), device=ratio.device)
+            for agent_ratio, agent_advantages in zip(ratio.unbind(-1), batch.advantages[rows].unbind(-1), strict=True):
+                if ppo.norm_adv:
+                    agent_advantages = normalize_advantages(agent_advantages)
+                pg_loss = pg_loss + policy_loss(agent_ratio, agent_advantages, ppo.clip_coef)
             clip_vloss = ppo.clip_coef if ppo.clip_vloss else None
-            v_loss = value_loss(values, old_values[rows, None], returns[rows, None], clip_vloss)
+            v_loss = value_loss(values, old_values[rows], returns[rows], clip_vloss)
             node_mask = inputs["gpu_mask"] if args.ablation.simultaneous else legal
             expert_entropy = categorical_entropy(expert_logprobs, inputs["expert_mask"]).mean()
             node_entropy = categorical_entropy(node_logprobs, node_mask).mean()
@@ -902,7 +956,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
     names = ("policy_loss", "value_loss", "expert_entropy", "node_entropy", "old_approx_kl", "approx_kl", "clipfrac",
              "grad_norm")  # fmt: skip
     metrics = {f"losses/{name}": value for name, value in zip(names, torch.stack(seen).mean(0).tolist(), strict=True)}
-    return metrics | {"losses/explained_variance": explained_variance(batch.values, batch.returns)}
+    return metrics | {"losses/explained_variance": explained_variance(batch.values.flatten(), batch.returns.flatten())}
 
 
 def iterate(
@@ -945,64 +999,9 @@ def check_finite(agent: nn.Module, metrics: dict[str, float], iteration: int, ch
     raise FloatingPointError(message)
 
 
-# Evaluation
-
-
-class Evaluator:
-    """Compares the policy with other planners: on validation streams in training, on held-out streams at the end."""
-
-    def __init__(self, args: Args, task: Task) -> None:
-        self.args, self.task = args, task
-        self.validation = self.protocol(args.task.windows, 2, derive_seed(args.seed, 7) % 10**6)
-        self.reference_us = {
-            name: self.run(name, make_planner(name, task.simulator), self.validation, task.train).total_us
-            for name in ("static", "eplb")
-        }
-
-    def protocol(self, windows: int, streams: int, seed: int) -> Protocol:
-        options = self.args.task
-        return Protocol(options.schedule, windows, options.window_tokens, options.drift_rate, streams, seed)
-
-    def run(self, name: str, planner: Planner, protocol: Protocol, trace: TokenTrace) -> Result:
-        return evaluate_planner(planner, name, self.task.train, trace, protocol)
-
-    def policy(self, weights: dict[str, Tensor]) -> Policy:
-        """The planner that uses the exported network."""
-        network = PolicyNetwork.from_state(network_options(self.args), weights)
-        return Policy(self.task.simulator, policy=(network, self.task.settings))
-
-    def validate(self, agent: Agent) -> dict[str, float]:
-        """Time of the policy on the validation streams, and what it saves compared with static placement and EPLB."""
-        # The weights of a new network are drawn and not used: recorded runs drew these random numbers here.
-        Agent(self.args)
-        total_us = self.run("policy", self.policy(agent.state_dict()), self.validation, self.task.train).total_us
-        saved = {f"validation/saved_vs_{name}": 100 * (1 - total_us / us) for name, us in self.reference_us.items()}
-        return {"validation/total_us": total_us} | saved
-
-    def compare(self, stages: dict[str, dict[str, Tensor]]) -> dict[str, Result]:
-        """Results of the planners and of all stages of the policy on streams that share no sequence with training."""
-        options, task = self.args.evaluation, self.task
-        protocol = self.protocol(options.eval_windows, options.eval_streams, 0)
-        planners: dict[str, Planner] = {name: make_planner(name, task.simulator) for name in options.eval_planners}
-        planners |= {name: self.policy(weights) for name, weights in stages.items()}
-        return {name: self.run(name, planner, protocol, task.test) for name, planner in planners.items()}
-
-
-def summary(results: dict[str, Result]) -> dict[str, Any]:
-    """Fields of the result line: the policy compared with the best EPLB, and with EPLB in every window by stream."""
-    found: dict[str, Any] = {"total_us": {name: result.total_us for name, result in results.items()}}
-    ours = results.get("policy") or results.get("supervised")
-    best_eplb_us = min((results[name].total_us for name in EPLB_NAMES if name in results), default=float("nan"))
-    ratio = None if ours is None else ours.total_us / best_eplb_us
-    ratios = []
-    if ours is not None and "eplb" in results:
-        ratios = list(np.divide(ours.stream_totals_us, results["eplb"].stream_totals_us))
-    return found | {
-        "mean_return": None if ratio is None else 1 - ratio,
-        "vs_best_eplb": ratio,
-        "vs_eplb": float(np.mean(ratios)) if ratios else None,
-        "vs_eplb_ci95": ci95(ratios) if ratios else None,
-    }
+def make_validator(args: Args, task: Task) -> Validator:
+    seed = derive_seed(args.seed, 7) % 10**6
+    return Validator(task.simulator, task.traffic, task.train, task.test, task.settings, args.task.intervals, seed)
 
 
 def snapshot(agent: nn.Module) -> dict[str, Tensor]:
@@ -1033,11 +1032,11 @@ def train(args: Args, world: World) -> dict[str, Any]:
         rollouts.restart(seed)
 
     def validate(iteration: int) -> dict[str, float]:
-        if evaluator is None:
+        if validator is None:
             return {}
-        step, found = iteration * run.steps_per_iteration, evaluator.validate(agent)
+        step, found = iteration * run.steps_per_iteration, validator.validate(network_options(args), agent.state_dict())
         curve.append([step, found["validation/saved_vs_static"], found["validation/saved_vs_eplb"]])
-        run.logger.image("placement", draw(frame_of(rollouts.view.batch, [])), step)
+        run.logger.image("placement", draw(frame_of(rollouts.batch, [])), step)
         return found
 
     def save(iteration: int) -> None:
@@ -1052,7 +1051,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
             )
 
     with run:
-        evaluator = Evaluator(args, task) if world.is_main and evaluation.eval_interval else None
+        validator = make_validator(args, task) if world.is_main and evaluation.eval_interval else None
         validation: dict[str, float] = {}
         if state is None:
             if args.pretrain.pretrain_states:
@@ -1091,8 +1090,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
         results: dict[str, Result] = {}
         if evaluation.eval_streams:
             trained = {"policy": snapshot(agent)} if run.total_steps else {}
-            results = (evaluator or Evaluator(args, task)).compare(stages | trained)
-            title = f"{task.test.name} on {task.simulator.cluster.name}, held out, {args.task.schedule}"
+            results = (validator or make_validator(args, task)).compare(
+                evaluation.eval_planners, network_options(args), stages | trained,
+                evaluation.eval_intervals, evaluation.eval_streams,
+            )  # fmt: skip
+            where = f"{task.simulator.cluster.name}, {task.simulator.profile.name}"
+            title = f"{task.test.name} on {where}, held out, {args.task.schedule}"
             Console(width=130).print(results_table(list(results.values()), title))
             plot_results(list(results.values()), title, run.folder / "planners.png")
             run.logger.scalars({f"eval/{name}": result.total_us for name, result in results.items()}, run.total_steps)

@@ -10,11 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
-from clustergym.common.choices import one_of
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
-from clustergym.moe_placement.planners.search import HOMES
+from clustergym.moe_placement.kernels.state import N_PARTS
 from clustergym.moe_placement.policy.network import PolicyNetwork
-from clustergym.moe_placement.policy.view_kernels import N_PARTS
 from clustergym.moe_placement.simulator import norm_log2
 
 KIND = "moe-policy"
@@ -22,7 +20,7 @@ FILE_NAME = "policy.pt"
 PRETRAINED = Path(__file__).parent / "pretrained" / FILE_NAME
 FEATURES = [N_EXPERT_FEATURES, N_GPU_FEATURES, N_PARTS]
 """Sizes of the network's inputs. Weights for other sizes cannot be used."""
-NETWORK_VERSION = 2
+NETWORK_VERSION = 3
 """Increased when the weights of an older file would get another meaning."""
 
 
@@ -30,25 +28,23 @@ NETWORK_VERSION = 2
 class PolicySettings:
     """Options of the task that a policy was trained on. A planner must use the same ones."""
 
-    homes: str = "even"
     norm: int = 4
     """Norm over GPUs in the look-ahead; 0 is the true time."""
     horizon: float = 4.0
-    """Number of windows over which the cost of a migration is spread."""
+    """Number of intervals over which the cost of a migration is spread."""
     operations: int = 16
-    """Operations per layer between two windows."""
+    """Operations per layer between two intervals."""
 
     def __post_init__(self) -> None:
-        one_of(self.homes, HOMES, "homes")
         norm_log2(self.norm)
         if self.horizon <= 0 or self.operations < 1:
             raise ValueError(
                 f"horizon is {self.horizon} and operations {self.operations}: expected more than 0 and at least 1"
             )
 
-    def passes(self, passes_per_window: int) -> int:
+    def passes(self, passes_per_interval: int) -> int:
         """Forward passes over which the cost of a migration is spread."""
-        return max(1, round(passes_per_window * self.horizon))
+        return max(1, round(passes_per_interval * self.horizon))
 
 
 def save_policy(

@@ -24,8 +24,8 @@ from torch.nn.functional import linear
 
 from clustergym.common.choices import one_of
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
-from clustergym.moe_placement.policy.view import PROGRESS, Inputs, gains
-from clustergym.moe_placement.policy.view_kernels import N_PARTS
+from clustergym.moe_placement.kernels.state import N_PARTS
+from clustergym.moe_placement.policy.inputs import PROGRESS, Inputs, gains
 
 MASKED_LOGIT = -1e8
 ENCODERS = ("graph", "mlp")

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +13,13 @@ import torch
 from torch import Tensor
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.kernels.state import MODE_STAY
 from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.search import with_even_homes
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
+from clustergym.moe_placement.policy.inputs import PER_CENT, gains, policy_inputs, same_node_weights, similar_experts
 from clustergym.moe_placement.policy.network import PolicyNetwork
-from clustergym.moe_placement.policy.view import PolicyView, gains, trace_of
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 from clustergym.traces.token_trace import TokenTrace
 
 
@@ -36,10 +34,10 @@ class Policy(Planner):
     checkpoint: str | Path = "pretrained"
     """A policy.pt, the folder of a training run, or ``pretrained``."""
     operations: int | None = None
-    """Operations per layer and window; by default as many as in training."""
+    """Operations per layer and interval; by default as many as in training."""
     samples: int = 1
     """1 takes the most likely choices. k > 1 also samples k − 1 plans per layer and keeps the one that saves most on
-    the observed window."""
+    the observed interval."""
     policy: tuple[PolicyNetwork, PolicySettings] | None = None
     """(network, settings) instead of a checkpoint."""
 
@@ -47,80 +45,82 @@ class Policy(Planner):
         if self.samples < 1 or (self.operations is not None and self.operations < 1):
             raise ValueError(f"samples is {self.samples} and operations {self.operations}: expected at least 1")
         self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
-        if self.simulator.mode == MODE_STAY and settings.homes != "even":
+        if self.simulator.stay:
             raise ValueError(
-                "with comm='stay' a layer's tokens are where the previous layer left them, but the policy plans all "
-                "layers at once: use a policy that was trained with --homes even"
+                "with transport 'stay' a layer's tokens are where the previous layer left them, but the policy plans "
+                "all layers at once: use a planner that searches"
             )
         self.settings = settings if self.operations is None else replace(settings, operations=self.operations)
         self.generator = torch.Generator().manual_seed(self.seed)
-        self._trace: tuple[Any, TokenTrace] | None = None
-        self._view: PolicyView | None = None
+        self._batch: PlacementBatch | None = None
+        self._experts: npt.NDArray[np.int16] | None = None
 
     def reset(self) -> None:
         self.generator.manual_seed(self.seed)
-        if self._view is not None:
-            self._view.batch.episode["load_average"].fill_(-1.0)
+        if self._batch is not None:
+            self._batch.episode["load_average"].fill_(-1.0)
 
-    def view_of(self, window: Window) -> PolicyView:
-        """The view of the window's trace; built again only if the trace or the window size changed."""
-        if self._trace is None or self._trace[0] is not window.experts:
-            trace = TokenTrace(trace_of(window), n_experts=self.simulator.n_experts, model=None, name="observed")
-            self._trace, self._view = (window.experts, trace), None
-        if self._view is None or self._view.batch.config.window_tokens != window.n_tokens:
+    def environments(self, interval: Interval) -> PlacementBatch:
+        """One environment per layer and sample, for the interval's trace and sizes."""
+        sizes = (interval.n_passes, interval.n_tokens // self.simulator.n_gpus)
+        if self._batch is None or self._experts is not interval.experts or self._batch.traffic.sizes != sizes:
+            self._experts = interval.experts
+            trace = np.ascontiguousarray(interval.experts.transpose(1, 0, 2))
             config = PlacementConfig(
-                trace=self._trace[1],
+                trace=TokenTrace(trace, n_experts=self.simulator.n_experts, model=None, name="observed"),
                 cluster=self.simulator.cluster,
                 model=self.simulator.model,
-                windows=1,
-                window_tokens=window.n_tokens,
+                profile=self.simulator.profile,
+                sampled_passes=sizes[0],
+                tokens_per_rank=sizes[1],
+                passes_per_interval=self.settings.passes(self.simulator.passes_per_interval),
                 ops_per_layer=self.settings.operations,
-                passes_per_window=self.settings.passes(self.simulator.passes_per_window),
-                comm=self.simulator.comm,
+                lookahead_norm=self.settings.norm,
+                memory=True,
+                compare_eplb=False,
             )
-            batch = PlacementBatch(config, window.n_layers * self.samples)
-            batch.episode["load_average"].fill_(-1.0)
-            self._view = PolicyView(batch, self.settings.homes, self.settings.norm)
-        return self._view
+            self._batch = PlacementBatch(config, interval.n_layers * self.samples, observe_only=True)
+            self._same_node = same_node_weights(self.simulator.cluster)
+        return self._batch
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         return self.decode(history[-1], placement)[0]
 
     @torch.no_grad()
     def decode(
-        self, window: Window, placement: Placement, until: float | None = None
+        self, interval: Interval, placement: Placement, until: float | None = None
     ) -> tuple[Placement, npt.NDArray[np.float64]]:
         """The policy's plan (L, G, S), and the summed probabilities of the experts of each layer (L, E).
 
         At the time ``until`` (of ``time.perf_counter``) planning stops, but not before the first operation.
         """
-        layers = window.n_layers
-        if int(window.experts.max()) < 0:  # no token uses any expert
+        layers = interval.n_layers
+        if int(interval.experts.max()) < 0:  # no token uses any expert
             return placement.astype(np.int16), np.ones((layers, self.simulator.n_experts))
-        view = self.view_of(window)
-        view.seat(placement, window)
-        network = self.network
-        greedy = view.rows < layers  # the first copy of every layer; the other copies sample
-        saved = torch.zeros(view.batch.num_envs)
+        batch, network = self.environments(interval), self.network
+        batch.load_placement(placement, interval)
+        rows, similar = torch.arange(batch.num_envs), similar_experts(batch.obs["affinity"])
+        greedy = rows < layers  # the first copy of every layer; the other copies sample
+        saved = torch.zeros(batch.num_envs)
         weighed = torch.zeros((layers, self.simulator.n_experts))
         for done in range(1, self.settings.operations + 1):
-            inputs = view.inputs()
+            inputs = policy_inputs(batch.obs, similar, self._same_node)
             encoded = network.encode(inputs)
             logits = network.expert_logits(inputs, encoded)
             weighed += logits[:layers].softmax(-1)
             expert = self._choose(logits, greedy)
-            parts = view.look(expert)
-            nodes = network.node_logits(inputs, encoded, expert, parts, view.legal(expert))
-            node = self._choose(nodes, greedy)
-            saved += gains(parts)[view.rows, node]
+            parts = batch.lookahead(expert[:, None])[:, 0] * PER_CENT
+            legal = batch.obs["joint_mask"][rows, expert].bool()
+            node = self._choose(network.node_logits(inputs, encoded, expert, parts, legal), greedy)
+            saved += gains(parts)[rows, node]
             if done == self.settings.operations or (until is not None and time.perf_counter() >= until):
                 # Each layer has its own environment: there is no next layer to observe.
-                view.settle(expert, node)
+                batch.finish_layer(expert, node)
                 break
-            view.step(expert, node)
+            batch.step(expert, node)
         best = saved.view(self.samples, layers).argmax(0)
         at = torch.arange(layers)
-        plans = view.batch.episode["slots"].view(self.samples, layers, layers, *placement.shape[1:])
+        plans = batch.episode["slots"].view(self.samples, layers, layers, *placement.shape[1:])
         return plans[best, at, at].numpy().copy(), weighed.numpy().astype(np.float64)
 
     def _choose(self, logits: Tensor, greedy: Tensor) -> Tensor:
@@ -154,22 +154,18 @@ class PolicyGuided(Policy):
             raise ValueError(f"guide is {self.guide} and lead {self.lead}: expected 0 … 1")
         self.search = Anneal(
             self.simulator, self.seed, norm=self.settings.norm, iterations=self.iterations, seconds=self.seconds,
-            heat=self.heat, migration_weight=1.0 / self.settings.horizon, homes=self.settings.homes,
+            heat=self.heat, migration_weight=1.0 / self.settings.horizon,
         )  # fmt: skip
 
     def reset(self) -> None:
         super().reset()
         self.search.reset()
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began = time.perf_counter()
-        window = history[-1]
-        seconds = self.seconds
-        proposed, weighed = self.decode(window, placement, None if seconds is None else began + self.lead * seconds)
-        if self.settings.homes == "even":
-            window = with_even_homes(window, self.simulator.n_gpus)
-        sim = self.simulator.count(window, proposed, before=placement)
+        interval, seconds = history[-1], self.seconds
+        proposed, weighed = self.decode(interval, placement, None if seconds is None else began + self.lead * seconds)
+        sim = self.simulator.count(interval, proposed, before=placement)
         if seconds is not None:
             seconds = max(SHORTEST_SECONDS, seconds - (time.perf_counter() - began))
-        scale = (tokens or window.n_tokens) / window.n_tokens
-        return self.search.refine(window, sim, scale, seconds, weighed, self.guide)
+        return self.search.refine(interval, sim, seconds, weighed, self.guide)
