@@ -24,7 +24,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,9 +48,11 @@ from clustergym.federation.plots import plot_graph, plot_returns
 from clustergym.training import (
     Progress,
     RunLogger,
+    check_finite,
     check_same_args,
     check_values,
     choose_device,
+    choose_folder,
     derive_seed,
     expand_booleans,
     plain_args,
@@ -58,6 +60,8 @@ from clustergym.training import (
     read_scalars,
 )
 
+# Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
+MASKED_LOGIT = -1e8
 BUNDLED_MATRICES = Path(__file__).resolve().parent / "comm_matrices"
 EDGE_NODES = "gpu_allocation_v0"
 TRAINING, EVALUATION, WEIGHTS = 1, 2, 3
@@ -291,6 +295,11 @@ def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
 
 
+def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Set the logits of invalid actions (mask False) to −1e8, so that they are never sampled and get no gradient."""
+    return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)
+
+
 def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
     """Entropy over the valid actions, from normalised log-probabilities of shape (…, actions)."""
     terms = logprobs.exp() * logprobs
@@ -434,6 +443,8 @@ class Transitions:
 
     obs: Tensor
     actions: Tensor
+    masks: Tensor | None
+    """Valid actions, if the environment tells."""
     dist: Tensor
     """Parameters of the distributions that the actions were drawn from."""
     logprobs: Tensor
@@ -442,7 +453,7 @@ class Transitions:
     values: Tensor
 
     def take(self, rows: Tensor | slice) -> Transitions:
-        return Transitions(*(getattr(self, each.name)[rows] for each in fields(self)))
+        return Transitions(*(None if column is None else column[rows] for column in vars(self).values()))
 
 
 class Learner:
@@ -464,7 +475,8 @@ class Learner:
             self.agent = FederatedAgent(*sizes, self.continuous, args.init_logstd).to(device)
         self._neighbour_policy = deepcopy(self.agent.policy)
         self.optimizer = make_optimizer(self.agent, args.learning_rate)
-        self.generator = torch.Generator(device).manual_seed(derive_seed(args.seed, index, TRAINING))
+        # On the CPU, so that a run has the same random numbers on every device.
+        self.generator = torch.Generator().manual_seed(derive_seed(args.seed, index, TRAINING))
         self.iteration = 0
         """Number of rollouts so far."""
         self.round = -1
@@ -487,18 +499,23 @@ class Learner:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
+    def _dist(self, envs: Environments) -> Tensor:
+        """Action distributions for the current observations of the environments, on the CPU."""
+        masks = None if envs.masks is None else self._tensor(envs.masks)
+        return mask_logits(self.agent.policy(self._tensor(envs.obs)), masks).cpu()
+
     def outgoing(self) -> Tensor:
         """The parameters to publish: the policy, or the whole agent if agents are averaged."""
         shared = self.agent if self.args.average_weights else self.agent.policy
         return parameters_to_vector(shared.parameters()).detach().cpu()
 
     @torch.no_grad()
-    def neighbour_dist(self, vector: Tensor, obs: Tensor) -> Tensor:
+    def neighbour_dist(self, vector: Tensor, obs: Tensor, masks: Tensor | None = None) -> Tensor:
         """Action distributions of a published policy for the given observations, without gradients."""
         # The parameters of an agent start with those of its policy.
         size = sum(each.numel() for each in self._neighbour_policy.parameters())
         vector_to_parameters(vector[:size].to(self.device), self._neighbour_policy.parameters())
-        return self._neighbour_policy(obs)
+        return mask_logits(self._neighbour_policy(obs), masks)
 
     @torch.no_grad()
     def receive(self, round_: int, published: Tensor, received: dict[int, Tensor]) -> dict[str, float]:
@@ -511,9 +528,9 @@ class Learner:
                 log.warning("agent %d: agent %d published NaN or infinity; keeping its last policy", self.index, j)
         charts = {}
         if self.batch is not None:
-            own = self.agent.policy(self.batch.obs)
+            own = mask_logits(self.agent.policy(self.batch.obs), self.batch.masks)
             for j, vector in sorted(self.neighbours.items()):
-                kl = self.kl(own, self.neighbour_dist(vector, self.batch.obs)).mean()
+                kl = self.kl(own, self.neighbour_dist(vector, self.batch.obs, self.batch.masks)).mean()
                 charts[f"charts/kl_{self.index}_{j}"] = float(kl)
         if self.args.average_weights and round_ < self.args.num_rounds:
             known = {j: weight for j, weight in sorted(self.weights.items()) if j in self.neighbours}
@@ -526,7 +543,7 @@ class Learner:
 
     def collect(self) -> dict[str, float]:
         """Play one rollout into ``batch``. Returns statistics of the episodes that ended."""
-        args, device = self.args, self.device
+        args = self.args
         shape = (args.num_steps, args.num_envs)
         size = self.envs.action_size
         # The rollout is kept in numpy: environments use it, and writing one row is cheaper than with torch.
@@ -534,10 +551,11 @@ class Learner:
         actions = np.zeros((*shape, size), np.float32) if self.continuous else np.zeros(shape, np.int64)
         rewards = np.zeros(shape, np.float32)
         terminations, dones = np.zeros(shape, bool), np.zeros(shape, bool)
+        masks = None if self.envs.masks is None else np.zeros((*shape, size), bool)
         final_obs: dict[tuple[int, int], np.ndarray] = {}
         episodes: list[Episode] = []
 
-        noise = torch.empty(*shape, size, device=device)
+        noise = torch.empty(*shape, size)
         if self.continuous:
             noise.normal_(generator=self.generator)
         else:
@@ -546,12 +564,14 @@ class Learner:
         with torch.inference_mode():
             for step, step_noise in enumerate(noise.unbind()):
                 obs[step] = self.envs.obs
-                dist = self.agent.policy(self._tensor(self.envs.obs))
+                if masks is not None:
+                    masks[step] = self.envs.masks
+                dist = self._dist(self.envs)
                 if self.continuous:
                     mean, logstd = dist.chunk(2, -1)
-                    actions[step] = (mean + logstd.exp() * step_noise).cpu().numpy()
+                    actions[step] = (mean + logstd.exp() * step_noise).numpy()
                 else:
-                    actions[step] = (dist + step_noise).argmax(-1).cpu().numpy()
+                    actions[step] = (dist + step_noise).argmax(-1).numpy()
                 result = self.envs.step(actions[step])
                 rewards[step], terminations[step] = result.rewards, result.terminated
                 dones[step] = result.terminated | result.truncated
@@ -560,7 +580,8 @@ class Learner:
 
         with torch.no_grad():
             flat_obs, flat_actions = self._tensor(obs).flatten(0, 1), self._tensor(actions).flatten(0, 1)
-            dist = self.agent.policy(flat_obs)
+            flat_masks = None if masks is None else self._tensor(masks).flatten(0, 1)
+            dist = mask_logits(self.agent.policy(flat_obs), flat_masks)
             logprobs = log_prob(dist, flat_actions, self.continuous)
             values = self.agent.get_value(flat_obs).view(shape)
             next_value = self.agent.get_value(self._tensor(self.envs.obs))
@@ -575,9 +596,8 @@ class Learner:
             advantages, returns = compute_gae(
                 self._tensor(rewards), values, ends, all_dones, next_value, final_values, args.gamma, gae_lambda
             )
-        self.batch = Transitions(
-            flat_obs, flat_actions, dist, logprobs, advantages.flatten(), returns.flatten(), values.flatten()
-        )
+        columns = (each.flatten() for each in (advantages, returns, values))
+        self.batch = Transitions(flat_obs, flat_actions, flat_masks, dist, logprobs, *columns)
         self.returns_100.extend(episode.reward_sum for episode in episodes)
         if not episodes:
             return {}
@@ -587,7 +607,7 @@ class Learner:
     def loss(self, mb: Transitions, neighbours: list[tuple[float, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a minibatch and its metrics. ``neighbours``: weight and action distributions of each neighbour."""
         args = self.args
-        dist, new_values = self.agent.policy(mb.obs), self.agent.get_value(mb.obs)
+        dist, new_values = mask_logits(self.agent.policy(mb.obs), mb.masks), self.agent.get_value(mb.obs)
         logratio = log_prob(dist, mb.actions, self.continuous) - mb.logprobs
         ratio = logratio.exp()
         advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
@@ -616,14 +636,14 @@ class Learner:
         assert batch is not None, "collect() comes before learn()"
         # Neighbours are frozen, so their distributions are computed once per rollout.
         neighbours = [
-            (self.weights[j], self.neighbour_dist(vector, batch.obs))
+            (self.weights[j], self.neighbour_dist(vector, batch.obs, batch.masks))
             for j, vector in sorted(self.neighbours.items())
             if args.use_comm_penalty and j in self.weights
         ]
         size = args.batch_size // args.num_minibatches
         seen: list[Tensor] = []
         for _ in range(args.update_epochs):
-            order = torch.randperm(args.batch_size, generator=self.generator, device=self.device)
+            order = torch.randperm(args.batch_size, generator=self.generator).to(self.device)
             shuffled, shuffled_neighbours = batch.take(order), [(weight, dist[order]) for weight, dist in neighbours]
             for start in range(0, args.batch_size, size):
                 rows = slice(start, start + size)
@@ -647,7 +667,8 @@ class Learner:
         if not args.use_clipping:
             terms["kl_penalty"] = self.beta * means["own_kl"]
             with torch.no_grad():
-                means["kl_after_update"] = float(self.kl(batch.dist, self.agent.policy(batch.obs)).mean())
+                dist = mask_logits(self.agent.policy(batch.obs), batch.masks)
+                means["kl_after_update"] = float(self.kl(batch.dist, dist).mean())
             self.beta = adapted_beta(self.beta, means["kl_after_update"], args.adaptive_kl_target)
         total = sum(abs(term) for term in terms.values()) or 1.0
         charts = {f"losses/{name}": value for name, value in means.items()}
@@ -677,7 +698,7 @@ class Learner:
         returns, running = np.zeros(len(envs)), np.ones(len(envs), bool)
         with torch.inference_mode():
             while running.any():
-                dist = self.agent.policy(self._tensor(envs.obs)).cpu()
+                dist = self._dist(envs)
                 actions = dist.chunk(2, -1)[0] if self.continuous else dist.argmax(-1)
                 result = envs.step(actions.numpy())
                 returns += result.rewards * running
@@ -706,28 +727,15 @@ class Learner:
         check_same_args(state["args"], plain_args(self.args), may_differ=FREE_ON_RESUME)
         self.agent.load_state_dict(state["agent"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.generator.set_state(state["generator"].cpu())
+        self.generator.set_state(state["generator"])
         self.iteration, self.round, self.beta = state["iteration"], state["round"], state["beta"]
-        self.published = state["published"].cpu()
-        self.neighbours = {int(j): vector.cpu() for j, vector in state["neighbours"].items()}
+        self.published = state["published"]
+        self.neighbours = dict(state["neighbours"])
         self.returns_100.extend(state["returns_100"])
         self.envs.restore(state)
 
 
 # The loop over rounds, for the agents of this process
-
-
-def federation_folder(args: Args, resume: bool) -> Path:
-    """--run-dir, or the first unused of runs/<name>, runs/<name>-2, …; with ``resume`` the last used one."""
-    if args.run_dir is not None:
-        return args.run_dir
-    name = f"ppo_federated__{args.env_id.replace('/', '-')}__{args.seed}"
-    folder, number = Path("runs") / name, 1
-    last_used = folder
-    while folder.exists():
-        number += 1
-        last_used, folder = folder, Path("runs") / f"{name}-{number}"
-    return last_used if resume else folder
 
 
 def connect(args: Args, matrix: Matrix, rank: int, resume: bool) -> StoreExchange:
@@ -755,7 +763,7 @@ def make_learner(args: Args, index: int, matrix: Matrix, device: torch.device, r
         raise FileExistsError(f"{checkpoint} exists: add --resume to continue that run, or choose another --run-dir")
     learner = Learner(args, index, matrix, device, folder)
     if checkpoint.exists():
-        learner.restore(load_checkpoint(checkpoint, "ppo_federated", device))
+        learner.restore(load_checkpoint(checkpoint, "ppo_federated"))
         log.info("agent %d resumes at round %d, step %d", index, learner.round, learner.step)
     if learner.step == 0:
         # Logs of an attempt that did not reach its first rollout would appear twice.
@@ -793,6 +801,7 @@ def run_rounds(
             for learner in learners:
                 if learner.iteration < end:
                     charts = learner.iterate()
+                    check_finite(charts, learner.iteration, learner.folder / CHECKPOINT_NAME)
                     charts["charts/SPS"] = progress.steps_per_s(sum(each.step for each in learners))
                     loggers[learner.index].scalars(charts, learner.step)
             returns = [each for learner in learners for each in learner.returns_100]
@@ -849,7 +858,8 @@ def train(args: Args) -> dict[str, Any] | None:
     # When a rank fails, torchrun restarts all ranks with their original arguments.
     resume = args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     exchange: Exchange = LocalExchange() if rank is None else connect(args, matrix, rank, resume)
-    folder = exchange.agree_on_folder(federation_folder(args, resume))
+    name = f"ppo_federated__{args.env_id.replace('/', '-')}__{args.seed}"
+    folder = exchange.agree_on_folder(choose_folder(name, args.run_dir, resume, f"agent_*/{CHECKPOINT_NAME}"))
     device = choose_device(args.cuda, int(os.environ.get("LOCAL_RANK", "0")))
     indices = range(args.n_agents) if rank is None else [rank]
     learners = [make_learner(args, i, matrix, device, folder, resume) for i in indices]
@@ -909,7 +919,7 @@ def main() -> None:
             serve_store(StoreLocation.parse(args.serve_store))
             return
         result = train(args)
-    except (ValueError, TypeError, ImportError, FileNotFoundError, FileExistsError, gym.error.Error) as reason:
+    except (ValueError, TypeError, ImportError, ArithmeticError, OSError, gym.error.Error) as reason:
         raise SystemExit(f"ppo_federated.py: {reason}") from reason
     except torch.distributed.DistNetworkError as reason:
         raise SystemExit(f"ppo_federated.py: cannot reach the store: {str(reason).splitlines()[0]}") from reason

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import gap_closed, play, play_rules
+from clustergym.gpu_allocation.evaluation import episode_means, gap_closed, play, play_rules
+from clustergym.gpu_allocation.state import COUNT_DECISIONS
 from clustergym.training import Run, World, capture_rng_state, derive_seed, restore_rng_state, run_trainer
 
 
@@ -243,20 +244,20 @@ def scheduled_std(initial: float, final: float, iteration: int, num_iterations: 
 
 
 class RunningMeanStd:
-    """Running mean and variance of all rows, updated batch by batch (Chan et al., 1979)."""
+    """Running mean and variance of the rows of all ranks, updated batch by batch (Chan et al., 1979)."""
 
-    def __init__(self, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
-        self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.var = torch.ones(shape, dtype=torch.float64, device=device)
-        self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
+    def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
+        self.world = world or World()
+        self.mean = torch.zeros(shape, dtype=torch.float64)
+        self.var = torch.ones(shape, dtype=torch.float64)
+        self.count = torch.tensor(1e-4, dtype=torch.float64)
 
     def update(self, rows: Tensor) -> None:
         """Add a batch of rows (n, *shape)."""
-        rows = rows.double()
-        n = len(rows)
-        delta = rows.mean(0) - self.mean
+        mean, var, n = self.world.moments(rows.double())
+        delta = mean - self.mean
         total = self.count + n
-        squares = self.var * self.count + rows.var(0, correction=0) * n + delta**2 * self.count * n / total
+        squares = self.var * self.count + var * n + delta**2 * self.count * n / total
         self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -275,10 +276,10 @@ def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
 class RewardScaler:
     """Divide rewards by the standard deviation of the discounted return (no mean subtracted) and clip to ±10."""
 
-    def __init__(self, num_envs: int, gamma: float, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_envs: int, gamma: float, world: World | None = None) -> None:
         self.gamma = gamma
-        self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        self.statistics = RunningMeanStd((), device)
+        self.returns = torch.zeros(num_envs, dtype=torch.float64)
+        self.statistics = RunningMeanStd((), world)
 
     def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
         self.returns = self.returns * self.gamma + rewards
@@ -379,27 +380,23 @@ class Batch:
 
 
 def episode_charts(finished: list[Tensor]) -> dict[str, float]:
-    """Charts of the finished episodes, from their sums over all steps (episodes, columns)."""
-    if not finished:
-        return {}
-    sums = torch.cat(finished)
-    names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
-    means = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
-    return {f"charts/{name}": float(value) for name, value in zip(names, means, strict=True)}
+    """Charts of the finished episodes, from their sums over all steps (episodes, SUM_* columns)."""
+    return {f"charts/{key}": value for key, value in episode_means(torch.cat(finished)).items()} if finished else {}
 
 
 class Rollouts:
     """Collects experience with the current policy. Episodes continue from one rollout to the next."""
 
-    def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int) -> None:
+    def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int, world: World | None = None) -> None:
         self.args, self.agent, self.device = args, agent, device
         self.envs = make_envs(args, args.num_envs)
         self.envs.seed(seed + np.arange(args.num_envs))
         self.envs.reset()
         # All episodes have the same length. Start them at different times, so that a rollout contains all phases.
-        self.envs.state["counters"][:, 0] = torch.arange(args.num_envs) * self.envs.config.arrivals // args.num_envs
-        self.statistics = RunningMeanStd((self.envs.n_features,))
-        self.scaler = RewardScaler(args.num_envs, args.gamma)
+        decisions = torch.arange(args.num_envs) * self.envs.config.arrivals // args.num_envs
+        self.envs.state["counters"][:, COUNT_DECISIONS] = decisions
+        self.statistics = RunningMeanStd((self.envs.n_features,), world)
+        self.scaler = RewardScaler(args.num_envs, args.gamma, world)
         if args.norm_obs:
             self.statistics.update(self.envs.obs)
 
@@ -527,12 +524,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
     if not 0 < args.initial_mean < 1:
         raise ValueError(f"initial_mean is {args.initial_mean}: expected a share between 0 and 1")
     device = world.device
-    run = Run("ppo_gpu_alloc", args, world, args.env_id, args.num_envs * args.num_steps, checkpoint_per_rank=True)
+    run = Run("ppo_gpu_alloc", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
     agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
     agent.set_mean(args.initial_mean)
     optimizer = make_optimizer(agent, args.learning_rate)
-    rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank))
+    rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank), world)
     if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
@@ -576,8 +573,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
                     iteration,
                     agent=agent.state_dict(),
                     optimizer=optimizer.state_dict(),
-                    rollouts=rollouts.state_dict(),
-                    rng=capture_rng_state(),
+                    per_rank={"rollouts": rollouts.state_dict(), "rng": capture_rng_state()},
                 )
         if not world.is_main:
             return {}

@@ -40,6 +40,7 @@ from clustergym.training import (
     CHECKPOINT_NAME,
     CheckpointError,
     RunLogger,
+    World,
     choose_device,
     derive_seed,
     load_checkpoint,
@@ -190,20 +191,20 @@ def gaussian_entropy(std: Tensor) -> Tensor:
 
 
 class RunningMeanStd:
-    """Running mean and variance of all rows, updated batch by batch (Chan et al., 1979)."""
+    """Running mean and variance of the rows of all ranks, updated batch by batch (Chan et al., 1979)."""
 
-    def __init__(self, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
-        self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.var = torch.ones(shape, dtype=torch.float64, device=device)
-        self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
+    def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
+        self.world = world or World()
+        self.mean = torch.zeros(shape, dtype=torch.float64)
+        self.var = torch.ones(shape, dtype=torch.float64)
+        self.count = torch.tensor(1e-4, dtype=torch.float64)
 
     def update(self, rows: Tensor) -> None:
         """Add a batch of rows (n, *shape)."""
-        rows = rows.double()
-        n = len(rows)
-        delta = rows.mean(0) - self.mean
+        mean, var, n = self.world.moments(rows.double())
+        delta = mean - self.mean
         total = self.count + n
-        squares = self.var * self.count + rows.var(0, correction=0) * n + delta**2 * self.count * n / total
+        squares = self.var * self.count + var * n + delta**2 * self.count * n / total
         self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
 
     def state_dict(self) -> dict[str, Tensor]:

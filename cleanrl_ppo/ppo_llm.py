@@ -36,10 +36,13 @@ from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, enco
 from clustergym.training import (
     CHECKPOINT_NAME,
     CheckpointError,
+    NonFiniteLoss,
     Progress,
     RunLogger,
     World,
+    check_finite,
     check_same_args,
+    check_values,
     derive_seed,
     load_checkpoint,
     plain_args,
@@ -277,8 +280,8 @@ def prompt_starts(tokens: Tensor, length: int) -> Tensor:
 
 
 def sample_prompts(tokens: Tensor, starts: Tensor, n: int, length: int, generator: torch.Generator) -> Tensor:
-    """Sample prompts of shape (n, length) on the CPU, and move them to the device of ``tokens``."""
-    chosen = starts[torch.randint(len(starts), (n,), generator=generator)]
+    """Sample prompts of shape (n, length)."""
+    chosen = starts[torch.randint(len(starts), (n,), generator=generator, device=generator.device).cpu()]
     return tokens[(chosen[:, None] + torch.arange(length)).to(tokens.device)]
 
 
@@ -320,6 +323,11 @@ def reward_of(name: str, responses: Tensor) -> Tensor:
 # ALGO LOGIC: policy and rollouts
 
 
+def make_generator(device: torch.device, *key: int) -> torch.Generator:
+    """A random number generator on the device where its numbers are used, seeded by the key."""
+    return torch.Generator(device).manual_seed(derive_seed(*key))
+
+
 class PolicyWithValue(nn.Module):
     """A language model with a value head."""
 
@@ -333,7 +341,9 @@ class PolicyWithValue(nn.Module):
 
     def forward(self, tokens: Tensor, n_prompt: int) -> tuple[Tensor, Tensor, Tensor]:
         """For prompts and responses (B, P + R): log-probabilities (B, R), values (B, R) and the load-balancing loss."""
-        activations, balance = self.language_model.trunk(tokens[:, :-1])
+        # Tokens behind the end of a response are padding: the routers do not have to balance them.
+        mask = F.pad(response_mask(tokens[:, n_prompt:-1]), (n_prompt, 0), value=True)
+        activations, balance = self.language_model.trunk(tokens[:, :-1], mask=mask)
         activations = activations[:, n_prompt - 1 :]
         logprobs = response_logprobs(self.language_model.logits(activations), tokens[:, n_prompt:])
         return logprobs, self.value_head(activations).squeeze(-1), balance
@@ -364,9 +374,13 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 
 
 def next_kl_coef(kl_coef: float, kl: float, target: float, n_tokens: int, horizon: float) -> float:
-    """Adaptive KL controller of Ziegler et al. (2019). ``n_tokens`` is the number of tokens since the last change."""
+    """Adaptive KL controller of Ziegler et al. (2019). ``n_tokens`` is the number of tokens since the last change.
+
+    The proportional error is clamped to ±0.2, and one change to ±20 %: more tokens than the horizon must not make the
+    coefficient negative.
+    """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * n_tokens / horizon)
+    return kl_coef * (1 + error * min(n_tokens / horizon, 1.0))
 
 
 @dataclass
@@ -433,7 +447,7 @@ def update(
     """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch.tokens), generator=generator).to(batch.tokens.device)
+        order = torch.randperm(len(batch.tokens), generator=generator, device=generator.device).to(batch.tokens.device)
         for rows in order.tensor_split(args.num_minibatches):
             # Select the tokens of the responses, so that means and normalisation leave out the padding.
             mask = batch.mask[rows]
@@ -499,11 +513,10 @@ def pretrain(
     per_step = args.pretrain_batch * args.pretrain_length
     with Progress(args.pretrain_steps * per_step, first * per_step) as progress:
         for step in range(first, args.pretrain_steps):
-            generator = torch.Generator().manual_seed(derive_seed(args.seed, PRETRAIN, step))
-            starts = torch.randint(
-                len(text.train) - args.pretrain_length, (args.pretrain_batch, 1), generator=generator
-            )
-            batch = text.train[starts.to(text.device) + window]
+            generator = make_generator(text.device, args.seed, PRETRAIN, step)
+            last = len(text.train) - args.pretrain_length
+            starts = torch.randint(last, (args.pretrain_batch, 1), generator=generator, device=text.device)
+            batch = text.train[starts + window]
             optimizer.param_groups[0]["lr"] = pretrain_learning_rate(step, args)
             activations, balance = model.trunk(batch[:, :-1])
             loss = F.cross_entropy(model.logits(activations).flatten(0, 1), batch[:, 1:].flatten())
@@ -514,6 +527,8 @@ def pretrain(
 
             done = step + 1
             metrics = {"pretrain/loss": loss.item(), "pretrain/balance_loss": balance.item()}
+            if not math.isfinite(metrics["pretrain/loss"]):
+                raise NonFiniteLoss(f"the loss of pre-training is not finite in update {done}: lower the learning rate")
             if done % args.validate_every == 0 or done == args.pretrain_steps:
                 metrics["pretrain/validation_loss"] = validation_loss(model, text.held_out, args.pretrain_length)
                 logger.scalars(metrics, done)
@@ -542,7 +557,7 @@ def load_reference(path: Path, text: Text) -> TinyMoE:
 @torch.no_grad()
 def evaluate(policy: TinyMoE, reference: TinyMoE, text: Text, args: Args) -> tuple[dict[str, float], Tensor]:
     """Mean reward and KL of responses to held-out prompts (always the same ones), and some samples to print."""
-    generator = torch.Generator().manual_seed(derive_seed(args.seed, EVALUATE))
+    generator = make_generator(text.device, args.seed, EVALUATE)
     starts = prompt_starts(text.held_out, args.prompt_tokens)
     prompts = sample_prompts(text.held_out, starts, args.eval_prompts, args.prompt_tokens, generator)
     responses = policy.generate(prompts, args.response_tokens, generator, args.temperature)
@@ -570,7 +585,7 @@ def print_samples(title: str, tokens: Tensor, n_prompt: int) -> None:
         print(f"{decode(row[:n_prompt])!r} | {decode(row[n_prompt:])!r}")
 
 
-def check_sizes(args: Args) -> None:
+def check_args(args: Args) -> None:
     longest = max(args.pretrain_length, args.prompt_tokens + args.response_tokens)
     if longest > args.model.context and args.reference is None:
         raise ValueError(f"sequences of {longest} tokens do not fit into --model.context {args.model.context}")
@@ -580,13 +595,16 @@ def check_sizes(args: Args) -> None:
             raise ValueError(f"{key} is {getattr(args, key)}: expected at least 1")
     if args.batch_size < 2 * args.num_minibatches:
         raise ValueError(f"batch_size is {args.batch_size}: expected at least 2 responses per minibatch")
-    if args.kl_target is not None and args.kl_target <= 0:
-        raise ValueError(f"kl_target is {args.kl_target}: expected more than 0 nats, or None")
+    check_values(args, "kl_target kl_horizon temperature learning_rate max_grad_norm", lambda x: x > 0, "more than 0")
+    check_values(args, "kl_coef vf_coef balance_coef clip_coef", lambda x: x >= 0, "0 or more")
+    check_values(args, "gamma gae_lambda", lambda x: 0 <= x <= 1, "0 … 1")
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
     """Pre-train, train with PPO and evaluate. Returns the content of the result line."""
-    check_sizes(args)
+    check_args(args)
+    if world.size > 1:
+        raise ValueError(f"ppo_llm.py runs in one process, not in {world.size}: start it without torchrun")
     device = world.device
     folder = run_folder(f"ppo_llm__{args.reward}__{args.seed}", args.run_dir, args.resume)
     config = plain_args(args) | {"model": asdict(args.model), "text": [str(file) for file in args.text]}
@@ -628,7 +646,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
             optimizer.load_state_dict(saved["optimizer"])
             first, kl_coef, scale = saved["iteration"] + 1, saved["kl_coef"], Scale(*saved["scale"])
         else:
-            generator = torch.Generator().manual_seed(derive_seed(args.seed, SCALE))
+            generator = make_generator(device, args.seed, SCALE)
             prompts = sample_prompts(text.train, starts, args.eval_prompts, args.prompt_tokens, generator)
             raw = reward_of(args.reward, reference.generate(prompts, args.response_tokens, generator, args.temperature))
             scale = Scale(raw.mean().item(), max(raw.std().item(), 1e-6))
@@ -642,7 +660,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         total_tokens = args.iterations * tokens_per_iteration
         with Progress(total_tokens, (first - 1) * tokens_per_iteration) as progress:
             for iteration in range(first, args.iterations + 1):
-                generator = torch.Generator().manual_seed(derive_seed(args.seed, PPO, iteration))
+                generator = make_generator(device, args.seed, PPO, iteration)
                 if args.anneal_lr:
                     optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, args.iterations)
 
@@ -656,6 +674,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 if args.kl_target is not None:
                     n_tokens = int(batch.mask.sum())
                     kl_coef = next_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, n_tokens, args.kl_horizon)
+                check_finite(metrics, iteration, checkpoint)
                 logger.scalars(metrics, pretrained + iteration)
                 shown = {"reward": metrics["charts/reward"], "kl": metrics["kl/k1"], "kl_coef": kl_coef}
                 progress.update(iteration * tokens_per_iteration, **shown)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import gap_closed, play, play_rules
+from clustergym.gpu_allocation.evaluation import episode_means, gap_closed, play, play_rules
 from clustergym.training import Run, World, capture_rng_state, derive_seed, restore_rng_state, run_trainer
 
 
@@ -200,20 +200,20 @@ def gaussian_entropy(std: Tensor) -> Tensor:
 
 
 class RunningMeanStd:
-    """Running mean and variance of all rows, updated batch by batch (Chan et al., 1979)."""
+    """Running mean and variance of the rows of all ranks, updated batch by batch (Chan et al., 1979)."""
 
-    def __init__(self, shape: tuple[int, ...] = (), device: torch.device | str = "cpu") -> None:
-        self.mean = torch.zeros(shape, dtype=torch.float64, device=device)
-        self.var = torch.ones(shape, dtype=torch.float64, device=device)
-        self.count = torch.tensor(1e-4, dtype=torch.float64, device=device)
+    def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
+        self.world = world or World()
+        self.mean = torch.zeros(shape, dtype=torch.float64)
+        self.var = torch.ones(shape, dtype=torch.float64)
+        self.count = torch.tensor(1e-4, dtype=torch.float64)
 
     def update(self, rows: Tensor) -> None:
         """Add a batch of rows (n, *shape)."""
-        rows = rows.double()
-        n = len(rows)
-        delta = rows.mean(0) - self.mean
+        mean, var, n = self.world.moments(rows.double())
+        delta = mean - self.mean
         total = self.count + n
-        squares = self.var * self.count + rows.var(0, correction=0) * n + delta**2 * self.count * n / total
+        squares = self.var * self.count + var * n + delta**2 * self.count * n / total
         self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -232,10 +232,10 @@ def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
 class RewardScaler:
     """Divide rewards by the standard deviation of the discounted return (no mean subtracted) and clip to ±10."""
 
-    def __init__(self, num_envs: int, gamma: float, device: torch.device | str = "cpu") -> None:
+    def __init__(self, num_envs: int, gamma: float, world: World | None = None) -> None:
         self.gamma = gamma
-        self.returns = torch.zeros(num_envs, dtype=torch.float64, device=device)
-        self.statistics = RunningMeanStd((), device)
+        self.returns = torch.zeros(num_envs, dtype=torch.float64)
+        self.statistics = RunningMeanStd((), world)
 
     def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
         self.returns = self.returns * self.gamma + rewards
@@ -290,21 +290,22 @@ class Agent(nn.Module):
     def remember(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
         """Run the LSTM over sequences. Returns features (steps, envs, hidden) and the state after the last step.
 
-        ``starts`` (steps, envs) marks the first step of each episode; the state is reset there. The steps between two
-        resets run through the LSTM in one call.
+        ``starts`` (steps, envs), on the CPU, marks the first step of each episode; the state is reset there. The steps
+        between two resets run through the LSTM in one call.
         """
         encoded = self.encoder(obs)
         cuts = [0, *(t for t in range(1, len(obs)) if bool(starts[t].any())), len(obs)]
         parts = []
         for begin, end in pairwise(cuts):
-            keep = (~starts[begin]).to(encoded.dtype)[None, :, None]
+            keep = (~starts[begin]).to(encoded.device, encoded.dtype)[None, :, None]
             features, state = self.lstm(encoded[begin:end], (state[0] * keep, state[1] * keep))
             parts.append(features)
         return torch.cat(parts), state
 
-    def heads(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (means of the actions, values)."""
-        return self.actor(features), self.critic(features).squeeze(-1)
+    def forward(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, Tensor, LSTMState]:
+        """Returns (means of the actions, values, state after the last step); see :meth:`remember`."""
+        features, state = self.remember(obs, starts, state)
+        return self.actor(features), self.critic(features).squeeze(-1), state
 
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
@@ -332,7 +333,10 @@ def make_envs(args: Args, num_envs: int) -> AllocationBatch:
 
 @dataclass
 class Batch:
-    """Training data of one update: sequences of shape (steps, envs, …), and the LSTM state at their start."""
+    """Training data of one update: sequences of shape (steps, envs, …), and the LSTM state at their start.
+
+    ``starts`` is on the CPU, because it decides where sequences are cut. The other tensors are on the device.
+    """
 
     obs: Tensor
     actions: Tensor
@@ -344,31 +348,26 @@ class Batch:
     state: LSTMState
 
     def take(self, envs: Tensor) -> Batch:
-        """The whole sequences of some environments."""
+        """The whole sequences of some environments. ``envs`` is on the CPU."""
         *columns, (hidden, cell) = vars(self).values()
         return Batch(*(column[:, envs] for column in columns), (hidden[:, envs], cell[:, envs]))
 
 
 def episode_charts(finished: list[Tensor]) -> dict[str, float]:
-    """Charts of the finished episodes, from their sums over all steps (episodes, columns)."""
-    if not finished:
-        return {}
-    sums = torch.cat(finished)
-    names = ("episodic_return", "qos", "efficiency", "oom", "monopoly", "wait_s")
-    means = sums[:, :-1].mean(0) / torch.cat([torch.ones(1), sums[:, -1].mean().expand(5)])
-    return {f"charts/{name}": float(value) for name, value in zip(names, means, strict=True)}
+    """Charts of the finished episodes, from their sums over all steps (episodes, SUM_* columns)."""
+    return {f"charts/{key}": value for key, value in episode_means(torch.cat(finished)).items()} if finished else {}
 
 
 class Rollouts:
     """Collects experience with the current policy. Episodes and LSTM states continue from one rollout to the next."""
 
-    def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int) -> None:
+    def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int, world: World | None = None) -> None:
         self.args, self.agent, self.device = args, agent, device
         self.envs = make_envs(args, args.num_envs)
         self.envs.seed(seed + np.arange(args.num_envs))
         self.envs.reset()
-        self.statistics = RunningMeanStd((self.envs.n_features,))
-        self.scaler = RewardScaler(args.num_envs, args.gamma)
+        self.statistics = RunningMeanStd((self.envs.n_features,), world)
+        self.scaler = RewardScaler(args.num_envs, args.gamma, world)
         self.state = agent.initial_state(args.num_envs)
         self.start = torch.ones(args.num_envs, dtype=torch.bool)
         if args.norm_obs:
@@ -387,7 +386,7 @@ class Rollouts:
         self.envs.load_state_dict(state["envs"])
         self.statistics.load_state_dict(state["statistics"])
         self.scaler.load_state_dict(state["scaler"])
-        self.state = (state["lstm"][0], state["lstm"][1])
+        self.state = (state["lstm"][0].to(self.device), state["lstm"][1].to(self.device))
         self.start = state["start"]
 
     def normalize(self, obs: Tensor) -> Tensor:
@@ -410,8 +409,8 @@ class Rollouts:
             std = agent.std().cpu()
             for step in range(args.num_steps):
                 obs[step], starts[step] = self.normalize(envs.obs), self.start
-                features, self.state = agent.remember(obs[step : step + 1].to(device), self.start[None], self.state)
-                mean, values[step] = (each[0].cpu() for each in agent.heads(features))
+                means, value, self.state = agent(obs[step : step + 1].to(device), self.start[None], self.state)
+                mean, values[step] = means[0].cpu(), value[0].cpu()
                 actions[step] = mean + std * noise[step]
                 logprobs[step] = gaussian_logprob(actions[step], mean, std)
                 next_obs, reward, ended = envs.step(clip_action(actions[step]))
@@ -429,14 +428,14 @@ class Rollouts:
             ends = torch.zeros_like(dones) if args.bootstrap_truncated else dones
             steps = (rewards, values, ends, dones, next_value, final_values)
             advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
-        parts = (each.to(device) for each in (obs, actions, logprobs, advantages, returns, values, starts))
-        batch = Batch(*parts, state=initial)
+        parts = (each.to(device) for each in (obs, actions, logprobs, advantages, returns, values))
+        batch = Batch(*parts, starts, initial)
         return batch, {"charts/reward": raw_reward / rewards.numel()} | episode_charts(finished)
 
     def _value(self, obs: Tensor, start: Tensor) -> Tensor:
         """Values (envs,) of the next observations. Does not change the LSTM state."""
-        features, _ = self.agent.remember(self.normalize(obs)[None].to(self.device), start[None], self.state)
-        return self.agent.heads(features)[1][0].cpu()
+        _, values, _ = self.agent(self.normalize(obs)[None].to(self.device), start[None], self.state)
+        return values[0].cpu()
 
 
 def update(
@@ -450,9 +449,8 @@ def update(
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         for envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):
-            mb = batch.take(envs.to(batch.obs.device))
-            features, _ = agent.remember(mb.obs, mb.starts, mb.state)
-            means, new_values = agent.heads(features)
+            mb = batch.take(envs)
+            means, new_values, _ = agent(mb.obs, mb.starts, mb.state)
             std = agent.std()
             logprobs = gaussian_logprob(mb.actions, means, std)
             logratio = logprobs - mb.logprobs
@@ -490,9 +488,9 @@ def evaluate(agent: Agent, rollouts: Rollouts, args: Args, device: torch.device)
 
     def act() -> Tensor:
         nonlocal state, start
-        features, state = agent.remember(rollouts.normalize(envs.obs)[None].to(device), start, state)
+        means, _, state = agent(rollouts.normalize(envs.obs)[None].to(device), start, state)
         start = torch.zeros_like(start)
-        return clip_action(agent.heads(features)[0][0].cpu())
+        return clip_action(means[0].cpu())
 
     with torch.inference_mode():
         return play(envs, act)
@@ -506,11 +504,11 @@ def train(args: Args, world: World) -> dict[str, Any]:
             "because each minibatch holds whole sequences"
         )
     device = world.device
-    run = Run("ppo_lstm", args, world, args.env_id, args.num_envs * args.num_steps, checkpoint_per_rank=True)
+    run = Run("ppo_lstm", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
     agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
-    rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank))
+    rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank), world)
     if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
@@ -549,8 +547,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
                     iteration,
                     agent=agent.state_dict(),
                     optimizer=optimizer.state_dict(),
-                    rollouts=rollouts.state_dict(),
-                    rng=capture_rng_state(),
+                    per_rank={"rollouts": rollouts.state_dict(), "rng": capture_rng_state()},
                 )
         if not world.is_main:
             return {}

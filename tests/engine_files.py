@@ -7,6 +7,7 @@ models.
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 from collections.abc import Sequence
@@ -185,3 +186,71 @@ def esft(folder: Path, logical: Ids, seq_lens: Sequence[int], first_layer: int =
                 ids = logical[start:stop, layer].ravel()
                 file.write("\t".join(map(str, ids.tolist())) + "\t\t" + "\t".join(["0.0625"] * len(ids)) + "\n")
     return folder
+
+
+def tensorrt_llm_plan(path: Path, slots: npt.NDArray[np.int64], first_layer: int) -> Path:
+    """The load balancer config of (MoE layers, P) slots."""
+    rows = "\n".join(f"  {first_layer + l}: {row.tolist()}" for l, row in enumerate(slots))
+    head = f"num_slots: {slots.shape[1]}\nlayer_updates_per_iter: 0\ninitial_global_assignments:\n"
+    path.write_text(f"{head}{rows}\n")
+    return path
+
+
+def core12345(path: Path, logical: Ids, layer_ids: Sequence[int], n_layers: int, prompt: int) -> Path:
+    """One query of core12345/MoE_expert_selection_trace: the prompt, then one entry per generated token."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = [logical[:prompt], *np.split(logical[prompt:], len(logical) - prompt)]
+    document = [
+        {
+            str(layer): entry[:, layer_ids.index(layer)].tolist() if layer in layer_ids else None
+            for layer in range(n_layers)
+        }
+        for entry in entries
+    ]
+    path.write_text(json.dumps(document))
+    return path
+
+
+def load_history(path: Path, counts: npt.NDArray[Any]) -> Path:
+    """(steps, layers, E) counts as in abmfy/eplb-openevolve."""
+    steps = [{"logical_expert_load": step.tolist(), "step": i} for i, step in enumerate(counts)]
+    path.write_text(json.dumps({"load_history": steps, "num_experts": counts.shape[2]}))
+    return path
+
+
+def flame_moe(folder: Path, logical: Ids, first_layer: int) -> Path:
+    """One checkpoint of CMU-FLAME/FLAME-MoE-Traces. File names count layers from 1."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for l in range(logical.shape[1]):
+        ids = logical[:, l].astype(np.int16)
+        table = pa.table(
+            {
+                "scores": pa.array([[0.1] * ids.shape[1]] * len(ids), pa.list_(pa.float32())),
+                "indices": pa.array(ids.tolist(), pa.list_(pa.int16())),
+            }
+        )
+        pq.write_table(table, folder / f"layer_{first_layer + l + 1:02d}.parquet", row_group_size=16)
+    return folder
+
+
+def load_table(path: Path, counts: npt.NDArray[Any], first_layer: int, wide: bool = False) -> Path:
+    """(steps, layers, E) loads as a table, one row per expert or (``wide``) one per layer."""
+    steps, layers, _ = counts.shape
+    if wide:
+        names = ["step", "layer", "num_tokens_per_expert"]
+        rows = [[s, first_layer + l, counts[s, l].tolist()] for s in range(steps) for l in range(layers)]
+    else:
+        names = ["step", "layer", "expert", "num_tokens"]
+        rows = [[s, first_layer + l, e, counts[s, l, e].item()] for s, l, e in np.ndindex(counts.shape)]
+    if path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows([names, *rows])
+        return path
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
+    return path

@@ -17,15 +17,17 @@ import pytest
 from processes import free_port, running, wait_until
 
 WEBHOOK_USER = "system:serviceaccount:clustergym:clustergym-webhook"
+COLLECTOR_USER = "system:serviceaccount:clustergym:clustergym-collector"
 
 
 @dataclass
 class Cluster:
-    """Access to the API server, as its administrator and as the service account of the webhook."""
+    """Access to the API server, as its administrator and as the service accounts of the webhook and the collector."""
 
     url: str
     ca: Path
     webhook_token: Path
+    collector_token: Path
     client: httpx.Client
 
     def post(self, path: str, body: dict[str, Any], **parameters: str) -> httpx.Response:
@@ -76,15 +78,18 @@ def assets() -> Path:
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[Cluster]:
-    """Run etcd and kube-apiserver with RBAC."""
+def cluster(folder: Path, admission: Path | None = None) -> Iterator[Cluster]:
+    """Run etcd and kube-apiserver with RBAC, and with this AdmissionConfiguration."""
     binaries = assets()
     etcd_port, peer_port, port = free_port(), free_port(), free_port()
     key, tokens = folder / "sa.key", folder / "tokens.csv"
     subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
-    tokens.write_text(f'admin-token,admin,1,"system:masters"\nwebhook-token,{WEBHOOK_USER},2\n')
-    webhook_token = folder / "webhook-token"
+    tokens.write_text(
+        f'admin-token,admin,1,"system:masters"\nwebhook-token,{WEBHOOK_USER},2\ncollector-token,{COLLECTOR_USER},3\n'
+    )
+    webhook_token, collector_token = folder / "webhook-token", folder / "collector-token"
     webhook_token.write_text("webhook-token\n")
+    collector_token.write_text("collector-token\n")
     log = folder / "apiserver.log"
     with ExitStack() as stack:
         etcd = f"http://127.0.0.1:{etcd_port}"
@@ -108,6 +113,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
                     f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}",
                     f"--token-auth-file={tokens}", "--authorization-mode=RBAC",
                     "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",
+                    *([] if admission is None else [f"--admission-control-config-file={admission}"]),
                 ],
                 log,
             )
@@ -129,4 +135,4 @@ def cluster(folder: Path) -> Iterator[Cluster]:
             return False
 
         wait_until(ready, "the API server", server, log)
-        yield Cluster(url, ca, webhook_token, client)
+        yield Cluster(url, ca, webhook_token, collector_token, client)

@@ -13,8 +13,8 @@ import yaml
 
 from clustergym import __version__
 from clustergym.cli import webhook as webhook_command
-from clustergym.webhook import LABEL
-from clustergym.webhook.names import PROTECTED_NAMESPACES
+from clustergym.webhook import LABEL, MODES
+from clustergym.webhook.names import MODE, PROTECTED_NAMESPACES
 from trainers import load_trainer
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -53,7 +53,10 @@ def pod_of(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["DaemonSet/clustergym-agent", "Deployment/clustergym-webhook"])
+@pytest.mark.parametrize(
+    "name",
+    ["DaemonSet/clustergym-agent", "StatefulSet/clustergym-recommender", "Deployment/clustergym-webhook"],
+)
 def test_containers_have_few_permissions(name: str) -> None:
     spec = pod_of(name)
     assert spec["securityContext"]["runAsNonRoot"] is True
@@ -99,22 +102,49 @@ def test_selectors_match_the_labels() -> None:
         assert selector.items() <= labels.items()
 
 
-def test_webhooks_fail_open_and_exclude_the_control_plane() -> None:
-    pods, bindings = BASE["MutatingWebhookConfiguration/clustergym"]["webhooks"]
+def test_webhooks_fail_open_and_see_only_namespaces_that_opted_in() -> None:
+    *pods, bindings = BASE["MutatingWebhookConfiguration/clustergym"]["webhooks"]
     (deadline,) = [
         float(argument.partition("=")[2])
         for argument in pod_of("Deployment/clustergym-webhook")["containers"][0]["args"]
         if argument.startswith("--deadline-s=")
     ]
-    for one in (pods, bindings):
+    for one, mode in zip((*pods, bindings), (*MODES, "Auto"), strict=True):
         assert one["failurePolicy"] == "Ignore"
         assert one["timeoutSeconds"] > deadline
+        assert one["sideEffects"] == "NoneOnDryRun"
+        assert one["namespaceSelector"]["matchLabels"] == {MODE: mode}
         (expression,) = one["namespaceSelector"]["matchExpressions"]
         assert expression["operator"] == "NotIn"
         assert set(expression["values"]) >= PROTECTED_NAMESPACES
         assert one["clientConfig"]["service"]["name"] == BASE["Service/clustergym-webhook"]["metadata"]["name"]
-    assert pods["objectSelector"] == {"matchLabels": {LABEL: "true"}}
-    assert (pods["sideEffects"], bindings["sideEffects"]) == ("None", "NoneOnDryRun")
+    for one, mode in zip(pods, MODES, strict=True):
+        assert one["objectSelector"] == {"matchLabels": {LABEL: "true"}}
+        assert one["clientConfig"]["service"]["path"] == f"/mutate/pods/{mode.lower()}"
+
+
+def test_the_webhook_requires_client_certificates_and_probes_use_the_plain_port() -> None:
+    (one,) = pod_of("Deployment/clustergym-webhook")["containers"]
+    args = tyro.cli(webhook_command.Command, args=one["args"])
+    mounts = {mount["name"]: mount["mountPath"] for mount in one["volumeMounts"]}
+    assert str(args.client_ca) == f"{mounts['client-ca']}/ca.crt"
+    ports = {port["name"]: port["containerPort"] for port in one["ports"]}
+    assert ports == {"https": args.port, "health": args.health_port, "metrics": args.metrics_port}
+    for probe in (one["livenessProbe"], one["readinessProbe"]):
+        assert probe["httpGet"]["port"] == "health"
+
+
+@pytest.mark.parametrize("name", ["DaemonSet/clustergym-agent", "StatefulSet/clustergym-recommender"])
+def test_agents_start_in_shadow_mode(name: str) -> None:
+    assert "--shadow" in pod_of(name)["containers"][0]["args"]
+
+
+def test_the_webhook_asks_the_recommender() -> None:
+    args = tyro.cli(webhook_command.Command, args=pod_of("Deployment/clustergym-webhook")["containers"][0]["args"])
+    service = BASE["Service/clustergym-recommender"]
+    assert args.recommender_url == f"http://clustergym-recommender.clustergym.svc:{service['spec']['ports'][0]['port']}"
+    labels = BASE["StatefulSet/clustergym-recommender"]["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
 
 
 @pytest.mark.parametrize(
@@ -122,6 +152,7 @@ def test_webhooks_fail_open_and_exclude_the_control_plane() -> None:
     [
         ("Deployment/clustergym-webhook", webhook_command.Command),
         ("DaemonSet/clustergym-agent", load_trainer("ppo_gpu_alloc_online").Args),
+        ("StatefulSet/clustergym-recommender", load_trainer("ppo_gpu_alloc_online").Args),
     ],
 )
 def test_the_flags_of_the_manifests_are_accepted(name: str, command: Any) -> None:

@@ -55,7 +55,9 @@ def test_default_matrix_connects_all_agents() -> None:
 
 
 def test_unknown_matrix_names_the_bundled_ones() -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere: no such file\. Bundled matrices: all_to_all, pair, ring"):
+    with pytest.raises(
+        FileNotFoundError, match=r"nowhere: no such file\. Bundled matrices: 4_agents, all_to_all, pair"
+    ):
         load_matrix(Path("nowhere"), 2, BUNDLED)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -26,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clustergym.training import RunLogger, World, load_checkpoint, read_scalars, run_folder
-from trainers import load_trainer
+from trainers import in_two_processes, load_trainer
 
 ppo = load_trainer("ppo")
 CPU = torch.device("cpu")
@@ -642,30 +641,6 @@ def test_kl_penalty_adapts_to_its_target(tmp_path: Path) -> None:
 # Several processes
 
 
-def in_two_processes(work: Callable[[World, Path], Any], folder: Path) -> list[Any]:
-    """Results of ``work`` in each of two forked ranks."""
-
-    def rank(number: int) -> None:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=number, world_size=2)
-        torch.save(work(World(number, 2), folder), folder / f"out{number}.pt")
-        torch.distributed.destroy_process_group()
-
-    children = []
-    for number in range(2):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                rank(number)
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    codes = [os.waitpid(child, 0)[1] for child in children]
-    assert codes == [0, 0]
-    return [torch.load(folder / f"out{number}.pt", weights_only=True) for number in range(2)]
-
-
 def test_gradients_are_averaged_over_processes(tmp_path: Path) -> None:
     def work(world: World, _: Path) -> list[Tensor]:
         layer = nn.Linear(2, 1)
@@ -769,7 +744,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from clustergym.training import RunLogger, World
-from trainers import load_trainer
+from trainers import in_two_processes, load_trainer
 ppo = load_trainer("ppo")
 saves = 0
 def replace(source, target, plain=os.replace):

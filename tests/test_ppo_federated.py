@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from clustergym.common.checkpoints import load_checkpoint
+from clustergym.federation.matrices import load_matrix
 from clustergym.training import read_scalars
 from federation import run_agent, run_store, start, wait_for
 from processes import free_port
@@ -534,7 +537,11 @@ def test_torchrun_restarts_all_ranks_from_their_checkpoints(tmp_path: Path) -> N
             own = psutil.Process(launcher.pid)
 
             def ranks() -> dict[str | None, psutil.Process]:
-                return {child.environ().get("RANK"): child for child in own.children()}
+                found = {}
+                for child in own.children():
+                    with suppress(psutil.Error):  # a helper process of torchrun that has just ended
+                        found[child.environ().get("RANK")] = child
+                return found
 
             wait_for(lambda: {"0", "1"} <= ranks().keys(), "two ranks")
             victim = ranks()["1"]
@@ -563,3 +570,61 @@ def test_rank_without_a_store_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_p
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match="RANK is set but MASTER_ADDR is not"):
         fed.train(small(run_dir=tmp_path / "run"))
+
+
+class Masked(gym.Env[Any, Any]):
+    """Three actions, of which one is invalid in each step. Playing it raises an error."""
+
+    observation_space = gym.spaces.Dict(x=gym.spaces.Box(0, 1, (2,)), action_mask=gym.spaces.Box(0, 1, (3,), np.int8))
+    action_space = gym.spaces.Discrete(3, start=4)
+
+    def observe(self) -> dict[str, np.ndarray]:
+        mask = np.ones(3, np.int8)
+        mask[self.count % 3] = 0
+        return {"x": np.full(2, self.count / 8, np.float32), "action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.count = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action - 4 != self.count % 3, "the action is invalid"
+        self.count += 1
+        return self.observe(), 1.0, False, self.count == 7, {}
+
+
+def test_invalid_actions_are_masked_in_rollouts_updates_and_evaluation(tmp_path: Path) -> None:
+    gym.register("FederatedMasked-v0", Masked)
+    try:
+        learners = pair_of_learners(env_id="FederatedMasked-v0")
+        exchange_once(learners)
+        learner = learners[0]
+        learner.collect()
+        batch = learner.batch
+        invalid = (batch.obs[:, 0] * 8).round().long() % 3
+        assert torch.equal((~batch.masks).int().argmax(-1), invalid)
+        assert not (batch.actions == invalid).any()
+        known = torch.distributions.Categorical(logits=batch.dist)
+        torch.testing.assert_close(batch.logprobs, known.log_prob(batch.actions))
+        assert float(known.probs[~batch.masks].sum()) == 0.0
+        other = learner.neighbour_dist(learner.neighbours[1], batch.obs, batch.masks)
+        assert bool((other[~batch.masks] == fed.MASKED_LOGIT).all())
+        assert all(math.isfinite(value) for key, value in learner.learn().items() if "explained" not in key)
+        assert len(learner.evaluate()) == learner.args.eval_episodes
+        state = learner.state()
+        assert torch.equal(state["next_masks"], torch.from_numpy(learner.envs.masks))
+    finally:
+        del gym.registry["FederatedMasked-v0"]
+
+
+def test_resume_takes_the_last_folder_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fed.train(small(total_timesteps=64, eval_episodes=0))
+    (tmp_path / "runs" / "ppo_federated__CartPole-v1__3-2" / "agent_0").mkdir(parents=True)
+    result = fed.train(small(total_timesteps=64, eval_episodes=0, resume=True))
+    assert result["run_dir"] == Path("runs/ppo_federated__CartPole-v1__3")
+
+
+def test_documented_matrix_of_four_agents_is_bundled() -> None:
+    matrix = load_matrix(Path("comm_matrices/4_agents.json"), 4, fed.BUNDLED_MATRICES)
+    assert matrix.tolist() == [[0, 100, 0, 0], [100, 0, 0, 0], [0, 0, 0, 100], [0, 0, 100, 0]]

@@ -19,7 +19,7 @@ from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, play, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.training import CheckpointError, World, load_checkpoint, read_scalars, save_checkpoint
-from trainers import FOLDER, load_trainer
+from trainers import FOLDER, in_two_processes, load_trainer
 
 ppo = load_trainer("ppo_gpu_alloc")
 lstm = load_trainer("ppo_lstm")
@@ -105,6 +105,73 @@ def test_resume_after_sigkill_continues_bit_for_bit(name: str, tmp_path: Path) -
     trained(name, killed, resume=True, **options)
     trained(name, tmp_path / "whole", **options)
     assert same(learned(name, killed), learned(name, tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_two_ranks_share_statistics_and_resume_from_one_checkpoint(name: str, tmp_path: Path) -> None:
+    """Rank 1 is interrupted after rank 0 has saved: both resume from the same iteration, bit for bit."""
+    options = {"total_timesteps": 2 * 8 * 32 * 4, "checkpoint_interval": 2, "eval_streams": 0, "norm_reward": True}
+
+    def whole(world: World, folder: Path) -> None:
+        TRAINERS[name].train(TRAINERS[name].Args(run_dir=folder / "whole", **(SMALL | options)), world)
+
+    def interrupted(world: World, folder: Path) -> None:
+        module = TRAINERS[name]
+        plain = module.Rollouts.collect
+        calls = []
+
+        def collect(self: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 4:  # in the iteration after the first checkpoint
+                raise KeyboardInterrupt
+            return plain(self)
+
+        module.Rollouts.collect = collect
+        with pytest.raises(KeyboardInterrupt):
+            module.train(module.Args(run_dir=folder / "cut", **(SMALL | options)), world)
+        module.Rollouts.collect = plain
+        module.train(module.Args(run_dir=folder / "cut", resume=True, **(SMALL | options)), world)
+
+    for work, folder in ((whole, "a"), (interrupted, "b")):
+        (tmp_path / folder).mkdir()
+        in_two_processes(work, tmp_path / folder)
+    one, other = (load_checkpoint(tmp_path / each / "checkpoint.pt", name) for each in ("a/whole", "b/cut"))
+    assert same({**one, "args": 0}, {**other, "args": 0})
+    (rank_1,) = one["other_ranks"]
+    assert same(one["rollouts"]["statistics"], rank_1["rollouts"]["statistics"])
+    assert same(one["rollouts"]["scaler"]["statistics"], rank_1["rollouts"]["scaler"]["statistics"])
+    assert not same(one["rollouts"]["envs"], rank_1["rollouts"]["envs"])
+    # One row per environment and step, and the first observations.
+    assert float(one["rollouts"]["statistics"]["count"]) == pytest.approx(2 * 8 * (32 * 4 + 1), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_non_finite_loss_stops_training(name: str, tmp_path: Path) -> None:
+    """A minibatch of one transition has no standard deviation, so its normalised advantage is NaN."""
+    changes = {"num_envs": 1, "num_steps": 1, "num_minibatches": 1, "total_timesteps": 4, "eval_streams": 0}
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--run-dir", str(tmp_path)]
+    flags = [part for key, value in changes.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "training stopped: iteration 1: losses/policy_loss is nan" in done.stderr
+    assert "result" not in done.stdout
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_compile_compiles_the_lstm_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled call is used in rollouts and in updates."""
+    calls = []
+    plain = lstm.Agent.compile
+
+    def compile_(self: Any) -> None:
+        plain(self, backend="eager")
+        compiled = self._compiled_call_impl
+        self._compiled_call_impl = lambda *inputs: (calls.append(len(inputs[0])), compiled(*inputs))[1]
+
+    monkeypatch.setattr(lstm.Agent, "compile", compile_)
+    trained("ppo_lstm", tmp_path, total_timesteps=256, eval_streams=0, compile=True)
+    assert calls.count(1) == 32 + 1  # each step, and the value of the last observations
+    assert calls.count(32) == 4  # 2 epochs of 2 minibatches
 
 
 def test_resume_with_other_arguments_is_refused(tmp_path: Path) -> None:

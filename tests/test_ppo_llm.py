@@ -135,6 +135,13 @@ def test_kl_controller_by_hand(kl: float, expected: float) -> None:
     assert llm.next_kl_coef(0.2, kl, target=6.0, n_tokens=2500, horizon=10_000.0) == pytest.approx(expected, rel=1e-12)
 
 
+@given(st.floats(0, 1e3), st.integers(1, 10**6), st.floats(1, 1e5))
+def test_kl_coefficient_stays_positive_and_changes_by_at_most_a_fifth(kl: float, n_tokens: int, horizon: float) -> None:
+    after = llm.next_kl_coef(0.5, kl, 6.0, n_tokens, horizon)
+    assert 0.4 - 1e-9 <= after <= 0.6 + 1e-9
+    assert after >= 0.5 if kl >= 6 else after <= 0.5
+
+
 def test_kl_controller_converges_to_a_known_coefficient() -> None:
     """If the KL is always 1 / coefficient, the coefficient converges to 1 / target."""
     coef = 3.0
@@ -263,6 +270,27 @@ def test_padding_does_not_change_the_update(setting: tuple[Any, TinyMoE, torch.T
         llm.update(learner, optimizer, each, small_args(), torch.Generator().manual_seed(3))
         weights.append(torch.cat([p.detach().flatten() for p in learner.parameters()]))
     assert torch.equal(*weights)
+
+
+def test_balance_loss_leaves_out_the_tokens_behind_the_end(setting: tuple[Any, TinyMoE, torch.Tensor]) -> None:
+    """The loss of a padded batch equals that of its rows, cut at the end token and joined."""
+    _, model, prompts = setting
+    n = prompts.shape[1]
+    tokens = torch.cat([prompts[:2], torch.tensor([[5, 7, llm.END, llm.END, llm.END], [6, 8, 9, 10, 11]])], 1)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hooks = [layer.router.register_forward_hook(lambda _, __, out: seen.append(out)) for layer in model.layers]
+    for row in (tokens[:1, : n + 3], tokens[1:2, : n + 4]):
+        model.trunk(row)
+    for hook in hooks:
+        hook.remove()
+    layers = len(model.layers)
+    expected = []
+    for one, other in zip(seen[:layers], seen[layers:], strict=True):
+        logits, experts = torch.cat([one[0], other[0]]), torch.cat([one[2], other[2]])
+        share = torch.bincount(experts.flatten(), minlength=logits.shape[1]) / experts.numel()
+        expected.append(logits.shape[1] * (share * logits.softmax(-1).mean(0)).sum().item())
+    fresh = llm.PolicyWithValue(model)
+    assert fresh(tokens, n)[2].item() == pytest.approx(sum(expected) / layers, rel=1e-5)
 
 
 def test_advantages_are_normalised_over_the_mask() -> None:
@@ -435,10 +463,20 @@ def test_kl_is_only_measured_without_penalty(
         ({"response_tokens": 40}, r"sequences of 48 tokens do not fit into --model.context 32"),
         ({"iterations": 0}, "iterations is 0: expected at least 1"),
         ({"batch_size": 3}, "batch_size is 3: expected at least 2 responses per minibatch"),
-        ({"kl_target": 0.0}, "kl_target is 0.0: expected more than 0 nats, or None"),
+        ({"kl_target": 0.0}, "--kl-target is 0.0: expected more than 0"),
+        ({"kl_horizon": -1.0}, "--kl-horizon is -1.0: expected more than 0"),
+        ({"kl_coef": -0.1}, "--kl-coef is -0.1: expected 0 or more"),
+        ({"temperature": float("nan")}, "--temperature is nan: expected more than 0"),
+        ({"gae_lambda": 1.1}, "--gae-lambda is 1.1: expected 0 … 1"),
     ],
 )
 def test_invalid_sizes_are_refused_before_the_run_starts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         llm.train(small_args(tmp_path / "run", **changes), World())
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ppo_llm.py runs in one process, not in 2: start it without torchrun"):
+        llm.train(small_args(tmp_path / "run"), World(0, 2))
     assert not (tmp_path / "run").exists()

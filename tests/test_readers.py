@@ -9,6 +9,7 @@ import pickle
 import re
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,32 @@ class TestSGLang:
         assert routed.shape == (DENSE + LAYERS, 45, 8)
         assert (routed[:DENSE] == -1).all()
         assert not np.array_equal(routed[DENSE:, :40, :3].numpy().transpose(1, 0, 2), LOGICAL[:40])
+
+    def test_ranks_are_ordered_by_forward_pass(self, tmp_path: Path) -> None:
+        """Two ranks record passes 7, 8 and 9. The trace has pass 7 of both ranks first, then pass 8, then pass 9."""
+        passes = [{"n": 10, "mode": 1, "lens": [10], "id": i} for i in (7, 8, 9)]
+        paths = [
+            files.sglang_per_token(tmp_path / f"r{r}.pt", LOGICAL[30 * r : 30 * (r + 1)], DENSE, SLOTS, passes, rank=r)
+            for r in range(2)
+        ]
+        order = [start for i in range(3) for start in (10 * i, 30 + 10 * i)]
+        expected = np.concatenate([LOGICAL[start : start + 10] for start in order])
+        expect(tokens_of(paths), expected, lens=[10] * 6)
+        expect(tokens_of(paths[::-1]), np.concatenate([expected[s : s + 10] for s in (10, 0, 30, 20, 50, 40)]))
+
+    def test_counts_are_ordered_by_forward_pass(self, tmp_path: Path) -> None:
+        counts = np.zeros((3, DENSE + LAYERS, SLOTS.shape[1]), int)
+        counts[:, DENSE:] = np.array([1, 2, 3])[:, None, None]
+        path = files.sglang_per_pass(tmp_path / "a.pt", counts, SLOTS)
+        dump = torch.load(path, weights_only=True)
+        dump["records"].reverse()
+        torch.save(dump, path)
+        assert (np.diff(loads_of(path).counts.sum((1, 2))) > 0).all()
+
+    def test_target_verify_is_speculative(self, tmp_path: Path) -> None:
+        passes = [{"n": 50, "mode": 5, "lens": None}, {"n": 10, "mode": 2, "lens": None}]
+        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, passes)
+        assert tokens_of(path).domains.tolist() == ["speculative"] * 50 + ["decode"] * 10
 
     def test_ranks_are_joined_and_copies_are_dropped(self, tmp_path: Path) -> None:
         one = [{"n": 30, "mode": 1, "lens": [30], "id": 7}]
@@ -219,6 +246,208 @@ class TestVLLM:
                 tokens_of(path, dense_layers=())
 
 
+class TestUncapturedTokens:
+    """A token whose experts are all 0 was not captured by the engine."""
+
+    ARRAY = files.vllm_array(LOGICAL[:20], DENSE, EXPERTS)
+
+    def lose(self, *tokens: int) -> Any:
+        array = self.ARRAY.copy()
+        array[list(tokens)] = 0
+        return array
+
+    def test_dropped_and_counted_by_place(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "a.npy", self.lose(3, 7))
+        np.save(tmp_path / "b.npy", self.lose())
+        np.save(tmp_path / "c.npy", self.lose(19))
+        paths = [tmp_path / name for name in ("a.npy", "b.npy", "c.npy")]
+        for model in (SMALL, None):
+            options = ReadOptions(model=model)
+            trace = read_trace(paths, "vllm", options)
+            assert isinstance(trace, TokenTrace)
+            kept = [i for i in range(20) if i not in (3, 7)]
+            expect(trace, np.concatenate([LOGICAL[kept], LOGICAL[:20], LOGICAL[:19]]), lens=[18, 20, 19])
+            assert options.dropped.by_place == {str(tmp_path / "a.npy"): 2, str(tmp_path / "c.npy"): 1}
+
+    def test_one_layer_is_enough(self, tmp_path: Path) -> None:
+        array = self.lose()
+        array[5, DENSE + 1] = 0
+        np.save(tmp_path / "a.npy", array)
+        expect(tokens_of(tmp_path / "a.npy", model=SMALL), np.delete(LOGICAL[:20], 5, axis=0))
+
+    def test_sglang_names_the_request(self, tmp_path: Path) -> None:
+        lost = LOGICAL[:20].copy()
+        lost[2] = 0
+        lines = [files.sglang_base64(LOGICAL[:20], DENSE), files.sglang_base64(lost, DENSE)]
+        (tmp_path / "r.txt").write_text("\n".join(lines))
+        options = ReadOptions(model=SMALL)
+        read_trace([tmp_path / "r.txt"], "sglang", options)
+        assert options.dropped.by_place == {f"{tmp_path / 'r.txt'}, line 2": 1}
+
+    def test_strict_refuses(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "a.npy", self.lose(3))
+        with pytest.raises(ValueError, match=r"a\.npy: token 3 was not captured, its experts are all 0"):
+            tokens_of(tmp_path / "a.npy", model=SMALL, strict=True)
+
+    def test_top_1_may_use_expert_0(self, tmp_path: Path) -> None:
+        one = np.zeros((4, 2, 1), np.uint8)
+        np.save(tmp_path / "a.npy", one)
+        assert tokens_of(tmp_path / "a.npy", dense_layers=()).n_tokens == 4
+
+    def test_more_lost_than_kept_is_refused(self, tmp_path: Path) -> None:
+        """A dense layer that is taken for an MoE layer looks like tokens that were never captured."""
+        np.save(tmp_path / "a.npy", self.ARRAY)
+        with pytest.raises(ValueError, match=r"dropped 20 tokens .* is a layer dense\? Give --model or --dense-layers"):
+            tokens_of(tmp_path / "a.npy", dense_layers=(0,))
+        np.save(tmp_path / "a.npy", self.lose(*range(20)))
+        with pytest.raises(ValueError, match="every layer is 0 for every token"):
+            tokens_of(tmp_path / "a.npy")
+
+    def test_command_reports(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        np.save(tmp_path / "a.npy", self.lose(3, 7))
+        out = tmp_path / "t.npz"
+        command = ["trace", "import", "vllm", str(tmp_path / "a.npy"), "-o", str(out), "--dense-layers", "0", "1"]
+        assert cli.main(command) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"dropped 2 tokens that the engine did not capture (all experts are 0): {tmp_path / 'a.npy'} (2)" in said
+        assert TokenTrace.load(out).n_tokens == 18
+        out.unlink()
+        assert cli.main([*command, "--strict"]) == 2
+        assert "was not captured" in capsys.readouterr().err
+        assert not out.exists()
+
+
+class TestPublicTraces:
+    """Data sets that anybody can download, in the schema of their cards."""
+
+    COUNTS = np.random.default_rng(4).integers(0, 90_000, (3, LAYERS, EXPERTS))
+
+    def test_core12345(self, tmp_path: Path) -> None:
+        odd = [1, 3, 5, 7]
+        files.core12345(tmp_path / "law" / "q1.json", LOGICAL[:25], odd, 8, prompt=20)
+        files.core12345(tmp_path / "maths" / "q2.json", LOGICAL[25:], odd, 8, prompt=1)
+        assert detect([tmp_path]) == "core12345"
+        trace = tokens_of(tmp_path)
+        np.testing.assert_array_equal(trace.experts, LOGICAL)
+        assert (trace.layer_ids.tolist(), trace.seq_lens.tolist()) == (odd, [25, 35])
+        assert trace.domains.tolist() == ["law", "maths"]
+        model = ModelSpec("odd", 4, EXPERTS, TOP_K, 64, 32, layers=tuple(odd))
+        assert tokens_of(tmp_path, model=model).model == "odd"
+        assert tokens_of(tmp_path, max_tokens=10).n_tokens == 25
+        with pytest.raises(ValueError, match="layer 2 is missing"):
+            tokens_of(tmp_path, model=SMALL)
+
+    @pytest.mark.parametrize(
+        ("document", "message"),
+        [
+            ({}, "expected a list"),
+            ([], "expected a list"),
+            ([1], "expected an object"),
+            ([{"0": None}], "no layer has experts"),
+            ([{"a": [[1]]}], "'a' is not a layer"),
+            ([{"0": [[1], [1, 2]]}], "rows of different lengths"),
+            ([{"0": [[1.5]]}], "expected rows of expert ids"),
+            ([{"0": [["1"]]}], "expected rows of expert ids"),
+            ([{"0": [[-1]]}], "expert -1"),
+            ([{"0": [[99999]]}], "expert 99999"),
+            ([{"0": [[2**70]]}], "expected rows of expert ids"),
+            ([{"0": [[1]], "1": [[1], [2]]}], "different numbers of tokens"),
+            ([{"0": [[1]]}, {"1": [[1]]}], r"layers \[1\], but \[0\]"),
+            ([{"0": [[1]]}, {"0": [[1, 2]]}], "different numbers of tokens or experts"),
+        ],
+    )
+    def test_core12345_refused(self, document: Any, message: str, tmp_path: Path) -> None:
+        (tmp_path / "q.json").write_text(json.dumps(document))
+        with pytest.raises(ValueError, match=message):
+            tokens_of(tmp_path / "q.json", "core12345")
+
+    def test_load_history(self, tmp_path: Path) -> None:
+        path = files.load_history(tmp_path / "expert-load.json", self.COUNTS)
+        assert detect([path]) == "load-history"
+        np.testing.assert_array_equal(loads_of(path).counts, self.COUNTS)
+        trace = loads_of(path, model=SMALL)
+        assert (trace.layer_ids.tolist(), trace.top_k, trace.model) == ([2, 3, 4, 5], TOP_K, "small")
+        path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
+        np.testing.assert_array_equal(loads_of(path).counts, self.COUNTS)
+        with pytest.raises(ValueError, match="4 MoE layers recorded, but deepseek-v2-lite has 26"):
+            loads_of(path, model=get_model("deepseek-v2-lite"))
+
+    @pytest.mark.parametrize(
+        ("loads", "message"),
+        [
+            ("[]", "one list of counts per layer"),
+            ("[[]]", "one list of counts per layer"),
+            ("[[1,2],[3]]", r"layers with \[1, 2\] experts"),
+            ("[[1,,2]]", "not a count of tokens"),
+            ("[[1.5,2]]", "not a count of tokens"),
+            ("[[1,2],3]", "one list of counts per layer"),
+            ("[[99999999999999999999]]", "not a count of tokens"),
+            ("[[0,0]]", "every step of the recording is empty"),
+            ("[[-1,0]]", "no 'logical_expert_load'"),
+        ],
+    )
+    def test_load_history_refused(self, loads: str, message: str, tmp_path: Path) -> None:
+        (tmp_path / "h.json").write_text('{"load_history": [{"logical_expert_load": ' + loads + "}]}")
+        with pytest.raises(ValueError, match=message):
+            loads_of(tmp_path / "h.json")
+
+    def test_flame_moe(self, tmp_path: Path) -> None:
+        """Files count layers from 1. Checkpoints become domains."""
+        files.flame_moe(tmp_path / "iter_0540", LOGICAL, first_layer=1)
+        files.flame_moe(tmp_path / "iter_5473", LOGICAL[::-1], first_layer=1)
+        assert detect([tmp_path]) == "flame-moe"
+        trace = tokens_of(tmp_path)
+        expect(trace, np.concatenate([LOGICAL, LOGICAL[::-1]]), first_layer=1, lens=[TOKENS, TOKENS])
+        assert trace.domains.tolist() == ["iter_0540", "iter_5473"]
+        assert trace.n_experts == 64
+        expect(tokens_of(tmp_path, max_tokens=50), LOGICAL[:50], first_layer=1)
+        expect(tokens_of(tmp_path, max_tokens=70), np.concatenate([LOGICAL, LOGICAL[::-1][:10]]), first_layer=1)
+        path = tmp_path / "iter_0540" / "layer_03.parquet"
+        whole = path.read_bytes()
+        for cut in (0, 3, 100, len(whole) - 1):
+            path.write_bytes(whole[:cut])
+            with pytest.raises(ValueError, match=r"layer_03\.parquet: not a readable Parquet file"):
+                tokens_of(tmp_path)
+
+    @pytest.mark.parametrize("name", ["loads.csv", "loads.parquet"])
+    @pytest.mark.parametrize("wide", [False, True])
+    def test_load_table(self, name: str, wide: bool, tmp_path: Path) -> None:
+        path = files.load_table(tmp_path / name, self.COUNTS, DENSE, wide)
+        assert detect([path]) == "load-table"
+        trace = loads_of(path, model=SMALL)
+        np.testing.assert_array_equal(trace.counts, self.COUNTS)
+        assert trace.layer_ids.tolist() == [2, 3, 4, 5]
+
+    def test_load_table_of_shares(self, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text("layer_id,expert_id,load\n3,0,0.25\n3,1,0.75\n")
+        assert loads_of(tmp_path / "a.csv").counts.tolist() == [[[250_000, 750_000]]]
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "the file is empty"),
+            ("layer,expert\n1,2", "columns layer, expert: expected layer, expert and num_tokens"),
+            ("layer,expert,count\n1,2", "row 2: 2 values for 3 columns"),
+            ("layer,expert,count\n1,2,x", "could not convert"),
+            ("layer,expert,count\n1,2,-3", "is negative"),
+            ("layer,expert,count\n1,2,nan", "not finite"),
+            ("layer,expert,count\n1.5,2,3", "no integer"),
+            ("layer,expert,count\n1,2,1e30", "out of range"),
+            ("layer,expert,count\n1,99999,3", "out of range"),
+            ("layer,expert,count\n999999,1,3", "out of range"),
+            ("layer,expert,count", "no loads in the files"),
+            ("layer,num_tokens_per_expert\n1,hello", "'hello' is not a list of loads"),
+            ("layer,num_tokens_per_expert\n1,[[1]]", "holds lists"),
+            ("layer,expert,count\n1,2,0", "layer 0 has no token"),
+            ("step,layer,expert,count\n" + "".join(f"{i},{i % 99},30000,1\n" for i in range(600)), "600 rows for 600"),
+        ],
+    )
+    def test_load_table_refused(self, text: str, message: str, tmp_path: Path) -> None:
+        (tmp_path / "a.csv").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            loads_of(tmp_path / "a.csv")
+
+
 class TestTensorRTLLM:
     COUNTS = np.random.default_rng(2).integers(0, 50, (2, 3, LAYERS, EXPERTS))
 
@@ -251,6 +480,43 @@ class TestTensorRTLLM:
             for p, e in enumerate(slots[l]):
                 expected[l, e] += per_slot[0, :, l, p].sum()
         np.testing.assert_array_equal(trace.loads(), expected)
+
+    def test_with_the_balancer_on_meta_info_counts_slots(self, tmp_path: Path) -> None:
+        """``num_experts`` is then the number of slots. The slot plan and the model give the number of experts."""
+        slots = SLOTS[DENSE:]
+        per_slot = np.random.default_rng(3).integers(0, 50, (2, 2, LAYERS, slots.shape[1]))
+        folder = files.tensorrt_llm(tmp_path / "s", per_slot, slots.shape[1], DENSE, TOP_K)
+        plan = files.tensorrt_llm_plan(tmp_path / "plan.yaml", slots, DENSE)
+        expected = np.zeros((LAYERS, EXPERTS), int)
+        for l in range(LAYERS):
+            np.add.at(expected[l], slots[l], per_slot.sum((0, 1))[l])
+        for options in ({}, {"model": SMALL}):
+            trace = loads_of(folder, slot_plan=plan, **options)
+            np.testing.assert_array_equal(trace.loads(), expected)
+            assert trace.n_experts == EXPERTS
+        with pytest.raises(ValueError, match=r"16 experts recorded, expected 12: .* give --slot-plan"):
+            loads_of(folder, model=SMALL)
+        files.tensorrt_llm_plan(plan, slots[:, :-1], DENSE)
+        with pytest.raises(ValueError, match="16 slots recorded, but the slot plan has 15"):
+            loads_of(folder, slot_plan=plan)
+        files.tensorrt_llm_plan(plan, slots[:-1], DENSE)
+        with pytest.raises(ValueError, match="layer 5 was recorded, but the slot plan has no such layer"):
+            loads_of(folder, slot_plan=plan)
+        files.tensorrt_llm_plan(plan, slots + 1, DENSE)
+        with pytest.raises(ValueError, match=r"layer 2: slots hold experts 0 … 11, found"):
+            loads_of(folder, slot_plan=plan, model=SMALL)
+        with pytest.raises(ValueError, match="no slot plan at"):
+            loads_of(folder, slot_plan=tmp_path / "absent.yaml")
+
+    def test_mtp_layers_may_follow(self, tmp_path: Path) -> None:
+        counts = np.random.default_rng(2).integers(1, 50, (1, 3, LAYERS + 1, EXPERTS))
+        folder = files.tensorrt_llm(tmp_path / "s", counts, EXPERTS, DENSE, TOP_K)
+        trace = loads_of(folder, model=replace(SMALL, n_mtp=1))
+        assert trace.layer_ids.tolist() == [2, 3, 4, 5, 6]
+        with pytest.raises(ValueError, match="5 MoE layers recorded, but small has 4: layer 6 is not one of them"):
+            loads_of(folder, model=SMALL)
+        with pytest.raises(ValueError, match="5 MoE layers recorded, but small has 6: layer 7 is missing"):
+            loads_of(folder, model=replace(SMALL, n_layers=6))
 
     def test_refused(self, tmp_path: Path) -> None:
         from safetensors.numpy import save_file
@@ -360,13 +626,13 @@ def test_parse_naturals_returns_all_numbers(values: list[int], gap: bytes) -> No
 
 
 def test_detection_errors_name_the_problem(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("1,2")
+    (tmp_path / "a.xml").write_text("1,2")
     (tmp_path / "b.json").write_text("{}")
     np.save(tmp_path / "c.npy", np.zeros(3))
     torch.save({}, tmp_path / "d.pt")
     (tmp_path / "empty").mkdir()
     for names, message in [
-        (["a.csv"], "not a recording of a known engine"),
+        (["a.xml"], "not a recording of a known engine"),
         (["b.json"], "not a recording of a known engine"),
         (["c.npy", "d.pt"], r"different engines: .*d\.pt from sglang, .*c\.npy from vllm"),
         (["empty"], "no recording"),

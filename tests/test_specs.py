@@ -75,8 +75,8 @@ def test_unknown_names_list_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown model 'gpt-9'") as model_error:
         get_model("gpt-9")
     assert all(name in str(model_error.value) for name in MODELS)
-    with pytest.raises(ValueError, match=r"unknown cluster 'b200-1x8'") as cluster_error:
-        get_cluster("b200-1x8")
+    with pytest.raises(ValueError, match=r"unknown cluster 'b9000-1x8'") as cluster_error:
+        get_cluster("b9000-1x8")
     assert all(name in str(cluster_error.value) for name in CLUSTERS)
     with pytest.raises(ValueError, match=r"a cluster has no field 'slots'; it has name, .*slots_per_gpu"):
         get_cluster("h800-4x4", slots=6)
@@ -96,6 +96,13 @@ def test_unknown_names_list_the_known_ones() -> None:
         ("combine_bytes", float("nan"), "model 'm': combine_bytes is nan: expected more than 0"),
         ("kernel_pair_us", -0.5, "model 'm': kernel_pair_us is -0.5: expected 0 or more"),
         ("n_groups", 3, "model 'm': 8 experts do not divide into 3 groups"),
+        ("group_limit", 2, "model 'm': group_limit is 2, but there are 1 groups"),
+        ("layers", (1, 2, 4), "model 'm': layers has 3 entries: expected 2 distinct indices in ascending order"),
+        ("layers", (4, 2), "model 'm': layers has 2 entries: expected 2 distinct indices in ascending order"),
+        ("layers", (-1, 2), "model 'm': layer -1 given: indices are 0 or more"),
+        ("n_hidden_layers", 1, "model 'm': n_hidden_layers is 1, but layer 1 is an MoE layer"),
+        ("n_mtp", -1, "model 'm': n_mtp is -1: expected 0 or more"),
+        ("kv_bytes", -1.0, "model 'm': kv_bytes is -1.0: expected 0 or more"),
     ],
 )
 def test_bad_models_are_refused(field: str, value: float, message: str) -> None:
@@ -108,12 +115,15 @@ def test_bad_models_are_refused(field: str, value: float, message: str) -> None:
     [
         ("n_nodes", 0, "cluster 'c': n_nodes is 0: expected at least 1"),
         ("gpus_per_node", 0, "cluster 'c': gpus_per_node is 0: expected at least 1"),
-        ("gpus_per_node", 128, "cluster 'c' has 256 GPUs: the simulator takes at most 254"),
+        ("gpus_per_node", 20_000, "cluster 'c' has 40000 GPUs: the simulator takes at most 32767"),
         ("slots_per_gpu", 0, "cluster 'c': slots_per_gpu is 0: expected at least 1"),
         ("intra_gb_s", 0.0, "cluster 'c': intra_gb_s is 0.0: a bandwidth must be more than 0 GB/s"),
         ("inter_gb_s", -40.0, "cluster 'c': inter_gb_s is -40.0: a bandwidth must be more than 0 GB/s"),
         ("intra_latency_us", -1.0, "cluster 'c': intra_latency_us is -1.0: expected 0 µs or more"),
         ("inter_latency_us", float("nan"), "cluster 'c': inter_latency_us is nan: expected 0 µs or more"),
+        ("memory_gb", 0.0, "cluster 'c': memory_gb is 0.0: expected more than 0"),
+        ("hbm_gb_s", 0.0, "cluster 'c': hbm_gb_s is 0.0: a bandwidth must be more than 0 GB/s"),
+        ("bf16_tflops", float("nan"), "cluster 'c': bf16_tflops is nan: expected more than 0"),
     ],
 )
 def test_bad_clusters_are_refused(field: str, value: float, message: str) -> None:
@@ -135,7 +145,7 @@ def test_from_gpus() -> None:
 
 
 def test_too_few_slots_are_refused() -> None:
-    message = "cluster 'c' has too few slots: 8 GPUs × 3 slots = 24 for 25 experts; at least 4 slots a GPU are needed"
+    message = "cluster 'c' has too few slots: 8 GPUs × 3 slots = 24 for 25 experts; at least 4 slots per GPU are needed"
     assert CLUSTER.slots_for(24) == 3
     with pytest.raises(ValueError, match=re.escape(message)):
         CLUSTER.slots_for(25)
@@ -165,6 +175,14 @@ def test_costs_by_hand() -> None:
     # 1000 B at 100 GB/s = 0.01 µs; 60 kB of weights = 0.6 and 6 µs, in 3 passes.
     known = [3, 0.01, 0.1, 3, 0.04, 0.4, 10, 5, 1, 0.2, 2]
     np.testing.assert_allclose(Costs.of(model, cluster, 3), known, rtol=1e-12)
+
+
+def test_kernels_scale_with_the_gpu() -> None:
+    """An H20 reads weights 4000/3350 times as fast as an H100 and computes 148/989 times as fast."""
+    h100, h20 = (Costs.of(MODEL, get_cluster(f"{gpu}-2x8"), 1) for gpu in ("h100", "h20"))
+    assert h20.expert_us == pytest.approx(h100.expert_us * 3350 / 4000)
+    assert h20.pair_us == pytest.approx(h100.pair_us * 989 / 148)
+    assert (h100.expert_us, h100.pair_us) == (MODEL.kernel_expert_us, MODEL.kernel_pair_us)
 
 
 @pytest.mark.parametrize(("nodes", "per_node", "start"), [(1, 1, 0), (1, 4, 1), (3, 1, 2), (2, 2, 3)])
@@ -222,15 +240,16 @@ def test_clusters_of_any_shape_have_a_name() -> None:
     assert get_cluster("h100-8x8", slots_per_gpu=5) == ClusterSpec("h100-8x8", 8, 8, 5, 450, 50)
     for name, spec in CLUSTERS.items():
         assert get_cluster(name) == spec
-    with pytest.raises(ValueError, match="cluster 'h800-40x8' has 320 GPUs: the simulator takes at most 254"):
-        get_cluster("h800-40x8")
+    assert get_cluster("h800-40x8").n_gpus == 320
+    with pytest.raises(ValueError, match="cluster 'h800-40x8' has 320 GPUs: this simulator takes at most 254"):
+        Network.of(get_cluster("h800-40x8"), 8, 0)
 
 
 @pytest.mark.parametrize(
     "name", ["h800-0x8", "h800-3", "h800-3x", "h800-3x8x2", "h800-03x8", " h800-3x8", "h800-3x8\n"]
 )
 def test_a_name_that_is_no_shape_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"GPU-NODESxGPUS with GPU one of h800, h100, as in h800-3x8"):
+    with pytest.raises(ValueError, match=r"GPU-NODESxGPUS with GPU one of h800, h100, .*, as in h800-3x8"):
         get_cluster(name)
 
 

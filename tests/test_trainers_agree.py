@@ -22,6 +22,7 @@ MEANT_TO_DIFFER = {
     "Args",
     "Batch",
     "Rollouts",
+    "check_args",
     "collect",
     "evaluate",
     "main",

@@ -22,6 +22,7 @@ import clustergym.training
 from clustergym.training import (
     CheckpointError,
     EpisodeStatistics,
+    NonFiniteLoss,
     Progress,
     Run,
     RunLogger,
@@ -41,6 +42,7 @@ from clustergym.training import (
     run_folder,
     save_checkpoint,
 )
+from trainers import in_two_processes
 
 
 def test_new_run_takes_the_next_free_folder_and_resume_takes_the_last_with_a_checkpoint(
@@ -307,27 +309,47 @@ def test_run_saves_logs_and_resumes(tmp_path: Path) -> None:
 
 def test_checkpoints_are_due_at_the_interval_and_at_the_end(tmp_path: Path) -> None:
     def due(world: World, **options: Any) -> list[int]:
-        run = Run("x", Args(tmp_path, **options), world, "task", batch_size=20, checkpoint_per_rank=per_rank)
+        run = Run("x", Args(tmp_path, **options), world, "task", batch_size=20)
         return [iteration for iteration in range(1, run.num_iterations + 1) if run.checkpoint_due(iteration)]
 
-    per_rank = False
     assert due(World()) == [2, 4, 5]
     assert due(World(), checkpoint_interval=0) == []
-    assert due(World(1, 2), total_timesteps=200) == []
-    per_rank = True
     assert due(World(1, 2), total_timesteps=200) == [2, 4, 5]
 
 
-def test_each_rank_can_save_its_own_checkpoint(tmp_path: Path) -> None:
-    for rank in range(2):
-        with Run("x", Args(tmp_path, resume=True), World(rank, 2), "task", 10, checkpoint_per_rank=True) as run:
-            run.save_checkpoint(1, rank=rank)
-    for rank in range(2):
-        state = Run(
-            "x", Args(tmp_path, resume=True), World(rank, 2), "task", 10, checkpoint_per_rank=True
-        ).load_checkpoint()
+def test_one_checkpoint_holds_the_state_of_every_rank(tmp_path: Path) -> None:
+    """Both ranks resume from the same iteration, each with its own state."""
+
+    def work(world: World, folder: Path) -> list[Any]:
+        args = Args(folder / "run", resume=True)
+        with Run("x", args, world, "task", 10) as run:
+            for iteration in (1, 2):
+                run.save_checkpoint(iteration, {"own": torch.tensor(world.rank)}, common=torch.tensor(7))
+        state = Run("x", args, world, "task", 10).load_checkpoint()
         assert state is not None
-        assert state["rank"] == rank
+        return [state["iteration"], int(state["own"]), int(state["common"])]
+
+    assert in_two_processes(work, tmp_path) == [[2, 0, 7], [2, 1, 7]]
+    assert [file.name for file in (tmp_path / "run").glob("*.pt")] == ["checkpoint.pt"]
+
+
+def test_moments_cover_the_rows_of_all_ranks(tmp_path: Path) -> None:
+    rows = torch.randn(8, 3, dtype=torch.float64) * 3 + 5
+    for mean, var, n in in_two_processes(lambda world, _: world.moments(rows[world.rank :: 2]), tmp_path):
+        torch.testing.assert_close(mean, rows.mean(0))
+        torch.testing.assert_close(var, rows.var(0, correction=0))
+        assert n == 8
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_loss_stops_the_run_and_names_the_last_good_checkpoint(tmp_path: Path, value: float) -> None:
+    with Run("x", Args(tmp_path), World(), "task", 10) as run:
+        run.log({"losses/policy_loss": 1.0, "losses/explained_variance": math.nan, "charts/a": math.nan}, 1)
+        with pytest.raises(NonFiniteLoss, match=r"iteration 2: losses/grad_norm is .*; there is no checkpoint yet"):
+            run.log({"losses/policy_loss": 1.0, "losses/grad_norm": value}, 2)
+        run.save_checkpoint(1)
+        with pytest.raises(NonFiniteLoss, match=f"the last good checkpoint is {tmp_path}/checkpoint.pt"):
+            run.log({"losses/value_loss": value}, 3)
 
 
 def test_model_is_saved_only_with_the_flag(tmp_path: Path) -> None:

@@ -11,25 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.webhook import BACKENDS, Grant, admit_pod, grant_decision, managed_request
-from clustergym.webhook.decisions import (
-    NotManageable,
-    containers_of,
-    gpu_request,
-    injected_variables,
-    owner_of,
-    quantity,
-    request_decision,
-)
+from clustergym.webhook import BACKENDS, Decision, Grant, grant_decision, plan_binding, plan_pod
+from clustergym.webhook import admit_pod as admit_planned
+from clustergym.webhook.decisions import injected_variables, request_decision
 from clustergym.webhook.patches import add_annotations, apply_patch, escape
+from clustergym.webhook.requests import NotManageable, containers_of, gpu_request, owner_of, quantity
 from clustergym.webhook.review import BadReview, duration_s, make_response, parse
 from webhook_pods import container, pod
 
-MPS, HAMI = BACKENDS["mps"], BACKENDS["hami"]
+MPS, HAMI, KAI = BACKENDS["mps"], BACKENDS["hami"], BACKENDS["kai"]
 
 
-def admitted(subject: dict[str, Any], backend: Any = MPS, namespace: str = "team") -> dict[str, Any]:
-    return apply_patch(subject, admit_pod(subject, namespace, backend).patch)
+def admit_pod(
+    subject: dict[str, Any], namespace: str, backend: Any, mode: Any = "Auto", grant: Grant | None = None
+) -> Decision:
+    """The decision of the pod webhook if the recommender answers with this grant."""
+    plan = plan_pod(subject, namespace, backend, mode)
+    return plan if isinstance(plan, Decision) else admit_planned(subject, plan, grant)
+
+
+def admitted(
+    subject: dict[str, Any], backend: Any = MPS, namespace: str = "team", mode: Any = "Auto", grant: Grant | None = None
+) -> dict[str, Any]:
+    return apply_patch(subject, admit_pod(subject, namespace, backend, mode, grant).patch)
 
 
 def variables(found: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -80,7 +84,7 @@ def test_variables_read_annotations_that_hold_the_request_at_first() -> None:
 
 def test_hami_has_its_own_names_and_units() -> None:
     assert variables(admitted(pod(), HAMI)) == {
-        "main": {"CUDA_DEVICE_SM_LIMIT": "80", "CUDA_DEVICE_MEMORY_LIMIT": "4000m"}
+        "main": {"CUDA_DEVICE_SM_LIMIT": "80", "CUDA_DEVICE_MEMORY_LIMIT_0": "4000m"}
     }
 
 
@@ -93,7 +97,7 @@ def test_only_the_exact_label_opts_in(label: str | None) -> None:
 @pytest.mark.parametrize("namespace", ["kube-system", "kube-public", "kube-node-lease"])
 def test_the_control_plane_is_never_changed(namespace: str) -> None:
     assert admit_pod(pod(), namespace, MPS).patch == []
-    assert managed_request(admitted(pod()), namespace) is None
+    assert plan_binding(admitted(pod()), namespace) is None
 
 
 @pytest.mark.parametrize("backend", [MPS, HAMI])
@@ -206,11 +210,11 @@ def test_limits_add_up_as_in_the_scheduler() -> None:
     # The containers request 50 % and 3000 MB together. The larger init container requests 60 %, so the pod does too.
     request = gpu_request(subject, "team", list(containers_of(subject)))
     assert (request.cores, request.memory_mb) == (60, 3000)
-    # a and b share the 60 % in proportion to 30 : 20. An init container keeps its own limit.
-    assert found["a"] == {"CUDA_DEVICE_SM_LIMIT": "36", "CUDA_DEVICE_MEMORY_LIMIT": "1000m"}
-    assert found["b"] == {"CUDA_DEVICE_SM_LIMIT": "24", "CUDA_DEVICE_MEMORY_LIMIT": "2000m"}
-    assert found["warm"] == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT": "500m"}
-    assert found["small"] == {"CUDA_DEVICE_SM_LIMIT": "10", "CUDA_DEVICE_MEMORY_LIMIT": "100m"}
+    # No container gets more than its own limit, although a and b together could use the 60 %.
+    assert found["a"] == {"CUDA_DEVICE_SM_LIMIT": "30", "CUDA_DEVICE_MEMORY_LIMIT_0": "1000m"}
+    assert found["b"] == {"CUDA_DEVICE_SM_LIMIT": "20", "CUDA_DEVICE_MEMORY_LIMIT_0": "2000m"}
+    assert found["warm"] == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT_0": "500m"}
+    assert found["small"] == {"CUDA_DEVICE_SM_LIMIT": "10", "CUDA_DEVICE_MEMORY_LIMIT_0": "100m"}
 
 
 def test_a_sidecar_adds_to_the_request() -> None:
@@ -248,18 +252,220 @@ def test_owner_is_the_workload_in_its_namespace() -> None:
     assert owner_of(pod(annotations={"clustergym.io/owner": "other/x"}), "team") == "team/other/x"
 
 
+# Modes, recommendations and bounds
+
+GRANT = Grant("rec-1", 60, 1000, "7")
+
+
+def resources_of(found: dict[str, Any], index: int = 0) -> dict[str, Any]:
+    resources: dict[str, Any] = found["spec"]["containers"][index]["resources"]
+    return resources
+
+
+def test_mode_off_only_annotates() -> None:
+    subject = pod(limits("main", 80, 4000), annotations={})
+    decision = admit_pod(subject, "team", HAMI, "Off", GRANT)
+    assert (decision.outcome, decision.warnings) == ("recommended", [])
+    found = apply_patch(subject, decision.patch)
+    assert found["spec"] == subject["spec"]
+    assert found["metadata"]["annotations"] == {
+        "clustergym.io/mode": "Off", "clustergym.io/recommendation-id": "rec-1", "clustergym.io/policy-version": "7",
+        "clustergym.io/requested-cores": "80", "clustergym.io/requested-memory": "4000",
+        "clustergym.io/recommended-cores": "60", "clustergym.io/recommended-memory": "1000",
+        "clustergym.io/status": "mode Off: the pod runs with its request",
+    }  # fmt: skip
+    assert plan_binding(found, "team") is None
+    assert admit_pod(found, "team", HAMI, "Off", GRANT).patch == []
+
+
+@pytest.mark.parametrize(
+    ("namespace_mode", "annotation", "mode"),
+    [("Off", None, "Off"), ("Off", "Initial", "Initial"), ("Auto", "Off", "Off"), ("Initial", None, "Initial")],
+)
+def test_the_annotation_of_a_pod_overrides_the_mode_of_its_namespace(
+    namespace_mode: Any, annotation: str | None, mode: str
+) -> None:
+    subject = pod()
+    if annotation is not None:
+        subject["metadata"]["annotations"]["clustergym.io/mode"] = annotation
+    found = admitted(subject, HAMI, mode=namespace_mode, grant=GRANT)
+    assert found["metadata"]["annotations"]["clustergym.io/mode"] == mode
+    assert ("env" in found["spec"]["containers"][0]) == (mode != "Off")
+    assert plan_binding(found, "team") is None
+
+
+def test_auto_in_a_namespace_that_is_not_auto_is_initial_with_a_warning() -> None:
+    subject = pod()
+    subject["metadata"]["annotations"]["clustergym.io/mode"] = "Auto"
+    decision = admit_pod(subject, "team", HAMI, "Initial", GRANT)
+    assert decision.outcome == "granted"
+    assert "mode Auto acts as Initial" in decision.warnings[-1]
+
+
+def test_an_unknown_mode_changes_nothing() -> None:
+    subject = pod()
+    subject["metadata"]["annotations"]["clustergym.io/mode"] = "auto"
+    decision = admit_pod(subject, "team", MPS, "Auto", GRANT)
+    assert decision.patch == []
+    assert "clustergym.io/mode is 'auto': expected Off, Initial, Auto" in decision.warnings[0]
+
+
+def test_hami_limits_are_set_before_scheduling() -> None:
+    found = admitted(pod(limits("main", 80, 4000), annotations={}), HAMI, mode="Initial", grant=GRANT)
+    counted = {"nvidia.com/gpucores": "60", "nvidia.com/gpumem": "1000"}
+    assert resources_of(found) == {"limits": {"nvidia.com/gpu": "1", **counted}, "requests": counted}
+    assert variables(found)["main"] == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT_0": "1000m"}
+
+
+def test_hami_limits_are_added_to_a_pod_that_has_only_annotations() -> None:
+    found = admitted(pod(), HAMI, mode="Initial", grant=GRANT)
+    assert resources_of(found)["limits"] == {
+        "nvidia.com/gpu": "1", "nvidia.com/gpucores": "60", "nvidia.com/gpumem": "1000",
+    }  # fmt: skip
+    assert "nvidia.com/gpucores" not in resources_of(admitted(pod(), MPS, grant=GRANT))["limits"]
+
+
+def test_a_percentage_of_memory_is_not_combined_with_megabytes() -> None:
+    one = container()
+    one["resources"]["limits"]["nvidia.com/gpumem-percentage"] = "50"
+    found = admitted(pod(one), HAMI, mode="Initial", grant=GRANT)
+    assert "nvidia.com/gpumem" not in resources_of(found)["limits"]
+
+
+def test_limits_of_several_containers_share_the_grant() -> None:
+    subject = pod(limits("a", 60, 3000), limits("b", 20, 1000), annotations={})
+    found = admitted(subject, HAMI, mode="Initial", grant=Grant("r", 40, 2000, "1"))
+    assert resources_of(found)["requests"] == {"nvidia.com/gpucores": "30", "nvidia.com/gpumem": "1500"}
+    assert resources_of(found, 1)["requests"] == {"nvidia.com/gpucores": "10", "nvidia.com/gpumem": "500"}
+
+
+def test_without_an_answer_the_request_stands() -> None:
+    subject = pod(limits("main", 80, 4000), annotations={})
+    plan = plan_pod(subject, "team", HAMI, "Initial")
+    assert not isinstance(plan, Decision)
+    for decision in (
+        admit_planned(subject, plan, problem="the recommender cannot be reached"),
+        admit_planned(subject, plan, Grant("r", 81, 100, "1")),
+    ):
+        found = apply_patch(subject, decision.patch)
+        assert decision.outcome == "recommender-unavailable"
+        assert resources_of(found) == resources_of(subject)
+        assert variables(found)["main"]["CUDA_DEVICE_SM_LIMIT"] == "80"
+        assert found["metadata"]["annotations"]["clustergym.io/status"].startswith("the pod runs with its request: the")
+
+
+def kai_pod(**annotations: str) -> dict[str, Any]:
+    requested = {key.replace("_", "-"): value for key, value in annotations.items()}
+    return pod(container(gpu=None), container("side", gpu=None), annotations=requested)
+
+
+def test_kai_fractions_shrink_to_the_larger_of_both_grants() -> None:
+    subject = kai_pod(gpu_fraction="0.8")
+    subject["metadata"]["annotations"]["clustergym.io/memory"] = "4000"
+    found = admitted(subject, KAI, mode="Initial", grant=GRANT)
+    # 60 of 80 % of the cores, a quarter of the memory: 0.75 × 0.8.
+    assert found["metadata"]["annotations"]["gpu-fraction"] == "0.6"
+    assert found["metadata"]["annotations"]["clustergym.io/requested-cores"] == "80"
+    assert set(variables(found)) == {"main"}
+    assert admit_pod(found, "team", KAI, "Initial", GRANT).patch == []
+    found = admitted(subject, KAI, mode="Initial", grant=Grant("r", 17, 1000, "1"))
+    assert found["metadata"]["annotations"]["gpu-fraction"] == "0.2"
+
+
+def test_kai_memory_is_set_and_the_named_container_is_managed() -> None:
+    subject = kai_pod(gpu_memory="4000", gpu_fraction_container_name="side")
+    subject["metadata"]["annotations"]["clustergym.io/cores"] = "80"
+    found = admitted(subject, KAI, mode="Initial", grant=GRANT)
+    assert found["metadata"]["annotations"]["gpu-memory"] == "1000"
+    assert variables(found) == {
+        "side": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1000M"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("bounds", "cores", "memory"),
+    [
+        ({"min-allowed-cores": "70"}, "70", "1000"),
+        ({"max-allowed-cores": "50"}, "50", "1000"),
+        ({"min-allowed-memory": "3k"}, "60", "3000"),
+        ({"max-allowed-memory": "700"}, "60", "700"),
+        ({"min-allowed-cores": "90", "min-allowed-memory": "9000"}, "80", "4000"),
+    ],
+)
+def test_grants_stay_within_the_bounds(bounds: dict[str, str], cores: str, memory: str) -> None:
+    subject = pod()
+    subject["metadata"]["annotations"] |= {f"clustergym.io/{key}": value for key, value in bounds.items()}
+    for mode in ("Off", "Initial", "Auto"):
+        annotations = admitted(subject, HAMI, mode=mode, grant=GRANT)["metadata"]["annotations"]
+        assert annotations["clustergym.io/recommended-cores"] == cores
+        assert annotations["clustergym.io/recommended-memory"] == memory
+    stored = admitted(subject, HAMI)
+    plan = plan_binding(stored, "team")
+    assert plan is not None
+    at_binding = apply_patch(binding(), grant_decision(binding(), plan, GRANT).patch)["metadata"]["annotations"]
+    assert at_binding["clustergym.io/granted-cores"] == cores
+    assert at_binding["clustergym.io/granted-memory"] == memory
+
+
+def test_bounds_that_exclude_each_other_are_refused() -> None:
+    subject = pod()
+    subject["metadata"]["annotations"] |= {
+        "clustergym.io/min-allowed-cores": "50", "clustergym.io/max-allowed-cores": "40",
+    }  # fmt: skip
+    decision = admit_pod(subject, "team", MPS, "Auto", GRANT)
+    assert decision.patch == []
+    assert "min-allowed-cores is 50, more than clustergym.io/max-allowed-cores, which is 40" in decision.warnings[0]
+
+
+@pytest.mark.parametrize("from_limits", [True, False])
+def test_a_binding_may_only_tighten_the_grant(from_limits: bool) -> None:
+    subject = pod(limits("main", 80, 4000), annotations={}) if from_limits else pod()
+    stored = admitted(subject, HAMI, grant=GRANT)
+    plan = plan_binding(stored, "team")
+    assert plan is not None
+    # The agent sees the original request, and what it may grant at most.
+    assert (plan.request.cores, plan.request.memory_mb) == (80, 4000)
+    assert (plan.bounds.max_cores, plan.bounds.max_memory_mb) == (60, 1000)
+    for granted, expected in ((Grant("b", 70, 2000, "1"), ("60", "1000m")), (Grant("b", 40, 500, "1"), ("40", "500m"))):
+        annotations = apply_patch(binding(), grant_decision(binding(), plan, granted).patch)["metadata"]["annotations"]
+        assert annotations["cores.clustergym.io/main"] == expected[0]
+        assert annotations["memory.clustergym.io/main"] == expected[1]
+
+
+def test_feedback_credentials_are_passed_on() -> None:
+    stored = admitted(pod(), MPS, grant=Grant("r", 60, 1000, "1", "secret-a"))
+    assert stored["metadata"]["annotations"]["clustergym.io/recommendation-token"] == "secret-a"
+    plan = plan_binding(stored, "team")
+    assert plan is not None
+    found = grant_decision(binding(), plan, Grant("b", 60, 1000, "1", "secret-b"))
+    annotations = apply_patch(binding(), found.patch)["metadata"]["annotations"]
+    assert annotations["clustergym.io/feedback-token"] == "secret-b"
+
+
+def test_a_container_added_later_gets_a_part_of_the_first_grant() -> None:
+    once = admitted(pod(), HAMI, mode="Initial", grant=GRANT)
+    once["spec"]["containers"].append(container("side"))
+    plan = plan_pod(once, "team", HAMI, "Initial")
+    assert not isinstance(plan, Decision)
+    assert not plan.is_new
+    found = apply_patch(once, admit_planned(once, plan).patch)
+    assert resources_of(found)["limits"]["nvidia.com/gpucores"] == "60"
+    assert resources_of(found, 1)["limits"]["nvidia.com/gpucores"] == "30"
+    assert variables(found)["side"]["CUDA_DEVICE_SM_LIMIT"] == "30"
+
+
 # The binding webhook
 
 
 def test_a_grant_overwrites_the_annotations_that_the_variables_read() -> None:
     stored = admitted(pod())
-    found = managed_request(stored, "team")
-    assert found is not None
-    request, backend = found
+    plan = plan_binding(stored, "team")
+    assert plan is not None
+    request = plan.request
     assert (request.owner, request.cores, request.memory_mb, request.qos_class) == (
         "team/Pod/train", 80, 4000, "latency-sensitive",
     )  # fmt: skip
-    decision = grant_decision(binding(), request, backend, Grant("id-1", 60, 3000, "7"))
+    decision = grant_decision(binding(), plan, Grant("id-1", 60, 3000, "7"))
     # The API server copies a binding's annotations over the pod's.
     stored["metadata"]["annotations"] |= apply_patch(binding(), decision.patch)["metadata"]["annotations"]
     assert variables(stored) == {
@@ -272,14 +478,14 @@ def test_a_grant_overwrites_the_annotations_that_the_variables_read() -> None:
     assert annotations["clustergym.io/granted-memory"] == "3000"
     assert annotations["clustergym.io/status"] == "granted"
     # A second binding of the pod does not ask the agent again.
-    assert managed_request(stored, "team") is None
+    assert plan_binding(stored, "team") is None
 
 
 def test_a_grant_is_divided_like_the_request() -> None:
     stored = admitted(pod(limits("a", 30, 1000), limits("b", 10, 3000), annotations={}))
-    found = managed_request(stored, "team")
+    found = plan_binding(stored, "team")
     assert found is not None
-    decision = grant_decision(binding(), *found, Grant("id", 20, 2000, "1"))
+    decision = grant_decision(binding(), found, Grant("id", 20, 2000, "1"))
     annotations = apply_patch(binding(), decision.patch)["metadata"]["annotations"]
     assert (annotations["cores.clustergym.io/a"], annotations["cores.clustergym.io/b"]) == ("15", "5")
     assert (annotations["memory.clustergym.io/a"], annotations["memory.clustergym.io/b"]) == ("0=500M", "0=1500M")
@@ -287,26 +493,26 @@ def test_a_grant_is_divided_like_the_request() -> None:
 
 @pytest.mark.parametrize(("cores", "memory"), [(81, 100), (0, 100), (-5, 100), (50, 4001), (50, 0)])
 def test_a_grant_outside_the_request_is_ignored(cores: float, memory: float) -> None:
-    found = managed_request(admitted(pod()), "team")
+    found = plan_binding(admitted(pod()), "team")
     assert found is not None
-    decision = grant_decision(binding(), *found, Grant("id", cores, memory, "1"))
+    decision = grant_decision(binding(), found, Grant("id", cores, memory, "1"))
     annotations = apply_patch(binding(), decision.patch)["metadata"]["annotations"]
     assert decision.outcome == "bad-grant"
     assert set(annotations) == {"clustergym.io/status"}
-    assert annotations["clustergym.io/status"].startswith("the pod runs with its request: the agent granted")
+    assert annotations["clustergym.io/status"].startswith("not reduced at binding: the agent granted")
 
 
 def test_pods_that_were_not_injected_are_not_managed() -> None:
-    assert managed_request(pod(), "team") is None
-    assert managed_request(admitted(pod(label=None)), "team") is None
+    assert plan_binding(pod(), "team") is None
+    assert plan_binding(admitted(pod(label=None)), "team") is None
     forged = pod(annotations={"clustergym.io/backend": "mps", "clustergym.io/cores": "5", "clustergym.io/memory": "5"})
-    assert managed_request(forged, "team") is None
+    assert plan_binding(forged, "team") is None
 
 
 def test_a_pod_keeps_the_backend_it_was_injected_with() -> None:
-    found = managed_request(admitted(pod(), HAMI), "team")
+    found = plan_binding(admitted(pod(), HAMI), "team")
     assert found is not None
-    assert found[1] is HAMI
+    assert found.backend is HAMI
 
 
 # Patches and reviews
@@ -365,10 +571,20 @@ PODS = st.builds(
 
 
 @settings(max_examples=300, deadline=None)
-@given(PODS, st.sampled_from([MPS, HAMI]), st.floats(0.01, 1), st.floats(0.01, 1))
-def test_any_pod_gets_a_valid_patch_or_none(subject: dict[str, Any], backend: Any, cores: float, memory: float) -> None:
+@given(
+    PODS, st.sampled_from([MPS, HAMI, KAI]), st.sampled_from(["Off", "Initial", "Auto"]), st.booleans(),
+    st.floats(0.01, 1), st.floats(0.01, 1),
+)  # fmt: skip
+def test_any_pod_gets_a_valid_patch_or_none(
+    subject: dict[str, Any], backend: Any, mode: Any, answered: bool, cores: float, memory: float
+) -> None:
     before = copy.deepcopy(subject)
-    decision = admit_pod(subject, "team", backend)
+    plan = plan_pod(subject, "team", backend, mode)
+    if isinstance(plan, Decision):
+        decision = plan
+    else:
+        answer = Grant("r", plan.request.cores * cores, plan.request.memory_mb * memory, "1")
+        decision = admit_planned(subject, plan, answer if answered else None)
     assert subject == before
     after = apply_patch(subject, decision.patch)
     # Everything that the user set is unchanged.
@@ -379,15 +595,21 @@ def test_any_pod_gets_a_valid_patch_or_none(subject: dict[str, Any], backend: An
         added = names[len(old_env) :]
         assert len(set(added)) == len(added)
         assert not set(added) & {variable["name"] for variable in old_env}
+        for kind in ("limits", "requests"):
+            mine = (new.spec.get("resources") or {}).get(kind) or {}
+            for resource, value in ((old.spec.get("resources") or {}).get(kind) or {}).items():
+                # Only what a scheduler counts may shrink.
+                counted = resource in ("nvidia.com/gpucores", "nvidia.com/gpumem") and mode != "Off"
+                assert mine[resource] == value or (counted and 1 <= int(mine[resource]) <= max(1, quantity(value, "")))
     for key, value in (before["metadata"]["annotations"] or {}).items():
         assert after["metadata"]["annotations"][key] == value
-    assert admit_pod(after, "team", backend).patch == []
-    found = managed_request(after, "team")
-    assert (found is not None) == (decision.outcome == "injected")
+    assert admit_pod(after, "team", backend, mode).patch == []
+    found = plan_binding(after, "team")
+    assert (found is not None) == (decision.outcome in ("injected", "granted") and mode == "Auto")
     if found is not None:
-        request, _ = found
+        request = found.request
         grant = Grant("id", request.cores * cores, request.memory_mb * memory, "1")
-        granted = apply_patch(binding(), grant_decision(binding(), *found, grant).patch)["metadata"]["annotations"]
+        granted = apply_patch(binding(), grant_decision(binding(), found, grant).patch)["metadata"]["annotations"]
         # Every injected variable reads an annotation that is set, before and after the grant.
         for share in request.shares:
             for variable in injected_variables(share.container, backend):

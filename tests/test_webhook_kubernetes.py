@@ -15,11 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from agent_client import TOKEN, agent_server
+from clustergym.webhook import BACKENDS, MODES
 from clustergym.webhook.certificates import make_certificates
+from clustergym.webhook.requests import quantity
 from kubernetes_server import Cluster, cluster
 from processes import free_port, running, wait_until
 from webhook_pods import container, pod
@@ -27,7 +31,7 @@ from webhook_servers import AgentServer, faulty_webhook, served
 
 ROOT = Path(__file__).parents[1]
 CORES, MEMORY = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-MODES = ("good", "slow", "401", "500", "garbage", "empty", "greedy", "injection", "down", "real")
+AGENT_MODES = ("good", "slow", "401", "500", "garbage", "empty", "greedy", "injection", "down", "real")
 # Row of the contract table -> (status with failurePolicy Fail, status with Ignore).
 TABLE = {
     "down": (500, 201),
@@ -43,15 +47,32 @@ NAMES = (f"pod-{i}" for i in itertools.count())
 
 @dataclass
 class Setup:
-    """The servers of the tests. The namespaces mps and hami have webhooks; the webhook of namespace down is down."""
+    """The servers of the tests.
+
+    Namespaces are named after the backend of their webhook and their mode; "mps" and "down" are in mode Auto, and the
+    webhook of "down" is down. The webhooks of HAMi and KAI ask the recommender.
+    """
 
     cluster: Cluster
     agents: dict[str, AgentServer]
     agent_port: int
+    recommender: AgentServer
+    metrics: dict[str, str]
+    """URL of the metrics of each webhook."""
 
     def request_count(self) -> int:
         """Number of requests that the agents have received."""
         return sum(len(agent.seen) for agent in self.agents.values())
+
+    def decisions(self, suite: str, webhook: str) -> float:
+        """Number of reviews that a webhook has answered."""
+        families = text_string_to_metric_families(httpx.get(self.metrics[suite], trust_env=False).text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "clustergym_webhook_decisions_total" and sample.labels["webhook"] == webhook
+        )
 
 
 def documents(*names: str) -> list[dict[str, Any]]:
@@ -66,7 +87,7 @@ def configuration(name: str, ports: dict[str, int], bundle: str, suite: str) -> 
         path = webhook["clientConfig"]["service"]["path"]
         webhook["clientConfig"] = {"url": f"https://127.0.0.1:{ports[suite]}{path}", "caBundle": bundle}
         webhook["name"] = f"{suite}.{webhook['name']}"
-        webhook["namespaceSelector"]["matchLabels"] = {"suite": suite}
+        webhook["namespaceSelector"]["matchLabels"]["suite"] = suite
     return found
 
 
@@ -92,23 +113,34 @@ def faulty(ports: dict[str, int], bundle: str) -> list[dict[str, Any]]:
 
 
 def says_running(log: Path) -> bool:
-    return "running on" in log.read_text()
+    return log.read_text().count("running on") == 3
+
+
+def admission_configuration(certificates: Path, ports: list[int]) -> Path:
+    """The files of --make-certs, for webhooks with URLs: their users are named after host and port."""
+    path = certificates / "webhook-kubeconfig.yaml"
+    kubeconfig = yaml.safe_load(path.read_text())
+    (user,) = kubeconfig["users"]
+    kubeconfig["users"] = [user | {"name": f"{user['name']}:{port}"} for port in ports]
+    path.write_text(yaml.safe_dump(kubeconfig))
+    return certificates / "admission.yaml"
 
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("cluster")
     with ExitStack() as stack:
-        api = stack.enter_context(cluster(folder))
         certificates = folder / "tls"
         make_certificates(certificates, ["127.0.0.1"])
+        ports = {name: free_port() for name in ("down", *BACKENDS)}
+        api = stack.enter_context(cluster(folder, admission_configuration(certificates, list(ports.values()))))
         bundle = base64.b64encode((certificates / "ca.crt").read_bytes()).decode()
         token = folder / "agent-token"
         token.write_text(TOKEN + "\n")
         # Each agent has its own address and all have the same port, as on real nodes.
         port = free_port()
         agents = {}
-        for i, mode in enumerate(MODES):
+        for i, mode in enumerate(AGENT_MODES):
             address = f"127.0.0.{10 + i}"
             node = {"metadata": {"name": f"node-{mode}"}}
             api.create("/api/v1/nodes", node)
@@ -123,24 +155,36 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             namespace = one["metadata"].get("namespace")
             inside = f"/namespaces/{namespace}" if namespace else ""
             api.create(f"{group}{inside}/{one['kind'].lower()}s", one)
-        ports = {"down": free_port(), "faulty": stack.enter_context(faulty_webhook(certificates))}
-        for backend in ("mps", "hami"):
-            ports[backend] = free_port()
-            log = folder / f"{backend}.log"
+        recommender = AgentServer("127.0.0.9", port)
+        stack.enter_context(served(recommender))
+        ports["faulty"] = stack.enter_context(faulty_webhook(certificates))
+        metrics = {}
+        for backend in BACKENDS:
+            log, metrics_port = folder / f"{backend}.log", free_port()
+            metrics[backend] = f"http://127.0.0.1:{metrics_port}/metrics"
             command = [
                 Path(sys.executable).with_name("clustergym"), "webhook", "--host", "127.0.0.1",
-                "--port", ports[backend], "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
-                "--backend", backend, "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token,
+                "--port", ports[backend], "--health-port", free_port(), "--metrics-port", metrics_port,
+                "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
+                "--client-ca", certificates / "client-ca.crt", "--backend", backend,
+                "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token,
                 "--api-server", api.url, "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
             ]  # fmt: skip
+            if backend != "mps":
+                command += ["--recommender-url", f"http://127.0.0.9:{port}"]
             process = stack.enter_context(running(command, log))
             wait_until(partial(says_running, log), "the webhook", process, log)
-        for suite in ("mps", "hami", "down"):
-            api.namespace(suite, suite=suite)
-            for one in [configuration(f"clustergym-{suite}", ports, bundle, suite)]:
-                api.create("/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", one)
+        for suite, modes in (("mps", MODES), ("hami", MODES), ("kai", ("Initial",)), ("down", ("Auto",))):
+            for mode in modes:
+                label = {"clustergym.io/mode": mode, "suite": suite}
+                api.namespace(
+                    suite if suite in ("mps", "down") and mode == "Auto" else f"{suite}-{mode.lower()}", **label
+                )
+            one = configuration(f"clustergym-{suite}", ports, bundle, suite)
+            api.create("/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", one)
+        api.namespace("not-opted-in", suite="mps")
         api.namespace("plain")
-        api.namespace("kube-system", suite="mps")
+        api.namespace("kube-system", suite="mps", **{"clustergym.io/mode": "Auto"})
         for one in faulty(ports, bundle):
             api.create("/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", one)
         path = "/api/v1/namespaces/{}/pods"
@@ -149,12 +193,12 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             # The API server loads new configurations after a delay. The sidecar injector is the last one.
             tried = [
                 api.create(path.format(suite), pod(labels={"sidecar": "true"}), dryRun="All")["spec"]["containers"]
-                for suite in ("mps", "hami")
+                for suite in ("mps", "hami-initial", "hami-auto", "kai-initial")
             ]
             return all(len(found) == 2 and found[0].get("env") for found in tried)
 
         wait_until(effective, "the configurations take effect")
-        yield Setup(api, agents, port)
+        yield Setup(api, agents, port, recommender, metrics)
 
 
 def made(setup: Setup, subject: dict[str, Any], namespace: str = "mps", **parameters: str) -> dict[str, Any]:
@@ -197,13 +241,14 @@ def test_a_labelled_pod_gets_variables_when_created_and_a_grant_when_bound(setup
     assert annotations["clustergym.io/status"] == "granted"
     assert setup.agents["good"].seen[-1] == {
         "owner": f"mps/Pod/{created['metadata']['name']}", "cores": 80, "memory": 4000,
-        "qos_class": "latency-sensitive", "request_id": f"{uid}@node-good",
+        "qos_class": "latency-sensitive", "request_id": f"{uid}@node-good", "shadow": False,
+        "min_cores": 0, "max_cores": 80, "min_memory": 0, "max_memory": 4000,
     }  # fmt: skip
 
 
 def test_the_real_agent_grants_a_share_and_accepts_feedback(setup: Setup, tmp_path: Path) -> None:
     """From the creation of a pod to the feedback on its allocation, with real servers only."""
-    address = f"127.0.0.{10 + MODES.index('real')}"
+    address = f"127.0.0.{10 + AGENT_MODES.index('real')}"
     with agent_server(tmp_path, "--explore", "off", host=address, port=setup.agent_port) as server:
         found = bound(setup, made(setup, pod()), "node-real")
         annotations = found["metadata"]["annotations"]
@@ -218,9 +263,133 @@ def test_the_real_agent_grants_a_share_and_accepts_feedback(setup: Setup, tmp_pa
         assert server.post("/feedback", body) == (200, {"status": "duplicate", "reward": None})
 
 
+# Grants before scheduling
+
+
+def hami_pod(cores: int = 80, memory: int = 4000, **annotations: str) -> dict[str, Any]:
+    one = container()
+    one["resources"]["limits"] |= {"nvidia.com/gpucores": str(cores), "nvidia.com/gpumem": str(memory)}
+    return pod(one, annotations={f"clustergym.io/{key.replace('_', '-')}": value for key, value in annotations.items()})
+
+
+def counted(found: dict[str, Any]) -> tuple[float, float]:
+    """What HAMi's scheduler counts. The API server requires equal requests and limits of extended resources."""
+    resources = found["spec"]["containers"][0]["resources"]
+    assert resources["requests"] == resources["limits"]
+    # The API server writes 2000 as 2k.
+    return quantity(resources["requests"]["nvidia.com/gpucores"], ""), quantity(
+        resources["requests"]["nvidia.com/gpumem"], ""
+    )
+
+
+def test_a_recommendation_changes_the_requests_before_scheduling(setup: Setup) -> None:
+    created = made(setup, hami_pod(), "hami-initial")
+    assert "nodeName" not in created["spec"]
+    assert counted(created) == (60, 2000)
+    assert environment(created) == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT_0": "2000m"}
+    annotations = created["metadata"]["annotations"]
+    assert annotations["clustergym.io/requested-cores"] == "80"
+    assert annotations["clustergym.io/recommended-cores"] == "60"
+    assert annotations["clustergym.io/recommendation-id"].startswith("id-")
+    asked = setup.recommender.seen[-1]
+    assert (asked["owner"], asked["cores"]) == (f"hami-initial/Pod/{created['metadata']['name']}", 80)
+    assert asked["shadow"] is False
+
+
+def test_kai_annotations_change_before_scheduling(setup: Setup) -> None:
+    fraction = pod(container(gpu=None), annotations={"gpu-fraction": "0.8", "clustergym.io/memory": "4000"})
+    created = made(setup, fraction, "kai-initial")
+    # The recommender grants 75 % of the cores and 50 % of the memory: a fraction must hold both.
+    assert created["metadata"]["annotations"]["gpu-fraction"] == "0.6"
+    assert environment(created) == {CORES: "60", MEMORY: "0=2000M"}
+    memory = pod(container(gpu=None), annotations={"gpu-memory": "4000", "clustergym.io/cores": "80"})
+    assert made(setup, memory, "kai-initial")["metadata"]["annotations"]["gpu-memory"] == "2000"
+
+
+def test_mode_off_recommends_and_changes_nothing(setup: Setup) -> None:
+    before = setup.request_count(), setup.decisions("hami", "bindings")
+    created = made(setup, hami_pod(), "hami-off")
+    assert counted(created) == (80, 4000)
+    assert environment(created) == {}
+    annotations = created["metadata"]["annotations"]
+    assert annotations["clustergym.io/recommended-cores"] == "60"
+    assert annotations["clustergym.io/recommended-memory"] == "2000"
+    assert annotations["clustergym.io/status"] == "mode Off: the pod runs with its request"
+    assert setup.recommender.seen[-1]["shadow"] is True
+    found = bound(setup, created, "node-good")
+    assert "clustergym.io/allocation-id" not in found["metadata"]["annotations"]
+    assert (setup.request_count(), setup.decisions("hami", "bindings")) == before
+
+
+def test_mode_initial_is_not_changed_at_binding(setup: Setup) -> None:
+    before = setup.request_count(), setup.decisions("hami", "bindings")
+    found = bound(setup, made(setup, hami_pod(), "hami-initial"), "node-good")
+    assert environment(found)["CUDA_DEVICE_SM_LIMIT"] == "60"
+    assert (setup.request_count(), setup.decisions("hami", "bindings")) == before
+
+
+def test_mode_auto_may_only_tighten_at_binding(setup: Setup) -> None:
+    before = setup.decisions("hami", "bindings")
+    created = made(setup, hami_pod(max_allowed_cores="70"), "hami-auto")
+    assert counted(created) == (60, 2000)
+    found = bound(setup, created, "node-good")
+    # The agent of the node grants 60 % and 2000 MB too. It was told what it may grant at most.
+    assert setup.agents["good"].seen[-1]["max_cores"] == 60
+    assert environment(found) == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT_0": "2000m"}
+    assert found["metadata"]["annotations"]["clustergym.io/status"] == "granted"
+    assert setup.decisions("hami", "bindings") == before + 1
+
+
+def test_workloads_override_the_mode_of_their_namespace(setup: Setup) -> None:
+    assert counted(made(setup, hami_pod(mode="Off"), "hami-auto")) == (80, 4000)
+    assert counted(made(setup, hami_pod(mode="Initial"), "hami-off")) == (60, 2000)
+    before = setup.request_count()
+    bound(setup, made(setup, hami_pod(mode="Initial"), "hami-auto"), "node-good")
+    assert setup.request_count() == before
+
+
+def test_requests_stay_within_the_bounds_of_the_workload(setup: Setup) -> None:
+    created = made(setup, hami_pod(min_allowed_cores="70", max_allowed_memory="1500"), "hami-initial")
+    assert counted(created) == (70, 1500)
+
+
+@pytest.mark.parametrize("mode", ["500", "slow", "greedy", "garbage"])
+def test_if_the_recommender_fails_the_request_stands(setup: Setup, mode: str) -> None:
+    setup.recommender.mode = mode
+    try:
+        created = made(setup, hami_pod(), "hami-initial")
+    finally:
+        setup.recommender.mode = "good"
+    assert counted(created) == (80, 4000)
+    assert environment(created)["CUDA_DEVICE_SM_LIMIT"] == "80"
+    assert created["metadata"]["annotations"]["clustergym.io/status"].startswith("the pod runs with its request: the ")
+
+
+def test_a_dry_run_does_not_ask_the_recommender(setup: Setup) -> None:
+    before = len(setup.recommender.seen)
+    assert counted(made(setup, hami_pod(), "hami-initial", dryRun="All")) == (80, 4000)
+    assert len(setup.recommender.seen) == before
+
+
+def test_namespaces_that_did_not_opt_in_never_reach_the_webhooks(setup: Setup) -> None:
+    """A frozen webhook cannot delay them. Bindings are sent in mode Auto only."""
+    before = setup.decisions("mps", "pods"), setup.decisions("mps", "bindings")
+    found = bound(setup, made(setup, pod(), "not-opted-in"), "node-good")
+    assert environment(found) == {}
+    assert (setup.decisions("mps", "pods"), setup.decisions("mps", "bindings")) == before
+    for namespace, bindings in (("mps-off", 0), ("mps-initial", 0), ("mps", 1)):
+        pods, count = setup.decisions("mps", "pods"), setup.decisions("mps", "bindings")
+        bound(setup, made(setup, pod(), namespace), "node-good")
+        assert setup.decisions("mps", "pods") == pods + 1
+        assert setup.decisions("mps", "bindings") == count + bindings
+
+
+# Grants at binding
+
+
 def test_the_hami_backend_sets_its_variables(setup: Setup) -> None:
-    found = bound(setup, made(setup, pod(), "hami"), "node-good")
-    assert environment(found) == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT": "2000m"}
+    found = bound(setup, made(setup, pod(), "hami-auto"), "node-good")
+    assert environment(found) == {"CUDA_DEVICE_SM_LIMIT": "60", "CUDA_DEVICE_MEMORY_LIMIT_0": "2000m"}
 
 
 def test_a_grant_is_divided_among_containers(setup: Setup) -> None:
@@ -314,7 +483,7 @@ def test_if_the_agent_fails_the_pod_is_bound_with_its_request(setup: Setup, mode
 def test_an_unknown_node_does_not_block_the_binding(setup: Setup) -> None:
     found = bound(setup, made(setup, pod()), "node-unknown")
     status = found["metadata"]["annotations"]["clustergym.io/status"]
-    assert status == "the pod runs with its request: the API server (node node-unknown) answered 404"
+    assert status == "not reduced at binding: the API server (node node-unknown) answered 404"
 
 
 def test_pods_are_admitted_and_bound_while_the_webhook_is_down(setup: Setup) -> None:
@@ -394,6 +563,7 @@ def test_the_api_server_accepts_the_manifests(setup: Setup) -> None:
         accepted.append(one["kind"])
     assert set(accepted) >= {
         "DaemonSet",
+        "StatefulSet",
         "Deployment",
         "Service",
         "PodDisruptionBudget",

@@ -487,18 +487,18 @@ DETAILS: list[Detail] = [
         "34",
         "LSTM state reset at the end of an episode, in rollouts and updates",
         "ppo_lstm",
-        "keep = (~starts[begin]).to(encoded.dtype)[None, :, None]",
+        "keep = (~starts[begin]).to(encoded.device, encoded.dtype)[None, :, None]",
         (
             "test_ppo_details.py::test_lstm_state_is_reset_at_the_start_of_an_episode",
             "test_ppo_details.py::test_rollout_and_update_reset_the_lstm_state_at_the_same_steps",
         ),
         (
-            ("keep = (~starts[begin]).to(encoded.dtype)[None, :, None]", "keep = 1.0"),
+            ("keep = (~starts[begin]).to(encoded.device, encoded.dtype)[None, :, None]", "keep = 1.0"),
             ("self.start = ended.clone()", "pass"),
-            ("agent.remember(mb.obs, mb.starts, mb.state)", "agent.remember(mb.obs, mb.starts & False, mb.state)"),
+            ("agent(mb.obs, mb.starts, mb.state)", "agent(mb.obs, mb.starts & False, mb.state)"),
             (
-                "agent.remember(obs[step : step + 1].to(device), self.start[None], self.state)",
-                "agent.remember(obs[step : step + 1].to(device), self.start[None] & False, self.state)",
+                "agent(obs[step : step + 1].to(device), self.start[None], self.state)",
+                "agent(obs[step : step + 1].to(device), self.start[None] & False, self.state)",
             ),
         ),
     ),
@@ -525,7 +525,7 @@ DETAILS: list[Detail] = [
                 "initial = (self.state[0].clone(), self.state[1].clone())",
                 "initial = agent.initial_state(args.num_envs)",
             ),
-            ("batch = Batch(*parts, state=initial)", "batch = Batch(*parts, state=self.state)"),
+            ("batch = Batch(*parts, starts, initial)", "batch = Batch(*parts, starts, self.state)"),
         ),
     ),
     Detail(

@@ -25,11 +25,13 @@ class Import:
     """
 
     sources: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="[ENGINE] FILE")]
-    """sglang, vllm, tensorrt-llm, megatron or esft, then the files or folders of one recording."""
+    """sglang, vllm, tensorrt-llm, megatron, esft, flame-moe, core12345, load-history or load-table, then the files or
+    folders of one recording."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The .npz file to write."""
     model: str | None = None
-    """Model preset: the number of layers (dense ones too), experts and top-k. The files are checked against it."""
+    """A preset, a config.json or a YAML file: the number of layers (dense ones too), experts and top-k. The files are
+    checked against it."""
     n_layers: int | None = None
     """Number of layers, dense ones included, if no preset is given."""
     dense_layers: list[int] | None = None
@@ -40,6 +42,10 @@ class Import:
     """Logical experts per layer, if neither a preset nor the files say it."""
     slot_plan: Path | None = None
     """TensorRT-LLM with its load balancer on: the plan that it ran with, because it then counts slots, not experts."""
+    max_tokens: int | None = None
+    """Read at most this many tokens (flame-moe, core12345)."""
+    strict: bool = False
+    """Refuse files with tokens that the engine did not capture. By default they are dropped and reported."""
 
 
 def run(args: Import, console: Console, line: str) -> None:
@@ -51,6 +57,8 @@ def run(args: Import, console: Console, line: str) -> None:
     if not paths:
         raise ValueError(f"{args.sources[0]}: give the files to import after the name of the engine")
     check_trace_output(args.output)
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise ValueError(f"max_tokens is {args.max_tokens}: expected at least 1")
     options = ReadOptions(
         model=get_model(args.model) if args.model else None,
         n_layers=args.n_layers,
@@ -58,6 +66,8 @@ def run(args: Import, console: Console, line: str) -> None:
         top_k=args.top_k,
         n_experts=args.n_experts,
         slot_plan=args.slot_plan,
+        max_tokens=args.max_tokens,
+        strict=args.strict,
         name=args.output.stem,
     )
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -68,4 +78,6 @@ def run(args: Import, console: Console, line: str) -> None:
         bar.update(task, description=f"writing {args.output.name}")
         trace.save(args.output)
     console.print(escape(f"{engine}: {trace}"))
+    if options.dropped.total:
+        console.print(f"[yellow]{escape(options.dropped.describe())}[/]", highlight=False, soft_wrap=True)
     console.print(escape(f"wrote {args.output}"))

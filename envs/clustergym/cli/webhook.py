@@ -17,29 +17,36 @@ from clustergym.common.extras import require
 
 @dataclass
 class Command:
-    """Right-size GPU pods in Kubernetes. The pod webhook makes containers read their limits from annotations. The
-    binding webhook asks the agent of the node and sets these annotations. Pods opt in with the label
-    clustergym.io/allocate=true. Every failure admits the pod.
+    """Right-size GPU pods in Kubernetes. Namespaces opt in with the label clustergym.io/mode (Off, Initial or Auto),
+    their pods with the label clustergym.io/allocate=true. The pod webhook asks the recommender before a pod is
+    scheduled. The binding webhook asks the agent of the node. Every failure admits the pod.
 
-    Example: clustergym webhook --cert tls.crt --key tls.key --agent-token-file token
+    Example: clustergym webhook --cert tls.crt --key tls.key --client-ca client-ca.crt --agent-token-file token
     """
 
     host: str = "0.0.0.0"
     """Address to listen on."""
     port: int = 8443
-    """Port to listen on."""
+    """Port to listen on. The API server calls it."""
+    health_port: int = 8081
+    """Plain port for probes: /healthz and /readyz only."""
+    metrics_port: int = 9090
+    """Plain port for Prometheus: /metrics only."""
     cert: Path = Path("/etc/clustergym/tls/tls.crt")
     """Serving certificate (PEM). It is reloaded when it changes."""
     key: Path = Path("/etc/clustergym/tls/tls.key")
     """Private key of the serving certificate."""
-    client_ca: Path | None = None
-    """Require client certificates signed by this authority. The API server needs a kubeConfig for webhooks."""
-    backend: Literal["mps", "hami"] = "mps"
-    """What enforces the limits: NVIDIA MPS or HAMi."""
+    client_ca: Path | None = Path("/etc/clustergym/client-ca/ca.crt")
+    """Only clients with a certificate of this authority may call: the API server, with the admission.yaml of
+    --make-certs. None lets everybody call who can reach the port."""
+    backend: Literal["mps", "hami", "kai"] = "mps"
+    """What enforces the limits and schedules pods: NVIDIA MPS, HAMi, or the KAI scheduler (with MPS)."""
     deadline_s: float = 2.0
     """Maximum time of a decision. It is shortened to 80 % of timeoutSeconds of the webhook if that is less."""
     reload_s: float = 10.0
     """Seconds between two checks for a new certificate."""
+    recommender_url: str | None = None
+    """URL of the agent that is asked before a pod is scheduled. None: only the agents of the nodes are asked."""
     agent_url: str = "http://{ip}:8080"
     """URL of the agent on a node. {ip} is the InternalIP of the node, {node} its name."""
     agent_token_file: Path | None = None
@@ -57,7 +64,7 @@ class Command:
     api_ca: Path | None = None
     """Certificate authority of the API server."""
     make_certs: Path | None = None
-    """Write ca.crt, tls.crt and tls.key to this folder and exit, for installations without cert-manager."""
+    """Write the certificates of the webhook and of the API server to this folder and exit."""
     cert_host: tuple[str, ...] = ("clustergym-webhook.clustergym.svc",)
     """Host names and addresses in the certificate of --make-certs."""
 
@@ -65,26 +72,47 @@ class Command:
 def run(args: Command, console: Console, line: str) -> None:
     for module in ("cryptography", "fastapi", "httpx", "prometheus_client", "uvicorn"):
         require(module, "agent")
+    from clustergym.common.logs import configure_logging
     from clustergym.webhook.certificates import make_certificates
     from clustergym.webhook.clients import Agents, ApiServer
     from clustergym.webhook.names import BACKENDS
-    from clustergym.webhook.server import Webhooks, create_app, serve
+    from clustergym.webhook.server import Listen, Webhooks, serve
 
     if args.make_certs is not None:
         make_certificates(args.make_certs, list(args.cert_host))
-        console.print(escape(f"wrote ca.crt, tls.crt and tls.key to {args.make_certs} for {', '.join(args.cert_host)}"))
+        console.print(
+            escape(
+                f"wrote to {args.make_certs}: tls.crt and tls.key for {', '.join(args.cert_host)}, ca.crt for the "
+                "webhook configuration, client-ca.crt for --client-ca, and admission.yaml, webhook-kubeconfig.yaml, "
+                "client.crt and client.key for the API server"
+            ),
+            soft_wrap=True,
+        )
         bundle = base64.b64encode((args.make_certs / "ca.crt").read_bytes()).decode()
         console.print(f"caBundle: {bundle}", soft_wrap=True, highlight=False)
         return
     for path, flag in ((args.cert, "--cert"), (args.key, "--key")):
         if not path.is_file():
             raise ValueError(f"{flag} {path} is not a file; --make-certs DIR creates one")
+    if args.client_ca is not None and not args.client_ca.is_file():
+        raise ValueError(
+            f"--client-ca {args.client_ca} is not a file; --make-certs DIR creates client-ca.crt, and --client-ca None "
+            "lets everybody call who can reach the port"
+        )
     if args.agent_token_file is not None and not args.agent_token_file.is_file():
         raise ValueError(f"--agent-token-file {args.agent_token_file} is not a file")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    ports = (args.port, args.health_port, args.metrics_port)
+    if len(set(ports)) < 3 or not all(0 < port < 65536 for port in ports):
+        raise ValueError(f"--port, --health-port and --metrics-port are {ports}: expected three ports, 1 to 65535")
+    configure_logging()
     # httpx logs one line per request, which adds nothing to the logged decisions.
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    agents = Agents(args.agent_url, args.agent_token_file, args.agent_ca, args.agent_client_cert, args.agent_client_key)
+    if args.client_ca is None:
+        logging.getLogger(__name__).warning("--client-ca None: everybody who can reach port %d may call", args.port)
+    credentials = (args.agent_token_file, args.agent_ca, args.agent_client_cert, args.agent_client_key)
+    agents = Agents(args.agent_url, *credentials)
+    recommender = None if args.recommender_url is None else Agents(args.recommender_url, *credentials)
     api = ApiServer.in_cluster(args.api_server, args.api_token_file, args.api_ca)
-    webhooks = Webhooks(BACKENDS[args.backend], args.deadline_s, api, agents, args.cert)
-    asyncio.run(serve(create_app(webhooks), args.host, args.port, args.cert, args.key, args.client_ca, args.reload_s))
+    webhooks = Webhooks(BACKENDS[args.backend], args.deadline_s, api, agents, recommender, args.cert)
+    listen = Listen(args.host, *ports, args.cert, args.key, args.client_ca, args.reload_s)
+    asyncio.run(serve(webhooks, listen))

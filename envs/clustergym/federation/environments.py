@@ -44,6 +44,10 @@ class ReplayableEnv(gym.Wrapper[Any, Any, Any, Any]):
             self.step(action)
 
 
+def _action_mask(obs: Any, info: dict[str, Any]) -> Any:
+    return obs.get("action_mask") if isinstance(obs, dict) and "action_mask" in obs else info.get("action_mask")
+
+
 class Episode(NamedTuple):
     reward_sum: float
     length: int
@@ -78,6 +82,8 @@ class Environments:
         self.obs_size = gym.spaces.flatdim(self.space)
         self.obs: NDArray[np.float32] = np.zeros((len(envs), self.obs_size), np.float32)
         """Current observations. Where an episode has ended, the first observation of the next one."""
+        self.masks: NDArray[np.bool_] | None = None
+        """Valid actions (environments, actions) for these observations. None if the environment does not tell."""
         self.episode_return = np.zeros(len(envs))
         self.episode_length = np.zeros(len(envs), np.int64)
         self.continuous = isinstance(action_space, gym.spaces.Box)
@@ -96,14 +102,20 @@ class Environments:
         return len(self.envs)
 
     def reset(self) -> None:
-        self.obs = np.stack([self._flatten(env.reset()[0]) for env in self.envs])
+        self._set_observations([env.reset() for env in self.envs])
+
+    def _set_observations(self, results: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+        """Set ``obs`` and ``masks`` from the observation and the info of each environment."""
+        self.obs = np.stack([self._flatten(obs) for obs, _ in results])
+        masks = [_action_mask(obs, info) for obs, info in results]
+        self.masks = None if self.continuous or masks[0] is None else np.stack(masks).astype(bool)
 
     def step(self, actions: NDArray[Any]) -> Step:
-        observations, final_obs, episodes = [], {}, []
+        results, final_obs, episodes = [], {}, []
         rewards = np.zeros(len(self), np.float32)
         terminated, truncated = np.zeros(len(self), bool), np.zeros(len(self), bool)
         for i, (env, action) in enumerate(zip(self.envs, self._env_actions(actions), strict=True)):
-            obs, rewards[i], terminated[i], truncated[i], _ = env.step(action)
+            obs, rewards[i], terminated[i], truncated[i], info = env.step(action)
             self.episode_return[i] += rewards[i]
             self.episode_length[i] += 1
             if terminated[i] or truncated[i]:
@@ -111,9 +123,9 @@ class Environments:
                 self.episode_return[i] = self.episode_length[i] = 0
                 if not terminated[i]:
                     final_obs[i] = self._flatten(obs)
-                obs, _ = env.reset()
-            observations.append(self._flatten(obs))
-        self.obs = np.stack(observations)
+                obs, info = env.reset()
+            results.append((obs, info))
+        self._set_observations(results)
         return Step(rewards, terminated, truncated, final_obs, episodes)
 
     def _env_actions(self, actions: NDArray[Any]) -> list[Any]:
@@ -129,6 +141,7 @@ class Environments:
         return {
             "envs": [env.state() for env in self.envs],
             "next_obs": torch.from_numpy(self.obs),
+            "next_masks": None if self.masks is None else torch.from_numpy(self.masks),
             "episode_return": torch.from_numpy(self.episode_return),
             "episode_length": torch.from_numpy(self.episode_length),
         }
@@ -136,9 +149,11 @@ class Environments:
     def restore(self, state: dict[str, Any]) -> None:
         for env, env_state in zip(self.envs, state["envs"], strict=True):
             env.restore(env_state)
-        self.obs = state["next_obs"].cpu().numpy()
-        self.episode_return = state["episode_return"].cpu().numpy().copy()
-        self.episode_length = state["episode_length"].cpu().numpy().copy()
+        self.obs = state["next_obs"].numpy()
+        masks = state.get("next_masks")
+        self.masks = None if masks is None else masks.numpy()
+        self.episode_return = state["episode_return"].numpy().copy()
+        self.episode_length = state["episode_length"].numpy().copy()
 
     def close(self) -> None:
         for env in self.envs:

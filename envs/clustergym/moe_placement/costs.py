@@ -64,9 +64,10 @@ latency (wideep_deepep_ll_perf), NCCL all-gather and reduce-scatter (nccl_perf).
 
 # What the fits share, for models that were not measured. One more active expert takes 0.92 of the time that reading its
 # weights takes at the reached HBM bandwidth (3350 GB/s × 0.8). One more token-expert pair takes its FLOPs at 0.45 of
-# the bf16 peak (fp8 twice that).
-_HBM_BYTES_PER_US = 3350e3 * 0.8 / 0.92
-_FLOPS_PER_US = {1: 0.45 * 1978e6, 2: 0.45 * 989e6}
+# the bf16 peak (fp8 twice that). On another GPU, times scale with its memory bandwidth and its peak.
+_HBM_GB_S, _TFLOPS = 3350.0, 989.0
+_HBM_BYTES_PER_US = _HBM_GB_S * 1e3 * 0.8 / 0.92
+_FLOPS_PER_US = {1: 0.45 * 2e6 * _TFLOPS, 2: 0.45 * 1e6 * _TFLOPS}
 _KERNEL_START_US = 40.0
 
 
@@ -79,7 +80,7 @@ def kernel_costs(model: ModelSpec, profile: EngineProfile) -> KernelCosts:
         if (kernel, model.name) in MEASURED:
             return MEASURED[kernel, model.name]
     flops = _FLOPS_PER_US[1 if model.weight_bytes == 1 else 2]
-    pair_us = 6 * model.hidden * model.intermediate / flops
+    pair_us = 2 * model.matrices * model.hidden * model.intermediate / flops
     return KernelCosts(_KERNEL_START_US, 0.0, 0.0, model.expert_bytes / _HBM_BYTES_PER_US, 0.0, 64, pair_us)
 
 
@@ -105,7 +106,7 @@ def costs_of(
         share = n_tokens * (1 - 1 / (cluster.n_nodes if far else cluster.n_gpus))
         dispatch_us += share * out * (inter_us_per_byte if far else intra_us_per_byte)
         combine_us += share * back * (inter_us_per_byte if far else intra_us_per_byte)
-    kernel = kernel_costs(model, profile)
+    kernel, memory, compute = kernel_costs(model, profile), _HBM_GB_S / cluster.hbm_gb_s, _TFLOPS / cluster.bf16_tflops
     return Costs(
         dispatch_us=float(dispatch_us),
         dispatch_intra_us=float(out * intra_us_per_byte),
@@ -115,11 +116,11 @@ def costs_of(
         combine_inter_us=float(back * inter_us_per_byte),
         kernel_us=float(kernel.start_us),
         kernel_floor_us=float(kernel.floor_us),
-        token_us=float(kernel.token_us),
-        expert_us=float(kernel.expert_us),
-        block_us=float(kernel.block_us),
+        token_us=float(kernel.token_us * memory),
+        expert_us=float(kernel.expert_us * memory),
+        block_us=float(kernel.block_us * compute),
         block_tokens=int(kernel.block_tokens),
-        pair_us=float(kernel.pair_us),
+        pair_us=float(kernel.pair_us * compute),
         receive_intra_us=float(model.expert_bytes * intra_us_per_byte / passes_per_interval),
         receive_inter_us=float(model.expert_bytes * inter_us_per_byte / passes_per_interval),
         background_share=float(background_share),

@@ -174,13 +174,13 @@ class Layer(nn.Module):
         self.router = TinyMoETopKRouter(config)
 
     def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, cache: Cache | None, layer: int
+        self, x: torch.Tensor, rotation: torch.Tensor, cache: Cache | None, layer: int, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x = x + self.attention(self.norm_attention(x), rotation, cache, layer)
         rows = self.norm_experts(x).flatten(0, 1)
         logits, weights, experts = self.router(rows)
         x = x + self.experts(rows, experts, weights).view_as(x)
-        return x, balance_loss(logits, experts)
+        return x, balance_loss(logits, experts) if mask is None else balance_loss(logits[mask], experts[mask])
 
 
 def balance_loss(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
@@ -205,9 +205,12 @@ class TinyMoE(nn.Module):
         angles = torch.arange(config.context)[:, None] * 1000.0 ** (-torch.arange(half) / half)
         self.register_buffer("rotations", torch.stack([angles.cos(), angles.sin()]), persistent=False)
 
-    def trunk(self, tokens: torch.Tensor, cache: Cache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def trunk(
+        self, tokens: torch.Tensor, cache: Cache | None = None, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Activations (B, T, D) of tokens (B, T), and the load-balancing loss (mean over layers).
 
+        Tokens where ``mask`` (B, T) is False are padding and left out of the load-balancing loss.
         With a cache, the tokens follow those in the cache. Pass a prompt with an empty cache, then one token at a time.
         """
         start = 0 if cache is None else cache.length
@@ -222,7 +225,7 @@ class TinyMoE(nn.Module):
         x = self.embedding[tokens]
         losses = []
         for i, layer in enumerate(self.layers):
-            x, loss = layer(x, rotation, cache, i)
+            x, loss = layer(x, rotation, cache, i, None if mask is None else mask.flatten())
             losses.append(loss)
         if cache is not None:
             cache.length = end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -39,6 +40,33 @@ class World:
         total = torch.tensor([value], dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return float(total) / self.size
+
+    def moments(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Mean, variance and number of the rows of all ranks. Every rank passes the same number of rows."""
+        mean, variance = rows.mean(0), rows.var(0, correction=0)
+        if self.size == 1:
+            return mean, variance, len(rows)
+        own = torch.stack([mean, variance]).to(self.device)
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, own)
+        means, variances = torch.stack(parts).to(rows.device).unbind(1)
+        return means.mean(0), variances.mean(0) + means.var(0, correction=0), len(rows) * self.size
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on rank 0. Other ranks get an empty list."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.size if self.is_main else None
+        torch.distributed.gather_object(value, found)
+        return found or []
+
+    def share(self, value: Any) -> Any:
+        """The value of rank 0, on all ranks."""
+        if self.size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box)
+        return box[0]
 
     def broadcast(self, module: torch.nn.Module) -> None:
         """Copy the parameters and buffers of rank 0 to all ranks."""

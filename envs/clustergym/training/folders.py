@@ -18,14 +18,21 @@ def run_folder(name: str, run_dir: str | Path | None = None, resume: bool = Fals
     same command can be repeated until it succeeds. A given ``run_dir`` with a checkpoint is refused unless the run
     resumes, because the logs of two runs would be mixed.
     """
-    if not torch.distributed.is_initialized():
-        return _choose_folder(name, run_dir, resume)
-    chosen = [str(_choose_folder(name, run_dir, resume)) if torch.distributed.get_rank() == 0 else ""]
-    torch.distributed.broadcast_object_list(chosen)
+    distributed = torch.distributed.is_initialized()
+    chosen = [""]
+    if not distributed or torch.distributed.get_rank() == 0:
+        folder = choose_folder(name, run_dir, resume)
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = [str(folder)]
+    if distributed:
+        torch.distributed.broadcast_object_list(chosen)
     return Path(chosen[0])
 
 
-def _choose_folder(name: str, run_dir: str | Path | None, resume: bool) -> Path:
+def choose_folder(
+    name: str, run_dir: str | Path | None, resume: bool, checkpoint_pattern: str = CHECKPOINT_NAME
+) -> Path:
+    """The folder that :func:`run_folder` uses. ``checkpoint_pattern`` finds its checkpoints. Creates nothing."""
     if run_dir is not None:
         folder = Path(run_dir)
         if (folder / CHECKPOINT_NAME).exists() and not resume:
@@ -35,12 +42,11 @@ def _choose_folder(name: str, run_dir: str | Path | None, resume: bool) -> Path:
             )
     else:
         existing = _numbered_folders(Path("runs"), name)
-        resumable = [folder for folder in existing if (folder / CHECKPOINT_NAME).exists()]
+        resumable = [folder for folder in existing if any(folder.glob(checkpoint_pattern))]
         if resume and resumable:
             folder = resumable[-1]
         else:
             folder = Path("runs") / (name if not existing else f"{name}-{_number(existing[-1], name) + 1}")
-    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
+import torch
 
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from clustergym.common.statistics import ci95
@@ -31,6 +32,25 @@ class RunArgs(Protocol):
     save_model: bool
     cuda: bool
     track: bool
+
+
+class NonFiniteLoss(FloatingPointError):
+    """A loss became NaN or infinite. The message names the last good checkpoint."""
+
+
+def check_finite(metrics: Mapping[str, float], iteration: int, checkpoint: Path) -> None:
+    """Raise NonFiniteLoss if a metric in ``losses/`` is not finite. Only the explained variance may be undefined."""
+    bad = [
+        f"{key} is {value}"
+        for key, value in metrics.items()
+        if key.startswith("losses/") and key != "losses/explained_variance" and not math.isfinite(value)
+    ]
+    if bad:
+        kept = f"the last good checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint yet"
+        raise NonFiniteLoss(
+            f"iteration {iteration}: {', '.join(bad)}; {kept}. "
+            "Try a lower --learning-rate, and at least two transitions per minibatch"
+        )
 
 
 class Run:
@@ -55,7 +75,6 @@ class Run:
         world: Processes of the run.
         name: Name of the task, part of the default folder name.
         batch_size: Environment steps per iteration and process.
-        checkpoint_per_rank: Each rank saves its own checkpoint. Otherwise only rank 0 does.
         may_be_empty: Allow ``--total-timesteps 0``, for trainers with a phase before the first iteration.
     """
 
@@ -66,7 +85,6 @@ class Run:
         world: World,
         name: str,
         batch_size: int,
-        checkpoint_per_rank: bool = False,
         may_be_empty: bool = False,
     ) -> None:
         steps = self.steps_per_iteration = batch_size * world.size
@@ -79,18 +97,24 @@ class Run:
         self.steps_per_s = 0.0
         self._kind, self._args, self._world = kind, args, world
         self._config = plain_args(args) | {"world_size": world.size}
-        own_file = checkpoint_per_rank and not world.is_main
-        self._checkpoint = self.folder / (f"rank{world.rank}-{CHECKPOINT_NAME}" if own_file else CHECKPOINT_NAME)
-        self._saves = bool(args.checkpoint_interval) and (checkpoint_per_rank or world.is_main)
+        self._checkpoint = self.folder / CHECKPOINT_NAME
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """State to resume from, or None if the run starts from the beginning."""
-        if not self._args.resume or not self._checkpoint.exists():
+        """State to resume from, or None if the run starts from the beginning.
+
+        Rank 0 reads the file and sends it to the others, so all ranks resume from the same iteration. Tensors are on
+        the CPU: ``load_state_dict`` of a module or an optimizer moves them to its own device.
+        """
+        state: dict[str, Any] | None = None
+        if self._args.resume and self._world.is_main and self._checkpoint.exists():
+            state = load_checkpoint(self._checkpoint, self._kind)
+        state = self._world.share(state)
+        if state is None:
             return None
-        state = load_checkpoint(self._checkpoint, self._kind, self._world.device)
         check_same_args(state["args"], self._config)
         self.first_iteration = state["iteration"] + 1
-        return state
+        others = state.pop("other_ranks", [])
+        return state if self._world.is_main else state | (others[self._world.rank - 1] if others else {})
 
     def __enter__(self) -> Self:
         start_step, is_main = (self.first_iteration - 1) * self.steps_per_iteration, self._world.is_main
@@ -110,19 +134,38 @@ class Run:
         self.steps_per_s = self.progress.steps_per_s(self.total_steps)
 
     def log(self, metrics: Mapping[str, float], iteration: int, **shown: float) -> None:
-        """Log the metrics of an iteration and update the progress bar, which shows the fields ``shown``."""
+        """Log the metrics of an iteration and update the progress bar, which shows the fields ``shown``.
+
+        Raises:
+            NonFiniteLoss: a loss is NaN or infinite. A checkpoint after it would be useless.
+        """
+        check_finite(metrics, iteration, self._checkpoint)
         step = iteration * self.steps_per_iteration
         self.logger.scalars({**metrics, "charts/SPS": self.progress.steps_per_s(step)}, step)
         self.progress.update(step, **shown)
 
     def checkpoint_due(self, iteration: int) -> bool:
-        """Whether this rank saves a checkpoint after the iteration."""
-        return self._saves and (iteration % self._args.checkpoint_interval == 0 or iteration == self.num_iterations)
+        """Whether a checkpoint is saved after the iteration. The answer is the same on all ranks."""
+        interval = self._args.checkpoint_interval
+        return bool(interval) and (iteration % interval == 0 or iteration == self.num_iterations)
 
-    def save_checkpoint(self, iteration: int, **state: Any) -> None:
+    def save_checkpoint(self, iteration: int, per_rank: Mapping[str, Any] | None = None, **state: Any) -> None:
+        """Save one checkpoint for all ranks. Call it on every rank.
+
+        Args:
+            iteration: The last iteration that the state includes.
+            per_rank: State that differs between ranks. Each rank gets its own back from :meth:`load_checkpoint`.
+            **state: State that is equal on all ranks, or only needed on rank 0.
+        """
+        ranks = self._world.gather(_on_cpu(per_rank)) if per_rank is not None else [{}]
+        if not self._world.is_main:
+            return
         # The logs must not be behind the checkpoint, because a resumed run starts logging after it.
         self.logger.flush()
-        save_checkpoint(self._checkpoint, self._kind, {"args": self._config, "iteration": iteration, **state})
+        content = {"args": self._config, "iteration": iteration, **state, **ranks[0]}
+        if len(ranks) > 1:
+            content["other_ranks"] = ranks[1:]
+        save_checkpoint(self._checkpoint, self._kind, content)
 
     def save_model(self, **state: Any) -> None:
         """Save the trained network as model.pt if ``--save-model`` is set."""
@@ -149,6 +192,15 @@ class Run:
         }
 
 
+def _on_cpu(value: Any) -> Any:
+    """Copy nested dicts and lists, with all tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, Mapping):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return [_on_cpu(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 TrainerArgs = TypeVar("TrainerArgs", bound=RunArgs)
 
 
@@ -157,6 +209,8 @@ def run_trainer(train: Callable[[TrainerArgs, World], Mapping[str, Any]], args: 
     world = init_distributed(args.cuda)
     try:
         result = train(args, world)
+    except NonFiniteLoss as reason:
+        raise SystemExit(f"training stopped: {reason}") from reason
     finally:
         world.close()
     if world.is_main:

@@ -1,6 +1,10 @@
 """Kubernetes admission webhooks that right-size GPU pods. They import neither torch nor numba."""
 
-from clustergym.webhook.decisions import Decision, GpuRequest, Grant, admit_pod, grant_decision, managed_request
-from clustergym.webhook.names import BACKENDS, LABEL
+from clustergym.webhook.decisions import Decision, Grant, admit_pod, grant_decision, plan_binding, plan_pod
+from clustergym.webhook.names import BACKENDS, LABEL, MODES
+from clustergym.webhook.requests import Bounds, GpuRequest
 
-__all__ = ["BACKENDS", "LABEL", "Decision", "GpuRequest", "Grant", "admit_pod", "grant_decision", "managed_request"]
+__all__ = [
+    "BACKENDS", "LABEL", "MODES", "Bounds", "Decision", "GpuRequest", "Grant", "admit_pod", "grant_decision",
+    "plan_binding", "plan_pod",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The serving certificate: creation for a first installation, and reloading after a rotation."""
+"""Certificates of the webhooks and of the API server: creation for a first installation, reloading after a rotation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,33 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from clustergym.common.files import atomic_file
+from clustergym.common.files import atomic_file, write_atomically
 
 log = logging.getLogger(__name__)
+
+PEM = serialization.Encoding.PEM
+KUBECONFIG_NAME, ADMISSION_NAME = "webhook-kubeconfig.yaml", "admission.yaml"
+KUBECONFIG = """\
+# The client certificate that the API server shows to the webhook. Users are named after the host of the webhook.
+apiVersion: v1
+kind: Config
+users:
+  - name: {host}
+    user:
+      client-certificate: {folder}/client.crt
+      client-key: {folder}/client.key
+"""
+ADMISSION = """\
+# kube-apiserver --admission-control-config-file={folder}/admission.yaml
+apiVersion: apiserver.config.k8s.io/v1
+kind: AdmissionConfiguration
+plugins:
+  - name: MutatingAdmissionWebhook
+    configuration:
+      apiVersion: apiserver.config.k8s.io/v1
+      kind: WebhookAdmissionConfiguration
+      kubeConfigFile: {folder}/webhook-kubeconfig.yaml
+"""
 
 
 def _name(text: str) -> x509.Name:
@@ -31,61 +55,83 @@ def _alternative(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
+class _Authority:
+    """A certificate authority that exists only while it signs: its key is not kept."""
+
+    def __init__(self, name: str, days: int) -> None:
+        now = datetime.datetime.now(datetime.UTC)
+        # Valid from one hour ago, because the clock of the API server may be behind.
+        self.begin, self.end = now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days)
+        self.key, self.name = ec.generate_private_key(ec.SECP256R1()), _name(name)
+        usage = x509.KeyUsage(
+            digital_signature=True, content_commitment=False, key_encipherment=False, data_encipherment=False,
+            key_agreement=False, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False,
+        )  # fmt: skip
+        self.certificate = (
+            self._builder(self.name, self.key.public_key())
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .sign(self.key, hashes.SHA256())
+            .public_bytes(PEM)
+        )
+
+    def _builder(self, subject: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self.name)
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(self.begin)
+            .not_valid_after(self.end)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+            .add_extension(issuer, critical=False)
+        )
+
+    def sign(self, name: str, usage: x509.ObjectIdentifier, hosts: list[str]) -> tuple[bytes, bytes]:
+        """A certificate and its private key (PEM)."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = (
+            self._builder(_name(name[:64]), key.public_key())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        )
+        if hosts:
+            names = x509.SubjectAlternativeName([_alternative(host) for host in hosts])
+            builder = builder.add_extension(names, critical=False)
+        private = key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        return builder.sign(self.key, hashes.SHA256()).public_bytes(PEM), private
+
+
 def make_certificates(folder: Path, hosts: list[str], days: int = 825) -> None:
-    """Write ca.crt, tls.crt and tls.key for these hosts. The authority's key is not kept: renew all three together."""
+    """Write the certificates of both sides. The keys of the authorities are not kept: renew all files together.
+
+    For the webhooks: tls.crt and tls.key for these hosts, which the API server trusts through ca.crt. For the API
+    server: client.crt and client.key, which the webhooks trust through client-ca.crt, and two configuration files.
+    """
     if not hosts:
         raise ValueError(
             "no host for the certificate: expected at least one, such as clustergym-webhook.clustergym.svc"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    now = datetime.datetime.now(datetime.UTC)
-    # Valid from one hour ago, because the clock of the API server may be behind.
-    begin, end = now - datetime.timedelta(hours=1), now + datetime.timedelta(days=days)
-    authority_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    issuer = _name("clustergym webhook authority")
-
-    def builder(subject: x509.Name, public: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(issuer)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(begin)
-            .not_valid_after(end)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
-            )
-        )
-
-    usage = x509.KeyUsage(
-        digital_signature=True, content_commitment=False, key_encipherment=False, data_encipherment=False,
-        key_agreement=False, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
-    authority = (
-        builder(issuer, authority_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .sign(authority_key, hashes.SHA256())
-    )
-    leaf = (
-        builder(_name(hosts[0][:64]), key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName([_alternative(host) for host in hosts]), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    servers, clients = _Authority("clustergym webhook authority", days), _Authority("clustergym client authority", days)
+    certificate, key = servers.sign(hosts[0], ExtendedKeyUsageOID.SERVER_AUTH, hosts)
+    client_certificate, client_key = clients.sign("kube-apiserver", ExtendedKeyUsageOID.CLIENT_AUTH, [])
     for name, content in (
-        ("ca.crt", authority.public_bytes(pem)),
-        ("tls.crt", leaf.public_bytes(pem)),
-        ("tls.key", private),
+        ("ca.crt", servers.certificate),
+        ("tls.crt", certificate),
+        ("tls.key", key),
+        ("client-ca.crt", clients.certificate),
+        ("client.crt", client_certificate),
+        ("client.key", client_key),
     ):
         with atomic_file(folder / name) as file:
             file.write(content)
-    os.chmod(folder / "tls.key", 0o600)
+        if name.endswith(".key"):
+            os.chmod(folder / name, 0o600)
+    write_atomically(folder / KUBECONFIG_NAME, KUBECONFIG.format(host=hosts[0], folder=folder.resolve()))
+    write_atomically(folder / ADMISSION_NAME, ADMISSION.format(folder=folder.resolve()))
 
 
 def expiry(certificate: Path) -> datetime.datetime:
@@ -94,16 +140,25 @@ def expiry(certificate: Path) -> datetime.datetime:
 
 
 class Reloader:
-    """Loads a rotated certificate into the running server. New connections use it; open ones are not affected."""
+    """Loads rotated files into the running server. New connections use them; open ones are not affected.
 
-    def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path) -> None:
-        self.context, self.certificate, self.key = context, certificate, key
+    A new client authority is trusted in addition to the old one, until the next restart.
+    """
+
+    def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
+        self.context, self.certificate, self.key, self.client_ca = context, certificate, key, client_ca
         self._seen = self._digest()
         self.loads = 0
 
     def _digest(self) -> str:
         # Compare the content: Secret volumes are replaced through a symbolic link, so file times are not reliable.
-        return hashlib.sha256(self.certificate.read_bytes() + b"\0" + self.key.read_bytes()).hexdigest()
+        files = [self.certificate, self.key] + ([] if self.client_ca is None else [self.client_ca])
+        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+    def _load_into(self, context: ssl.SSLContext) -> None:
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
 
     def check(self) -> bool:
         """Load the files if they have changed. Returns True if it did. A key that does not fit yet is tried again."""
@@ -112,8 +167,8 @@ class Reloader:
             if digest == self._seen:
                 return False
             # Try another context first: a failure could leave the context in use with a certificate and a wrong key.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
-            self.context.load_cert_chain(self.certificate, self.key)
+            self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            self._load_into(self.context)
         except (OSError, ssl.SSLError) as error:
             log.warning("certificate %s cannot be used yet, keeping the old one: %s", self.certificate, error)
             return False

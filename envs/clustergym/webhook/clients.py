@@ -12,13 +12,16 @@ from typing import Any
 
 import httpx
 
-from clustergym.webhook.decisions import GpuRequest, Grant
+from clustergym.webhook.decisions import Grant
+from clustergym.webhook.requests import Bounds, GpuRequest
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MAX_RESPONSE_BYTES = 4 << 20
 # Names become part of URLs: only Kubernetes names are allowed.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _ALLOCATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_POLICY_VERSION = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=:-]{1,256}")
 
 
 class Unavailable(Exception):
@@ -111,7 +114,7 @@ class ApiServer:
 
 
 class Agents:
-    """The allocation agents, one per node."""
+    """The allocation agents: one per node, or one for the cluster that recommends before the node is known."""
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class Agents:
         try:
             url.format(ip="127.0.0.1", node="node")
         except (KeyError, IndexError, ValueError):
-            raise ValueError(f"--agent-url {url!r}: expected a URL with {{ip}} or {{node}}") from None
+            raise ValueError(f"agent URL {url!r}: expected a URL, possibly with {{ip}} or {{node}}") from None
         self.url, self.token_file = url.rstrip("/"), token_file
         self._client = httpx.AsyncClient(verify=_tls(ca_file, certificate, key), trust_env=False)
 
@@ -132,26 +135,42 @@ class Agents:
     def needs_address(self) -> bool:
         return "{ip}" in self.url
 
-    async def allocate(self, node: str, address: str, request: GpuRequest, request_id: str) -> Grant:
-        """Ask for a grant. If a binding is retried, the same request id gets the same allocation."""
-        url = self.url.format(ip=address, node=checked_name(node, "the node's name")) + "/allocate"
+    async def allocate(
+        self, request: GpuRequest, bounds: Bounds, request_id: str, *, node: str = "", address: str = "",
+        shadow: bool = False,
+    ) -> Grant:  # fmt: skip
+        """Ask for a grant. A repeated request id gets the same allocation.
+
+        Args:
+            request: what the pod requests.
+            bounds: what it may be granted. Agents that do not know bounds ignore them, so the caller applies them too.
+            request_id: identifies the question.
+            node: name of the node; empty for the recommender.
+            address: address of the node, if the URL contains ``{ip}``.
+            shadow: the pod will run with its request; the answer is what it would be granted.
+        """
+        what = f"the agent on {checked_name(node, 'node')}" if node else "the recommender"
+        url = self.url.format(ip=address, node=node) + "/allocate"
         body = {
             "owner": request.owner, "cores": request.cores, "memory": request.memory_mb,
-            "qos_class": request.qos_class, "request_id": request_id,
+            "qos_class": request.qos_class, "request_id": request_id, "shadow": shadow,
+            "min_cores": bounds.min_cores, "max_cores": bounds.max_cores,
+            "min_memory": bounds.min_memory_mb, "max_memory": bounds.max_memory_mb,
         }  # fmt: skip
-        what = f"the agent on {node}"
         found = await _request(self._client, "POST", url, read_token(self.token_file), what, json=body)
         try:
-            grant = Grant(
-                str(found["allocation_id"]), float(found["cores"]), float(found["memory"]), str(found["policy_version"])
-            )
-        except (KeyError, TypeError, ValueError):
+            cores = float(found.get("recommended_cores", found["cores"]) if shadow else found["cores"])
+            memory = float(found.get("recommended_memory", found["memory"]) if shadow else found["memory"])
+            token = found.get("feedback_token")
+            grant = Grant(str(found["allocation_id"]), cores, memory, str(found["policy_version"]), token)
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise Unavailable(f"{what} did not send an allocation") from None
         if not (
             _ALLOCATION_ID.fullmatch(grant.allocation_id)
-            and len(grant.policy_version) <= 64
-            and math.isfinite(grant.cores)
-            and math.isfinite(grant.memory_mb)
+            and _POLICY_VERSION.fullmatch(grant.policy_version)
+            and (token is None or (isinstance(token, str) and _TOKEN.fullmatch(token)))
+            and math.isfinite(cores)
+            and math.isfinite(memory)
         ):
             raise Unavailable(f"{what} sent an invalid allocation")
         return grant

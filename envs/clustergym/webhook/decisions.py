@@ -1,33 +1,43 @@
 """Decisions on pods and bindings, as pure functions without network access.
 
-The pod webhook is called when a pod is created. The node is not known yet, so there is no agent to ask. It makes each
-managed container read its limits from annotations (``fieldRef``) and sets these annotations to the request. The binding
-webhook is called when the pod is bound to a node. It asks the agent of that node and overwrites the annotations through
-the Binding. If the binding webhook or the agent is down, the annotations keep the request, and the pod runs with it.
+The pod webhook is called when a pod is created, before it is scheduled. The recommender decides from the history of the
+pod's owner. In mode Off, the recommendation is only written into annotations. In the other modes it is granted: what
+the scheduler counts is set to it, and each managed container reads its limits from annotations (``fieldRef``).
+
+The binding webhook is called when the pod is bound to a node, in mode Auto only. The agent of that node may grant less:
+variables cannot change any more, but the annotations that they read can, through the Binding.
+
+Whatever is down, the annotations keep what was decided before, at first the request, and the pod runs with it.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from clustergym.webhook import names
-from clustergym.webhook.names import BACKENDS, Backend
-from clustergym.webhook.patches import Operation, add_annotations, add_variables, apply_patch
-
-Pod = dict[str, Any]
-Container = dict[str, Any]
-
-MAX_MEMORY_MB = 1 << 20
-MAX_OWNER_LENGTH = 200
-
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?")
-_SUFFIX = {
-    None: 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
-}  # fmt: skip
+from clustergym.webhook.names import BACKENDS, Backend, Mode
+from clustergym.webhook.patches import Operation, add_annotations, add_resources, add_variables, apply_patch
+from clustergym.webhook.requests import (
+    Bounds,
+    Container,
+    GpuRequest,
+    NotManageable,
+    Pod,
+    PodContainer,
+    Share,
+    annotated,
+    annotations_of,
+    bounds_of,
+    containers_of,
+    gpu_request,
+    kai_requests,
+    limit,
+    mode_of,
+    opted_in,
+    selected_containers,
+)
 
 
 @dataclass(frozen=True)
@@ -40,87 +50,41 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Share:
-    """Cores (% of the GPU) and memory of one container."""
-
-    container: str
-    cores: float
-    memory_mb: float
-
-
-@dataclass(frozen=True)
-class GpuRequest:
-    """Cores (% of the GPU) and memory that a pod requests, in total and per container."""
-
-    owner: str
-    cores: float
-    memory_mb: float
-    qos_class: str
-    shares: tuple[Share, ...]
-
-
-@dataclass(frozen=True)
 class Grant:
-    """The answer of an agent."""
+    """The answer of an agent. ``feedback_token`` is a credential for feedback on this allocation only."""
 
     allocation_id: str
     cores: float
     memory_mb: float
     policy_version: str
+    feedback_token: str | None = None
 
 
-class PodContainer(NamedTuple):
-    """A container of a pod. Ordinary init containers are not ``concurrent``: they run alone, before the others."""
+@dataclass(frozen=True)
+class PodPlan:
+    """What the pod webhook will do with a new pod once the recommender has answered."""
 
-    path: str
-    """JSON pointer."""
-    spec: Container
-    concurrent: bool
-
-    @property
-    def name(self) -> str:
-        return str(self.spec["name"])
-
-
-class NotManageable(ValueError):
-    """The pod opted in, but its request is missing or invalid. The message is for the author of the pod."""
-
-
-def annotations_of(pod: Pod) -> dict[str, str]:
-    return (pod.get("metadata") or {}).get("annotations") or {}
+    mode: Mode
+    backend: Backend
+    request: GpuRequest
+    bounds: Bounds
+    injected: tuple[PodContainer, ...]
+    ready: tuple[PodContainer, ...]
+    """Containers that get variables. None in mode Off."""
+    is_new: bool
+    """Whether the recommender has to be asked. A repeated call finds the answer to the first one in the pod."""
+    warnings: tuple[str, ...]
 
 
-def opted_in(pod: Pod, namespace: str) -> bool:
-    """Whether the pod has the label. Pods of the control plane are always excluded."""
-    labels = (pod.get("metadata") or {}).get("labels") or {}
-    return namespace not in names.PROTECTED_NAMESPACES and labels.get(names.LABEL) == "true"
+@dataclass(frozen=True)
+class BindingPlan:
+    """A pod that is being bound, whose grant the agent of the node may still reduce."""
 
-
-def quantity(value: Any, what: str) -> float:
-    """Parse a Kubernetes quantity such as 3000, "3k" or "4Ki"."""
-    match = _QUANTITY.fullmatch(str(value).strip())
-    if match is None:
-        raise NotManageable(f"{what} is {value!r}: expected a number such as 3000 or 3k")
-    return float(match[1]) * _SUFFIX[match[2]]
-
-
-def containers_of(pod: Pod) -> Iterator[PodContainer]:
-    """All containers of a pod, init containers first."""
-    spec = pod.get("spec") or {}
-    for i, container in enumerate(spec.get("initContainers") or []):
-        yield PodContainer(f"/spec/initContainers/{i}", container, container.get("restartPolicy") == "Always")
-    for i, container in enumerate(spec.get("containers") or []):
-        yield PodContainer(f"/spec/containers/{i}", container, True)
-
-
-def limit(container: Container, resource: str) -> float | None:
-    """The limit (or request: for extended resources they are equal) of a container, None if it is not set."""
-    resources = container.get("resources") or {}
-    for kind in ("limits", "requests"):
-        value = (resources.get(kind) or {}).get(resource)
-        if value is not None:
-            return quantity(value, f"{resource} of container {container.get('name')!r}")
-    return None
+    request: GpuRequest
+    bounds: Bounds
+    """The maximum is what was granted when the pod was created."""
+    backend: Backend
+    containers: tuple[PodContainer, ...]
 
 
 def field_ref(variable: str, key: str) -> dict[str, Any]:
@@ -148,90 +112,33 @@ def is_injected(container: Container, backend: Backend) -> bool:
     )
 
 
-def owner_of(pod: Pod, namespace: str) -> str:
-    """Name of the workload of a pod. It starts with the namespace, so tenants cannot change each other's history."""
-    metadata = pod.get("metadata") or {}
-    chosen = annotations_of(pod).get(names.OWNER)
-    if not chosen:
-        references = metadata.get("ownerReferences") or []
-        controller = next((r for r in references if r.get("controller")), None)
-        if controller is not None:
-            kind, name = str(controller.get("kind")), str(controller.get("name"))
-            revision = (metadata.get("labels") or {}).get("pod-template-hash")
-            if kind == "ReplicaSet" and revision and name.endswith(f"-{revision}"):
-                # Each rollout of a Deployment makes a new ReplicaSet, but the pods usually need the same.
-                kind, name = "Deployment", name.removesuffix(f"-{revision}")
-            chosen = f"{kind}/{name}"
-        else:
-            chosen = f"Pod/{metadata.get('name') or metadata.get('generateName') or 'unnamed'}"
-    return f"{namespace}/{chosen}"[:MAX_OWNER_LENGTH]
-
-
-def selected_containers(pod: Pod) -> tuple[list[PodContainer], bool]:
-    """The containers to manage, and whether the user selected them by name. By default, those that request a GPU."""
-    containers = list(containers_of(pod))
-    listed = annotations_of(pod).get(names.CONTAINERS)
-    if listed is None:
-        return [container for container in containers if limit(container.spec, names.GPU)], False
-    selected = {name.strip() for name in listed.split(",") if name.strip()}
-    unknown = selected - {container.name for container in containers}
-    if unknown:
-        raise NotManageable(
-            f"annotation {names.CONTAINERS} names {', '.join(sorted(unknown))}, "
-            f"but the pod has {', '.join(container.name for container in containers)}"
-        )
-    return [container for container in containers if container.name in selected], True
-
-
-def _split(
-    containers: list[PodContainer], total: float | None, resource: str, unit: str, key: str
-) -> tuple[float, dict[str, float]]:
-    """The pod's request of one resource, and the part of each container.
-
-    Concurrent containers share the total in proportion to their limits. Other init containers run alone and can use all
-    of it. The scheduler computes the total in the same way: the sum of the containers, or the largest init container.
-    """
-    limits = {container.name: limit(container.spec, resource) for container in containers}
-    concurrent = [container.name for container in containers if container.concurrent]
-    alone = [container.name for container in containers if not container.concurrent]
-    if total is None:
-        known = {name: value for name, value in limits.items() if value is not None}
-        if len(known) < len(limits):
-            raise NotManageable(
-                f"the request is unknown: set annotation {key} ({unit}) or limit {resource} on every GPU container"
+def scaled(
+    request: GpuRequest, cores: float, memory_mb: float, containers: tuple[PodContainer, ...]
+) -> tuple[Share, ...]:
+    """A grant, divided among the containers as the request is. No container gets more than its own limits."""
+    limits = {one.name: (limit(one.spec, names.GPU_CORES), limit(one.spec, names.GPU_MEMORY)) for one in containers}
+    shares = []
+    for share in request.shares:
+        own_cores, own_memory = limits[share.container]
+        part_cores = share.cores * cores / request.cores
+        part_memory = share.memory_mb * memory_mb / request.memory_mb
+        shares.append(
+            Share(
+                share.container,
+                part_cores if own_cores is None else min(part_cores, own_cores),
+                part_memory if own_memory is None else min(part_memory, own_memory),
             )
-        total = max(sum(known[name] for name in concurrent), *(known[name] for name in alone), 0.0)
-    weights = [limits[name] for name in concurrent]
-    if None in weights:
-        weights = [1.0] * len(concurrent)
-    weight_sum = math.fsum(weight or 0.0 for weight in weights) or 1.0
-    parts = {name: total * (weight or 0.0) / weight_sum for name, weight in zip(concurrent, weights, strict=True)}
-    for name in alone:
-        own = limits[name]
-        parts[name] = total if own is None else min(total, own)
-    return total, parts
+        )
+    return tuple(shares)
 
 
-def gpu_request(pod: Pod, namespace: str, containers: list[PodContainer]) -> GpuRequest:
-    """The request of a pod for these containers."""
-    for container in containers:
-        devices = limit(container.spec, names.GPU)
-        if devices is not None and devices > 1:
-            raise NotManageable(f"container {container.name!r} requests {devices:g} GPUs: expected 1")
-    annotations = annotations_of(pod)
-
-    def annotated(key: str) -> float | None:
-        return quantity(annotations[key], f"annotation {key}") if key in annotations else None
-
-    cores, cores_parts = _split(containers, annotated(names.CORES), names.GPU_CORES, "% of one GPU", names.CORES)
-    memory, memory_parts = _split(containers, annotated(names.MEMORY), names.GPU_MEMORY, "MB", names.MEMORY)
-    if not 1 <= cores <= 100:
-        raise NotManageable(f"the pod requests {cores:g} % of a GPU: expected 1 to 100")
-    if not 1 <= memory <= MAX_MEMORY_MB:
-        raise NotManageable(f"the pod requests {memory:g} MB of GPU memory: expected 1 to {MAX_MEMORY_MB}")
-    shares = tuple(Share(name, cores_parts[name], memory_parts[name]) for name in cores_parts)
-    qos_class = annotations.get(names.QOS_CLASS, "latency-sensitive")[:32]
-    return GpuRequest(owner_of(pod, namespace), cores, memory, qos_class, shares)
+def granted_before(annotations: dict[str, str], bounds: Bounds) -> tuple[float, float]:
+    """What was granted when the pod was created, or the maximum if nothing was."""
+    cores = annotated(annotations, names.GRANTED_CORES)
+    memory = annotated(annotations, names.GRANTED_MEMORY)
+    return bounds.clamp(
+        bounds.max_cores if cores is None else cores, bounds.max_memory_mb if memory is None else memory
+    )
 
 
 def limit_annotations(shares: tuple[Share, ...], backend: Backend) -> dict[str, str]:
@@ -240,16 +147,17 @@ def limit_annotations(shares: tuple[Share, ...], backend: Backend) -> dict[str, 
     return cores | {names.memory_key(share.container): backend.memory_value(share.memory_mb) for share in shares}
 
 
-def admit_pod(pod: Pod, namespace: str, backend: Backend) -> Decision:
-    """The pod webhook: make managed containers read their limits from annotations. A second call changes nothing."""
+def plan_pod(pod: Pod, namespace: str, backend: Backend, namespace_mode: Mode) -> PodPlan | Decision:
+    """The first half of the pod webhook: what to ask the recommender, or a decision if there is nothing to ask."""
     if not opted_in(pod, namespace):
         return Decision("not-opted-in")
     annotations = annotations_of(pod)
+    injected: list[PodContainer] = []
+    ready: list[PodContainer] = []
+    warnings: list[str] = []
     try:
-        candidates, by_name = selected_containers(pod)
-        injected: list[PodContainer] = []
-        ready: list[PodContainer] = []
-        warnings: list[str] = []
+        mode = mode_of(pod, namespace_mode)
+        candidates, by_name = selected_containers(pod, backend)
         for container in candidates:
             if is_injected(container.spec, backend):
                 injected.append(container)
@@ -261,20 +169,136 @@ def admit_pod(pod: Pod, namespace: str, backend: Backend) -> Decision:
             warnings.append(f"no container requests {names.GPU}, and annotation {names.CONTAINERS} names none")
         if not ready:
             return Decision("already-injected" if injected else "left-alone", warnings=as_warnings(warnings))
+        if mode == "Off" and names.STATUS in annotations:
+            return Decision("already-recommended")
         request = gpu_request(pod, namespace, injected + ready)
+        bounds = bounds_of(pod, request)
     except NotManageable as reason:
         return Decision("refused", warnings=as_warnings([f"{reason}; the pod is not right-sized"]))
+    if mode == "Auto" and namespace_mode != "Auto":
+        warnings.append(f"mode Auto acts as Initial, because label {names.MODE} of namespace {namespace} is not Auto")
+    return PodPlan(
+        mode, backend, request, bounds, tuple(injected), tuple(ready),
+        is_new=not injected and names.STATUS not in annotations, warnings=tuple(warnings),
+    )  # fmt: skip
+
+
+def admit_pod(pod: Pod, plan: PodPlan, grant: Grant | None = None, problem: str | None = None) -> Decision:
+    """The second half of the pod webhook. Without a grant, the pod gets what it requests; ``problem`` says why."""
+    if grant is not None and (reason := _invalid(grant, plan.request)) is not None:
+        grant, problem = None, reason
+    if plan.mode == "Off":
+        return _recommend(pod, plan, grant, problem)
+    annotations = annotations_of(pod)
+    request, all_containers = plan.request, plan.injected + plan.ready
     operations: list[Operation] = []
-    for container in ready:
-        operations += add_variables(container.spec, container.path, injected_variables(container.name, backend))
-    wanted = {names.BACKEND: backend.name, **limit_annotations(request.shares, backend)}
+    wanted: dict[str, str] = {names.MODE: plan.mode, names.BACKEND: plan.backend.name}
+    cores, memory = request.cores, request.memory_mb
+    if grant is not None:
+        cores, memory = plan.bounds.clamp(grant.cores, grant.memory_mb)
+        wanted |= _recommendation(request, cores, memory, grant)
+        wanted |= {names.GRANTED_CORES: f"{cores:g}", names.GRANTED_MEMORY: f"{memory:g}", names.STATUS: "recommended"}
+        if plan.backend.scheduler == "kai":
+            operations += add_annotations(pod, _kai_annotations(pod, cores / request.cores, memory / request.memory_mb))
+    elif names.GRANTED_CORES in annotations:
+        # A repeated call, because another webhook added a container: the first answer stays.
+        cores, memory = granted_before(annotations, plan.bounds)
+    elif problem is not None:
+        wanted[names.STATUS] = f"the pod runs with its request: {problem}"[:200]
+    shares = scaled(request, cores, memory, all_containers)
+    if (cores, memory) != (request.cores, request.memory_mb):
+        for container in plan.ready:
+            operations += _scheduler_limits(container, shares, plan.backend)
+    for container in plan.ready:
+        operations += add_variables(container.spec, container.path, injected_variables(container.name, plan.backend))
+    wanted |= limit_annotations(shares, plan.backend)
     operations += add_annotations(pod, {key: value for key, value in wanted.items() if key not in annotations})
     apply_patch(pod, operations)
-    summary = (
-        f"{', '.join(container.name for container in ready)}: {' and '.join(backend.variables)} will be set to what "
-        f"the node's agent grants, at most the requested {request.cores:g} % and {request.memory_mb:g} MB"
+    outcome = "injected" if problem is None else "recommender-unavailable"
+    return Decision("granted" if grant is not None else outcome, operations, _summary(plan, grant, cores, memory))
+
+
+def _summary(plan: PodPlan, grant: Grant | None, cores: float, memory_mb: float) -> list[str]:
+    request, variables = plan.request, " and ".join(plan.backend.variables)
+    subject = f"{', '.join(container.name for container in plan.ready)}: {variables} "
+    if grant is not None:
+        subject += (
+            f"set to {cores:g} % of {request.cores:g} % and {memory_mb:g} of {request.memory_mb:g} MB, "
+            "from the history of the owner"
+        )
+    elif plan.mode == "Auto":
+        subject += (
+            f"will be set to what the node's agent grants, at most the requested {request.cores:g} % and "
+            f"{request.memory_mb:g} MB"
+        )
+    else:
+        subject += f"set to the request, {request.cores:g} % and {request.memory_mb:g} MB"
+    return as_warnings([subject, *plan.warnings])
+
+
+def _invalid(grant: Grant, request: GpuRequest) -> str | None:
+    """Why a grant cannot be used."""
+    if 0 < grant.cores <= request.cores and 0 < grant.memory_mb <= request.memory_mb:
+        return None
+    return (
+        f"the agent granted {grant.cores:g} % and {grant.memory_mb:g} MB of the requested "
+        f"{request.cores:g} % and {request.memory_mb:g} MB"
     )
-    return Decision("injected", operations, as_warnings([summary, *warnings]))
+
+
+def _recommendation(request: GpuRequest, cores: float, memory_mb: float, grant: Grant) -> dict[str, str]:
+    """Annotations that say what was requested and recommended, and by which allocation."""
+    token = {} if grant.feedback_token is None else {names.RECOMMENDATION_TOKEN: grant.feedback_token}
+    return token | {
+        names.RECOMMENDATION_ID: grant.allocation_id,
+        names.POLICY_VERSION: grant.policy_version,
+        names.REQUESTED_CORES: f"{request.cores:g}",
+        names.REQUESTED_MEMORY: f"{request.memory_mb:g}",
+        names.RECOMMENDED_CORES: f"{cores:g}",
+        names.RECOMMENDED_MEMORY: f"{memory_mb:g}",
+    }
+
+
+def _recommend(pod: Pod, plan: PodPlan, grant: Grant | None, problem: str | None) -> Decision:
+    """Mode Off: annotations only. They are for the operator, so the author of the pod gets no warning about them."""
+    wanted: dict[str, str] = {names.MODE: plan.mode}
+    if grant is None:
+        outcome, wanted[names.STATUS] = "off", f"mode Off, no recommendation: {problem or 'not asked'}"[:200]
+    else:
+        outcome, wanted[names.STATUS] = "recommended", "mode Off: the pod runs with its request"
+        cores, memory = plan.bounds.clamp(grant.cores, grant.memory_mb)
+        wanted |= _recommendation(plan.request, cores, memory, grant)
+    present = annotations_of(pod)
+    operations = add_annotations(pod, {key: value for key, value in wanted.items() if key not in present})
+    apply_patch(pod, operations)
+    return Decision(outcome, operations, as_warnings(list(plan.warnings)))
+
+
+def _scheduler_limits(container: PodContainer, shares: tuple[Share, ...], backend: Backend) -> list[Operation]:
+    """Set the limits that the scheduler counts. HAMi counts them on every container; otherwise only existing ones."""
+    (share,) = [share for share in shares if share.container == container.name]
+    wanted = {names.GPU_CORES: share.cores, names.GPU_MEMORY: share.memory_mb}
+    if limit(container.spec, names.GPU_MEMORY_PERCENTAGE) is not None:
+        # HAMi takes either megabytes or a percentage.
+        del wanted[names.GPU_MEMORY]
+    values = {
+        resource: str(max(1, int(value)))
+        for resource, value in wanted.items()
+        if backend.scheduler == "limits" or limit(container.spec, resource) is not None
+    }
+    return add_resources(container.spec, container.path, values)
+
+
+def _kai_annotations(pod: Pod, cores_ratio: float, memory_ratio: float) -> dict[str, str]:
+    """KAI's annotations for a grant. A fraction stands for cores and memory: the larger of both counts."""
+    kai, wanted = kai_requests(pod), {}
+    if names.KAI_FRACTION in kai:
+        fraction = kai[names.KAI_FRACTION]
+        smaller = math.ceil(100 * fraction * max(cores_ratio, memory_ratio) - 1e-9) / 100
+        wanted[names.KAI_FRACTION] = f"{min(smaller, fraction):g}"
+    if names.KAI_MEMORY in kai:
+        wanted[names.KAI_MEMORY] = f"{math.ceil(kai[names.KAI_MEMORY] * memory_ratio - 1e-9)}"
+    return wanted
 
 
 def _conflict(container: PodContainer, annotations: dict[str, str], backend: Backend, by_name: bool) -> str | None:
@@ -292,53 +316,49 @@ def _conflict(container: PodContainer, annotations: dict[str, str], backend: Bac
     return None
 
 
-def managed_request(pod: Pod, namespace: str) -> tuple[GpuRequest, Backend] | None:
-    """The request that the binding webhook sends to the agent, or None if the pod is not managed."""
+def plan_binding(pod: Pod, namespace: str) -> BindingPlan | None:
+    """What the binding webhook asks the agent of the node, or None if the pod is not in mode Auto."""
     annotations = annotations_of(pod)
     backend = BACKENDS.get(annotations.get(names.BACKEND, ""))
     if backend is None or not opted_in(pod, namespace) or names.ALLOCATION_ID in annotations:
         return None
-    containers = [container for container in containers_of(pod) if is_injected(container.spec, backend)]
+    if annotations.get(names.MODE) != "Auto":
+        return None
+    containers = tuple(container for container in containers_of(pod) if is_injected(container.spec, backend))
     if not containers:
         return None
     try:
-        return gpu_request(pod, namespace, containers), backend
+        request = gpu_request(pod, namespace, list(containers))
+        bounds = bounds_of(pod, request)
+        bounds = bounds.capped(*granted_before(annotations, bounds))
     except NotManageable:
         return None
+    return BindingPlan(request, bounds, backend, containers)
 
 
-def grant_decision(binding: dict[str, Any], request: GpuRequest, backend: Backend, grant: Grant) -> Decision:
+def grant_decision(binding: dict[str, Any], plan: BindingPlan, grant: Grant) -> Decision:
     """The binding webhook with an answer: divide the grant among the containers and annotate the Binding."""
-    if not (0 < grant.cores <= request.cores and 0 < grant.memory_mb <= request.memory_mb):
-        return request_decision(
-            binding,
-            "bad-grant",
-            f"the agent granted {grant.cores:g} % and {grant.memory_mb:g} MB of the requested "
-            f"{request.cores:g} % and {request.memory_mb:g} MB",
-        )
-    shares = tuple(
-        Share(
-            share.container,
-            share.cores * grant.cores / request.cores,
-            share.memory_mb * grant.memory_mb / request.memory_mb,
-        )
-        for share in request.shares
-    )
+    request = plan.request
+    if (reason := _invalid(grant, request)) is not None:
+        return request_decision(binding, "bad-grant", reason)
+    cores, memory = plan.bounds.clamp(grant.cores, grant.memory_mb)
     annotations = {
         names.ALLOCATION_ID: grant.allocation_id,
         names.POLICY_VERSION: grant.policy_version,
-        names.GRANTED_CORES: f"{grant.cores:g}",
-        names.GRANTED_MEMORY: f"{grant.memory_mb:g}",
+        names.GRANTED_CORES: f"{cores:g}",
+        names.GRANTED_MEMORY: f"{memory:g}",
         names.STATUS: "granted",
-        **limit_annotations(shares, backend),
+        **limit_annotations(scaled(request, cores, memory, plan.containers), plan.backend),
     }
-    summary = f"granted {grant.cores:g} % of {request.cores:g} % and {grant.memory_mb:g} of {request.memory_mb:g} MB"
+    if grant.feedback_token is not None:
+        annotations[names.FEEDBACK_TOKEN] = grant.feedback_token
+    summary = f"granted {cores:g} % of {request.cores:g} % and {memory:g} of {request.memory_mb:g} MB"
     return _annotate(binding, "granted", annotations, summary)
 
 
 def request_decision(binding: dict[str, Any], outcome: str, reason: str) -> Decision:
-    """The binding webhook without an answer: the pod runs with its request, and its status says why."""
-    message = f"the pod runs with its request: {reason}"
+    """The binding webhook without an answer: what was decided before stands, and the status of the pod says why."""
+    message = f"not reduced at binding: {reason}"
     return _annotate(binding, outcome, {names.STATUS: message[:200]}, message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 DOMAIN = "clustergym.io"
 
@@ -21,10 +22,28 @@ OWNER = f"{DOMAIN}/owner"
 CONTAINERS = f"{DOMAIN}/containers"
 """Comma-separated names of the containers to manage. Default: those that request a GPU."""
 
+MODE = f"{DOMAIN}/mode"
+"""Label of a namespace, which opts it in, and annotation of a pod, which overrides the label."""
+MIN_CORES, MAX_CORES = f"{DOMAIN}/min-allowed-cores", f"{DOMAIN}/max-allowed-cores"
+MIN_MEMORY, MAX_MEMORY = f"{DOMAIN}/min-allowed-memory", f"{DOMAIN}/max-allowed-memory"
+"""Bounds of a grant, for the whole pod."""
+QOS_QUERY = f"{DOMAIN}/qos-query"
+"""PromQL expression that the collector evaluates; $namespace and $pod are replaced."""
+QOS_OBJECTIVE = f"{DOMAIN}/qos-objective"
+"""The objective is met while the value of the query is at most this number."""
+
 # Annotations that the webhooks set on a pod.
+REQUESTED_CORES, REQUESTED_MEMORY = f"{DOMAIN}/requested-cores", f"{DOMAIN}/requested-memory"
+"""What the author of the pod requested."""
+RECOMMENDED_CORES, RECOMMENDED_MEMORY = f"{DOMAIN}/recommended-cores", f"{DOMAIN}/recommended-memory"
+RECOMMENDATION_ID = f"{DOMAIN}/recommendation-id"
+"""Allocation of the recommender, which decides when the pod is created."""
+RECOMMENDATION_TOKEN, FEEDBACK_TOKEN = f"{DOMAIN}/recommendation-token", f"{DOMAIN}/feedback-token"
+"""Credentials for feedback on this allocation only."""
 BACKEND = f"{DOMAIN}/backend"
 STATUS = f"{DOMAIN}/status"
 ALLOCATION_ID = f"{DOMAIN}/allocation-id"
+"""Allocation of the agent of the node, which decides when the pod is bound."""
 POLICY_VERSION = f"{DOMAIN}/policy-version"
 GRANTED_CORES = f"{DOMAIN}/granted-cores"
 GRANTED_MEMORY = f"{DOMAIN}/granted-memory"
@@ -32,6 +51,16 @@ GRANTED_MEMORY = f"{DOMAIN}/granted-memory"
 GPU = "nvidia.com/gpu"
 GPU_CORES = "nvidia.com/gpucores"
 GPU_MEMORY = "nvidia.com/gpumem"
+GPU_MEMORY_PERCENTAGE = "nvidia.com/gpumem-percentage"
+
+# Annotations that the KAI scheduler counts.
+KAI_FRACTION = "gpu-fraction"
+KAI_MEMORY = "gpu-memory"
+KAI_CONTAINER = "gpu-fraction-container-name"
+
+Mode = Literal["Off", "Initial", "Auto"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+"""Off: recommend only. Initial: grant when the pod is created. Auto: also when it is bound to a node."""
 
 PROTECTED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease"})
 
@@ -53,6 +82,8 @@ class Backend:
     cores_variable: str
     memory_variable: str
     memory_format: str
+    scheduler: Literal["limits", "kai"] | None = None
+    """What the scheduler counts: HAMi's limits, KAI's annotations. With None, limits are set where they exist."""
 
     def cores_value(self, cores: float) -> str:
         """Whole percent, rounded down, at least 1: the libraries treat 0 as "no limit" or refuse it."""
@@ -66,12 +97,16 @@ class Backend:
         return self.cores_variable, self.memory_variable
 
 
+MPS_VARIABLES = ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0={mb}M")
+"""Variables of the NVIDIA Multi-Process Service. "0=3000M" limits the first visible device."""
+
 BACKENDS = {
     backend.name: backend
     for backend in (
-        # NVIDIA Multi-Process Service. "0=3000M" limits the first visible device.
-        Backend("mps", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0={mb}M"),
-        # HAMi-core, which HAMi preloads into containers.
-        Backend("hami", "CUDA_DEVICE_SM_LIMIT", "CUDA_DEVICE_MEMORY_LIMIT", "{mb}m"),
+        Backend("mps", *MPS_VARIABLES),
+        # HAMi-core, which HAMi preloads into containers. The index is that of the first visible device.
+        Backend("hami", "CUDA_DEVICE_SM_LIMIT", "CUDA_DEVICE_MEMORY_LIMIT_0", "{mb}m", "limits"),
+        # KAI does not enforce shares; MPS does where it runs.
+        Backend("kai", *MPS_VARIABLES, "kai"),
     )
 }

@@ -43,6 +43,25 @@ def add_variables(container: dict[str, Any], path: str, variables: list[dict[str
     return [{"op": "add", "path": f"{path}/env/-", "value": variable} for variable in variables]
 
 
+def add_resources(container: dict[str, Any], path: str, values: dict[str, str]) -> list[Operation]:
+    """Operations that set limits of the container at ``path``, and equal requests: extended resources need both."""
+    if not values:
+        return []
+    resources = container.get("resources")
+    if not resources:
+        return [{"op": "add", "path": f"{path}/resources", "value": {"limits": values, "requests": values}}]
+    operations: list[Operation] = []
+    for kind in ("limits", "requests"):
+        if not resources.get(kind):
+            operations.append({"op": "add", "path": f"{path}/resources/{kind}", "value": values})
+        else:
+            operations += [
+                {"op": "add", "path": f"{path}/resources/{kind}/{escape(name)}", "value": value}
+                for name, value in values.items()
+            ]
+    return operations
+
+
 def apply_patch(document: dict[str, Any], operations: list[Operation]) -> dict[str, Any]:
     """A patched copy of the document. Raises ValueError for operations that an API server would refuse."""
     result = copy.deepcopy(document)

@@ -1,14 +1,17 @@
-"""The HTTPS server of the webhooks. Every failure admits the pod."""
+"""The HTTPS server of the webhooks, and plain ports for health and metrics. Every failure admits the pod."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime
 import logging
+import resource
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -16,28 +19,62 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from clustergym.webhook import certificates, decisions
-from clustergym.webhook.clients import Agents, ApiServer, Unavailable
-from clustergym.webhook.decisions import Decision, as_warnings, request_decision
-from clustergym.webhook.names import PROTECTED_NAMESPACES, Backend
+from clustergym.webhook.clients import Agents, ApiServer, Unavailable, checked_name
+from clustergym.webhook.decisions import Decision, PodPlan, as_warnings, request_decision
+from clustergym.webhook.names import MODES, PROTECTED_NAMESPACES, Backend, Mode
 from clustergym.webhook.review import BadReview, Review, duration_s, make_response, parse
 
 log = logging.getLogger(__name__)
 
 Decide = Callable[[Review, float], Awaitable[Decision]]
 """Decides on a review within a number of seconds."""
+Page = Callable[[], Response]
 
-MAX_BODY_BYTES = 8 << 20
-"""The API server limits objects to 3 MB, and a review can contain the object twice."""
+MAX_BODY_BYTES = 3 << 20
+"""The API server limits requests to 3 MB and objects to 1.5 MB. A review of a new object contains it once."""
+MAX_BODIES_BYTES = 24 << 20
+"""Bodies in memory at the same time. Further reviews wait, unread, for at most their deadline."""
+MAX_CONNECTIONS = 256
+"""More connections are answered 503: the API server then admits the pod unchanged."""
+
+
+class ByteBudget:
+    """Limits the bytes that are in use at the same time."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = limit
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Wait until ``size`` bytes are free, and use them inside the block."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
 class Webhooks:
     """Both webhooks and their metrics. A decision takes at most ``deadline_s`` seconds."""
 
-    def __init__(self, backend: Backend, deadline_s: float, api: ApiServer, agents: Agents, certificate: Path) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        deadline_s: float,
+        api: ApiServer,
+        agents: Agents,
+        recommender: Agents | None,
+        certificate: Path,
+    ) -> None:
         if deadline_s <= 0:
             raise ValueError(f"deadline is {deadline_s} s: expected more than 0")
         self.backend, self.max_deadline_s, self.certificate = backend, deadline_s, certificate
-        self.api, self.agents = api, agents
+        self.api, self.agents, self.recommender = api, agents, recommender
         self.registry = CollectorRegistry()
         self.decisions = Counter(
             "clustergym_webhook_decisions", "Reviews by outcome", ("webhook", "outcome"), registry=self.registry
@@ -49,16 +86,53 @@ class Webhooks:
             buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5),
             registry=self.registry,
         )
+        self.amounts = {
+            name: Counter(f"clustergym_webhook_{name}", text, ("mode",), registry=self.registry)
+            for name, text in (
+                ("requested_cores_percent", "Cores that pods with a recommendation requested, % of a GPU"),
+                ("recommended_cores_percent", "Cores that were recommended for these pods, % of a GPU"),
+                ("requested_memory_megabytes", "GPU memory that pods with a recommendation requested"),
+                ("recommended_memory_megabytes", "GPU memory that was recommended for these pods"),
+            )
+        }
         expiry = Gauge(
             "clustergym_webhook_certificate_expiry_timestamp_seconds", "Certificate expiry", registry=self.registry
         )
         expiry.set_function(lambda: certificates.expiry(certificate).timestamp())
 
-    async def pods(self, review: Review, _: float) -> Decision:
+    async def pods(self, namespace_mode: Mode, review: Review, deadline_s: float) -> Decision:
         """The pod webhook."""
         if review.resource != "pods" or review.operation != "CREATE":
             return Decision("not-ours")
-        return decisions.admit_pod(review.object, review.namespace, self.backend)
+        plan = decisions.plan_pod(review.object, review.namespace, self.backend, namespace_mode)
+        if isinstance(plan, Decision):
+            return plan
+        if self.recommender is None or not plan.is_new:
+            return decisions.admit_pod(review.object, plan)
+        if review.dry_run:
+            # The recommender would store an allocation, and a dry run must not store anything.
+            return decisions.admit_pod(review.object, plan, problem="not decided in a dry run")
+        try:
+            async with asyncio.timeout(0.9 * deadline_s):
+                grant = await self.recommender.allocate(
+                    plan.request, plan.bounds, review.uid[:128], shadow=plan.mode == "Off"
+                )
+        except Unavailable as error:
+            return decisions.admit_pod(review.object, plan, problem=str(error))
+        except TimeoutError:
+            return decisions.admit_pod(review.object, plan, problem="the recommender did not respond in time")
+        self._count(plan, grant.cores, grant.memory_mb)
+        return decisions.admit_pod(review.object, plan, grant)
+
+    def _count(self, plan: PodPlan, cores: float, memory_mb: float) -> None:
+        recommended_cores, recommended_memory = plan.bounds.clamp(cores, memory_mb)
+        for name, amount in (
+            ("requested_cores_percent", plan.request.cores),
+            ("recommended_cores_percent", recommended_cores),
+            ("requested_memory_megabytes", plan.request.memory_mb),
+            ("recommended_memory_megabytes", recommended_memory),
+        ):
+            self.amounts[name].labels(plan.mode).inc(amount)
 
     async def bindings(self, review: Review, deadline_s: float) -> Decision:
         """The binding webhook. The agent gets 90 % of the time; the rest is left to report that it did not respond."""
@@ -73,25 +147,24 @@ class Webhooks:
             return Decision("not-ours")
         name = review.name or (binding.get("metadata") or {}).get("name", "")
         pod = await self.api.pod(review.namespace, name)
-        found = decisions.managed_request(pod, review.namespace)
-        if found is None:
+        plan = decisions.plan_binding(pod, review.namespace)
+        if plan is None:
             return Decision("nothing-to-ask")
         if review.dry_run:
             # The agent would store an allocation, and a dry run must not store anything.
             return Decision("dry-run")
-        request, backend = found
-        node = str(target.get("name") or "")
+        node = checked_name(target.get("name"), "the node's name")
         try:
             async with asyncio.timeout_at(agent_deadline):
                 address = await self.api.node_address(node) if self.agents.needs_address else ""
-                uid = str((pod.get("metadata") or {}).get("uid", ""))
-                grant = await self.agents.allocate(node, address, request, f"{uid}@{node}"[:128])
+                request_id = f"{(pod.get('metadata') or {}).get('uid', '')}@{node}"[:128]
+                grant = await self.agents.allocate(plan.request, plan.bounds, request_id, node=node, address=address)
         except Unavailable as error:
             return request_decision(binding, "agent-unavailable", str(error))
         except TimeoutError:
             reason = f"the agent on {node} did not respond within {deadline_s:g} s"
             return request_decision(binding, "deadline", reason)
-        return decisions.grant_decision(binding, request, backend, grant)
+        return decisions.grant_decision(binding, plan, grant)
 
     def deadline_s(self, timeout: str | None) -> float:
         """Time for a decision: at most 80 % of the time that the API server waits (``?timeout=3s``)."""
@@ -116,101 +189,170 @@ class Webhooks:
         log.info("%s %s/%s: %s", webhook, review.namespace, review.name or "(generated)", decision.outcome)
         return decision
 
+    async def close(self) -> None:
+        await self.api.close()
+        await self.agents.close()
+        if self.recommender is not None:
+            await self.recommender.close()
+
 
 def _unchanged(outcome: str, reason: str) -> Decision:
     return Decision(outcome, warnings=as_warnings([f"{reason}; admitted unchanged"]))
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """Read the body. The response is 413 as soon as it is longer than the limit."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise HTTPException(413, f"the body is longer than {limit} bytes")
-    return bytes(body)
+def body_length(request: Request) -> int:
+    """The announced length of the body. A body that is too long, or of unknown length, is refused unread."""
+    length = request.headers.get("content-length", "")
+    if not (length.isascii() and length.isdigit()):
+        raise HTTPException(411, "the request needs a Content-Length")
+    if len(length) > 12 or int(length) > MAX_BODY_BYTES:
+        raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return int(length)
 
 
 def create_app(webhooks: Webhooks) -> FastAPI:
-    """The FastAPI application of the webhooks."""
+    """The FastAPI application that the API server calls. It serves nothing else."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await webhooks.api.close()
-        await webhooks.agents.close()
+        await webhooks.close()
 
-    app = FastAPI(title="clustergym webhooks", lifespan=lifespan)
+    app = FastAPI(title="clustergym webhooks", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    budget = ByteBudget(MAX_BODIES_BYTES)
 
     async def respond(webhook: str, decide: Decide, request: Request, timeout: str | None) -> Response:
-        body = await read_body(request, MAX_BODY_BYTES)
+        deadline_s, started_s = webhooks.deadline_s(timeout), asyncio.get_running_loop().time()
+        size = body_length(request)
         try:
-            review = parse(body)
+            async with asyncio.timeout(deadline_s) as waiting, budget.hold(size):
+                review = parse(await request.body())
+                waiting.reschedule(None)
+                left_s = max(started_s + deadline_s - asyncio.get_running_loop().time(), 0.05)
+                decision = await webhooks.decide(webhook, decide, review, left_s)
+                return JSONResponse(make_response(review.uid, decision))
         except BadReview as error:
             webhooks.decisions.labels(webhook, "bad-review").inc()
             raise HTTPException(400, str(error)) from None
-        decision = await webhooks.decide(webhook, decide, review, webhooks.deadline_s(timeout))
-        return JSONResponse(make_response(review.uid, decision))
+        except TimeoutError:
+            webhooks.decisions.labels(webhook, "busy").inc()
+            raise HTTPException(503, "busy: the body was not read in time", {"Connection": "close"}) from None
 
-    @app.post("/mutate/pods")
-    async def mutate_pods(request: Request, timeout: str | None = None) -> Response:
-        """The pod webhook, for AdmissionReviews of new pods."""
-        return await respond("pods", webhooks.pods, request, timeout)
+    def pods_of(mode: Mode) -> Decide:
+        return lambda review, deadline_s: webhooks.pods(mode, review, deadline_s)
+
+    modes = {mode.lower(): pods_of(mode) for mode in MODES}
+
+    @app.post("/mutate/pods/{mode}")
+    async def mutate_pods(mode: str, request: Request, timeout: str | None = None) -> Response:
+        """The pod webhook, for AdmissionReviews of new pods. The path has the mode of the pod's namespace."""
+        if mode not in modes:
+            raise HTTPException(404, f"no such path; the modes are {', '.join(modes)}")
+        return await respond("pods", modes[mode], request, timeout)
 
     @app.post("/mutate/bindings")
     async def mutate_bindings(request: Request, timeout: str | None = None) -> Response:
         """The binding webhook, for AdmissionReviews of new bindings."""
         return await respond("bindings", webhooks.bindings, request, timeout)
 
-    @app.get("/healthz", response_class=PlainTextResponse)
-    async def healthz() -> str:
-        return "ok"
+    return app
 
-    @app.get("/readyz", response_class=PlainTextResponse)
-    async def readyz() -> str:
-        """Not ready if the certificate has expired."""
-        expiry = certificates.expiry(webhooks.certificate)
-        if expiry < datetime.datetime.now(datetime.UTC):
-            raise HTTPException(503, f"the serving certificate expired at {expiry.isoformat()}")
-        return "ok"
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(webhooks.registry), media_type=CONTENT_TYPE_LATEST)
+def pages_app(pages: dict[str, Page]) -> Callable[..., Awaitable[None]]:
+    """An ASGI application that answers GET and HEAD of these paths, and 404 to everything else."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        page = pages.get(scope["path"]) if scope["method"] in ("GET", "HEAD") else None
+        response = PlainTextResponse("not found", 404, {"Connection": "close"}) if page is None else page()
+        await response(scope, receive, send)
 
     return app
 
 
-async def serve(
-    app: FastAPI, host: str, port: int, certificate: Path, key: Path, client_ca: Path | None, reload_s: float
-) -> None:
-    """Serve HTTPS until a signal arrives, and check for a rotated certificate every ``reload_s`` seconds."""
+def health_pages(webhooks: Webhooks) -> dict[str, Page]:
+    def ready() -> Response:
+        """Not ready if the certificate has expired or cannot be read."""
+        try:
+            expiry = certificates.expiry(webhooks.certificate)
+        except (OSError, ValueError) as error:
+            return PlainTextResponse(f"the serving certificate cannot be read: {error}", 503)
+        if expiry < datetime.datetime.now(datetime.UTC):
+            return PlainTextResponse(f"the serving certificate expired at {expiry.isoformat()}", 503)
+        return PlainTextResponse("ok")
+
+    return {"/healthz": lambda: PlainTextResponse("ok"), "/readyz": ready}
+
+
+def metrics_pages(webhooks: Webhooks) -> dict[str, Page]:
+    return {"/metrics": lambda: Response(generate_latest(webhooks.registry), media_type=CONTENT_TYPE_LATEST)}
+
+
+class BackgroundServer(uvicorn.Server):
+    """A server next to the main one, which handles the signals."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@dataclass(frozen=True)
+class Listen:
+    """Where the servers listen, and with which certificates."""
+
+    host: str
+    port: int
+    health_port: int
+    metrics_port: int
+    certificate: Path
+    key: Path
+    client_ca: Path | None
+    reload_s: float
+
+
+async def serve(webhooks: Webhooks, listen: Listen) -> None:
+    """Serve until a signal arrives, and check for rotated certificates every ``reload_s`` seconds."""
+    # A connection without a client certificate uses a file until its handshake fails: allow as many as the system does.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    common: dict[str, Any] = {"host": listen.host, "access_log": False, "log_config": None, "ws": "none"}
     config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        ssl_certfile=str(certificate),
-        ssl_keyfile=str(key),
-        ssl_ca_certs=None if client_ca is None else str(client_ca),
-        ssl_cert_reqs=ssl.CERT_NONE if client_ca is None else ssl.CERT_REQUIRED,
-        access_log=False,
-        log_config=None,
+        create_app(webhooks),
+        port=listen.port,
+        ssl_certfile=str(listen.certificate),
+        ssl_keyfile=str(listen.key),
+        ssl_ca_certs=None if listen.client_ca is None else str(listen.client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if listen.client_ca is None else ssl.CERT_REQUIRED,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=10,
+        **common,
     )
     config.load()
     assert config.ssl is not None
     config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    reloader = certificates.Reloader(config.ssl, certificate, key)
+    reloader = certificates.Reloader(config.ssl, listen.certificate, listen.key, listen.client_ca)
+    plain = [
+        BackgroundServer(
+            uvicorn.Config(pages_app(pages), port=port, lifespan="off", limit_concurrency=64, **common)
+        )
+        for port, pages in (
+            (listen.health_port, health_pages(webhooks)),
+            (listen.metrics_port, metrics_pages(webhooks)),
+        )
+    ]  # fmt: skip
 
     async def reload() -> None:
         while True:
-            await asyncio.sleep(reload_s)
+            await asyncio.sleep(listen.reload_s)
             reloader.check()
 
-    reloading = asyncio.create_task(reload())
+    tasks = [asyncio.create_task(reload()), *(asyncio.create_task(one.serve()) for one in plain)]
     try:
         await uvicorn.Server(config).serve()
     finally:
-        reloading.cancel()
-        with suppress(asyncio.CancelledError):
-            await reloading
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            with suppress(asyncio.CancelledError):
+                await task

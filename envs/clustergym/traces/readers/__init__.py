@@ -22,6 +22,10 @@ ENGINES = {
     "tensorrt-llm": "expert statistics: the folder with meta_info.json and rank*.safetensors",
     "megatron": "router_trace_rank*.jsonl",
     "esft": "TASK/expert_weights_LAYER.txt",
+    "flame-moe": "actives/iter_NNNN/layer_NN.parquet of the data set CMU-FLAME/FLAME-MoE-Traces",
+    "core12345": "one .json file per query of the data set core12345/MoE_expert_selection_trace",
+    "load-history": "expert-load.json of the data set abmfy/eplb-openevolve",
+    "load-table": "loads per layer and expert as .csv or .parquet",
 }
 """Engine → files that it writes."""
 

@@ -23,12 +23,16 @@ class ModelSizes(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def n_layers(self) -> int:
-        """MoE layers."""
+    def layer_ids(self) -> tuple[int, ...]:
+        """Global index of each MoE layer."""
 
     @property
-    def n_dense(self) -> int:
-        """Dense layers before the first MoE layer."""
+    def mtp_layer_ids(self) -> tuple[int, ...]:
+        """Global index of each multi-token prediction layer."""
+
+    @property
+    def total_layers(self) -> int:
+        """Layers that the engine counts, dense ones included, MTP layers not."""
 
     @property
     def n_experts(self) -> int:
@@ -37,6 +41,26 @@ class ModelSizes(Protocol):
     @property
     def top_k(self) -> int:
         """Experts per token and layer."""
+
+
+@dataclass
+class DroppedTokens:
+    """Tokens that the engine did not capture, by the place where they were found."""
+
+    by_place: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.by_place.values())
+
+    def add(self, where: str, tokens: int) -> None:
+        self.by_place[where] = self.by_place.get(where, 0) + tokens
+
+    def describe(self, places: int = 10) -> str:
+        """One sentence with the first places."""
+        named = ", ".join(f"{where} ({n})" for where, n in list(self.by_place.items())[:places])
+        more = f" and {len(self.by_place) - places} more places" if len(self.by_place) > places else ""
+        return f"dropped {self.total} tokens that the engine did not capture (all experts are 0): {named}{more}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,12 @@ class ReadOptions:
     """Logical experts per layer."""
     slot_plan: Path | None = None
     """The plan that the engine ran with, if it counted tokens per slot and not per expert."""
+    max_tokens: int | None = None
+    """Read at most this many tokens, for data sets that are larger than memory."""
+    strict: bool = False
+    """Refuse a file with tokens that the engine did not capture. Otherwise they are dropped and counted."""
+    dropped: DroppedTokens = field(default_factory=DroppedTokens, compare=False)
+    """Counts the dropped tokens."""
     name: str = "imported"
     """Name of the trace."""
 
@@ -70,17 +100,36 @@ class ReadOptions:
     @property
     def expected_layers(self) -> int:
         """Layers that the engine counts, 0 if unknown."""
-        return self.n_layers or (self.model.n_layers + self.model.n_dense if self.model else 0)
+        return self.n_layers or (self.model.total_layers if self.model else 0)
 
     @property
     def expected_top_k(self) -> int:
         """Experts per token and layer, 0 if unknown."""
         return self.top_k or (self.model.top_k if self.model else 0)
 
-    def check_moe_layers(self, found: int) -> None:
-        """Refuse a recording whose number of MoE layers is not that of the model."""
-        if self.model is not None and found != self.model.n_layers:
-            raise ValueError(f"{found} MoE layers recorded, but {self.model.name} has {self.model.n_layers}")
+    def check_layer_count(self, found: int) -> None:
+        """Refuse a recording whose number of MoE layers is not that of the model. MTP layers may be included."""
+        if self.model is None:
+            return
+        expected = len(self.model.layer_ids)
+        if found not in (expected, expected + len(self.model.mtp_layer_ids)):
+            raise ValueError(f"{found} MoE layers recorded, but {self.model.name} has {expected}")
+
+    def check_moe_layers(self, found: Sequence[int]) -> None:
+        """Refuse a recording whose global layer indices are not the MoE layers of the model. MTP layers may follow."""
+        if self.model is None:
+            return
+        expected = self.model.layer_ids
+        if missing := sorted(set(expected) - set(found)):
+            raise ValueError(
+                f"{len(found)} MoE layers recorded, but {self.model.name} has {len(expected)}: "
+                f"layer {missing[0]} is missing"
+            )
+        if extra := sorted(set(found) - set(expected) - set(self.model.mtp_layer_ids)):
+            raise ValueError(
+                f"{len(found)} MoE layers recorded, but {self.model.name} has {len(expected)}: "
+                f"layer {extra[0]} is not one of them"
+            )
 
 
 def moe_layers(found: int, options: ReadOptions, where: str) -> npt.NDArray[np.int64] | None:
@@ -95,22 +144,25 @@ def moe_layers(found: int, options: ReadOptions, where: str) -> npt.NDArray[np.i
     if options.model is None:
         return None
     model = options.model
-    if found == model.n_layers:  # dense layers were left out already
-        return ids + model.n_dense
-    if found != model.n_layers + model.n_dense:
-        raise ValueError(
-            f"{where}: {found} layers recorded, but {model.name} has {model.n_layers} MoE layers"
-            + (f" after {model.n_dense} dense ones" if model.n_dense else "")
-        )
-    ids[: model.n_dense] = -1
-    return ids
+    for extra in ((), model.mtp_layer_ids):  # the MTP layers are recorded, or not
+        experts = np.array([*model.layer_ids, *extra])
+        if found == len(experts):  # dense layers were left out already
+            return experts
+        if found == model.total_layers + len(extra):
+            ids[~np.isin(ids, experts)] = -1
+            return ids
+    dense = model.total_layers - len(model.layer_ids)
+    raise ValueError(
+        f"{where}: {found} layers recorded, but {model.name} has {len(model.layer_ids)} MoE layers"
+        + (f" and {dense} dense ones" if dense else "")
+    )
 
 
 class TokenBlocks:
     """Blocks of routed tokens, joined without keeping a second copy of all of them.
 
     A block is a (tokens, layers, K) array without dense layers, with −1 as padding. All blocks have the same layers. K
-    may differ: narrower blocks are padded.
+    may differ: narrower blocks are padded. Blocks are joined by ascending ``order``; equal ones as they were added.
     """
 
     def __init__(self) -> None:
@@ -118,9 +170,20 @@ class TokenBlocks:
         self._blocks: list[Ids] = []
         self._seq_lens: list[npt.NDArray[np.int64]] = []
         self._domains: list[npt.NDArray[np.str_]] = []
+        self._order: list[int] = []
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(block) for block in self._blocks)
 
     def add(
-        self, block: Ids, layer_ids: npt.NDArray[np.int64], seq_lens: Sequence[int], domain: str, where: str
+        self,
+        block: Ids,
+        layer_ids: npt.NDArray[np.int64],
+        seq_lens: Sequence[int],
+        domain: str,
+        where: str,
+        order: int = 0,
     ) -> None:
         if self.layer_ids is None:
             self.layer_ids = layer_ids
@@ -134,11 +197,19 @@ class TokenBlocks:
         self._blocks.append(block)
         self._seq_lens.append(np.asarray(seq_lens, np.int64))
         self._domains.append(np.full(len(seq_lens), domain))
+        self._order.append(order)
+
+    def _sort(self) -> None:
+        places = sorted(range(len(self._order)), key=self._order.__getitem__)
+        self._blocks = [self._blocks[i] for i in places]
+        self._seq_lens = [self._seq_lens[i] for i in places]
+        self._domains = [self._domains[i] for i in places]
 
     def fields(self) -> dict[str, Any]:
         """Arguments of a TokenTrace. Each block is freed as soon as it is copied, so this works only once."""
         if not self._blocks:
             raise ValueError("no tokens in the files: nothing to import")
+        self._sort()
         tokens, width = sum(len(b) for b in self._blocks), max(b.shape[2] for b in self._blocks)
         seq_lens, domains = np.concatenate(self._seq_lens), np.concatenate(self._domains)
         if len(self._blocks) == 1:
@@ -180,18 +251,44 @@ class DenseZeros:
             )
         if ids.dtype.itemsize > 1 and tokens and (int(ids.max()) > MAX_EXPERTS or int(ids.min()) < -1):
             raise ValueError(f"{where}: expert ids from {ids.min()} to {ids.max()}: these are not routed experts")
-        return ids[:, self.kept >= 0].astype(np.int16), self.kept[self.kept >= 0]
+        captured = self._captured(ids[:, self.kept >= 0], where)
+        return ids[captured][:, self.kept >= 0].astype(np.int16), self.kept[self.kept >= 0]
+
+    def _captured(self, ids: npt.NDArray[np.integer[Any]], where: str) -> npt.NDArray[np.bool_]:
+        """(tokens,) False for tokens of (tokens, MoE layers, K) that the engine did not capture: K times expert 0."""
+        if ids.shape[2] == 1:  # a token may well use expert 0 in a layer
+            return np.ones(len(ids), bool)
+        lost = (ids == 0).all(2).any(1)
+        if lost.any():
+            if self.options.strict:
+                raise ValueError(
+                    f"{where}: token {int(lost.argmax())} was not captured, its experts are all 0: without --strict "
+                    "such tokens are dropped"
+                )
+            self.options.dropped.add(where, int(lost.sum()))
+        return np.asarray(~lost)
+
+    def check_dropped(self, kept: int) -> None:
+        """Refuse a recording of which more is lost than kept: a dense layer would look like that."""
+        if self.options.dropped.total > kept:
+            raise ValueError(
+                f"{self.options.dropped.describe(3)}; only {kept} tokens are left: is a layer dense? Give --model or "
+                "--dense-layers"
+            )
 
     def _decide(self, ids: npt.NDArray[np.integer[Any]], where: str) -> npt.NDArray[np.int64]:
         known = moe_layers(ids.shape[1], self.options, where)
         if known is not None:
             return known
-        zero = (ids == 0).all((0, 2))
+        routed = ids[(ids != 0).any((1, 2))] if ids.shape[2] > 1 else ids  # without tokens that were not captured
+        zero = (routed == 0).all((0, 2))
         if zero.any() and ids.shape[2] == 1:
             raise ValueError(
                 f"{where}: layer {int(np.flatnonzero(zero)[0])} is 0 for every token: is it dense, or is it always "
                 "expert 0? Give --model or --dense-layers"
             )
+        if zero.all():
+            raise ValueError(f"{where}: every layer is 0 for every token: give --model or --dense-layers")
         return np.where(zero, -1, np.arange(ids.shape[1]))
 
 

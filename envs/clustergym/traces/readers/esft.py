@@ -22,7 +22,7 @@ _BATCH_BYTES = 4 << 20
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
     """Read one folder per task. Tasks become domains. Gate weights are counted but not used."""
     top_k = options.expected_top_k or TOP_K
-    expected = options.n_layers or (options.model.n_layers if options.model else N_LAYERS)
+    expected = options.n_layers or (len(options.model.layer_ids) if options.model else N_LAYERS)
     tasks: dict[Path, dict[int, Path]] = {}
     for path in expand(paths, "expert_weights_*.txt"):
         match = _NAME.fullmatch(path.name)

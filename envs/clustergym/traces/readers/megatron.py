@@ -65,7 +65,7 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
             if (*key, layer) not in filled:
                 step, rank, _ = key
                 raise ValueError(f"step {step}, rank {rank} has no line for layer {layer}: is a file truncated?")
-    options.check_moe_layers(len(ordered))
+    options.check_layer_count(len(ordered))
     order = sorted(passes)
     starts = dict(zip(order, np.cumsum([0] + [passes[k] for k in order[:-1]]).tolist(), strict=True))
     experts = np.empty((sum(passes.values()), len(ordered), widths.pop()), np.int16)

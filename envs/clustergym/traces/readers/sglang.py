@@ -26,8 +26,8 @@ from clustergym.traces.readers.payloads import payloads
 from clustergym.traces.readers.torch_files import load_tensors
 from clustergym.traces.token_trace import TokenTrace
 
-PHASES = {1: "prefill", 2: "decode", 3: "mixed"}
-"""SGLang's ForwardMode → domain of the trace."""
+PHASES = {1: "prefill", 2: "decode", 3: "mixed", 5: "speculative"}
+"""SGLang's ForwardMode → domain of the trace. 5 is TARGET_VERIFY, which checks the tokens of a draft model."""
 
 
 def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadTrace:
@@ -115,7 +115,7 @@ def _add_passes(
             [slot_counts_to_logical(row, to, n_experts) for row, to in zip(physical, slots, strict=True)]
         )
         # Each rank writes a file with its own tokens: sum the counts of a forward pass over ranks.
-        key = record.get("forward_pass_id", i)
+        key = _pass_id(record, i)
         counts[key] = counts[key] + logical if key in counts else logical
 
 
@@ -125,11 +125,12 @@ def _loads(counts: dict[object, npt.NDArray[np.int64]], options: ReadOptions) ->
     shapes = {c.shape for c in counts.values()}
     if len(shapes) > 1:
         raise ValueError(f"the files have counts of different shapes {sorted(shapes)}: import one model at a time")
-    whole = np.stack(list(counts.values()))
+    # Forward passes by id, whichever rank recorded them; steps of ring buffers in the order of the files.
+    whole = np.stack([counts[key] for key in sorted(counts, key=lambda key: key if isinstance(key, int) else 0)])
     layers = np.flatnonzero(whole.any((0, 2)))  # dense layers are 0
     if not len(layers):
         raise ValueError("every layer of the recording is empty: nothing to import")
-    options.check_moe_layers(len(layers))
+    options.check_moe_layers(layers.tolist())
     return LoadTrace(whole[:, layers], layers, options.expected_top_k, options.model_name, options.name)
 
 
@@ -177,11 +178,17 @@ def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Se
                 raise ValueError(f"{where}: layer {layer} uses more than top-{width} experts")
             block[:, column] = to_logical(ids[:, :width], slots[layer], int(layer), where)
         positions = np.asarray(_listed(record.get("positions"))).tobytes()
-        if not seen.add(record.get("forward_pass_id", (str(path), i)), positions, block):
+        pass_id = _pass_id(record, i)
+        if not seen.add(pass_id, positions, block):
             continue
         mode = _number(record.get("forward_mode"))
         phase = PHASES.get(mode, f"mode {mode}")
-        blocks.add(block, moe, _sequences(record, rows, len(first), where), phase, where)
+        blocks.add(block, moe, _sequences(record, rows, len(first), where), phase, where, pass_id)
+
+
+def _pass_id(record: dict[Any, Any], position: int) -> int:
+    """Id of the forward pass, which all ranks count alike; without one, the position in the file."""
+    return _number(record["forward_pass_id"]) if "forward_pass_id" in record else position
 
 
 def _listed(value: Any) -> list[int]:
@@ -191,7 +198,8 @@ def _listed(value: Any) -> list[int]:
 
 
 def _number(value: Any) -> int:
-    return int(value) if isinstance(value, (int, torch.Tensor)) else 0
+    single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
+    return int(value) if isinstance(value, int) or single else 0
 
 
 def _sequences(record: dict[Any, Any], rows: npt.NDArray[np.int64], n_rows: int, where: str) -> list[int]:
@@ -223,6 +231,7 @@ def _read_responses(files: Sequence[Path], options: ReadOptions) -> TokenTrace:
                 )
             block, layer_ids = dense.strip(np.frombuffer(data, "<i4").reshape(-1, layers, top_k), where)
             blocks.add(block, layer_ids, [len(block)] if len(block) else [], "all", where)
+    dense.check_dropped(blocks.n_tokens)
     return TokenTrace(
         **blocks.fields(),
         n_experts=options.expected_experts,

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from clustergym.common.extras import require
+from clustergym.traces.token_trace import MAX_EXPERTS
 
 SlotRows = dict[int, list[int]]
 """Layer, as the engine counts layers → the logical expert in each slot."""
 
+_MAX_SLOTS = 50_000_000
 _TENSORRT_LLM_KEYS = {"num_slots", "layer_updates_per_iter", "initial_global_assignments"}
 
 
@@ -25,10 +27,12 @@ def checked_rows(rows: Any, path: Path) -> SlotRows:
     """``rows`` itself if it maps layers to lists of expert ids of equal length, else a :class:`PlanError`."""
     if not isinstance(rows, dict) or not rows:
         raise PlanError(f"{path}: the plan has no layers")
+    if sum(len(row) for row in rows.values() if isinstance(row, list)) > _MAX_SLOTS:
+        raise PlanError(f"{path}: more than {_MAX_SLOTS} slots in {len(rows)} layers")
     for layer, row in rows.items():
         if isinstance(layer, bool) or not isinstance(layer, int) or not isinstance(row, list):
             raise PlanError(f"{path}: layer {layer!r}: expected an integer layer with a list of experts")
-        if any(isinstance(expert, bool) or not isinstance(expert, int) for expert in row):
+        if any(type(expert) is not int or not -1 <= expert <= MAX_EXPERTS for expert in row):
             raise PlanError(f"{path}: layer {layer} contains something other than expert ids")
     if len({len(row) for row in rows.values()}) > 1:
         raise PlanError(f"{path}: layers have different numbers of slots")
@@ -39,7 +43,9 @@ def read_tensorrt_llm_plan(path: Path) -> SlotRows:
     """The initial assignments in a load balancer config of TensorRT-LLM, by global layer index."""
     yaml = require("yaml", "engines")
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # The loader in C is ten times as fast.
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
     if not isinstance(document, dict) or set(document) != _TENSORRT_LLM_KEYS:

@@ -26,6 +26,7 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
                 )
             block, layer_ids = dense.strip(ids, where)
             blocks.add(block, layer_ids, [len(block)] if len(block) else [], "all", where)
+    dense.check_dropped(blocks.n_tokens)
     return TokenTrace(
         **blocks.fields(),
         n_experts=options.expected_experts,
