@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from clustergym.moe_placement.planners.anneal import Anneal
@@ -13,16 +14,16 @@ from clustergym.moe_placement.planners.greedy import Bottleneck, SwapGreedy
 from clustergym.moe_placement.planners.groups import AffinityGroups, CoOccurrence
 from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
 from clustergym.moe_placement.planners.hot import HotEverywhere, RoundRobin
-from clustergym.moe_placement.planners.oracle import Oracle
+from clustergym.moe_placement.planners.oracle import Forecast, Oracle
 from clustergym.moe_placement.planners.swift import Swift
-from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.moe_placement.simulator import Simulator
 
 
 class Entry(NamedTuple):
     """A planner class and the options that differ from its defaults."""
 
-    planner: type[Planner]
+    planner: type[Planner] | str
+    """A name in :mod:`clustergym.moe_placement.policy.planner`, imported on first use because networks load slowly."""
     options: dict[str, Any] = {}
 
 
@@ -47,10 +48,10 @@ PLANNERS: dict[str, Entry] = {
     "swap-greedy": Entry(SwapGreedy),
     "anneal-max": Entry(Anneal, {"norm": 0}),
     "anneal": Entry(Anneal),
-    "anneal-4": Entry(Anneal, {"windows": 4}),
-    "anneal-even": Entry(Anneal, {"norm": 4, "homes": "even", "migration_weight": 0.5}),
-    "policy": Entry(Policy),
-    "policy-guided": Entry(PolicyGuided),
+    "anneal-4": Entry(Anneal, {"intervals": 4}),
+    "policy": Entry("Policy"),
+    "policy-guided": Entry("PolicyGuided"),
+    "forecast": Entry(Forecast),
     "oracle": Entry(Oracle),
     "exact": Entry(Exact),
 }
@@ -60,12 +61,17 @@ def planner_class(name: str) -> type[Planner]:
     """The class behind a name: its attributes say what the planner needs."""
     if name not in PLANNERS:
         raise ValueError(f"unknown planner {name!r}; the planners are: {', '.join(PLANNERS)}")
-    return PLANNERS[name].planner
+    planner = PLANNERS[name].planner
+    if isinstance(planner, str):
+        found: type[Planner] = getattr(import_module("clustergym.moe_placement.policy.planner"), planner)
+        return found
+    return planner
 
 
 def planners_on_loads() -> list[str]:
     """Names of the planners that need only the load of each expert."""
-    return [name for name, entry in PLANNERS.items() if not entry.planner.needs_tokens]
+    plain = ((name, entry.planner) for name, entry in PLANNERS.items() if not isinstance(entry.planner, str))
+    return [name for name, planner in plain if not planner.needs_tokens]
 
 
 def make_planner(name: str, simulator: Simulator, **options: object) -> Planner:

@@ -9,34 +9,33 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.kernels.state import MODE_STAY, SimulationState
+from clustergym.moe_placement.kernels.state import SimulationState
+from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.kernels import anneal as kernels
 from clustergym.moe_placement.planners.kernels.launch import Objective
 from clustergym.moe_placement.planners.search import Search
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 SHORTEST_SECONDS = 1e-4
 
 
 @dataclass(eq=False, kw_only=True)
 class Anneal(Search):
-    """Simulated annealing of every layer, migration included, from the current or the static placement."""
+    """Simulated annealing of every layer, migration included, from the current placement, EPLB's or the static one."""
 
     takes_seconds = True
 
     norm: int = 16
-    """See :class:`Search`. The 16-norm generalizes better to the next window than the true time."""
+    """See :class:`Search`. The 16-norm generalizes better to the next passes than the true time."""
     iterations: int = 6000
     """Number of steps per layer."""
     seconds: float | None = None
     """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
     heat: tuple[float, float] = (3e-4, 1e-5)
     """First and last temperature, as shares of the time of the layer."""
-    migration_weight: float = 1.0
-    """Weight of the migration time. Less than 1 if a move helps for longer than the window that pays for it."""
     restart: bool = True
-    """Start from the static placement if that is better, migration included. Few single moves of a placement with much
-    traffic between nodes are improvements, so annealing would not find the way."""
+    """Start each layer from EPLB's or the static placement if that is better, migration included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,43 +47,42 @@ class Anneal(Search):
         if min(self.heat) <= 0:
             raise ValueError(f"heat is {self.heat}: both temperatures must be more than 0")
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began = time.perf_counter()
-        window, sim, scale = self.observe(history, placement, tokens)
-        # With comm="stay" the time of a layer depends on the layers before it, so layers cannot choose on their own.
-        if self.restart and self.simulator.mode != MODE_STAY:
-            static = self.simulator.static(window.n_layers)
-            static_sim = self.simulator.count(window, static, before=placement)
-            better = self.objectives(static_sim, scale) < self.objectives(sim, scale)
-            if better.any():
-                start = np.where(better[:, None, None], static, placement)
-                sim = self.simulator.count(window, start, before=placement)
+        interval = self.observe(history)
+        sim = self.simulator.count(interval, placement)
+        objective = self.objective(interval, sim)
+        # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
+        if self.restart and not self.simulator.stay:
+            eplb = EPLB(self.simulator)
+            least, start = self.objectives(sim, objective), placement
+            for other in (self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))):
+                found = self.objectives(self.simulator.count(interval, other, placement), objective)
+                start = np.where((found < least)[:, None, None], other, start)
+                least = np.minimum(found, least)
+            sim = self.simulator.count(interval, start, placement)
         left = None if self.seconds is None else max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
-        return self.refine(window, sim, scale, left)
+        return self.refine(interval, sim, objective, left)
 
-    def objective(self, scale: float) -> Objective:
-        sim = self.simulator
-        return Objective(sim.costs, sim.network, self.norm_log2, float(scale), float(self.migration_weight))
-
-    def objectives(self, sim: SimulationState, scale: float) -> npt.NDArray[np.float64]:
+    def objectives(self, sim: SimulationState, objective: Objective) -> npt.NDArray[np.float64]:
         """(L,) objective of each layer in the state ``sim``."""
         found = np.empty(len(sim.slots))
-        kernels.objectives(sim, self.objective(scale), found)
+        kernels.objectives(sim, objective, found)
         return found
 
     def refine(
         self,
-        window: Window,
+        interval: Interval,
         sim: SimulationState,
-        scale: float,
+        objective: Objective,
         seconds: float | None = None,
         prior: npt.NDArray[np.float64] | None = None,
         guide: float = 0.0,
     ) -> Placement:
         """Anneal from the state ``sim``. A share ``guide`` of the steps starts at experts from ``prior`` (L, E)."""
-        best, best_cost = sim.slots.copy(), np.full(window.n_layers, np.inf)
-        key, objective = self.random_keys(window.n_layers), self.objective(scale)
-        weights = np.ones((window.n_layers, 1)) if prior is None else prior
+        layers = interval.n_layers
+        best, best_cost, key = sim.slots.copy(), np.full(layers, np.inf), self.random_keys(layers)
+        weights = np.ones((layers, 1)) if prior is None else prior
         cumulative = np.cumsum(weights, axis=1) / weights.sum(1, keepdims=True)
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
@@ -96,7 +94,7 @@ class Anneal(Search):
             if seconds is None:
                 run(first, last, self.heat, self.iterations)
                 return
-            budget = seconds * (last - first) / window.n_layers
+            budget = seconds * (last - first) / layers
             began, done, chunk = time.perf_counter(), 0.0, 50
             low, high = np.log(self.heat[1]), np.log(self.heat[0])
             while done < 1:
@@ -108,5 +106,5 @@ class Anneal(Search):
                 # Each chunk should take about 2 % of the budget.
                 chunk = max(10, min(1000, int(chunk * 0.02 * budget / max(now - before, 1e-6))))
 
-        self.each_layer(window, sim, search, chosen=best)
+        self.each_layer(interval, sim, search, best)
         return best

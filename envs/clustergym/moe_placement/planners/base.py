@@ -1,4 +1,4 @@
-"""The planner interface: windows served so far and the current placement in, the next placement out."""
+"""The planner interface: intervals served so far and the current placement in, the next placement out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.simulator import Placement, Simulator, Window
+from clustergym.moe_placement.simulator import Placement, Simulator
+from clustergym.moe_placement.streams import Interval
 
 
 @dataclass(eq=False)
@@ -23,7 +24,10 @@ class Planner(ABC):
     needs_tokens: ClassVar[bool] = True
     """The planner looks at which experts each token uses. If False, the load of each expert is enough."""
     needs_future: ClassVar[bool] = False
-    """``history[-1]`` is the window to come, not the last one served. Such a planner is only good for comparison."""
+    """``history[-1]`` has the passes to come, not the last ones served. Such a planner is only good for comparison."""
+    needs_mixture: ClassVar[bool] = False
+    """``history[-1]`` has other tokens of the domains of the next interval: a perfect forecast of the mixture. Such a
+    planner is only good for comparison."""
     keeps_placement: ClassVar[bool] = False
     """The planner never moves an expert, so it is compared from the static placement and not from EPLB's."""
     starts_from_eplb: ClassVar[bool] = False
@@ -33,7 +37,7 @@ class Planner(ABC):
     takes_checkpoint: ClassVar[bool] = False
     """The option ``checkpoint`` names a trained policy."""
     layers_alone: ClassVar[bool] = False
-    """The planner assumes that layers do not affect each other, which does not hold with ``comm="stay"``."""
+    """The planner assumes that layers do not affect each other, which does not hold with transport ``stay``."""
     small_only: ClassVar[bool] = False
     """The planner refuses all but small instances."""
 
@@ -43,18 +47,17 @@ class Planner(ABC):
     """Seed of planners that draw random numbers."""
 
     def reset(self) -> None:
-        """Forget earlier windows, because a new stream begins. Planners without state do nothing."""
+        """Forget earlier intervals, because a new stream begins. Planners without state do nothing."""
 
     @abstractmethod
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        """The placement (L, G, S) for the next window.
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        """The placement (L, G, S) for the next interval.
 
         Args:
-            history: windows served so far, oldest first. At least one.
+            history: intervals served so far, oldest first. At least one; the last is the one just observed.
             placement: the current placement. Fetching an expert that a GPU does not hold costs migration time.
-            tokens: number of tokens in the next window, if it differs from the last one.
         """
 
-    def loads(self, window: Window) -> npt.NDArray[np.float64]:
-        """(L, E) tokens routed to each expert."""
-        return window.loads(self.simulator.n_experts).astype(np.float64)
+    def loads(self, interval: Interval) -> npt.NDArray[np.float64]:
+        """(L, E) tokens routed to each expert in the sampled passes."""
+        return interval.loads(self.simulator.n_experts).astype(np.float64)

@@ -10,7 +10,20 @@ import numpy.typing as npt
 
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.kernels import loads as kernels
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
+
+
+def balance(loads: npt.NDArray[np.float64], placement: Placement) -> npt.NDArray[np.float64]:
+    """(L,) mean load over the load of the busiest GPU, if the replicas of an expert share its load evenly."""
+    layers, n_experts = loads.shape
+    flat = np.where(placement < 0, n_experts, placement).reshape(layers, -1).astype(np.int64)
+    flat += np.arange(layers)[:, None] * (n_experts + 1)
+    copies = np.bincount(flat.ravel(), minlength=layers * (n_experts + 1))
+    shares = np.pad(loads, ((0, 0), (0, 1))).ravel() / np.maximum(copies, 1)
+    gpus = shares[flat].reshape(placement.shape).sum(2)
+    peak = gpus.max(1)
+    return np.asarray(np.divide(gpus.mean(1), peak, out=np.ones(layers), where=peak > 0))
 
 
 class Static(Planner):
@@ -19,7 +32,7 @@ class Static(Planner):
     needs_tokens = False
     keeps_placement = True
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         return placement
 
 
@@ -30,7 +43,7 @@ class OnLoads(Planner):
     needs_tokens = False
 
     ema: float = 1.0
-    """Weight of the newest window in the moving average. 1 uses only the last window."""
+    """Weight of the newest interval in the moving average. 1 uses only the last interval."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ema <= 1:
@@ -40,22 +53,11 @@ class OnLoads(Planner):
     def reset(self) -> None:
         self.average: npt.NDArray[np.float64] | None = None
 
-    def observe(self, window: Window) -> npt.NDArray[np.float64]:
-        """(L, E) moving average of the loads, the window included."""
-        loads = self.loads(window)
+    def observe(self, interval: Interval) -> npt.NDArray[np.float64]:
+        """(L, E) moving average of the loads, the interval included."""
+        loads = self.loads(interval)
         self.average = loads if self.average is None else self.ema * loads + (1 - self.ema) * self.average
         return self.average
-
-    def imbalance(self, loads: npt.NDArray[np.float64], placement: Placement) -> npt.NDArray[np.float64]:
-        """(L,) load of the busiest GPU over the mean, if the replicas of an expert share its load evenly."""
-        layers = np.arange(len(loads))[:, None, None]
-        empty = placement < 0
-        ids = np.where(empty, 0, placement).astype(np.int64)
-        copies = np.zeros_like(loads)
-        np.add.at(copies, (np.broadcast_to(layers, ids.shape)[~empty], ids[~empty]), 1)
-        share = np.where(empty, 0.0, (loads / np.maximum(copies, 1))[layers, ids])
-        gpus = share.sum(2)
-        return np.asarray(gpus.max(1) / np.maximum(gpus.mean(1), 1e-12))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -68,11 +70,11 @@ class EPLB(OnLoads):
     threshold: float = 0.0
     """Plan a layer only if the busiest GPU has more than this many times the mean load."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         loads = self.observe(history[-1])
         planned = self.pack(loads)
         if self.threshold > 0:
-            kept = self.imbalance(loads, placement) <= self.threshold
+            kept = balance(loads, placement) * self.threshold >= 1
             planned[kept] = placement[kept]
         return planned
 
@@ -95,7 +97,7 @@ class EPLB(OnLoads):
 
 
 class EPLBOnce(EPLB):
-    """EPLB on the first window. The placement is kept after that."""
+    """EPLB on the first interval. The placement is kept after that."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        return super().plan(history, placement, tokens) if self.average is None else placement
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        return super().plan(history, placement) if self.average is None else placement

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from math import comb
 
 import numpy as np
@@ -13,17 +13,18 @@ import numpy.typing as npt
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from clustergym.moe_placement.kernels.state import MODE_DEDUP, MODE_STAY
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 MAX_BINARIES = 120
 MAX_PLACEMENTS = 300_000
+BATCH = 1024
 
 
 @dataclass(eq=False, kw_only=True)
 class Exact(Planner):
-    """The placement with the least served and migration time on the observed window, proven.
+    """The placement with the least served and migration time on the observed passes, proven.
 
     Without spare slots and with deduplicated copies it solves a mixed-integer program (HiGHS). Otherwise it tries every
     placement. It refuses instances that are too large. ``optimum_us`` (L,) is the proven time of each layer of the last
@@ -41,22 +42,22 @@ class Exact(Planner):
     def __post_init__(self) -> None:
         self.optimum_us: npt.NDArray[np.float64] = np.zeros(0)
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        sim, window = self.simulator, history[-1]
-        if sim.mode == MODE_STAY:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        sim, interval = self.simulator, history[-1]
+        if sim.stay:
             raise ValueError(
-                "the exact planner plans each layer on its own, but with comm='stay' layers depend on each other"
+                "the exact planner plans each layer on its own, but with transport 'stay' layers depend on each other"
             )
-        one_copy = sim.mode == MODE_DEDUP and sim.n_gpus * sim.n_slots == sim.n_experts
-        solve = self._program if one_copy else self._enumerate
+        one_copy = sim.profile.transport == "dedup" and sim.n_gpus * sim.n_slots == sim.n_experts
+        solve = self._program if one_copy and sim.migration == "blocking" else self._enumerate
         solutions = [
-            solve(Window(window.experts[l : l + 1], window.rows, window.home), placement[l])
-            for l in range(window.n_layers)
+            solve(Interval(interval.experts[l : l + 1], interval.rows, interval.rank_start), placement[l])
+            for l in range(interval.n_layers)
         ]
         self.optimum_us = np.array([time_us for _, time_us in solutions])
         return np.stack([slots for slots, _ in solutions]).astype(np.int16)
 
-    def _enumerate(self, window: Window, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
+    def _enumerate(self, interval: Interval, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
         """Simulate every placement."""
         sim = self.simulator
         fillings = sum(comb(sim.n_experts, size) for size in range(sim.n_slots + 1))
@@ -67,35 +68,43 @@ class Exact(Planner):
                 "use annealing, or as many slots as experts (then it solves a program)"
             )
         best, least = before, np.inf
-        for slots in _placements(sim.n_experts, sim.n_gpus, sim.n_slots):
-            served = sim.evaluate(window, slots[None], before[None], check=False)
-            time_us = float(served.time_us[0] + (served.migration_us[0] if self.migration else 0.0))
-            if time_us < least:
-                best, least = slots, time_us
+        every = _placements(sim.n_experts, sim.n_gpus, sim.n_slots)
+        # Many at once: each placement is a layer of its own with the same traffic.
+        while some := list(islice(every, BATCH)):
+            plans, n = np.stack(some), len(some)
+            same = Interval(np.repeat(interval.experts, n, axis=0), interval.rows, interval.rank_start)
+            served = sim.evaluate(same, plans, np.repeat(before[None], n, axis=0), check=False)
+            times_us = served.total_us if self.migration else served.time_us
+            i = int(times_us.argmin())
+            if times_us[i] < least:
+                best, least = plans[i], float(times_us[i])
         return best, least
 
-    def _program(self, window: Window, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
+    def _program(self, interval: Interval, before: npt.NDArray[np.int16]) -> tuple[npt.NDArray[np.int16], float]:
         """Solve a mixed-integer program for one copy per expert.
 
-        Tokens with the same home and the same experts are one kind. Binary variables: expert e is on GPU g; tokens of
-        kind k visit GPU g; tokens of kind k visit another node n. Continuous variables: the times of the busiest GPU
-        for copies inside nodes, for copies between nodes, for compute, and for migration.
+        Tokens of one pass with the same rank and the same experts are one kind. Binary variables: expert e is on GPU
+        g; tokens of kind k visit GPU g; tokens of kind k visit another node n. Continuous variables: for each pass the
+        times of the busiest GPU for copies inside nodes, for copies between nodes and for compute; and for migration.
         """
         sim = self.simulator
-        experts, gpus, nodes = sim.n_experts, sim.n_gpus, sim.cluster.n_nodes
+        experts, gpus, nodes, passes = sim.n_experts, sim.n_gpus, sim.cluster.n_nodes, interval.n_passes
         if experts * gpus > MAX_BINARIES:
             raise ValueError(
                 f"{experts} experts × {gpus} GPUs are {experts * gpus} binary choices: the exact planner takes at most "
                 f"{MAX_BINARIES}"
             )
-        costs, node_of, per_node = sim.costs, sim.network.node_of.tolist(), sim.cluster.gpus_per_node
-        kinds = Counter(
-            (home, frozenset(e for e in row if e >= 0))
-            for home, row in zip(window.home.tolist(), window.experts[0, window.rows].tolist(), strict=True)
-        )
-        load = window.loads(experts)[0]
+        costs, node_of = sim.costs(interval.n_tokens), sim.topology.node_of.tolist()
+        per_node = sim.cluster.gpus_per_node
+        kinds: Counter[tuple[int, int, frozenset[int]]] = Counter()
+        for p, (rows, starts) in enumerate(zip(interval.rows, interval.rank_start, strict=True)):
+            ranks = np.repeat(np.arange(gpus), np.diff(starts)).tolist()
+            for rank, used in zip(ranks, interval.experts[0, rows].tolist(), strict=True):
+                kinds[p, rank, frozenset(e for e in used if e >= 0)] += 1
+        loads = interval.pass_loads(experts)[:, 0]
         n_placed, n_binary = experts * gpus, experts * gpus + len(kinds) * (gpus + nodes)
-        intra, inter, compute, migration = range(n_binary, n_binary + 4)
+        intra, inter, compute = (range(n_binary + i * passes, n_binary + (i + 1) * passes) for i in range(3))
+        migration = n_binary + 3 * passes
 
         def placed(e: int, g: int) -> int:
             return e * gpus + g
@@ -111,48 +120,56 @@ class Exact(Planner):
             program.add({placed(e, g): 1.0 for g in range(gpus)}, 1, 1)
         for g in range(gpus):
             program.add({placed(e, g): 1.0 for e in range(experts)}, 0, sim.n_slots)
-        # Copies that each GPU sends or receives: variable → number of tokens.
-        intra_sent, intra_received, inter_sent, inter_received = (
-            [Counter[int]() for _ in range(gpus)] for _ in range(4)
+        # Copies that each GPU sends or receives, and tokens that visit it, in each pass: variable → number of tokens.
+        intra_sent, intra_received, inter_sent, inter_received, visits = (
+            [[Counter[int]() for _ in range(gpus)] for _ in range(passes)] for _ in range(5)
         )
-        for k, ((home, used), tokens) in enumerate(kinds.items()):
+        for k, ((p, home, used), tokens) in enumerate(kinds.items()):
             for g in range(gpus):
                 for e in used:
                     program.add({visits_gpu(k, g): 1.0, placed(e, g): -1.0}, 0)
+                visits[p][g][visits_gpu(k, g)] += tokens
                 relay = home + (node_of[g] - node_of[home]) * per_node
                 if g != relay:
-                    intra_sent[relay][visits_gpu(k, g)] += tokens
-                    intra_received[g][visits_gpu(k, g)] += tokens
+                    intra_sent[p][relay][visits_gpu(k, g)] += tokens
+                    intra_received[p][g][visits_gpu(k, g)] += tokens
             for n in range(nodes):
                 if n == node_of[home]:
                     continue
                 for g in range(n * per_node, (n + 1) * per_node):
                     program.add({visits_node(k, n): 1.0, visits_gpu(k, g): -1.0}, 0)
-                inter_sent[home][visits_node(k, n)] += tokens
-                inter_received[home + (n - node_of[home]) * per_node][visits_node(k, n)] += tokens
+                inter_sent[p][home][visits_node(k, n)] += tokens
+                inter_received[p][home + (n - node_of[home]) * per_node][visits_node(k, n)] += tokens
         intra_us = costs.dispatch_intra_us + costs.combine_intra_us
         inter_us = costs.dispatch_inter_us + costs.combine_inter_us
-        for copies, copy_us, longest in (
-            (intra_sent, intra_us, intra), (intra_received, intra_us, intra),
-            (inter_sent, inter_us, inter), (inter_received, inter_us, inter),
-        ):  # fmt: skip
-            for of_gpu in copies:
-                program.add({variable: -copy_us * tokens for variable, tokens in of_gpu.items()} | {longest: 1.0}, 0)
+        for p in range(passes):
+            for copies, copy_us, longest in (
+                (intra_sent[p], intra_us, intra[p]), (intra_received[p], intra_us, intra[p]),
+                (inter_sent[p], inter_us, inter[p]), (inter_received[p], inter_us, inter[p]),
+            ):  # fmt: skip
+                for of_gpu in copies:
+                    row = {variable: -copy_us * tokens for variable, tokens in of_gpu.items()}
+                    program.add(row | {longest: 1.0}, 0)
+            program.add({compute[p]: 1.0}, costs.kernel_floor_us - costs.kernel_us)
+            blocks = np.ceil(loads[p] / costs.block_tokens)
+            work = costs.pair_us * loads[p] + costs.expert_us * (loads[p] > 0) + costs.block_us * blocks
+            for g in range(gpus):
+                row = {placed(e, g): -work[e] for e in range(experts)}
+                row |= {variable: -costs.token_us * tokens for variable, tokens in visits[p][g].items()}
+                program.add(row | {compute[p]: 1.0}, 0)
         held = np.zeros((experts, gpus), bool)
         for g in range(gpus):
             held[before[g][before[g] >= 0], g] = True
         held_by_node = np.asarray(held.reshape(experts, nodes, per_node).any(2))
         for g in range(gpus):
-            work = {placed(e, g): -(costs.pair_us * load[e] + costs.expert_us * (load[e] > 0)) for e in range(experts)}
-            program.add(work | {compute: 1.0}, 0)
             fetch = {
                 placed(e, g): -(costs.receive_intra_us if held_by_node[e, node_of[g]] else costs.receive_inter_us)
                 for e in range(experts)
                 if not held[e, g]
             }
             program.add(fetch | {migration: 1.0}, 0)
-        objective = np.zeros(n_binary + 4)
-        objective[[intra, inter, compute]] = 1.0
+        objective = np.zeros(n_binary + 3 * passes + 1)
+        objective[n_binary:migration] = 1.0 / passes
         objective[migration] = 1.0 if self.migration else 0.0
         upper = np.full(len(objective), np.inf)
         upper[:n_binary] = 1.0

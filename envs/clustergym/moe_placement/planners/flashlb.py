@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -12,24 +11,20 @@ from scipy.optimize import linear_sum_assignment
 
 from clustergym.common.threads import spread
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.kernels.flashlb import flashlb_slots
-from clustergym.moe_placement.simulator import Placement, Window
-
-PARTS = 8
-SHORTEST_PART = 32  # tokens; counts of fewer tokens are mostly noise
+from clustergym.moe_placement.planners.eplb import balance
+from clustergym.moe_placement.planners.kernels.flashlb import BLOCKS, flashlb_slots
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 
 @dataclass(eq=False, kw_only=True)
 class FlashLB(Planner):
-    """Tries many replica budgets per layer and keeps the one with the best balance over samples of the loads.
-
-    Loads are sampled over time: one sample per window, or eight if the window is long.
-    """
+    """Tries many replica budgets per layer and keeps the one with the best balance over the recent passes."""
 
     needs_tokens = False
 
-    windows: int = 4
-    """Number of recent windows to plan on."""
+    intervals: int = 4
+    """Number of recent intervals to plan on. Every sampled pass is a sample of the loads."""
     z: float = 0.674
     """Weight of the standard deviation. 0.674 is the third quartile of a normal distribution."""
     width: int = 8
@@ -46,14 +41,15 @@ class FlashLB(Planner):
         self.past: npt.NDArray[np.float64] | None = None
         """(L,) balance that each layer had after it was last planned; 0 if it never was."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         planned = placement.copy()
         loads = self.loads(history[-1])
         past = np.zeros(len(loads)) if self.past is None else self.past
         now = balance(loads, placement)
         poor = np.flatnonzero((now < self.fall * past) | (now < self.floor))
         if len(poor):
-            samples = np.concatenate([self.samples(window) for window in history[-self.windows :]])[:, poor]
+            recent = [interval.pass_loads(self.simulator.n_experts) for interval in history[-self.intervals :]]
+            samples = np.concatenate(recent)[:, poor].astype(np.float64)
 
             def plan_layers(first: int, last: int) -> None:
                 for i in range(first, last):
@@ -64,16 +60,6 @@ class FlashLB(Planner):
         self.past = past
         return planned
 
-    def samples(self, window: Window) -> npt.NDArray[np.float64]:
-        """(T, L, E) loads over time."""
-        # A window of which only the loads are known has no rows, so that it cannot be cut.
-        rows = vars(window).get("rows")
-        if rows is None or len(rows) < 2 * SHORTEST_PART:
-            return self.loads(window)[None]
-        parts = min(PARTS, len(rows) // SHORTEST_PART)
-        cuts = np.linspace(0, len(rows), parts + 1).astype(int)
-        return np.stack([self.loads(Window(window.experts, rows[a:b], window.home[a:b])) for a, b in pairwise(cuts)])
-
     def search(self, samples: npt.NDArray[np.float64]) -> npt.NDArray[np.int16]:
         """The placement (G, S) of one layer for its loads (T, E)."""
         sim = self.simulator
@@ -83,24 +69,12 @@ class FlashLB(Planner):
         value = mean + self.z * np.sqrt(np.diag(covariance))
         order = np.argsort(-value, kind="stable").astype(np.int32)
         best = np.empty((sim.n_gpus, sim.n_slots), np.int16)
-        ints = np.zeros((2, sim.n_experts + sim.n_gpus + PARTS), np.int32)
+        ints = np.zeros((2, sim.n_experts + sim.n_gpus + BLOCKS), np.int32)
         flashlb_slots(
             best, samples, value, order, mean, covariance, self.z, self.width, np.empty_like(best), ints,
             np.empty((2, sim.n_gpus)),
         )  # fmt: skip
         return best
-
-
-def balance(loads: npt.NDArray[np.float64], placement: Placement) -> npt.NDArray[np.float64]:
-    """(L,) mean load over the load of the busiest GPU, if the replicas of an expert share its load evenly."""
-    layers, n_experts = loads.shape
-    flat = np.where(placement < 0, n_experts, placement).reshape(layers, -1).astype(np.int64)
-    flat += np.arange(layers)[:, None] * (n_experts + 1)
-    copies = np.bincount(flat.ravel(), minlength=layers * (n_experts + 1))
-    shares = np.pad(loads, ((0, 0), (0, 1))).ravel() / np.maximum(copies, 1)
-    gpus = shares[flat].reshape(placement.shape).sum(2)
-    peak = gpus.max(1)
-    return np.asarray(np.divide(gpus.mean(1), peak, out=np.ones(layers), where=peak > 0))
 
 
 def match_gpus(slots: npt.NDArray[np.int16], before: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from clustergym.moe_placement.planners.kernels import greedy as kernels
-from clustergym.moe_placement.planners.kernels.launch import Objective
 from clustergym.moe_placement.planners.search import Search
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 
 @dataclass(eq=False, kw_only=True)
@@ -20,27 +20,24 @@ class Bottleneck(Search):
     starts_from_eplb = True
 
     operations: int = 8
-    """Maximum number of operations per layer and window."""
+    """Maximum number of operations per layer and interval."""
     candidates: int = 1
     """Experts tried for each operation: those of the busiest GPU, heaviest first, then random ones. 0 tries one random
     expert of any GPU."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        window, sim, scale = self.observe(history, placement, tokens)
-        simulator, layers = self.simulator, window.n_layers
-        # look_ahead counts every token once, so the costs must hold the weight of a token against migration.
-        costs = simulator.costs.weigh_tokens(scale)
-        chosen = np.zeros((layers, self.candidates + simulator.n_slots + 1), np.int64)
-        saved_us = np.zeros((layers, 3 * simulator.n_gpus))
-        key = self.random_keys(layers)
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        interval = self.observe(history)
+        layers, sim = interval.n_layers, self.simulator.count(interval, placement)
+        objective, key = self.objective(interval, sim), self.random_keys(layers)
+        chosen = np.zeros((layers, self.candidates + self.simulator.n_slots + 1), np.int64)
+        saved_us = np.zeros((layers, 3 * self.simulator.n_gpus))
 
         def search(first: int, last: int) -> None:
             kernels.bottleneck(
-                first, last, sim, costs, simulator.network, self.norm_log2, self.operations, self.candidates, key,
-                chosen, saved_us,
+                first, last, sim, objective, self.operations, self.candidates, key, chosen, saved_us
             )  # fmt: skip
 
-        self.each_layer(window, sim, search)
+        self.each_layer(interval, sim, search, sim.slots)
         return sim.slots.copy()
 
 
@@ -51,12 +48,15 @@ class SwapGreedy(Search):
     starts_from_eplb = True
 
     operations: int = 8
-    """Maximum number of operations per layer and window."""
+    """Maximum number of operations per layer and interval."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        window, sim, scale = self.observe(history, placement, tokens)
-        objective = Objective(self.simulator.costs, self.simulator.network, self.norm_log2, scale, 1.0)
-        self.each_layer(
-            window, sim, lambda first, last: kernels.swap_greedy(first, last, sim, objective, self.operations)
-        )
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        interval = self.observe(history)
+        sim = self.simulator.count(interval, placement)
+        objective = self.objective(interval, sim)
+
+        def search(first: int, last: int) -> None:
+            kernels.swap_greedy(first, last, sim, objective, self.operations)
+
+        self.each_layer(interval, sim, search, sim.slots)
         return sim.slots.copy()

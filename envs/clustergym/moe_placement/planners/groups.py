@@ -12,7 +12,8 @@ from scipy.linalg import eigh
 from scipy.optimize import linear_sum_assignment
 
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 Array = npt.NDArray[np.float64]
 Slots = npt.NDArray[np.int16]
@@ -23,21 +24,14 @@ ITERATIONS = 10  # of k-means
 class OnCoactivation(Planner):
     """Base of planners that look at the number of tokens that use two experts together."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
-        window = history[-1]
-        layers = [self.plan_layer(self.coactivation(window, l)) for l in range(window.n_layers)]
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        interval, n_experts = history[-1], self.simulator.n_experts
+        layers = [self.plan_layer(interval.coactivation(l, n_experts)) for l in range(interval.n_layers)]
         return np.stack(layers).astype(np.int16)
 
     @abstractmethod
     def plan_layer(self, together: Array) -> Slots:
         """The placement (G, S) of one layer for its co-activation (E, E), which has the loads on the diagonal."""
-
-    def coactivation(self, window: Window, layer: int) -> Array:
-        ids = window.experts[layer, window.rows].astype(np.int64)
-        uses = np.zeros((len(ids), self.simulator.n_experts + 1), np.float32)
-        np.put_along_axis(uses, ids, 1.0, axis=1)  # a pad is −1 and marks the last column
-        uses = uses[:, :-1]
-        return (uses.T @ uses).astype(np.float64)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 
 class RoundRobin(Planner):
@@ -17,7 +18,7 @@ class RoundRobin(Planner):
 
     needs_tokens = False
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         n_gpus, n_slots, n_experts = self.simulator.n_gpus, self.simulator.n_slots, self.simulator.n_experts
         slots = np.full((n_gpus, n_slots), -1, np.int16)
         following = 0
@@ -53,7 +54,7 @@ class HotEverywhere(Planner):
         sim = self.simulator
         return (sim.n_gpus * sim.n_slots - sim.n_experts) // sim.n_gpus
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         slots = np.empty(placement.shape, np.int16)
         for l, load in enumerate(self.loads(history[-1])):
             order = np.argsort(-load, kind="stable")

@@ -1,4 +1,4 @@
-"""A planner that sees the next window, to estimate how much other planners could gain."""
+"""Planners that know more than an engine can: the next passes, or the next mixture of domains."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.state import MODE_STAY
 from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
+
+
+class Forecast(Anneal):
+    """Annealing on other tokens of the next interval's domains: what a perfect forecast of the mixture would give."""
+
+    needs_mixture = True
 
 
 @dataclass(eq=False, kw_only=True)
 class Oracle(Planner):
-    """Anneals on the window to come and ignores migration. A strong reference, but not a proven bound.
+    """Anneals on the passes to come and ignores migration: what hindsight gives. It is not a proven bound.
 
     It starts from the current placement and from EPLB's, and minimizes first the smooth norm, then the true time.
     """
@@ -39,15 +45,15 @@ class Oracle(Planner):
         for stage in self.stages:
             stage.reset()
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         best, least_us = placement, np.full(len(placement), np.inf)
         for start in (placement, self.eplb.pack(self.eplb.loads(history[-1]))):
             plan = start
             for stage in self.stages:
-                plan = stage.plan(history[-1:], plan, tokens)
+                plan = stage.plan(history[-1:], plan)
             times_us = self.simulator.evaluate(history[-1], plan).time_us
             better = times_us < least_us
-            if self.simulator.mode == MODE_STAY:  # layers depend on each other: keep a plan whole
+            if self.simulator.stay:  # layers depend on each other: keep a plan whole
                 better[:] = times_us.sum() < least_us.sum()
             best, least_us = np.where(better[:, None, None], plan, best), np.where(better, times_us, least_us)
         return best.astype(np.int16)

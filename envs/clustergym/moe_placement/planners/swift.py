@@ -10,7 +10,8 @@ import numpy as np
 from clustergym.common.threads import spread
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.kernels.swift import swift_layers
-from clustergym.moe_placement.simulator import Placement, Window
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval
 
 
 @dataclass(eq=False, kw_only=True)
@@ -28,7 +29,7 @@ class Swift(Planner):
     gain: float = 0.05
     """The plan is used only if the sum over layers of the load of the busiest GPU falls by more than this share."""
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         loads = self.loads(history[-1])
         (layers, n_experts), (_, n_gpus, n_slots) = loads.shape, placement.shape
         slots, peaks = np.empty(placement.shape, np.int16), np.empty((layers, 2))

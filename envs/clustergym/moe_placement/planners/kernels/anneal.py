@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.operations import change
+from clustergym.moe_placement.kernels.passes import change
 from clustergym.moe_placement.kernels.replicas import holds
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.kernels.launch import Objective, draw, objective_us, over_layers
@@ -46,7 +46,13 @@ def anneal_layer(sim, b, objective, key, heat, iterations, best, best_cost, prio
     first and the last iteration, as shares of the cost. A share ``guide`` of the steps starts at an expert drawn from
     ``prior`` (E,), which is cumulative; the others start at a random slot.
     """
-    n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.pairs.shape[2]
+    n_gpus, n_slots, n_experts, n_passes = (
+        sim.slots.shape[1],
+        sim.slots.shape[2],
+        sim.replicas.shape[1],
+        sim.rows.shape[1],
+    )
+    topology, costs = objective.topology, objective.costs
     cost = objective_us(sim, b, objective)
     first_cost = cost
     _keep_best(sim, b, cost, best, best_cost)
@@ -84,14 +90,14 @@ def anneal_layer(sim, b, objective, key, heat, iterations, best, best_cost, prio
             if holds(sim, b, here, h) or (there >= 0 and holds(sim, b, there, g)):
                 continue
             e, e_from, e_to, v, v_from, v_to = here, g, h, there, h, g
-        change(sim, b, e, e_from, e_to, v, v_from, v_to, objective.network, 1)
+        change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
         after = objective_us(sim, b, objective)
         temperature = first_cost * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
         if after <= cost or draw(key, b) < math.exp((cost - after) / temperature):
             cost = after
             _keep_best(sim, b, cost, best, best_cost)
         else:
-            change(sim, b, e, e_to, e_from, v, v_to, v_from, objective.network, 1)
+            change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
 
 
 @device

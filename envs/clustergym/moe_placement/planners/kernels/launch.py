@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from clustergym.common.threads import spread
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.cost import layer_time, migration_time
-from clustergym.moe_placement.kernels.replicas import hash31
+from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
+from clustergym.moe_placement.kernels.episode import locate
+from clustergym.moe_placement.kernels.passes import count_pass
+from clustergym.moe_placement.kernels.replicas import hash31, write_replicas
+from clustergym.moe_placement.kernels.token_sets import copy_set
 
 
 class Objective(NamedTuple):
-    """What a search minimizes: the time of the window plus the weighted migration time."""
+    """What a search minimizes: the mean time of the passes plus the weighted migration time."""
 
     costs: Any
-    network: Any
+    topology: Any
     norm_log2: int
-    scale: float
-    """Weight of a token."""
     migration_weight: float
+    before_us: np.ndarray
+    """(L,) time of each layer when the interval begins; only migration in the background needs it."""
 
 
 def over_layers(kernel: Callable[..., None], first: int, last: int, *arguments: Any) -> None:
@@ -40,5 +45,29 @@ def draw(key, b):
 
 @device
 def objective_us(sim, b, objective):
-    time = layer_time(sim, b, 0, objective.costs, objective.network, objective.norm_log2, objective.scale)
-    return time + objective.migration_weight * migration_time(sim, b, objective.costs)
+    costs = objective.costs
+    time = mean_pass_time(sim, b, 0, sim.rows.shape[1], objective.topology, costs, objective.norm_log2)
+    moved = objective.migration_weight * migration_time(sim, b, costs)
+    return with_migration(time, moved, objective.before_us[b], costs)
+
+
+@device
+def pass_times(first, last, sim, topology, costs, norm_log2, result):
+    """Write the mean time of the passes of layers first … last−1, without migration."""
+    for b in range(first, last):
+        result[b] = mean_pass_time(sim, b, 0, sim.rows.shape[1], topology, costs, norm_log2)
+
+
+@device
+def recount(sim, b, slots, experts, topology, costs):
+    """With transport ``stay``: count layer ``b`` again under ``slots`` (G, S), after the layer before has changed."""
+    for g in range(slots.shape[0]):
+        for s in range(slots.shape[1]):
+            sim.slots[b, g, s] = slots[g, s]
+    write_replicas(sim, b, topology)
+    for w in range(sim.rows.shape[1]):
+        if b > 0:
+            for g in range(sim.slots.shape[1]):
+                copy_set(sim.destinations[b - 1, w, g], sim.destinations[b, w, g])
+        locate(sim, b, w, b)
+        count_pass(sim, b, w, experts[b], topology, costs)
