@@ -1,7 +1,7 @@
-"""The placement simulator once more, slowly: sets, dicts and one token at a time.
+"""The serving model once more, slowly: one token at a time, with sets and counters.
 
-Written from DESIGN section 3 and the environment's docstring, and sharing nothing with the kernels but the token hash, so that
-agreement means something. Links are directed pairs (sender, receiver); times come from the specs' fields.
+Written from the definitions of the model. It shares nothing with the kernels but the constants in
+:class:`~clustergym.moe_placement.kernels.state.Costs`, so that agreement means something. Links are (sender, receiver).
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from clustergym.moe_placement import ClusterSpec, ModelSpec
+import numpy as np
 
-Holders = list[set[int]]
-"""Experts on each GPU of one layer."""
+from clustergym.moe_placement.kernels.state import Costs
+from clustergym.moe_placement.streams import Interval
+
+Links = Counter[tuple[int, int]]
+Slots = Sequence[Sequence[int]]
+"""Experts in the slots of each GPU of one layer, −1 for an empty slot."""
 
 
 def token_hash(row: int) -> int:
@@ -23,125 +27,214 @@ def token_hash(row: int) -> int:
     return row ^ row >> 16
 
 
-def holders_of(placement: Sequence[Sequence[Sequence[int]]]) -> list[Holders]:
-    """Slots (L, G, S) as sets, empty slots left out."""
-    return [[{int(e) for e in gpu if e >= 0} for gpu in layer] for layer in placement]
+@dataclass(frozen=True)
+class Token:
+    """What a replica choice may depend on."""
+
+    row: int
+    """in the trace"""
+    position: int
+    """in the batch of the rank that runs the request"""
+    rank: int
+    """GPU where the token is before the layer"""
 
 
-def runs_on(expert: int, row: int, at: int, held: Holders, per_node: int) -> int:
-    """The GPU whose replica a token on GPU ``at`` uses: its own, else one on its node, else any."""
-    everywhere = [g for g, experts in enumerate(held) if expert in experts]
-    if at in everywhere:
-        return at
-    near = [g for g in everywhere if g // per_node == at // per_node]
-    candidates = near or everywhere
-    return candidates[token_hash(row) * len(candidates) >> 31]
+def serving_gpu(
+    dispatch: str, expert: int, token: Token, earlier: int, holders: list[int], per_node: int, n_gpus: int
+) -> int:
+    """GPU whose replica serves a token. ``earlier`` tokens of the same rank have used the expert in this pass."""
+    n, rank = len(holders), token.rank
+    near = [g for g in holders if g // per_node == rank // per_node]
+    if dispatch == "token-hash":
+        return holders[token.position * 2654435761 % 2**32 % n]
+    if dispatch == "round-robin":
+        return holders[(earlier + rank) % n]
+    if dispatch == "rank-mod":
+        return holders[rank % n]
+    if dispatch == "random":
+        return holders[token_hash(token.row) * n >> 31]
+    if rank in holders:
+        return rank
+    if dispatch == "local-hash":
+        candidates = near or holders
+        return candidates[token_hash(token.row) * len(candidates) >> 31]
+    assert dispatch == "rank-nearest"
+    if near:
+        return near[0]
+    # Ranks without a replica on their node are dealt over all replicas, beginning with another one for each expert.
+    nodes = {g // per_node for g in holders}
+    far = [g for g in range(n_gpus) if g // per_node not in nodes]
+    return holders[(expert + far.index(rank)) % n]
 
 
-def dedup_links(at: int, visited: set[int], per_node: int) -> list[tuple[int, int]]:
-    """One copy to each GPU of the token's node; one to each other node, to the GPU of the same rank, which forwards it."""
+def copies_of(at: int, ran: list[int], per_node: int, transport: str) -> list[tuple[int, int]]:
+    """The copies of one token that is on GPU ``at`` and whose experts run on ``ran``."""
+    if transport == "per-expert":
+        return [(at, g) for g in ran if g != at]
+    # One copy per GPU of the token's node. One per other node, to the GPU of the same local rank, which forwards it.
     links = []
-    for node in {g // per_node for g in visited}:
+    for node in {g // per_node for g in ran}:
         entry = node * per_node + at % per_node
         if node != at // per_node:
             links.append((at, entry))
-        links += [(entry, g) for g in visited if g // per_node == node and g != entry]
+        links += [(entry, g) for g in set(ran) if g // per_node == node and g != entry]
     return links
 
 
 @dataclass
-class LayerResult:
-    dispatch_us: float = 0.0
-    compute_us: float = 0.0
-    combine_us: float = 0.0
-    migration_us: float = 0.0
-    links: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """copies dispatched"""
-    back: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """copies combined, each as (GPU that wants the result, GPU that sends it)"""
+class PassResult:
+    """What one layer does in one pass."""
+
     pairs: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(expert, GPU) → tokens"""
+    links: Links = field(default_factory=Counter)
+    """copies dispatched"""
+    back: Links = field(default_factory=Counter)
+    """copies combined, each as (GPU that gets the result, GPU that computed it)"""
     ran: list[list[int]] = field(default_factory=list)
     """GPU of each expert of each token, pads left out"""
     stays: list[int] = field(default_factory=list)
     """GPU that holds each token after the layer"""
-    received: Counter[tuple[int, bool]] = field(default_factory=Counter)
-    """(GPU, from another node) → experts"""
 
-    @property
-    def time_us(self) -> float:
-        return self.dispatch_us + self.compute_us + self.combine_us
+    def gpu_pairs(self, n_gpus: int) -> list[int]:
+        total = [0] * n_gpus
+        for (_, g), n in self.pairs.items():
+            total[g] += n
+        return total
 
 
-def busiest(links: Counter[tuple[int, int]], per_node: int, far: bool) -> int:
-    """Most copies that one GPU sends, or receives, over the links inside nodes (or between them)."""
-    sent: Counter[int] = Counter()
-    got: Counter[int] = Counter()
-    for (sender, receiver), copies in links.items():
-        if (sender // per_node != receiver // per_node) == far:
-            sent[sender] += copies
-            got[receiver] += copies
-    return max([0, *sent.values(), *got.values()])
+def serve_pass(
+    experts: Sequence[Sequence[int]], rows: Sequence[int], rank_start: Sequence[int], slots: Slots, per_node: int,
+    dispatch: str, transport: str, at: Sequence[int] | None = None, shares: np.ndarray | None = None,
+) -> PassResult:  # fmt: skip
+    """Serve the tokens ``rows`` with ``experts`` (rows, K) of a layer.
+
+    ``at`` is the GPU that holds each token, by default that of its rank. ``shares`` (E, G) are the tokens that the
+    linear program gives to each replica, for dispatch ``lp``.
+    """
+    n_gpus, result = len(slots), PassResult()
+    home = [g for g in range(n_gpus) for _ in range(rank_start[g], rank_start[g + 1])]
+    at = home if at is None else at
+    earlier: Counter[tuple[int, int]] = Counter()
+    holders_of: dict[int, list[int]] = {}
+    for t, row in enumerate(int(r) for r in rows):
+        token = Token(row, t - int(rank_start[home[t]]), int(at[t]))
+        used = [int(e) for e in experts[row] if e >= 0]
+        ran = []
+        for e in used:
+            if e not in holders_of:
+                holders_of[e] = [g for g in range(n_gpus) if e in slots[g]]
+            holders = holders_of[e]
+            if shares is not None and len(holders) > 1:
+                limits = np.cumsum(shares[e, holders]) / shares[e].sum()
+                below = sum(limit <= token_hash(row) / 2**31 for limit in limits)
+                ran.append(holders[min(below, len(holders) - 1)])
+            elif len(holders) == 1:
+                ran.append(holders[0])
+            else:
+                ran.append(serving_gpu(dispatch, e, token, earlier[token.rank, e], holders, per_node, n_gpus))
+            earlier[token.rank, e] += 1
+        result.ran.append(ran)
+        result.pairs.update(zip(used, ran, strict=True))
+        result.stays.append(ran[0] if transport == "stay" and ran else token.rank)
+        if transport != "allgather":
+            result.links.update(copies_of(token.rank, ran, per_node, transport))
+            result.back.update(copies_of(result.stays[-1], ran, per_node, transport))
+    if transport == "allgather":
+        result.links = Counter(
+            {(g, h): n for g, n in Counter(home).items() for h in range(n_gpus) if g != h and n}
+        )  # fmt: skip
+    return result
 
 
 def serve(
-    experts: Sequence[Sequence[Sequence[int]]],
-    rows: Sequence[int],
-    homes: Sequence[int],
-    placement: Sequence[Sequence[Sequence[int]]],
-    model: ModelSpec,
-    cluster: ClusterSpec,
-    comm: str,
-    passes: int,
-    before: Sequence[Sequence[Sequence[int]]] | None = None,
-) -> list[LayerResult]:
-    """Serve the tokens ``rows`` of a trace (L, rows, K) and return what each layer did."""
-    per_node, n_gpus = cluster.gpus_per_node, cluster.n_nodes * cluster.gpus_per_node
-    latency = (cluster.intra_latency_us if per_node > 1 else 0) + (
-        cluster.inter_latency_us if cluster.n_nodes > 1 else 0
-    )
-    bytes_per_us = {False: cluster.intra_gb_s * 1e3, True: cluster.inter_gb_s * 1e3}
-
-    def exchange_us(links: Counter[tuple[int, int]], copy_bytes: float) -> float:
-        return latency + sum(busiest(links, per_node, far) * copy_bytes / bytes_per_us[far] for far in (False, True))
-
-    results = []
-    where = [int(g) for g in homes]
-    old_layers = holders_of(placement if before is None else before)
-    for layer, (held, old) in enumerate(zip(holders_of(placement), old_layers, strict=True)):
-        out = LayerResult()
-        for i, row in enumerate(int(r) for r in rows):
-            used = [int(e) for e in experts[layer][row] if e >= 0]
-            ran = [runs_on(e, row, where[i], held, per_node) for e in used]
-            out.ran.append(ran)
-            out.pairs.update(zip(used, ran, strict=True))
-            if comm == "per-expert":
-                links = [(where[i], g) for g in ran if g != where[i]]
-                out.links.update(links)
-                out.back.update(links)
-            else:
-                out.links.update(dedup_links(where[i], set(ran), per_node))
-                if comm == "stay" and ran:
-                    where[i] = ran[0]
-                out.back.update(dedup_links(where[i], set(ran), per_node))
-            out.stays.append(where[i])
-        out.dispatch_us = exchange_us(out.links, model.hidden * model.dispatch_bytes)
-        out.combine_us = exchange_us(out.back, model.hidden * model.combine_bytes)
-        kernels = []
-        for g in range(n_gpus):
-            loads = [n for (_, gpu), n in out.pairs.items() if gpu == g]
-            kernels.append(
-                model.kernel_start_us + model.kernel_expert_us * len(loads) + model.kernel_pair_us * sum(loads)
+    interval: Interval, placement: Sequence[Slots], per_node: int, dispatch: str, transport: str
+) -> list[list[PassResult]]:
+    """What each layer does in each pass: [layer][pass]."""
+    layers: list[list[PassResult]] = []
+    for layer, slots in enumerate(placement):
+        results = []
+        for w, rows in enumerate(interval.rows):
+            at = layers[-1][w].stays if transport == "stay" and layer else None
+            results.append(
+                serve_pass(
+                    interval.experts[layer], rows, interval.rank_start[w], slots, per_node, dispatch, transport, at
+                )
             )
-        out.compute_us = max(kernels)
-        expert_bytes = 3 * model.hidden * model.intermediate * model.weight_bytes
-        fetching = [0.0]
-        for g in range(n_gpus):
-            for e in held[g] - old[g]:
-                neighbours = range(g // per_node * per_node, (g // per_node + 1) * per_node)
-                far = not any(e in old[h] for h in neighbours)
-                out.received[g, far] += 1
-            fetching.append(sum(out.received[g, far] * expert_bytes / bytes_per_us[far] for far in (False, True)))
-        out.migration_us = max(fetching) / passes
-        results.append(out)
-    return results
+        layers.append(results)
+    return layers
+
+
+# Time
+
+
+def sent_and_received(links: Links, n_gpus: int, per_node: int) -> np.ndarray:
+    """(4, G): copies sent and received inside the node, then between nodes."""
+    table = np.zeros((4, n_gpus), int)
+    for (sender, receiver), n in links.items():
+        far = 2 * (sender // per_node != receiver // per_node)
+        table[far, sender] += n
+        table[far + 1, receiver] += n
+    return table
+
+
+def norm(values: Sequence[float], p: int) -> float:
+    """The p-norm; 0 is the maximum."""
+    largest = float(max(values))
+    return largest * sum((v / largest) ** p for v in values) ** (1 / p) if p and largest else largest
+
+
+def kernel_us(result: PassResult, n_gpus: int, costs: Costs, transport: str) -> list[float]:
+    """Time of each GPU's expert kernel without its start."""
+    times = []
+    for g in range(n_gpus):
+        loads = [n for (_, h), n in result.pairs.items() if h == g]
+        received = {
+            "allgather": len(result.ran),
+            "per-expert": sum(loads),
+            "dedup": sum(g in ran for ran in result.ran),
+            "stay": sum(g in ran for ran in result.ran),
+        }[transport]
+        blocks = sum(-(-n // costs.block_tokens) for n in loads)
+        times.append(
+            costs.token_us * received + costs.expert_us * len(loads) + costs.block_us * blocks
+            + costs.pair_us * sum(loads)
+        )  # fmt: skip
+    return times
+
+
+def times_us(
+    result: PassResult, n_gpus: int, per_node: int, costs: Costs, transport: str, p: int = 0
+) -> tuple[float, float, float]:
+    """(dispatch, compute, combine). The smooth p-norm has no floor."""
+
+    def exchange_us(links: Links, intra_us: float, inter_us: float) -> float:
+        if transport == "allgather":
+            return 0.0
+        table = sent_and_received(links, n_gpus, per_node)
+        return norm(table[:2].ravel() * intra_us, p) + norm(table[2:].ravel() * inter_us, p)
+
+    compute = costs.kernel_us + norm(kernel_us(result, n_gpus, costs, transport), p)
+    return (
+        costs.dispatch_us + exchange_us(result.links, costs.dispatch_intra_us, costs.dispatch_inter_us),
+        compute if p else max(costs.kernel_floor_us, compute),
+        costs.combine_us + exchange_us(result.back, costs.combine_intra_us, costs.combine_inter_us),
+    )
+
+
+def received(slots: Slots, before: Slots, per_node: int) -> Counter[tuple[int, bool]]:
+    """(GPU, from another node) → experts that it must receive."""
+    found: Counter[tuple[int, bool]] = Counter()
+    held = [{int(e) for e in gpu if e >= 0} for gpu in before]
+    for g, gpu in enumerate(slots):
+        first = g // per_node * per_node
+        for e in {int(e) for e in gpu if e >= 0} - held[g]:
+            found[g, not any(e in held[h] for h in range(first, first + per_node))] += 1
+    return found
+
+
+def migration_us(slots: Slots, before: Slots, per_node: int, costs: Costs) -> float:
+    """Transfer time of the GPU that receives most, per pass."""
+    moved = received(slots, before, per_node)
+    cost = {False: costs.receive_intra_us, True: costs.receive_inter_us}
+    return max(sum(cost[far] * moved[g, far] for far in (False, True)) for g in range(len(slots)))
