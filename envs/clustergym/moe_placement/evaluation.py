@@ -1,84 +1,226 @@
-"""Compares planners on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks."""
+"""Compares planners on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks.
+
+Confidence intervals come from the sequences of the trace. They are dealt into disjoint groups, as many as can each fill
+a stream without serving a token twice, and each stream is drawn from one group. If there are more streams than groups,
+the sequences are dealt again. See :func:`clustergym.common.statistics.ci95_of_deals`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import one_of
-from clustergym.common.statistics import ci95
-from clustergym.moe_placement.kernels.state import SCHEDULES
+from clustergym.common.statistics import ci95_of_deals
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.simulator import Placement, Served, Simulator, Stream, Window
+from clustergym.moe_placement.simulator import Placement, Served, Simulator
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
+from clustergym.traces.splits import SPLITS, split_trace
 from clustergym.traces.token_trace import TokenTrace
 
 PASSES_OF_A_PERMANENT_PLAN = 10**12
 """Forward passes served by a plan that is loaded at startup: so many that migration costs nothing."""
+PLAN_PASSES_OF_LOADS = 256
+"""Passes of the planning part that planners on loads see. They cost next to nothing."""
 
 
 @dataclass(frozen=True)
 class Protocol:
     """How planners are compared.
 
-    With the ``stationary`` schedule, a planner sees the planning part of the trace as one window and plans once. That
-    plan serves all windows of the held-out part. It is loaded at startup, so there is no migration. With the other
-    schedules, a planner sees each window of a held-out stream after it was served, and may move experts before the next
-    one. The first window is only observed; all planners but ``static`` start from EPLB's placement for it.
+    With the ``stationary`` schedule, a planner sees passes of the planning part of the trace and plans once. That plan
+    serves all intervals of the held-out part. It is loaded at startup, so there is no migration. With the other
+    schedules, a planner sees the sampled passes of each interval after it was served, and may move experts before the
+    next one. The first interval is only observed; all planners but ``static`` start from EPLB's placement for it.
     """
 
-    schedule: str = "drift"
-    windows: int = 7
-    """Number of windows per stream that are served and counted."""
-    window_tokens: int = 2048
-    rate: float = 0.5
-    """Step of the mixture walk (drift) or probability of another domain (switch)."""
+    traffic: Traffic = field(default_factory=lambda: Traffic(schedule="drift"))
+    """Phase, sizes and schedule of the traffic."""
+    intervals: int = 7
+    """Intervals per stream that are served and counted."""
     streams: int = 1
-    """Number of independent streams. Results are means over them."""
+    """Number of streams. Results are means over them. Two or more give a confidence interval."""
     seed: int = 0
+    split: str = "all"
+    """Part of the trace to use: ``train``, ``validation``, ``test`` or ``all``. See
+    :func:`clustergym.traces.splits.split_trace`."""
     holdout: float = 0.5
-    """Share of the tokens of each domain that is held out from planning."""
+    """Share of the tokens of each domain that is held out from planning with the ``stationary`` schedule."""
+    plan_passes: int = 16
+    """Passes of the planning part that planners on tokens see with the ``stationary`` schedule."""
+    observe_tokens: int | None = None
+    """Tokens that planners on tokens see of what they observe, drawn at random; by default all."""
 
     def __post_init__(self) -> None:
-        one_of(self.schedule, SCHEDULES, "schedule")
-        for key in ("windows", "window_tokens", "streams"):
-            if getattr(self, key) < 1:
+        one_of(self.split, SPLITS, "split")
+        for key in ("intervals", "streams", "plan_passes", "observe_tokens"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")
         if not 0 < self.holdout < 1:
             raise ValueError(f"holdout is {self.holdout}: expected more than 0 and less than 1")
 
-    def split(self, trace: TokenTrace) -> tuple[TokenTrace, TokenTrace]:
-        """(planning part, held-out part) of a trace; no sequence is in both."""
-        return trace.split(1 - self.holdout, seed=self.seed)
+    @property
+    def stationary(self) -> bool:
+        return self.traffic.schedule == "stationary"
+
+    @property
+    def intervals_per_stream(self) -> int:
+        """Intervals that a stream must be able to fill, the observed one included."""
+        return self.intervals + (not self.stationary)
+
+    def parts(self, trace: TokenTrace) -> tuple[TokenTrace, TokenTrace]:
+        """(planning part, served part) of a trace. No sequence is in both, except that without a plan made in advance
+        both are the whole split."""
+        chosen = split_trace(trace, self.split)
+        return chosen.split(1 - self.holdout, seed=self.seed) if self.stationary else (chosen, chosen)
+
+
+# Traffic
+
+
+def deal_sequences(trace: TokenTrace, groups: int, seed: int) -> list[TokenTrace]:
+    """Deal the sequences into disjoint groups at random, those of each domain evenly."""
+    if groups == 1:
+        return [trace]
+    rng = np.random.default_rng(seed)
+    # Domains in random order, because the last cards of a domain do not go round.
+    rank = rng.permutation(len(trace.domain_names))[np.searchsorted(trace.domain_names, trace.domains)]
+    order = np.lexsort((rng.random(trace.n_sequences), rank))
+    group = np.empty(trace.n_sequences, int)
+    for start in range(0, trace.n_sequences, groups):
+        block = order[start : start + groups]
+        group[block] = rng.permutation(groups)[: len(block)]
+    return [trace.select(sequences=np.flatnonzero(group == g)) for g in range(groups)]
+
+
+@dataclass(frozen=True)
+class Deals:
+    """The sequences that each stream is drawn from."""
+
+    parts: list[TokenTrace]
+    """One trace per stream"""
+    groups: int
+    """Streams whose sequences are disjoint: the number of independent samples."""
+
+
+@lru_cache(maxsize=4)
+def deal_streams(trace: TokenTrace, n_gpus: int, protocol: Protocol) -> Deals:
+    """Give each stream its sequences, in as many disjoint groups as can fill a stream without repeating a token.
+
+    With ``allow_reuse`` there are at least two groups if there are several streams, and a stream repeats tokens.
+
+    Raises:
+        ValueError: the trace cannot fill two groups (or one, for a single stream).
+    """
+    traffic, streams, needed = protocol.traffic, protocol.streams, protocol.intervals_per_stream
+    fewest = min(2, streams)
+    most = min(streams, trace.n_sequences, traffic.capacity(trace, n_gpus) // needed)
+    for groups in range(most, fewest - 1, -1):
+        parts: list[TokenTrace] = []
+        for deal in range(-(-streams // groups)):
+            parts += deal_sequences(trace, groups, protocol.seed + deal)
+        parts = parts[:streams]
+        if all(traffic.capacity(part, n_gpus) >= needed for part in parts):
+            return Deals(parts, groups)
+    if traffic.allow_reuse and trace.n_sequences >= fewest:
+        deals = [deal_sequences(trace, fewest, protocol.seed + deal) for deal in range(-(-streams // fewest))]
+        return Deals([part for deal in deals for part in deal][:streams], fewest)
+    traffic.check(trace, n_gpus, fewest * needed)
+    raise ValueError(
+        f"{trace.name}: {trace.n_sequences} sequences cannot be dealt into two groups that fill {needed} intervals "
+        "each: give a longer trace, or serve tokens again with allow_reuse"
+    )
+
+
+def sample_tokens(interval: Interval, n_tokens: int, seed: int) -> Interval:
+    """The interval as it looks from ``n_tokens`` of its tokens, drawn at random and repeated to fill the passes."""
+    rng, rows = np.random.default_rng(seed), interval.rows.ravel()
+    kept = rng.choice(rows, min(n_tokens, len(rows)), replace=False)
+    repeated = np.tile(kept, -(-len(rows) // len(kept)))[: len(rows)]
+    return Interval(interval.experts, rng.permutation(repeated).reshape(interval.rows.shape), interval.rank_start)
+
+
+def same_mixture(interval: Interval, trace: TokenTrace, traffic: Traffic, seed: int) -> Interval:
+    """Other tokens of the interval's domains: what a planner would see that forecasts the mixture, but not the tokens.
+
+    Pieces of the trace that the interval does not use are drawn from each domain, with repetition if there are few.
+    """
+    rng, pieces = np.random.default_rng(seed), traffic.cut(trace)
+    n_domains = len(pieces.domain_start) - 1
+    domain = np.empty(len(pieces.piece_row), int)
+    domain[pieces.domain_pieces] = np.repeat(np.arange(n_domains), np.diff(pieces.domain_start))
+    used = np.zeros(trace.n_tokens, bool)
+    used[interval.rows] = True
+    other = ~used[pieces.piece_row]
+    sequence = np.searchsorted(trace.seq_starts, interval.rows.ravel(), side="right") - 1
+    wanted = np.bincount(np.searchsorted(trace.domain_names, trace.domains)[sequence], minlength=n_domains)
+    drawn = []
+    for d in np.flatnonzero(wanted):
+        candidates = np.flatnonzero(other & (domain == d))
+        if not len(candidates):
+            candidates = np.flatnonzero(other) if other.any() else np.flatnonzero(domain == d)
+        candidates = rng.permutation(candidates)
+        ends = np.cumsum(np.tile(pieces.piece_tokens[candidates], -(-wanted[d] // len(candidates))))
+        drawn.append(np.resize(candidates, int(np.searchsorted(ends, wanted[d])) + 1))
+    order = rng.permutation(np.concatenate(drawn))
+    shape = interval.rows.shape
+    if traffic.phase == "decode":
+        rows = (pieces.piece_row[order][: shape[1]] + np.arange(shape[0])[:, None]).astype(np.int32)
+    else:
+        starts, tokens = pieces.piece_row[order], pieces.piece_tokens[order]
+        ends = np.cumsum(tokens)
+        rows = (np.repeat(starts - ends + tokens, tokens) + np.arange(ends[-1])).astype(np.int32)[: interval.rows.size]
+    return Interval(interval.experts, rows.reshape(shape), interval.rank_start)
+
+
+def reused_share(intervals: Sequence[Interval]) -> float:
+    """Share of the tokens of a stream that it served before."""
+    rows = np.concatenate([interval.rows.ravel() for interval in intervals])
+    return 1 - len(np.unique(rows)) / len(rows)
+
+
+# Results
 
 
 @dataclass
 class Result:
-    """Results of one planner: means over layers, windows and streams. Times are µs per layer and forward pass."""
+    """Results of one planner: means over layers, intervals and streams. Times are µs per layer and forward pass."""
 
     planner: str
     served_us: float
     migration_us: float
     total_us: float
     total_ci95_us: float
-    """Half width of the 95 % confidence interval of the total over streams (0 for one stream)."""
+    """Half width of the 95 % confidence interval of the total (0 for one stream)."""
     balancedness: float
     """Mean over maximum of the GPUs' token-expert pairs."""
     gpus_per_token: float
     inter_node_mb: float
     """MB dispatched between nodes per layer and pass."""
     moves: float
-    """Replicas fetched per layer and window."""
+    """Replicas fetched per layer and interval."""
     decision_ms: float
-    """Planning time per layer and window."""
+    """Planning time per layer and interval."""
+    reused: float
+    """Share of the tokens of a stream that it served before."""
+    groups: int
+    """Disjoint groups of sequences that the streams are drawn from."""
     stream_totals_us: list[float] = field(default_factory=list)
-    window_totals_us: list[float] = field(default_factory=list)
-    """Total of each window, mean over layers and streams."""
+    interval_totals_us: list[float] = field(default_factory=list)
+    """Total of each interval, mean over layers and streams."""
+
+    def versus(self, other: Result) -> tuple[float, float]:
+        """(relative time difference to another planner, half width of its 95 % interval), paired by stream."""
+        mine, theirs = np.array(self.stream_totals_us), np.array(other.stream_totals_us)
+        relative = mine / theirs - 1
+        return float(relative.mean()), ci95_of_deals(relative.tolist(), self.groups)
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -90,83 +232,106 @@ class _Run:
     def __init__(self, planner: Planner, protocol: Protocol) -> None:
         self.planner, self.simulator, self.protocol = planner, planner.simulator, protocol
         self.served: list[list[Served]] = []
-        """Of each stream, its windows."""
+        """Of each stream, its intervals."""
+        self.reused: list[float] = []
         self.decision_s: list[float] = []
 
-    def plan(self, history: Sequence[Window], placement: Placement) -> Placement:
+    def observed(self, interval: Interval) -> Interval:
+        """What the planner sees of an interval."""
+        tokens = self.protocol.observe_tokens
+        return sample_tokens(interval, tokens, self.protocol.seed) if tokens and self.planner.needs_tokens else interval
+
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         """A timed and checked decision."""
         began = time.perf_counter()
-        plan = self.planner.plan(history, placement, self.protocol.window_tokens)
+        plan = self.planner.plan(history, placement)
         self.decision_s.append(time.perf_counter() - began)
         return self.simulator.check(plan)
 
-    def serve_stationary(self, stream: Stream, plan: Placement | None) -> None:
-        """Serve each window on ``plan``. Without one, the planner sees each window in advance and plans for it."""
-        served = []
-        for window in stream.take(self.protocol.windows):
-            chosen = self.plan([window], self.simulator.static(window.n_layers)) if plan is None else plan
-            served.append(self.simulator.evaluate(window, chosen))
-        self.served.append(served)
+    def plan_once(self, part: TokenTrace) -> Placement | None:
+        """The plan for all streams, made before any of them begins."""
+        if not self.protocol.stationary or self.planner.needs_future:
+            return None
+        self.planner.reset()
+        passes = self.protocol.plan_passes if self.planner.needs_tokens else PLAN_PASSES_OF_LOADS
+        sample = sample_passes(part, self.simulator.n_gpus, self.protocol.traffic, passes, self.protocol.seed)
+        return self.plan([self.observed(sample)], self.simulator.static(part.n_layers))
 
-    def serve_stream(self, stream: Stream) -> None:
-        """Plan again before each window, migration included."""
-        history = [next(stream)]
-        placement = self.simulator.static(history[0].n_layers)
+    def serve_stationary(self, stream: IntervalStream, plan: Placement | None) -> None:
+        """Serve each interval on ``plan``. Without one, the planner sees each interval in advance and plans for it."""
+        intervals, served = stream.take(self.protocol.intervals), []
+        for interval in intervals:
+            chosen = self.plan([interval], self.simulator.static(interval.n_layers)) if plan is None else plan
+            served.append(self.simulator.evaluate(interval, chosen, check=False))
+        self.served.append(served)
+        self.reused.append(reused_share(intervals))
+
+    def serve_stream(self, stream: IntervalStream, part: TokenTrace, seed: int) -> None:
+        """Plan again before each interval, migration included."""
+        intervals, served = stream.take(self.protocol.intervals_per_stream), []
+        history = [self.observed(intervals[0])]
+        placement = self.simulator.static(part.n_layers)
         if not self.planner.keeps_placement:
             eplb = EPLB(self.simulator)
-            placement = eplb.pack(eplb.loads(history[0]))
-        served = []
-        for _ in range(self.protocol.windows):
-            window = next(stream)
-            plan = self.plan([*history, window] if self.planner.needs_future else history, placement)
-            served.append(self.simulator.evaluate(window, plan, placement))
+            placement = eplb.pack(eplb.loads(intervals[0]))
+        for interval in intervals[1:]:
+            seen = history
+            if self.planner.needs_mixture:
+                seen = [*history, same_mixture(interval, part, self.protocol.traffic, seed)]
+            elif self.planner.needs_future:
+                seen = [*history, interval]
+            plan = self.plan(seen, placement)
+            served.append(self.simulator.evaluate(interval, plan, placement, check=False))
             placement = plan
-            history.append(window)
+            history.append(self.observed(interval))
         self.served.append(served)
+        self.reused.append(reused_share(intervals))
 
-    def result(self, name: str, n_layers: int) -> Result:
+    def result(self, name: str, groups: int) -> Result:
         def mean(pick: Callable[[Served], npt.NDArray[np.floating]]) -> float:
-            return float(np.mean([pick(window).mean() for stream in self.served for window in stream]))
+            return float(np.mean([pick(interval).mean() for stream in self.served for interval in stream]))
 
-        totals = np.array([[(s.time_us + s.migration_us).mean() for s in stream] for stream in self.served])
-        streams = [float(np.mean(windows)) for windows in totals]
+        totals = np.array([[s.total_us.mean() for s in stream] for stream in self.served])
+        streams = [float(np.mean(intervals)) for intervals in totals]
         return Result(
             planner=name,
             served_us=mean(lambda s: s.time_us),
             migration_us=mean(lambda s: s.migration_us),
             total_us=float(np.mean(streams)),
-            total_ci95_us=ci95(streams),
+            total_ci95_us=ci95_of_deals(streams, groups),
             balancedness=mean(lambda s: s.balancedness),
             gpus_per_token=mean(lambda s: s.gpus_per_token),
             inter_node_mb=mean(lambda s: s.inter_node_bytes) / 1e6,
             moves=mean(lambda s: s.moves.astype(float)),
-            decision_ms=1e3 * float(np.mean(self.decision_s)) / n_layers,
+            decision_ms=1e3 * float(np.mean(self.decision_s)) / len(self.served[0][0].time_us),
+            reused=float(np.mean(self.reused)),
+            groups=groups,
             stream_totals_us=streams,
-            window_totals_us=totals.mean(0).tolist(),
+            interval_totals_us=totals.mean(0).tolist(),
         )
 
 
 def evaluate_planner(planner: Planner, name: str, train: TokenTrace, test: TokenTrace, protocol: Protocol) -> Result:
-    """One planner on all streams of the protocol. ``name`` is the name in the result."""
+    """One planner on all streams of the protocol. ``name`` is the name in the result.
+
+    ``train`` is planned on with the ``stationary`` schedule; streams are drawn from ``test``.
+    """
     run, simulator = _Run(planner, protocol), planner.simulator
-    stationary, plan = protocol.schedule == "stationary", None
-    if stationary and not planner.needs_future:
-        # One plan for all streams, made before any of them begins.
-        planner.reset()
-        plan = run.plan([Window.whole(train, simulator.n_gpus)], simulator.static(train.n_layers))
-    for seed in range(protocol.seed, protocol.seed + protocol.streams):
-        stream = Stream(test, simulator.n_gpus, protocol.window_tokens, protocol.schedule, protocol.rate, seed)
-        if stationary:
+    if protocol.traffic.phase != simulator.profile.phase:
+        raise ValueError(
+            f"the traffic is {protocol.traffic.phase}, but profile {simulator.profile.name!r} serves the "
+            f"{simulator.profile.phase} phase"
+        )
+    deals = deal_streams(test, simulator.n_gpus, protocol)
+    plan = run.plan_once(train)
+    for seed, part in enumerate(deals.parts, protocol.seed):
+        stream = IntervalStream(part, simulator.n_gpus, protocol.traffic, seed)
+        if protocol.stationary:
             run.serve_stationary(stream, plan)
         else:
             planner.reset()
-            run.serve_stream(stream)
-    return run.result(name, train.n_layers)
-
-
-def first_tokens(window: Window, n: int) -> Window:
-    """The first ``n`` tokens of a window."""
-    return Window(window.experts, window.rows[:n], window.home[:n])
+            run.serve_stream(stream, part, seed)
+    return run.result(name, deals.groups)
 
 
 def compare(
@@ -183,15 +348,21 @@ def compare(
         progress: called with the name of each planner before it runs.
         options: more options of some planners, by name.
     """
-    train, test = protocol.split(trace)
-    if protocol.schedule == "stationary":
+    train, test = protocol.parts(trace)
+    if protocol.stationary:
         # There is no migration, so planners must not count it either.
-        simulator = Simulator(simulator.model, simulator.cluster, simulator.comm, PASSES_OF_A_PERMANENT_PLAN)
+        simulator = simulator.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
     results = []
     for name in names:
         progress(name)
         planner = make_planner(name, simulator, **{"seed": protocol.seed, **(options or {}).get(name, {})})
         # Decision times must not include compilation.
-        planner.plan([first_tokens(Window.whole(test, simulator.n_gpus), 4)], simulator.static(test.n_layers))
+        planner.plan([compile_on(test, simulator)], simulator.static(test.n_layers))
         results.append(evaluate_planner(planner, name, train, test, protocol))
     return results
+
+
+def compile_on(trace: TokenTrace, simulator: Simulator) -> Interval:
+    """One pass with one token per rank, to call a planner on before its time is taken."""
+    traffic = Traffic(simulator.profile.phase, tokens_per_rank=1, sampled_passes=1)
+    return sample_passes(trace, simulator.n_gpus, traffic, 1)

@@ -4,59 +4,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.statistics import ci95
+from clustergym.common.statistics import ci95_of_deals
+from clustergym.moe_placement import evaluation
 from clustergym.moe_placement.batch import model_for
-from clustergym.moe_placement.evaluation import first_tokens
+from clustergym.moe_placement.costs import kernel_costs
+from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN_PASSES_OF_LOADS, sample_tokens
 from clustergym.moe_placement.planner_registry import make_planner, planner_class, planners_on_loads
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.simulator import Placement, Simulator, Stream, Window
+from clustergym.moe_placement.planners.recorded import LoadInterval
+from clustergym.moe_placement.profiles import PROFILES, profiles_of
+from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
-# To fill an empty slot, this many experts are tried (hottest first) on this many tokens.
+DEFAULT_PLANNERS = dict.fromkeys(PROFILES, "anneal")
+"""The planner with the lowest time on held-out traffic, by profile, of those that need at most 30 s.
+Measured with ``python benchmarks/placement.py --schedules stationary``."""
+
+# To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
-_FILL_TOKENS = 2048
+_FILL_PASSES = 4
 
 
-class LoadWindow(Window):
-    """A window of which only the load of each expert is known. Planners that ask for its tokens get an error."""
+@dataclass(frozen=True)
+class Sizes:
+    """How much traffic a plan is made and measured on."""
 
-    _loads: npt.NDArray[np.int64]
-    _n_tokens: int
+    share: float = 0.5
+    """Share of the trace, from its beginning, to plan on. The rest is held out."""
+    plan_passes: int = 16
+    """Most passes of the planning part for planners that look at tokens. Planners on loads use the whole part."""
+    observe_tokens: int | None = None
+    """Number of tokens that planners on tokens see, drawn from those passes; by default all."""
+    passes: int = 20
+    """Held-out passes to measure on."""
+    streams: int = 10
+    """Streams that the held-out passes are divided among. Each is drawn from a part of the held-out sequences."""
+    seed: int = 0
 
-    def __init__(self, loads: npt.NDArray[np.int64], n_tokens: int) -> None:
-        object.__setattr__(self, "_loads", loads)
-        object.__setattr__(self, "_n_tokens", n_tokens)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Called for the fields of :class:`Window` that this class does not set."""
-        if name not in ("experts", "rows", "home"):
-            raise AttributeError(name)
-        raise ValueError(
-            f"only the load of each expert is known, not {MISSING}: "
-            f"planners that need only loads are {', '.join(planners_on_loads())}"
-        )
-
-    @property
-    def n_tokens(self) -> int:
-        return self._n_tokens
-
-    @property
-    def n_layers(self) -> int:
-        return len(self._loads)
-
-    def loads(self, n_experts: int) -> npt.NDArray[np.int64]:
-        padded = np.zeros((self.n_layers, n_experts), np.int64)
-        padded[:, : self._loads.shape[1]] = self._loads
-        return padded
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"share is {self.share}: expected more than 0 and less than 1")
+        for key in ("plan_passes", "observe_tokens", "passes", "streams"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")
 
 
 @dataclass
@@ -69,53 +68,84 @@ class Outcome:
     decision_s: float
     filled: int
     """Number of slots that the planner left empty"""
-    window_us: list[float]
-    """Time of each held-out window (or step of counts), mean over layers"""
+    stream_us: list[float]
+    """Time of a pass in each held-out stream (or step of counts), mean over layers"""
+    groups: int
+    """Streams that share no sequence, see :func:`clustergym.common.statistics.ci95_of_deals`"""
     layer_us: npt.NDArray[np.float64]
-    """(L, 3) dispatch, compute, combine, means over windows. Counts have only compute."""
+    """(L, 3) dispatch, compute, combine, means over passes. Counts have only compute."""
     pairs: npt.NDArray[np.float64]
-    """(L, G) token-expert pairs per GPU and window, mean over windows"""
+    """(L, G) token-expert pairs per GPU and pass, mean over passes"""
     balancedness: float
     copies: npt.NDArray[np.float64] | None = None
-    """(L, G, G) activations dispatched from row to column per window; None for counts"""
+    """(L, G, G) activations dispatched from row to column per pass; None for counts"""
     gpus_per_token: float | None = None
     inter_node_mb: float | None = None
+    other_profiles_us: dict[str, list[float]] = field(default_factory=dict)
+    """The same as ``stream_us`` under the other profiles of the engine"""
+
+    def times(self, profile: str | None = None) -> list[float]:
+        """Time of a pass in each stream, under the profile that was planned for or another one."""
+        return self.stream_us if profile is None else self.other_profiles_us[profile]
 
     @property
     def served_us(self) -> float:
-        return float(np.mean(self.window_us))
+        return float(np.mean(self.stream_us))
 
 
 @dataclass
 class Plan:
-    """The chosen placement and the baselines, measured on the same held-out windows."""
+    """The chosen placement and the baselines, measured on the same held-out passes."""
 
-    chosen: str
+    planner: str
+    """The planner that was asked for"""
     outcomes: dict[str, Outcome]
     simulator: Simulator
     layer_ids: npt.NDArray[np.int64]
     trace: str
     planned_on: str
     held_out: str
+    reused: float
+    """Share of the held-out tokens that a stream served before"""
     exact: bool
     """False if only counts are known. Then the times are of compute alone, and replicas share the load evenly."""
-    window_tokens: int
+    pass_tokens: int
     expert_pairs: npt.NDArray[np.float64]
-    """(L, E) tokens of a window that use each expert, from the planning part"""
+    """(L, E) tokens of a pass that use each expert, from the planning part"""
+    force: bool = False
+    """Keep the planner's placement even if it shows no gain over EPLB's."""
 
     @property
     def model(self) -> ModelSpec:
         return self.simulator.model
 
     @property
+    def chosen(self) -> str:
+        """The planner whose placement is written: EPLB if no gain over it is shown."""
+        return self.planner if self.force or self.gain_shown() else "eplb"
+
+    @property
     def best(self) -> Outcome:
         return self.outcomes[self.chosen]
 
-    def versus(self, other: str) -> tuple[float, float]:
-        """(relative time difference to another plan, half width of its 95 % interval), paired by window."""
-        mine, theirs = np.array(self.best.window_us), np.array(self.outcomes[other].window_us)
-        relative = (mine - theirs) / theirs.mean()
-        return float(relative.mean()), ci95(relative.tolist())
+    @property
+    def other_profiles(self) -> list[str]:
+        """Other profiles of the engine that the placements were measured under."""
+        return list(self.outcomes[self.planner].other_profiles_us)
+
+    def gain_shown(self) -> bool:
+        """Whether the whole confidence interval of the difference to EPLB is below 0."""
+        relative, half = self.versus("eplb")
+        return half > 0 and relative + half < 0
+
+    def versus(self, other: str, planner: str | None = None, profile: str | None = None) -> tuple[float, float]:
+        """(relative time difference to another plan, half width of its 95 % interval), paired by stream.
+
+        The half width is 0 if there is only one stream.
+        """
+        mine = self.outcomes[planner or self.planner]
+        relative = np.array(mine.times(profile)) / np.array(self.outcomes[other].times(profile)) - 1
+        return float(relative.mean()), ci95_of_deals(relative.tolist(), mine.groups)
 
 
 def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> ModelSpec:
@@ -134,27 +164,100 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
     return spec
 
 
+# Traffic to plan and to measure on
+
+
 class Observed:
     """The traffic that planners may look at."""
 
-    def __init__(
-        self, part: TokenTrace | LoadTrace, simulator: Simulator, window_tokens: int, plan_tokens: int, seed: int
-    ) -> None:
+    def __init__(self, part: TokenTrace | LoadTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> None:
         self.static = simulator.static(part.n_layers)
-        self.loads = LoadWindow(part.loads(), window_tokens)
-        self.tokens: Window | None = None
-        """At most ``plan_tokens`` tokens in sequences drawn by the seed; None for counts."""
-        if isinstance(part, TokenTrace):
-            if part.n_tokens <= plan_tokens:
-                self.tokens = Window.whole(part, simulator.n_gpus)
-            else:
-                self.tokens = next(Stream(part, simulator.n_gpus, plan_tokens, "stationary", seed=seed))
+        self.tokens: Interval | None = None
+        """Passes of the whole planning part; None for counts."""
+        if isinstance(part, LoadTrace):
+            self.loads = LoadInterval(part.counts, traffic.sizes[1] * simulator.n_gpus)
+        else:
+            passes = sample_passes(part, simulator.n_gpus, traffic, PLAN_PASSES_OF_LOADS, sizes.seed)
+            self.loads = LoadInterval(passes.pass_loads(simulator.n_experts), passes.n_tokens)
+            self.tokens = passes.first_passes(sizes.plan_passes)
+            if sizes.observe_tokens is not None:
+                self.tokens = sample_tokens(self.tokens, sizes.observe_tokens, sizes.seed)
 
-    def window(self, planner: Planner, most: int | None = None) -> Window:
-        """The window for a planner, cut to ``most`` tokens."""
-        if not planner.needs_tokens or self.tokens is None:
-            return self.loads
-        return self.tokens if most is None else first_tokens(self.tokens, most)
+    def interval(self, planner: Planner) -> Interval:
+        """The passes for a planner."""
+        return self.loads if self.tokens is None or not planner.needs_tokens else self.tokens
+
+
+class HeldOutPasses:
+    """Passes of the held-out sequences in streams, the same for every placement."""
+
+    def __init__(self, part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> None:
+        per_stream = -(-sizes.passes // sizes.streams)
+        # In the decode phase an interval has one token of a sequence per pass. Shorter intervals fit short sequences.
+        traffic = replace(traffic, sampled_passes=min(traffic.sizes[0], per_stream), allow_reuse=True)
+        intervals = -(-per_stream // traffic.sizes[0])
+        protocol = evaluation.Protocol(traffic, intervals, sizes.streams, sizes.seed)
+        deals = evaluation.deal_streams(part, simulator.n_gpus, protocol)
+        drawn = [
+            IntervalStream(dealt, simulator.n_gpus, traffic, seed).take(intervals)
+            for seed, dealt in enumerate(deals.parts, sizes.seed)
+        ]
+        self.simulator, self.groups = simulator, deals.groups
+        self.streams = [Interval.join(stream).first_passes(per_stream) for stream in drawn]
+        self.reused = float(np.mean([evaluation.reused_share(stream) for stream in drawn]))
+
+    def times(self, placement: Placement) -> list[float]:
+        """Time of a pass in each stream."""
+        return [float(self.simulator.evaluate(s, placement, check=False).time_us.mean()) for s in self.streams]
+
+    def measure(self, placement: Placement) -> dict[str, Any]:
+        """Fields of an Outcome."""
+        served = [self.simulator.evaluate(stream, placement, check=False) for stream in self.streams]
+        return {
+            "stream_us": [float(s.time_us.mean()) for s in served],
+            "groups": self.groups,
+            "layer_us": np.mean([s.pass_us.mean(1) for s in served], axis=0),
+            "pairs": np.mean([s.pairs.mean(1) for s in served], axis=0),
+            "balancedness": float(np.mean([s.balancedness.mean() for s in served])),
+            "copies": np.mean([s.copies for s in served], axis=0),
+            "gpus_per_token": float(np.mean([s.gpus_per_token.mean() for s in served])),
+            "inter_node_mb": float(np.mean([s.inter_node_bytes.mean() for s in served])) / 1e6,
+        }
+
+
+class HeldOutCounts:
+    """Held-out steps of counts, scaled to a pass."""
+
+    reused = 0.0
+
+    def __init__(self, part: LoadTrace, simulator: Simulator, traffic: Traffic) -> None:
+        share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
+        self.simulator, pass_pairs = simulator, traffic.sizes[1] * simulator.n_gpus * simulator.model.top_k
+        self.expert_pairs = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
+        self.expert_pairs[:, :, : part.n_experts] = share * pass_pairs
+
+    def measure(self, placement: Placement) -> dict[str, Any]:
+        """Fields of an Outcome. Without tokens, replicas share an expert's load evenly, and only compute is known."""
+        costs, layers = kernel_costs(self.simulator.model, self.simulator.profile), np.arange(len(placement))
+        copies = np.zeros(self.expert_pairs.shape[1:])
+        np.add.at(copies, (np.broadcast_to(layers[:, None, None], placement.shape), placement), 1)
+        slot_pairs = (self.expert_pairs / copies)[:, layers[:, None, None], placement]  # (W, L, G, S)
+        pairs, active = slot_pairs.sum(3), (slot_pairs > 0).sum(3)
+        blocks = np.ceil(slot_pairs / costs.block_tokens).sum(3)
+        work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
+        compute = np.maximum(costs.floor_us, costs.start_us + work.max(2))
+        layer_us = np.zeros((len(placement), 3))
+        layer_us[:, 1] = compute.mean(0)
+        return {
+            "stream_us": compute.mean(1).tolist(),
+            "groups": len(compute),
+            "layer_us": layer_us,
+            "pairs": pairs.mean(0),
+            "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
+        }
+
+
+# Planning
 
 
 def make_plan(
@@ -162,59 +265,60 @@ def make_plan(
     simulator: Simulator,
     planner: str,
     *,
-    share: float = 0.5,
-    window_tokens: int = 2048,
-    windows: int = 8,
-    plan_tokens: int = 8192,
+    traffic: Traffic | None = None,
+    sizes: Sizes | None = None,
     seconds: float = 30.0,
-    seed: int = 0,
+    force: bool = False,
     options: dict[str, Any] | None = None,
     progress: Callable[[str, float | None], None] = lambda step, seconds: None,
 ) -> Plan:
-    """Plan on the first ``share`` of the trace, serve ``windows`` windows of the rest. Baselines are static and EPLB.
+    """Plan on the first part of the trace, and serve passes of the rest. Baselines are static and EPLB.
 
     Args:
-        simulator: model and cluster. An engine loads a plan once, so migration should cost nothing: set
-            ``passes_per_window`` to :data:`~clustergym.moe_placement.evaluation.PASSES_OF_A_PERMANENT_PLAN`.
-        plan_tokens: maximum number of tokens for planners that look at tokens. Planners on loads use the whole part.
+        simulator: model, cluster and profile. An engine loads a plan once, so migration costs nothing.
+        traffic: pass sizes; by default those of the profile's phase.
+        sizes: how much to plan and to measure on.
         seconds: time budget of planners that take one.
+        force: keep the planner's placement even if no gain over EPLB is shown.
         options: more options of the planner (``checkpoint`` …).
         progress: called before each step with its name and its duration in seconds, if known.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"share is {share}: expected more than 0 and less than 1")
+    sizes = sizes or Sizes()
+    simulator = simulator.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
+    traffic = replace(traffic or Traffic(simulator.profile.phase), schedule="stationary")
     if isinstance(trace, LoadTrace) and planner_class(planner).needs_tokens:
         raise ValueError(
             f"planner {planner!r} needs to know {MISSING}, but {trace.name} has counts only: plan with one of "
             f"{', '.join(planners_on_loads())}, or record tokens (SGLang per_token, routed experts, Megatron)"
         )
     before: TokenTrace | LoadTrace
-    measure: Callable[[Placement], dict[str, Any]]
+    held_out: HeldOutPasses | HeldOutCounts
+    others: dict[str, HeldOutPasses] = {}
     if isinstance(trace, TokenTrace):
-        before, after = trace.split(share, seed=None)
-        held_out = f"{after.n_tokens} tokens in {after.n_sequences} sequences"
-        planned_on = f"{before.n_tokens} tokens in {before.n_sequences} sequences"
-        stream = Stream(after, simulator.n_gpus, window_tokens, "stationary", seed=seed)
-        measure = partial(_measure_on_tokens, stream.take(windows), simulator)
+        before, after = trace.split(sizes.share, seed=None)
+        said = [f"{part.n_tokens} tokens in {part.n_sequences} sequences" for part in (before, after)]
+        held_out = HeldOutPasses(after, simulator, traffic, sizes)
+        others = _other_profiles(after, simulator, traffic, sizes)
     else:
-        before, steps = trace.split(share)
-        held_out, planned_on = (f"{part.n_steps} steps of counts" for part in (steps, before))
-        measure = partial(_measure_on_counts, _pairs_per_step(steps, simulator, window_tokens), simulator)
-    observed = Observed(before, simulator, window_tokens, plan_tokens, seed)
+        before, steps = trace.split(sizes.share)
+        said = [f"{part.n_steps} steps of counts" for part in (before, steps)]
+        held_out = HeldOutCounts(steps, simulator, traffic)
+    observed = Observed(before, simulator, traffic, sizes)
     outcomes: dict[str, Outcome] = {}
     for name in dict.fromkeys(["static", "eplb", planner]):
-        kind = planner_class(name)
-        given = {"seed": seed, **((options or {}) if name == planner else {})}
-        # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
+        given = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
+        if planner_class(name).takes_seconds:
+            given["seconds"] = seconds
         progress(f"compiling {name}", None)
-        once = make_planner(name, simulator, **given, **({"iterations": 1} if kind.takes_seconds else {}))
-        once.plan([observed.window(once, most=4)], observed.static)
-        budget = {"seconds": seconds} if kind.takes_seconds else {}
-        made = make_planner(name, simulator, **given, **budget)
+        # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
+        once = {"seconds": None, "iterations": 1} if "seconds" in given else {}
+        warm_up = observed.loads if isinstance(before, LoadTrace) else evaluation.compile_on(before, simulator)
+        make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static)
+        made = make_planner(name, simulator, **given)
         start = outcomes["eplb"].placement if made.starts_from_eplb else observed.static
-        progress(name, budget.get("seconds"))
+        progress(name, seconds if made.takes_seconds else None)
         began = time.perf_counter()
-        placement = made.plan([observed.window(made)], start, window_tokens)
+        placement = made.plan([observed.interval(made)], start)
         decision_s = time.perf_counter() - began
         placement = simulator.check(placement)
         empty = int((placement < 0).sum())
@@ -222,20 +326,34 @@ def make_plan(
             progress(f"filling {empty} empty slots", None)
             placement = fill_empty(simulator, observed, placement)
         progress(f"serving held-out traffic on {name}", None)
-        outcomes[name] = Outcome(name, placement, decision_s, empty, **measure(placement))
-    loads = observed.loads.loads(simulator.n_experts)
+        outcomes[name] = Outcome(name, placement, decision_s, empty, **held_out.measure(placement))
+        outcomes[name].other_profiles_us = {profile: passes.times(placement) for profile, passes in others.items()}
+    loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
     return Plan(
-        chosen=planner,
+        planner=planner,
         outcomes=outcomes,
         simulator=simulator,
         layer_ids=trace.layer_ids,
         trace=trace.name,
-        planned_on=planned_on,
-        held_out=held_out,
+        planned_on=said[0],
+        held_out=said[1],
+        reused=held_out.reused,
         exact=isinstance(trace, TokenTrace),
-        window_tokens=window_tokens,
-        expert_pairs=loads / loads.sum(1, keepdims=True) * window_tokens * simulator.model.top_k,
+        pass_tokens=pass_tokens,
+        expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
+        force=force,
     )
+
+
+def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> dict[str, HeldOutPasses]:
+    """Held-out passes under the other profiles of the engine, those of another phase with its default pass sizes."""
+    found = {}
+    for profile in profiles_of(simulator.profile.engine):
+        if profile != simulator.profile:
+            other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)
+            own = traffic if profile.phase == traffic.phase else Traffic(profile.phase)
+            found[profile.name] = HeldOutPasses(part, other, own, sizes)
+    return found
 
 
 def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -> Placement:
@@ -246,7 +364,7 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
     """
     placement = placement.copy()
     loads = observed.loads.loads(simulator.n_experts).astype(float)
-    window = None if observed.tokens is None else first_tokens(observed.tokens, _FILL_TOKENS)
+    passes = None if observed.tokens is None else observed.tokens.first_passes(_FILL_PASSES)
     while (layers := np.flatnonzero((placement < 0).any((1, 2)))).size:
         spots, candidates = [], []
         for l in layers:
@@ -260,58 +378,16 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
             spots.append((int(l), g, int(np.flatnonzero(~filled[g])[0])))
             candidates.append(np.argsort(-share, kind="stable")[:_FILL_CANDIDATES])
         chosen = [int(experts[0]) for experts in candidates]
-        if window is not None:
+        if passes is not None:
             least = np.full(len(spots), np.inf)
             for i in range(min(len(experts) for experts in candidates)):
                 trial = placement.copy()
                 for spot, experts in zip(spots, candidates, strict=True):
                     trial[spot] = experts[i]
-                times = simulator.evaluate(window, trial, check=False).time_us
+                times = simulator.evaluate(passes, trial, check=False).time_us
                 for j, (layer, _, _) in enumerate(spots):
                     if times[layer] < least[j]:
                         least[j], chosen[j] = times[layer], int(candidates[j][i])
         for spot, expert in zip(spots, chosen, strict=True):
             placement[spot] = expert
     return placement
-
-
-def _measure_on_tokens(windows: list[Window], simulator: Simulator, placement: Placement) -> dict[str, Any]:
-    """Fields of an Outcome."""
-    served = [simulator.evaluate(window, placement, check=False) for window in windows]
-    return {
-        "window_us": [float(s.time_us.mean()) for s in served],
-        "layer_us": np.mean([np.stack([s.dispatch_us, s.compute_us, s.combine_us], axis=1) for s in served], axis=0),
-        "pairs": np.mean([s.pairs for s in served], axis=0),
-        "balancedness": float(np.mean([s.balancedness.mean() for s in served])),
-        "copies": np.mean([s.copies for s in served], axis=0),
-        "gpus_per_token": float(np.mean([s.gpus_per_token.mean() for s in served])),
-        "inter_node_mb": float(np.mean([s.inter_node_bytes.mean() for s in served])) / 1e6,
-    }
-
-
-def _pairs_per_step(part: LoadTrace, simulator: Simulator, window_tokens: int) -> npt.NDArray[np.float64]:
-    """(W, L, E) token-expert pairs of each step, scaled to a window."""
-    share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
-    pairs = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
-    pairs[:, :, : part.n_experts] = share * window_tokens * simulator.model.top_k
-    return pairs
-
-
-def _measure_on_counts(
-    expert_pairs: npt.NDArray[np.float64], simulator: Simulator, placement: Placement
-) -> dict[str, Any]:
-    """Fields of an Outcome. Without tokens, replicas share the load of an expert evenly, and only compute is known."""
-    model, layers = simulator.model, np.arange(len(placement))[:, None, None]
-    copies = np.zeros(expert_pairs.shape[1:])
-    np.add.at(copies, (np.broadcast_to(layers, placement.shape), placement), 1)
-    slot_pairs = (expert_pairs / copies)[:, layers, placement]  # (W, L, G, S)
-    pairs, active = slot_pairs.sum(3), (slot_pairs > 0).sum(3)
-    compute = model.kernel_start_us + (model.kernel_expert_us * active + model.kernel_pair_us * pairs).max(2)
-    layer_us = np.zeros((len(placement), 3))
-    layer_us[:, 1] = compute.mean(0)
-    return {
-        "window_us": compute.mean(1).tolist(),
-        "layer_us": layer_us,
-        "pairs": pairs.mean(0),
-        "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
-    }

@@ -1,0 +1,63 @@
+"""Training, validation and test part of a trace: the same for environments, trainers, ``eval`` and benchmarks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.common.choices import one_of
+from clustergym.traces.token_trace import TokenTrace
+
+SHARES = {"train": 0.5, "validation": 0.1, "test": 0.4}
+"""Share of the tokens in each part."""
+SPLITS = (*SHARES, "all")
+DOMAINS_TO_SPLIT = 6
+"""Traces with so many domains are split by domain, which leaves each part at least two. Others are split by sequence
+within each domain."""
+
+
+def split_trace(trace: TokenTrace, split: str = "train", seed: int = 0) -> TokenTrace:
+    """One part of a trace, or with ``"all"`` the trace itself.
+
+    The parts share no sequence. If the trace has enough domains, they share no domain either, so ``test`` shows how a
+    policy does on traffic that it was not trained on.
+    """
+    one_of(split, SPLITS, "split")
+    return trace if split == "all" else _parts(trace, seed)[split]
+
+
+@lru_cache(maxsize=8)
+def _parts(trace: TokenTrace, seed: int) -> dict[str, TokenTrace]:
+    """All parts. Cached, because what is computed from a trace is cached by the object."""
+    if trace.n_sequences < len(SHARES):
+        raise ValueError(
+            f"{trace.name}: {trace.n_sequences} sequence(s) cannot be split into {', '.join(SHARES)}: cut the trace into "
+            'more sequences (seq_lens), or use split="all"'
+        )
+    rng, names = np.random.default_rng(seed), trace.domain_names
+    domain = np.searchsorted(names, trace.domains)
+    if len(names) >= DOMAINS_TO_SPLIT:
+        part = _deal(np.bincount(domain, weights=trace.seq_lens), rng, least=2)[domain]
+    else:
+        part = np.empty(trace.n_sequences, int)
+        for d in range(len(names)):
+            part[domain == d] = _deal(trace.seq_lens[domain == d].astype(float), rng, least=1)
+        if len(np.unique(part)) < len(SHARES):
+            # Every domain has one or two sequences, which leaves nothing for the smallest part.
+            part = _deal(trace.seq_lens.astype(float), rng, least=1)
+    return {name: trace.select(sequences=np.flatnonzero(part == i)) for i, name in enumerate(SHARES)}
+
+
+def _deal(sizes: npt.NDArray[np.float64], rng: np.random.Generator, least: int) -> npt.NDArray[np.int64]:
+    """The part of each unit. In random order, each goes to the part that lacks most; every part gets ``least``."""
+    shares = np.array(list(SHARES.values()))
+    filled, count, part = np.zeros(len(SHARES)), np.zeros(len(SHARES)), np.empty(len(sizes), int)
+    for unit in rng.permutation(len(sizes)):
+        # Of parts that lack the same, the larger one comes first.
+        chosen = int(np.lexsort((-shares, filled / shares, count >= least))[0])
+        part[unit] = chosen
+        filled[chosen] += sizes[unit]
+        count[chosen] += 1
+    return part
