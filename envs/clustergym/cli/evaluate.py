@@ -12,14 +12,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from clustergym.cli.common import prepare_outputs
+from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
-from clustergym.moe_placement.evaluation import Protocol, compare
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement.evaluation import Protocol, compare, deal_streams
+from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.report.plots import plot_results
 from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
+from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import load_traces
 
 
@@ -38,29 +40,49 @@ class Command:
     """Cluster preset GPU-NODESxGPUS, for example h800-4x4, h800-2x8 or h100-4x8."""
     model: str | None = None
     """Model preset; by default the model that the trace names."""
+    engine: str = "sglang"
+    """Engine that serves: sglang, vllm, tensorrt-llm or vllm-ascend. It sets the default of --profile."""
+    profile: str | None = None
+    """How the engine serves: sglang-prefill, sglang-decode, sglang-lp, vllm, vllm-deepep, tensorrt-llm or
+    vllm-ascend; by default the first profile of the engine."""
+    phase: Literal["decode", "prefill"] | None = None
+    """Serve this phase instead of the profile's."""
     planner: list[str] = field(default_factory=lambda: ["all"])
     """One or more of static, round-robin, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental,
     flashlb, swift, hot-everywhere, grouping, co-occurrence, affinity-groups, random-best, bottleneck, bottleneck-8,
-    swap-greedy, anneal-max, anneal, anneal-4, anneal-even, policy, policy-guided, oracle (sees the next window) and
-    exact (small instances only); 'all' means all but exact."""
+    swap-greedy, anneal-max, anneal, anneal-4, policy, policy-guided, forecast (sees other tokens of the next domains),
+    oracle (sees the next passes) and exact (small instances only); 'all' means all but exact."""
     checkpoint: str = "pretrained"
     """Policy of the planners 'policy' and 'policy-guided': a policy.pt file, a run folder, or 'pretrained'."""
     schedule: str = "drift"
-    """stationary: plan once on one part of the trace, serve the rest. drift, switch, replay: plan after each window."""
-    window_tokens: int = 2048
-    """Number of tokens that the cluster serves in one pass."""
-    windows: int = 7
-    """Number of windows served per stream."""
+    """stationary: plan once on one part of the trace, serve the rest. drift, switch, replay: plan after each
+    interval."""
+    passes: int | None = None
+    """Forward passes of an interval that are simulated; by default 4 (decode) or 2 (prefill)."""
+    tokens_per_rank: int | None = None
+    """Tokens that each GPU contributes to a pass; by default 32 (decode) or 128 (prefill)."""
+    intervals: int = 7
+    """Number of intervals served per stream."""
     streams: int = 1
-    """Number of independent streams. Two or more give a 95 % confidence interval."""
+    """Number of streams. Two or more give a 95 % confidence interval, from disjoint parts of the sequences."""
     drift_rate: float = 0.5
-    """Step of the mixture walk (drift) or probability of another domain (switch), per window."""
+    """Step of the mixture walk (drift) or probability of another domain (switch), per interval."""
+    rank_imbalance: float = 0.0
+    """Spread of the shares of the tokens that the GPUs contribute. 0 is balanced, as engines are."""
+    allow_reuse: bool = False
+    """Serve tokens again when a stream has used up its sequences. The table says how many."""
+    split: Literal["train", "validation", "test", "all"] = "all"
+    """Part of the trace to serve. A policy is trained on 'train' of its traces."""
     holdout: float = 0.5
-    """Share of the tokens of each domain that is served and never planned on."""
-    passes_per_window: int = 100
-    """Number of forward passes per window. The time of a migration is divided by it."""
-    comm: str = "dedup"
-    """dedup: one copy per GPU and node. per-expert: low-latency mode. stay: tokens stay at their first expert."""
+    """Share of the tokens of each domain that is served and never planned on, with the stationary schedule."""
+    plan_passes: int = 16
+    """Maximum number of passes to plan on with the stationary schedule, for planners that look at tokens."""
+    observe_tokens: int | None = None
+    """Show planners only so many tokens of what they observe, drawn at random; by default all."""
+    passes_per_interval: int = 1000
+    """Forward passes between two placement decisions. The time of a migration is divided by it."""
+    migration: Literal["blocking", "async"] = "blocking"
+    """blocking: serving stops while weights move. async: the old placement serves until they have arrived."""
     slots: int | None = None
     """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
     layers: list[int] | None = None
@@ -73,13 +95,10 @@ class Command:
     """Write a plot to this file (.png, .svg or .pdf)."""
 
 
-def planner_names(args: Command) -> list[str]:
+def planner_names(args: Command, stay: bool) -> list[str]:
     if args.planner == ["all"]:
-        return [
-            name
-            for name, (planner, _) in PLANNERS.items()
-            if not planner.small_only and not (planner.layers_alone and args.comm == "stay")
-        ]
+        kinds = {name: planner_class(name) for name in PLANNERS}
+        return [n for n, planner in kinds.items() if not planner.small_only and not (planner.layers_alone and stay)]
     for name in args.planner:
         if name not in PLANNERS:
             raise ValueError(f"unknown planner {name!r}; expected 'all' or some of: {', '.join(PLANNERS)}")
@@ -90,18 +109,29 @@ def run(args: Command, console: Console, line: str) -> None:
     trace = load_traces(args.trace)
     if args.layers is not None:
         trace = trace.select(layers=args.layers)
-    names = planner_names(args)
     cluster = get_cluster(args.cluster, **({} if args.slots is None else {"slots_per_gpu": args.slots}))
-    simulator = Simulator(model_for(trace, args.model), cluster, args.comm, args.passes_per_window)
+    profile = chosen_profile(args.profile, args.engine, args.phase)
+    model = model_for(trace, args.model)
+    simulator = Simulator(model, cluster, profile, args.passes_per_interval, args.migration)
+    names = planner_names(args, simulator.stay)
+    traffic = Traffic(
+        profile.phase, args.tokens_per_rank, args.passes, args.schedule, args.drift_rate, args.rank_imbalance,
+        args.allow_reuse,
+    )  # fmt: skip
     protocol = Protocol(
-        args.schedule, args.windows, args.window_tokens, args.drift_rate, args.streams, args.seed, args.holdout
-    )
+        traffic, args.intervals, args.streams, args.seed, args.split, args.holdout, args.plan_passes,
+        args.observe_tokens,
+    )  # fmt: skip
+    # An error of too little data comes before the work.
+    deal_streams(protocol.parts(trace)[1], cluster.n_gpus, protocol)
     prepare_outputs(args.json, args.plot)
+    passes, tokens = traffic.sizes
     console.print(
         f"[bold]{escape(trace.name)}[/]: {trace.n_tokens} tokens, {trace.n_layers} layers, "
         f"top-{trace.top_k} of {trace.n_experts}; "
         f"{cluster.n_nodes} × {cluster.gpus_per_node} GPUs with {simulator.n_slots} slots per layer; "
-        f"{args.schedule}, {args.streams} stream(s) × {args.windows} windows of {args.window_tokens} tokens"
+        f"profile {escape(profile.name)} ({escape(profile.about)}); {args.schedule}, {args.streams} stream(s) × "
+        f"{args.intervals} intervals, of each {passes} passes of {tokens} tokens per GPU"
     )
     columns = (
         SpinnerColumn(),
@@ -111,7 +141,7 @@ def run(args: Command, console: Console, line: str) -> None:
         TimeElapsedColumn(),
     )
     options: dict[str, dict[str, object]] = {
-        name: {"checkpoint": args.checkpoint} for name in names if PLANNERS[name].planner.takes_checkpoint
+        name: {"checkpoint": args.checkpoint} for name in names if planner_class(name).takes_checkpoint
     }
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("compiling", total=len(names))
@@ -119,7 +149,7 @@ def run(args: Command, console: Console, line: str) -> None:
             trace, simulator, names, protocol, options=options,
             progress=lambda name: bar.update(task, description=name, completed=names.index(name)),
         )  # fmt: skip
-    title = f"{trace.name} on {cluster.name}, {args.schedule}"
+    title = f"{trace.name} on {cluster.name}, {profile.name}, {args.schedule}"
     console.print(results_table(results, title))
     if args.plot is not None:
         plot_results(results, title, args.plot)
@@ -130,10 +160,19 @@ def run(args: Command, console: Console, line: str) -> None:
             "trace": trace.name,
             "model": simulator.model.name,
             "cluster": cluster.name,
+            "profile": profile.name,
+            "phase": profile.phase,
             "schedule": args.schedule,
-            "window_tokens": args.window_tokens,
-            "windows": args.windows,
+            "migration": args.migration,
+            "tokens_per_rank": tokens,
+            "sampled_passes": passes,
+            "passes_per_interval": args.passes_per_interval,
+            "observe_tokens": args.observe_tokens,
+            "intervals": args.intervals,
             "streams": args.streams,
+            "groups": results[0].groups,
+            "reused": results[0].reused,
+            "split": args.split,
             "seed": args.seed,
             "command": line,
         }

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -17,15 +17,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from clustergym.cli.common import prepare_files
+from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.engines import EnginePlan, check_layers, check_path, how_to_load, write_plan
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
-from clustergym.moe_placement.planning import Plan, make_plan, model_of
+from clustergym.moe_placement.planning import Plan, Sizes, default_planner, make_plan, model_of
 from clustergym.moe_placement.report.html import write_report
-from clustergym.moe_placement.report.tables import plan_table
+from clustergym.moe_placement.report.tables import gain_sentence, plan_table, profiles_table
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster
+from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import load_any_trace
 
 
@@ -36,7 +37,7 @@ class Command:
     All rules of the engine are checked, so it does not refuse the plan. Slots that the planner leaves empty are filled
     with the replicas that help most.
 
-    Example: clustergym plan trace.npz --cluster h800-4x4 --planner anneal --engine sglang -o plan.json
+    Example: clustergym plan trace.npz --cluster h800-4x4 --engine sglang --phase decode -o plan.json
     """
 
     trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
@@ -45,8 +46,14 @@ class Command:
     """Plan file to write: .json or .pt for sglang, .yaml for tensorrt-llm, .json for vllm-ascend and vllm."""
     engine: str = "sglang"
     """Engine to write the plan for: sglang, tensorrt-llm, vllm-ascend or vllm."""
-    planner: str = "anneal"
-    """A planner of ``clustergym eval``, for example anneal, eplb or policy-guided."""
+    profile: str | None = None
+    """How the engine serves: sglang-prefill, sglang-decode, sglang-lp, vllm, vllm-deepep, tensorrt-llm or
+    vllm-ascend; by default the first profile of the engine (of --phase, if given)."""
+    phase: Literal["decode", "prefill"] | None = None
+    """Plan for this phase instead of the profile's."""
+    planner: str | None = None
+    """A planner of ``clustergym eval``, for example anneal, eplb or flashlb; by default the one that is best for the
+    profile in our measurements (for counts: eplb)."""
     checkpoint: Path | None = None
     """Policy of the planners 'policy' and 'policy-guided': a policy.pt file or a run folder; by default the pretrained
     policy."""
@@ -56,20 +63,22 @@ class Command:
     """Cluster preset GPU-NODESxGPUS, for example h800-4x4."""
     slots: int | None = None
     """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
-    comm: str = "dedup"
-    """dedup: DeepEP's normal mode. per-expert: its low-latency mode."""
     share: float = 0.5
     """Share of the trace, from its beginning, to plan on. The rest is held out."""
     seconds: float = 30.0
     """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
-    plan_tokens: int = 8192
-    """Maximum number of tokens to plan on, for planners that look at tokens."""
-    window_tokens: int = 2048
-    """Number of tokens that the cluster serves in one pass."""
-    windows: int = 8
-    """Number of held-out windows to measure on."""
+    tokens_per_rank: int | None = None
+    """Tokens that each GPU contributes to a pass; by default 32 (decode) or 128 (prefill)."""
+    plan_passes: int = 16
+    """Maximum number of passes to plan on, for planners that look at tokens."""
+    observe_tokens: int | None = None
+    """Plan on so many tokens of these passes, drawn at random; by default all."""
+    passes: int = 20
+    """Number of held-out passes to measure on."""
+    force: bool = False
+    """Write the planner's plan even if no gain over EPLB is shown. By default EPLB's plan is written then."""
     seed: int = 0
-    """Seed of the windows and of planners that draw random numbers."""
+    """Seed of the passes and of planners that draw random numbers."""
     report: Path | None = None
     """Write a self-contained HTML report to this file."""
     json: Path | None = None
@@ -109,28 +118,30 @@ def progress_bar(console: Console) -> Iterator[ProgressBar]:
             thread.join()
 
 
-def check_arguments(args: Command) -> None:
+def check_arguments(args: Command, name: str) -> None:
     """Raise a ValueError for arguments that cannot work, before the work is done."""
     check_path(args.output, args.engine)
-    planner = planner_class(args.planner)
-    if planner.needs_future or planner.small_only:
-        raise ValueError(f"planner {args.planner!r} is for comparison only: it makes no plan to load")
+    planner = planner_class(name)
+    if planner.needs_future or planner.needs_mixture or planner.small_only:
+        raise ValueError(f"planner {name!r} is for comparison only: it makes no plan to load")
     if args.checkpoint is not None and not planner.takes_checkpoint:
-        takers = " and ".join(name for name, entry in PLANNERS.items() if entry.planner.takes_checkpoint)
-        raise ValueError(f"--checkpoint is for the planners {takers}, not for {args.planner!r}")
+        takers = " and ".join(other for other in PLANNERS if planner_class(other).takes_checkpoint)
+        raise ValueError(f"--checkpoint is for the planners {takers}, not for {name!r}")
     if args.report is not None and args.report.suffix not in (".html", ".htm"):
         raise ValueError(f"--report {args.report}: expected a file that ends in .html")
-    for key in ("windows", "window_tokens", "plan_tokens"):
-        if getattr(args, key) < 1:
-            raise ValueError(f"{key} is {getattr(args, key)}: expected at least 1")
     prepare_files(args.output, args.report, args.json)
 
 
 def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
-    versus = {other: dict(zip(("mean", "ci95"), plan.versus(other), strict=True)) for other in ("static", "eplb")}
+    def versus(planner: str, profile: str | None = None) -> dict[str, dict[str, float]]:
+        found = {other: plan.versus(other, planner, profile) for other in ("static", "eplb")}
+        return {other: {"mean": mean, "ci95": half} for other, (mean, half) in found.items()}
+
     return {
-        "planner": plan.chosen,
+        "planner": plan.planner,
+        "written": plan.chosen,
         "engine": args.engine,
+        "profile": plan.simulator.profile.name,
         "plan": str(args.output),
         "model": plan.model.name,
         "cluster": plan.simulator.cluster.name,
@@ -138,13 +149,17 @@ def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
         "trace": plan.trace,
         "planned_on": plan.planned_on,
         "held_out": plan.held_out,
+        "reused": plan.reused,
         "exact": plan.exact,
-        "versus": versus,
+        "versus": versus(plan.planner),
+        "gain_shown": plan.gain_shown(),
+        "other_profiles": {profile: versus(plan.planner, profile) for profile in plan.other_profiles},
         "planners": [
             {
-                "planner": o.planner, "served_us": o.served_us, "window_us": o.window_us,
-                "balancedness": o.balancedness, "gpus_per_token": o.gpus_per_token,
-                "inter_node_mb": o.inter_node_mb, "decision_s": o.decision_s, "filled_slots": o.filled,
+                "planner": o.planner, "served_us": o.served_us, "stream_us": o.stream_us, "groups": o.groups,
+                "other_profiles_us": o.other_profiles_us, "balancedness": o.balancedness,
+                "gpus_per_token": o.gpus_per_token, "inter_node_mb": o.inter_node_mb, "decision_s": o.decision_s,
+                "filled_slots": o.filled,
             }
             for o in plan.outcomes.values()
         ],
@@ -152,36 +167,51 @@ def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def explain(plan: Plan, console: Console) -> None:
+    """Say what the plan is worth, and which one is written."""
+    console.print(plan_table(plan))
+    if plan.other_profiles:
+        console.print(profiles_table(plan))
+    if plan.outcomes[plan.planner].filled:
+        filled = plan.outcomes[plan.planner].filled
+        console.print(f"{plan.planner} left {filled} slots empty: filled with the replicas that help most")
+    if plan.reused > 0:
+        console.print(
+            f"[yellow]the held-out part is smaller than the passes: {100 * plan.reused:.0f} % of the tokens of a "
+            "stream were served before (the interval allows for it)[/]"
+        )
+    if plan.planner == "eplb":
+        return
+    console.print(f"{gain_sentence(plan)}, profile {plan.simulator.profile.name}", highlight=False)
+    if not plan.gain_shown():
+        written = "its plan is written anyway (--force)" if plan.force else "EPLB's plan is written"
+        remedy = "" if plan.force else "; --force writes the other one"
+        console.print(f"[yellow]no gain over EPLB is shown: {written}{remedy}, a longer trace shows more[/]")
+
+
 def run(args: Command, console: Console, line: str) -> None:
     trace = load_any_trace(args.trace)
     model = model_of(trace, args.model)
     cluster = get_cluster(args.cluster, **({} if args.slots is None else {"slots_per_gpu": args.slots}))
-    simulator = Simulator(model, cluster, args.comm, PASSES_OF_A_PERMANENT_PLAN)
+    profile = chosen_profile(args.profile, args.engine, args.phase)
+    if profile.engine != args.engine:
+        raise ValueError(f"profile {profile.name!r} is of engine {profile.engine!r}, not of {args.engine!r}")
+    simulator = Simulator(model, cluster, profile)
+    planner = args.planner or default_planner(profile, trace)
+    sizes = Sizes(args.share, args.plan_passes, args.observe_tokens, args.passes, seed=args.seed)
+    traffic = Traffic(profile.phase, args.tokens_per_rank)
     check_layers(trace.layer_ids, model)
-    check_arguments(args)
+    check_arguments(args, planner)
     with progress_bar(console) as shown:
         plan = make_plan(
-            trace, simulator, args.planner, share=args.share, window_tokens=args.window_tokens, windows=args.windows,
-            plan_tokens=args.plan_tokens, seconds=args.seconds, seed=args.seed, progress=shown.begin,
-            options={} if args.checkpoint is None else {"checkpoint": args.checkpoint},
+            trace, simulator, planner, traffic=traffic, sizes=sizes, seconds=args.seconds, force=args.force,
+            progress=shown.begin, options={} if args.checkpoint is None else {"checkpoint": args.checkpoint},
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
     write_plan(args.output, chosen, args.engine)
-    console.print(plan_table(plan))
-    if plan.best.filled:
-        console.print(f"{args.planner} left {plan.best.filled} slots empty: filled with the replicas that help most")
-    if args.planner != "eplb":
-        relative, half = plan.versus("eplb")
-        interval = f" ± {100 * half:.1f}" if half else ""
-        console.print(
-            f"{args.planner} against EPLB on held-out traffic: {100 * relative:+.1f}{interval} % time", highlight=False
-        )
-        if relative > 0:
-            console.print(
-                "[yellow]EPLB's plan serves the held-out traffic faster: try --planner eplb, or a longer trace[/]"
-            )
+    explain(plan, console)
     usage = how_to_load(args.output, chosen, args.engine)
-    console.print(escape(f"plan: {args.output}"))
+    console.print(escape(f"plan of {plan.chosen}: {args.output}"))
     console.print(escape(f"load it with: {usage}"), highlight=False, soft_wrap=True)
     if args.report is not None:
         write_report(args.report, plan, args.engine, usage, line)

@@ -18,7 +18,7 @@ from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN
 from clustergym.moe_placement.planner_registry import make_planner, planner_class, planners_on_loads
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.recorded import LoadInterval
-from clustergym.moe_placement.profiles import PROFILES, profiles_of
+from clustergym.moe_placement.profiles import PROFILES, EngineProfile, profiles_of
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
@@ -162,6 +162,12 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
             f"{spec.n_layers} × {spec.n_experts}"
         )
     return spec
+
+
+def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
+    """The planner for a profile if none is asked for. Counts have nothing for planners on tokens."""
+    name = DEFAULT_PLANNERS.get(profile.name, "anneal")
+    return "eplb" if isinstance(trace, LoadTrace) and planner_class(name).needs_tokens else name
 
 
 # Traffic to plan and to measure on

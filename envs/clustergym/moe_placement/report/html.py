@@ -13,7 +13,7 @@ import numpy as np
 
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.planning import Outcome, Plan
-from clustergym.moe_placement.report.tables import plan_cells
+from clustergym.moe_placement.report.tables import plan_cells, profile_cells
 
 
 def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -> None:
@@ -32,6 +32,7 @@ def render(plan: Plan, engine: str, load: str, command: str) -> str:
             f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _facts(plan, engine)
         ),
         "TABLE": _table(plan),
+        "PROFILES": _profiles(plan),
         "LOAD": html.escape(load),
         "COMMAND": html.escape(command),
         "SCRIPT": script,
@@ -43,12 +44,16 @@ def render(plan: Plan, engine: str, load: str, command: str) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    other, label = ("eplb", "EPLB") if plan.chosen != "eplb" else ("static", "the static placement")
+    other, label = ("eplb", "EPLB") if plan.planner != "eplb" else ("static", "the static placement")
     relative, half = plan.versus(other)
     word = "less" if relative < 0 else "more"
     interval = f" (± {100 * half:.1f})" if half else ""
     what = "time" if plan.exact else "expert-kernel time"
-    return f"{plan.chosen}: {100 * abs(relative):.1f} %{interval} {word} {what} than {label} on held-out traffic"
+    where = f"on held-out traffic, {plan.simulator.profile.name}"
+    said = f"{plan.planner}: {100 * abs(relative):.1f} %{interval} {word} {what} than {label} {where}"
+    if plan.planner == "eplb" or plan.gain_shown():
+        return said
+    return f"{said}. No gain is shown: {'written anyway' if plan.force else 'the plan of EPLB is written'}"
 
 
 def _facts(plan: Plan, engine: str) -> list[tuple[str, str]]:
@@ -62,8 +67,9 @@ def _facts(plan: Plan, engine: str) -> list[tuple[str, str]]:
             f"{cluster.n_nodes} nodes × {cluster.gpus_per_node} GPUs, {simulator.n_slots} slots per GPU and layer",
         ),
         ("model", f"{len(plan.layer_ids)} MoE layers, top-{plan.model.top_k} of {plan.model.n_experts} experts"),
-        ("window", f"{plan.window_tokens} tokens per pass"),
+        ("passes", f"{plan.pass_tokens} tokens; {100 * plan.reused:.0f} % of a stream's tokens were served before"),
         ("engine", engine),
+        ("profile", f"{simulator.profile.name}: {simulator.profile.about}"),
     ]
 
 
@@ -74,6 +80,25 @@ def _table(plan: Plan) -> str:
         body = "".join(f"<td>{cell}</td>" for cell in plan_cells(plan, outcome))
         rows.append(f"<tr{chosen}><th scope=row>{html.escape(name)}{mark}</th>{body}</tr>")
     return "".join(rows)
+
+
+def _profiles(plan: Plan) -> str:
+    """The placements under the other profiles of the engine, as a section; empty if there are none."""
+    if not plan.other_profiles:
+        return ""
+    profiles = (plan.simulator.profile.name, *plan.other_profiles)
+    head = "".join(f"<th scope=col>{html.escape(profile)}</th>" for profile in profiles)
+    rows = "".join(
+        f"<tr><th scope=row>{html.escape(name)}</th>{''.join(f'<td>{c}</td>' for c in profile_cells(plan, name))}</tr>"
+        for name in plan.outcomes
+    )
+    return (
+        "<h2>The same plans under other profiles</h2>"
+        '<p class="soft">Difference to the time of EPLB. The plan is made for the first profile: its gain need not '
+        "hold where the engine sends tokens in another way.</p>"
+        f'<div class="scroll"><table id="profiles"><thead><tr><th scope=col>planner</th>{head}</tr></thead>'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
 
 
 def _data(plan: Plan) -> dict[str, Any]:

@@ -17,11 +17,11 @@ _LINES = {
     "policy": ("#AA3377", "P"),
     "oracle": ("#000000", "X"),
 }
-"""Colour and marker of the planners that are also shown window by window."""
+"""Colour and marker of the planners that are also shown interval by interval."""
 
 
 def plot_results(results: list[Result], title: str, path: Path) -> None:
-    """Served and migration time of each planner as bars, and the total of each window as lines."""
+    """Served and migration time of each planner as bars, and the total of each interval as lines."""
     plt = require_matplotlib()
     ordered = sorted(results, key=lambda r: -r.total_us)
     names, served = [r.planner for r in ordered], [r.served_us for r in ordered]
@@ -44,9 +44,9 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     shown = [r for r in ordered if r.planner in _LINES] or ordered[:6]
     for r, style in zip(shown, _LINES.values(), strict=False):
         colour, marker = _LINES.get(r.planner, style)
-        windows = range(1, len(r.window_totals_us) + 1)
-        lines.plot(windows, r.window_totals_us, color=colour, marker=marker, ms=4, label=r.planner)
-    lines.set(xlabel="window", ylabel="total µs", title="window by window")
+        intervals = range(1, len(r.interval_totals_us) + 1)
+        lines.plot(intervals, r.interval_totals_us, color=colour, marker=marker, ms=4, label=r.planner)
+    lines.set(xlabel="interval", ylabel="total µs", title="interval by interval")
     lines.xaxis.get_major_locator().set_params(integer=True)
     lines.legend(fontsize=8)
     figure.savefig(path, dpi=130)
@@ -59,7 +59,7 @@ def plot_validation(curve: Sequence[Sequence[float]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     steps, static, eplb = zip(*curve, strict=True)
     axes.plot(steps, static, "o-", ms=3, color="#4477AA", label="vs static")
-    axes.plot(steps, eplb, "s-", ms=3, color="#EE6677", label="vs EPLB in every window")
+    axes.plot(steps, eplb, "s-", ms=3, color="#EE6677", label="vs EPLB in every interval")
     axes.axhline(0, color="#BBBBBB", lw=1)
     axes.set(xlabel="operations (0: after the supervised phase)", ylabel="time saved, %", title="validation streams")
     axes.legend()

@@ -177,7 +177,7 @@ function panel(name, node, note) {
   d.append(h, wrap);
   return d;
 }
-// The load of an expert in the mean window, divided evenly among its replicas.
+// The load of an expert in the mean pass, divided evenly among its replicas.
 function replicas(name, layer) {
   const slots = D.planners[name].slots[layer], copies = new Map();
   slots.flat().forEach(e => copies.set(e, (copies.get(e) || 0) + 1));
@@ -198,14 +198,14 @@ function drawPlacements(layer) {
         const box = {x: x + 1.5, y: y + 2.5, width: cell - 3, height: 20};
         const border = {stroke: copies > 1 ? "var(--ink)" : "none", "stroke-width": 2};
         s.append(titled(el("rect", {...box, fill: heat(v), ...border}),
-          `GPU ${g}: expert ${e}, ${round(b.load(e), 0)} tokens per window, ${copies} replica(s)`));
+          `GPU ${g}: expert ${e}, ${round(b.load(e), 0)} tokens per pass, ${copies} replica(s)`));
         s.append(text(x + cell / 2, y + 16, e,
           {"text-anchor": "middle", "font-size": 11, style: `fill:${textOnHeat(v)};pointer-events:none`}));
       });
     });
     return panel(n, s, `layer ${D.layers[at]}`);
   }));
-  drawScale("legend-heat", "0", `${round(top, 0)} tokens per window`);
+  drawScale("legend-heat", "0", `${round(top, 0)} tokens per pass`);
 }
 function drawTraffic(layer) {
   if (!D.exact) {

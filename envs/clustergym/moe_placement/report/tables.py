@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from clustergym.moe_placement.evaluation import Result
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.planning import Outcome, Plan
 
 
@@ -20,35 +20,39 @@ def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _percent(us: float, reference_us: float) -> str:
-    return f"{100 * (us / reference_us - 1):+.1f} %"
+def _percent(relative: float, half: float = 0.0) -> str:
+    return f"{100 * relative:+.1f}{f' ± {100 * half:.1f}' if half else ''} %"
 
 
 def results_table(results: list[Result], title: str) -> Table:
     """A comparison, slowest first. The fastest planner that does not see the future is bold."""
+    first = results[0]
+    groups = f" on {first.groups} disjoint groups of sequences" if first.groups > 1 else ""
     table = _table(
         title,
-        "µs per layer and forward pass; moves and decision per layer and window",
+        f"µs per layer and forward pass; moves and decision per layer and interval; {len(first.stream_totals_us)} "
+        f"stream(s){groups}; {100 * first.reused:.0f} % of the tokens of a stream were served before",
         ("served", "migration", "total", "vs eplb", "balance", "GPUs/token", "inter-node MB", "moves", "decision ms"),
     )
-    reference = next((r.total_us for r in results if r.planner == "eplb"), None)
-    needs_future = {name for name, entry in PLANNERS.items() if entry.planner.needs_future}
-    fastest = min((r.total_us for r in results if r.planner not in needs_future), default=None)
+    eplb = next((r for r in results if r.planner == "eplb"), None)
+    kinds = {name: planner_class(name) for name in {r.planner for r in results} & set(PLANNERS)}
+    sees_more = {name for name, kind in kinds.items() if kind.needs_future or kind.needs_mixture}
+    fastest = min((r.total_us for r in results if r.planner not in sees_more), default=None)
     for r in sorted(results, key=lambda r: -r.total_us):
         interval = f" ± {r.total_ci95_us:.1f}" if r.total_ci95_us else ""
         table.add_row(
             r.planner, f"{r.served_us:.1f}", f"{r.migration_us:.1f}", f"{r.total_us:.1f}{interval}",
-            "" if reference is None else _percent(r.total_us, reference), f"{r.balancedness:.3f}",
+            "" if eplb is None else _percent(*r.versus(eplb)), f"{r.balancedness:.3f}",
             f"{r.gpus_per_token:.2f}", f"{r.inter_node_mb:.2f}", f"{r.moves:.1f}", f"{r.decision_ms:.2f}",
-            style="bold green" if r.total_us == fastest else "dim" if r.planner in needs_future else None,
+            style="bold green" if r.total_us == fastest else "dim" if r.planner in sees_more else None,
         )  # fmt: skip
     return table
 
 
 def plan_table(plan: Plan) -> Table:
-    """The chosen plan and the baselines on held-out traffic. The fastest one is bold."""
+    """The plan and the baselines on held-out traffic. The fastest one is bold."""
     table = _table(
-        f"{plan.trace} on {plan.simulator.cluster.name}, held out: {plan.held_out}",
+        f"{plan.trace} on {plan.simulator.cluster.name}, {plan.simulator.profile.name}, held out: {plan.held_out}",
         "µs per layer and forward pass"
         if plan.exact
         else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between GPUs",
@@ -65,9 +69,30 @@ def plan_cells(plan: Plan, outcome: Outcome) -> list[str]:
     """The row of one planner: time, vs static, vs EPLB, balance, GPUs per token, inter-node MB, decision s."""
     return [
         f"{outcome.served_us:.1f}",
-        *(_percent(outcome.served_us, plan.outcomes[other].served_us) for other in ("static", "eplb")),
+        *(_percent(*plan.versus(other, outcome.planner)) for other in ("static", "eplb")),
         f"{outcome.balancedness:.3f}",
         "–" if outcome.gpus_per_token is None else f"{outcome.gpus_per_token:.2f}",
         "–" if outcome.inter_node_mb is None else f"{outcome.inter_node_mb:.2f}",
         f"{outcome.decision_s:.3f}",
     ]
+
+
+def profiles_table(plan: Plan) -> Table:
+    """The same placements under the other profiles of the engine."""
+    profile = plan.simulator.profile.name
+    table = _table(f"the same plans under other profiles (planned for {profile})", "difference to EPLB's plan", ())
+    for other in (profile, *plan.other_profiles):
+        table.add_column(other, justify="right")
+    for name in plan.outcomes:
+        table.add_row(name, *profile_cells(plan, name))
+    return table
+
+
+def profile_cells(plan: Plan, planner: str) -> list[str]:
+    """Difference of one planner to EPLB under each profile: the one planned for, then the others."""
+    return [_percent(*plan.versus("eplb", planner, profile)) for profile in (None, *plan.other_profiles)]
+
+
+def gain_sentence(plan: Plan) -> str:
+    """What the planner's plan is worth."""
+    return f"{plan.planner} against EPLB on held-out traffic: {_percent(*plan.versus('eplb'))} time"
