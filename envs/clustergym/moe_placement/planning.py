@@ -382,7 +382,8 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
             g = int(work.argmin())
             share[placement[l, g][filled[g]]] = -1.0
             spots.append((int(l), g, int(np.flatnonzero(~filled[g])[0])))
-            candidates.append(np.argsort(-share, kind="stable")[:_FILL_CANDIDATES])
+            ordered = np.argsort(-share, kind="stable")[:_FILL_CANDIDATES]
+            candidates.append(ordered[share[ordered] >= 0])
         chosen = [int(experts[0]) for experts in candidates]
         if passes is not None:
             least = np.full(len(spots), np.inf)

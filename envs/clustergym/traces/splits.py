@@ -33,8 +33,8 @@ def _parts(trace: TokenTrace, seed: int) -> dict[str, TokenTrace]:
     """All parts. Cached, because what is computed from a trace is cached by the object."""
     if trace.n_sequences < len(SHARES):
         raise ValueError(
-            f"{trace.name}: {trace.n_sequences} sequence(s) cannot be split into {', '.join(SHARES)}: cut the trace into "
-            'more sequences (seq_lens), or use split="all"'
+            f"{trace.name}: {trace.n_sequences} sequence(s) cannot be split into {', '.join(SHARES)}: cut the trace "
+            'into more sequences (seq_lens), or use split="all"'
         )
     rng, names = np.random.default_rng(seed), trace.domain_names
     domain = np.searchsorted(names, trace.domains)
