@@ -3,8 +3,8 @@
     python benchmarks/llm.py
 
 All runs share one pre-trained model. Prints a table, writes a JSON file and a plot, and checks the requirements: for
-every seed, a reward at least 0.08 above the reference at a KL within 20 % of the target; and a KL at least 3 times larger
-without the penalty.
+every seed, a reward at least 0.08 above the reference at a KL within 20 % of the target; and a KL at least 3 times
+larger without the penalty.
 """
 
 from __future__ import annotations

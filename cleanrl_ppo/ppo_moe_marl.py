@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 cleanrl_ppo/ppo_moe_marl.py                     # two processes, averaged gradients
     clustergym eval --planner eplb anneal policy --checkpoint runs/ppo_moe_marl__tiny_moe__1
 
-Between two intervals of traffic the agents visit the layers one after the other. A visit has ``ops_per_layer`` steps. In
-each step the expert actor picks an expert, an exact simulation computes what each of the 3·G operations on it would
+Between two intervals of traffic the agents visit the layers one after the other. A visit has ``ops_per_layer`` steps.
+In each step the expert actor picks an expert, an exact simulation computes what each of the 3·G operations on it would
 save on the interval that just ended, and the GPU actor picks one of the operations. The reward is what the operation
 saves on the NEXT interval, which the agents do not see. A supervised phase first teaches both actors to find the
 operations with the best simulated savings. PPO then teaches them which savings last until the next interval.
@@ -921,8 +921,9 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
             inputs, legal = batch.inputs(visits, rows), batch.legal[rows]
             expert_logits, node_logits, values = agent(inputs, batch.expert[rows], batch.parts[rows], legal)
             expert_logprobs, node_logprobs = expert_logits.log_softmax(-1), node_logits.log_softmax(-1)
-            chosen = [expert_logprobs.gather(-1, batch.expert[rows, None]), node_logprobs.gather(-1, batch.node[rows, None])]
-            logratio = torch.cat(chosen, -1) - batch.logprobs[rows]
+            taken = ((expert_logprobs, batch.expert), (node_logprobs, batch.node))
+            logprobs = torch.cat([logprob.gather(-1, choice[rows, None]) for logprob, choice in taken], -1)
+            logratio = logprobs - batch.logprobs[rows]
             if args.ablation.centralised:
                 # One critic, one advantage: two components of one action, whose log-probabilities add up.
                 logratio = logratio.sum(-1, keepdim=True)

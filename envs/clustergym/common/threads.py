@@ -1,7 +1,7 @@
 """Spread compiled work over the cores: threads that run a kernel's range without the interpreter lock.
 
-Chosen over numba's own ``parallel=True``, which made slower code of the same kernels (a change of layer took half as long
-again on one thread), compiles each loop once more, and whose OpenMP threads do not survive a fork.
+numba's own ``parallel=True`` made slower code of the same kernels (50 % slower on one thread), compiles each loop once
+more, and its OpenMP threads do not survive a fork.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ if hasattr(os, "register_at_fork"):
 def spread(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | None = None) -> None:
     """Call ``function(first, last, *arguments)`` over parts of 0 … n−1, on as many threads as numba may use.
 
-    All threads, the caller's among them, take the next of ``chunks`` parts (by default ``CHUNKS`` a thread, none smaller than
-    ``SMALLEST``) until none is left: one that is held up, or gets heavier parts, leaves more to the others.
+    All threads, the caller's among them, take the next of ``chunks`` parts until none is left: one that is held up, or
+    gets heavier parts, leaves more to the others. By default there are ``CHUNKS`` parts per thread, none smaller than
+    ``SMALLEST``.
     """
     global _pool
     n_threads = min(config.NUMBA_NUM_THREADS, n)

@@ -80,7 +80,7 @@ class PlacementConfig:
     rank_imbalance: float = 0.0
     """Spread of the GPUs' shares of the tokens; 0 is balanced, as engines are."""
     allow_reuse: bool = True
-    """A stream serves every token once before it serves one again. False: an error if the trace is too short for that."""
+    """A stream serves every token once before it serves one again. False: an error if the trace is too short."""
     migration: str = "blocking"
     """``blocking``: serving stops while weights move. ``async``: they move in the background."""
     background_share: float = 0.1
@@ -88,7 +88,7 @@ class PlacementConfig:
     start: str = "static"
     """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first interval)."""
     compare_eplb: bool = True
-    """Also serve every interval with EPLB's placement, so that the episode's information has the time saved against it."""
+    """Also serve every interval with EPLB's placement: the episode's information then has the time saved against it."""
     memory: bool = False
     """Observe what the look-ahead showed for each expert on this layer (``memory``), and mask experts that were chosen
     and left alone since the placement last changed: the same look would show the same."""
@@ -156,14 +156,14 @@ def _static_times(trace: TokenTrace, simulator: Simulator, traffic: Traffic) -> 
 class PlacementBatch:
     """B placement episodes as tensors on one device; what every environment class and trainer stands on.
 
-    ``obs`` (a dict of tensors with leading axis B), ``reward``, ``done`` and ``info`` tensors are written in place by each
-    call: copy what must outlive the next one.
+    ``obs`` (a dict of tensors with leading axis B) and ``reward`` are written in place by each call: copy what must
+    outlive the next one.
 
     Args:
         config: the task.
         num_envs: B.
         device: ``"cpu"`` (numba, all cores) or a CUDA device (numba-cuda, the extra ``clustergym[cuda]``).
-        observe_only: for planners: there is no next interval, and :meth:`load_placement` takes the place of :meth:`reset`.
+        observe_only: for planners. There is no next interval; :meth:`load_placement` takes the place of :meth:`reset`.
     """
 
     def __init__(
@@ -295,13 +295,14 @@ class PlacementBatch:
         optional = {"lookahead": config.lookahead, "memory": config.memory}
         self.obs = {name: tensor for name, tensor in self.buffers.items() if optional.get(name, True)}
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
-        self._trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
-        self._sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
-        self._episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
-        self._stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
-        self.observe_into({})
+        trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
+        sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
+        episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
+        stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
         topology = self.simulator.topology
-        self._rules = self.rules_host._replace(topology=topology._replace(node_of=self._to_device(topology.node_of)))
+        rules = self.rules_host._replace(topology=topology._replace(node_of=self._to_device(topology.node_of)))
+        self._arrays = (episode, sim, stream, trace, rules)
+        self.observe_into({})
 
     def observe_into(self, buffers: dict[str, Tensor]) -> None:
         """Write observations from now on into these tensors, in place of those of the same names.
@@ -311,7 +312,9 @@ class PlacementBatch:
         """
         self.buffers |= buffers
         self.obs |= {name: tensor for name, tensor in buffers.items() if name in self.obs}
-        self._obs = Observation(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        episode, sim, stream, trace, rules = self._arrays
+        obs = Observation(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        self._state = (episode, sim, stream, obs, trace, rules)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Any:
         """A host array as the launcher wants it."""
@@ -350,25 +353,20 @@ class PlacementBatch:
         if where is None:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         with warn_while_compiling():
-            self.launcher.reset(
-                self._array(where), self._episode, self._sim, self._stream, self._obs, self._trace, self._rules
-            )
+            self.launcher.reset(self._array(where), self._state)
             self._look_at_all()
         return self.obs
 
     def step(self, expert: Tensor, node: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Apply (B,) int64 choices of both agents. Returns (obs, reward (B,) float64, done (B,) bool); no autoreset."""
-        self.launcher.step(
-            self._array(expert), self._array(node), self._array(self.reward),
-            self._episode, self._sim, self._stream, self._obs, self._trace, self._rules,
-        )  # fmt: skip
+        self.launcher.step(self._array(torch.stack([expert, node])), self._array(self.reward), self._state)
         self._look_at_all()
         return self.obs, self.reward, self.done
 
     def _look_at_all(self) -> None:
-        """Fill the observation's look-ahead. Apart from the step, because few tasks ask for it and it takes long to compile."""
+        """Fill the observation's look-ahead. Few tasks ask for it, so it is not compiled into the step."""
         if self.config.lookahead:
-            self.launcher.look_ahead_all(self._obs.lookahead, self._episode, self._sim, self._rules)
+            self.launcher.look_ahead_all(self._array(self.buffers["lookahead"]), self._state)
 
     def lookahead(self, experts: Tensor) -> Tensor:
         """(B, M, 3·G, parts): what each operation on ``experts`` (B, M) would save on the observed interval.
@@ -378,25 +376,18 @@ class PlacementBatch:
         """
         parts = torch.empty((*experts.shape, 3 * self.n_gpus, N_PARTS), device=self.device)
         with warn_while_compiling():
-            self.launcher.look_ahead(
-                self._array(experts.contiguous()), self._array(parts), self._episode, self._sim, self._obs, self._rules
-            )
+            self.launcher.look_ahead(self._array(experts.contiguous()), self._array(parts), self._state)
         return parts
 
     def load_placement(self, placement: Placement, interval: Interval) -> None:
-        """For planners: environment b begins a visit to layer b mod L with this placement (L, G, S) after this interval."""
+        """For planners: environment b begins a visit to layer b mod L with this placement after this interval."""
         arrays = (placement.astype(np.int16), interval.rows, interval.rank_start)
         with warn_while_compiling():
-            self.launcher.load_placement(
-                *map(self._to_device, arrays), self._episode, self._sim, self._obs, self._trace, self._rules
-            )
+            self.launcher.load_placement(*map(self._to_device, arrays), self._state)
 
     def finish_layer(self, expert: Tensor, node: Tensor) -> None:
         """For planners: the last operations (B,), (B,). ``episode["slots"]`` is up to date; no other layer begins."""
-        self.launcher.finish_layer(
-            self._array(expert.contiguous()), self._array(node.contiguous()), self._episode, self._sim, self._obs,
-            self._rules,
-        )  # fmt: skip
+        self.launcher.finish_layer(self._array(torch.stack([expert, node])), self._state)
 
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of everything that changes. :meth:`set_state` continues from it bit for bit."""
@@ -420,7 +411,7 @@ class PlacementBatch:
         self.set_state(content["state"])
 
     def link_copies(self, index: int) -> npt.NDArray[np.float64]:
-        """(G, G) copies that environment ``index`` dispatched from row to column in an observed pass, mean over passes."""
+        """(G, G) copies that environment ``index`` dispatched from row to column per observed pass."""
         links = np.zeros((self.n_gpus, self.n_gpus))
         one = SimulationState(**{name: tensor[index : index + 1].cpu().numpy() for name, tensor in self.sim.items()})
         for w in range(self.rules_host.n_passes):

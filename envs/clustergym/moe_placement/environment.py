@@ -145,7 +145,7 @@ class PlacementTask:
         return noop_actions(self.batch)[0]
 
     def lookahead(self, expert: int) -> npt.NDArray[np.float32]:
-        """(3·G, 3) what each operation on ``expert`` would save on the observed interval, as shares of the layer's time.
+        """(3·G, 3) what each operation on ``expert`` would save on the observed interval, as shares of its time.
 
         Columns: in the smooth norm of ``lookahead_norm``, in true time, migration (negative).
         """
@@ -258,10 +258,12 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
 
     | node | operation |
     | --- | --- |
-    | 0 … G−1 | PLACE the expert on GPU g: its replica on the busiest GPU moves there. A full GPU gives its replica with fewest tokens in exchange. If g holds the expert already, nothing happens: this is the no-op (`noop_action()`). |
+    | 0 … G−1 | PLACE the expert on GPU g |
     | G … 2G−1 | ADD a replica on GPU g, which needs a free slot |
     | 2G … 3G−1 | DELETE the replica on GPU g, unless it is the last |
 
+    PLACE moves the expert's replica on the busiest GPU. A full GPU gives its replica with fewest tokens in exchange. If
+    g holds the expert already, nothing happens: this is the no-op (`noop_action()`).
     An illegal action does nothing and is marked in `info["legal"]`; it never raises.
 
     ## Observation Space
@@ -270,30 +272,40 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
 
     | key | shape | content |
     | --- | --- | --- |
-    | `experts` | (E, 9) | load share × E, its moving average, change against that average, replicas / G, share of tokens on its busiest replica, load of its busiest GPU / mean, replicas to receive, co-active experts on the same GPU, is on the slowest GPU |
+    | `experts` | (E, 9) | features of each expert |
     | `coactivation` | (E, E) | P(column also used \\| row used) by one token; from at most 1024 tokens |
-    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer; from at most 256 tokens unless the transport is `stay` |
-    | `gpus` | (3·G, 16) | the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node and between nodes (4), active experts, co-activation with the hottest experts, is the slowest, load of its node / mean, replicas to receive, inter/intra bandwidth |
+    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer |
+    | `gpus` | (3·G, 16) | features of each node |
     | `traffic` | (G, G) | time of the link from row to column, relative to the layer's |
     | `placement` | (E, G) | 1 where the GPU holds the expert |
-    | `progress` | (6,) | layer, operation, interval (each as a fraction), layer time now / at the start, slowest kernel and migration / layer time |
+    | `progress` | (6,) | where the agents are, and times of the layer |
     | `expert_mask`, `gpu_mask` | (E,), (3·G,) | choices with at least one operation that changes something / is legal |
     | `joint_mask` | (E, 3·G) | 1 where the pair is legal |
-    | `memory` | (E, 2) | with `memory=True`: the best that `lookahead(expert)` showed on this layer, whether it was called |
-    | `lookahead` | (E, 3·G) | with `lookahead=True`: share of the layer's time that the operation would save on the OBSERVED interval |
+    | `memory` | (E, 2) | with `memory=True`: the best that `lookahead(e)` showed on this layer, whether it was called |
+    | `lookahead` | (E, 3·G) | with `lookahead=True`: share of the time that the operation would save on the OBSERVED interval |
+
+    * Columns of `experts`: load share × E, its moving average, change against that average, replicas / G, share of
+      tokens on its busiest replica, load of its busiest GPU / mean, replicas to receive, co-active experts on the same
+      GPU, is on the slowest GPU.
+    * Columns of `gpus`: the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node
+      and between nodes (4), active experts, co-activation with the hottest experts, is the slowest, load of its node /
+      mean, replicas to receive, inter/intra bandwidth.
+    * Entries of `progress`: layer, operation, interval (each as a fraction), layer time now / at the start, slowest
+      kernel and migration / layer time.
+    * `affinity` is from at most 256 tokens unless the transport is `stay`.
 
     ## Rewards
-    An operation earns what it saves on the next interval (served time and migration). When the agents reach a layer, what
-    earlier operations save on it in the new interval is credited. So the rewards of an episode add up to exactly
-    (`start_us` − `time_us`) / static time: the time saved per interval against serving with the start placement, in units
-    of the static placement's mean time. `info["operation_reward"]` is the operation's own part.
+    An operation earns what it saves on the next interval (served time and migration). When the agents reach a layer,
+    what earlier operations save on it in the new interval is credited. So the rewards of an episode add up to exactly
+    (`start_us` − `time_us`) / static time: the time saved per interval against serving with the start placement, in
+    units of the static placement's mean time. `info["operation_reward"]` is the operation's own part.
 
     ## Starting State
     A stream begins at a random place of the trace; the first interval has been served on the start placement (`start`).
 
     ## Episode End
-    Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps. `info` then holds means per layer
-    and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned again
+    Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps. `info` then holds means per
+    layer and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned again
     before every interval, migration included), `saved_vs_start` (equals the return), `saved_vs_eplb`, and `reused`
     (1 if the trace was too short and tokens were served twice).
 
@@ -343,8 +355,8 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
 
 
 class _Recycled:
-    """Arrays of one shape for observations. One that nobody else holds any more is given out again: new memory costs more than
-    filling it."""
+    """Arrays of one shape for observations. One that nobody else holds any more is used again: new memory costs more
+    than filling it."""
 
     def __init__(self, like: torch.Tensor, read_only: bool) -> None:
         self.shape, self.dtype, self.read_only = tuple(like.shape), like.numpy().dtype, read_only
@@ -353,7 +365,7 @@ class _Recycled:
     def take(self) -> tuple[npt.NDArray[Any], torch.Tensor]:
         """An array, and the tensor that shares its memory."""
         for pair in self.all:
-            # Its place in the pair, the tensor's hold on it, and the argument: any view or tensor made of it would add one.
+            # References: the pair, the tensor, and the argument. Any view or tensor made of it would add one.
             if sys.getrefcount(pair[0]) == 3:
                 return pair
         array = np.empty(self.shape, self.dtype)
@@ -364,11 +376,12 @@ class _Recycled:
 
 
 class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.int64], npt.NDArray[Any]]):
-    """`num_envs` copies of :class:`MoEPlacementEnv` in one batched simulator: ``gymnasium.make_vec("MoEPlacement-v0", num_envs=N)``.
+    """Many copies of :class:`MoEPlacementEnv` in one batch: ``gymnasium.make_vec("MoEPlacement-v0", num_envs=N)``.
 
     Environment i, seeded with s + i, plays exactly what a single environment seeded with s + i plays. Autoreset is
-    SAME_STEP: where an episode ends, the observation returned is the next episode's first, and ``info["final_obs"]`` and
-    ``info["final_info"]`` hold the last of the old one. Returned arrays are never written again while anybody holds them.
+    SAME_STEP: where an episode ends, the observation returned is the next episode's first, and ``info["final_obs"]``
+    and ``info["final_info"]`` hold the last of the old one. Returned arrays are never written again while anybody holds
+    them.
 
     Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
     """

@@ -17,7 +17,7 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, ObsDict, int]):
 
     Everything else is as in :class:`MoEPlacementEnv`, which documents the task. Both agents get the same reward.
 
-    The observation of `expert` has `experts`, `coactivation`, `affinity`, `placement`, `progress` and `action_mask` (E,).
+    The observation of `expert` has `experts`, `coactivation`, `affinity`, `placement`, `progress`, `action_mask` (E,).
     The observation of `gpu` has `gpus`, `traffic`, `placement`, `progress`, `joint_mask` (E, 3·G) and `action_mask`
     (3·G,). Options add `memory` and `lookahead`. `joint_mask[e]` is what `gpu` may do once `expert` has chosen e: a
     policy that conditions the second choice on the first reads its row. `state()` is one vector for a centralised

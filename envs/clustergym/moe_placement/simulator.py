@@ -183,8 +183,8 @@ class Simulator:
         if len(outside):
             l, g, s = outside[0]
             raise ValueError(
-                f"layer {l}, GPU {g} holds expert {placement[l, g, s]}: ids are 0 … {self.n_experts - 1}, and -1 for an "
-                "empty slot"
+                f"layer {l}, GPU {g} holds expert {placement[l, g, s]}: ids are 0 … {self.n_experts - 1}, and -1 for "
+                "an empty slot"
             )
         ordered = np.sort(placement, axis=2)
         twice = np.argwhere((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0))

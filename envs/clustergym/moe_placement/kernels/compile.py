@@ -1,8 +1,8 @@
 """Compile functions of one environment for the CPU; a CUDA kernel that calls them compiles them as device functions.
 
-Under numba's CUDA simulator the functions stay plain Python, because simulated device arrays cannot enter compiled code.
-There, and with NUMBA_DISABLE_JIT, a numpy integer keeps its width: ``int()`` stands where a shift or a product needs more
-bits than the array has.
+Under numba's CUDA simulator the functions stay plain Python, because simulated device arrays cannot enter compiled
+code. There, and with NUMBA_DISABLE_JIT, a numpy integer keeps its width: ``int()`` stands where a shift or a product
+needs more bits than the array has.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def _begin_interval(episode, sim, stream, obs, b, trace, rules):
 
 @device
 def begin_episode(episode, sim, stream, obs, b, trace, rules):
-    """Start a new stream, with its first interval as the observed one, and the placement that the episode starts from."""
+    """Start a new stream: its first interval is the observed one. Write the placement that the episode starts from."""
     n_layers, n_experts = episode.slots.shape[1], sim.replicas.shape[1]
     begin_stream(stream, b, trace, rules.schedule)
     episode.clock[b, CLOCK_REUSE] = 0

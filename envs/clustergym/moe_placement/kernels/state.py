@@ -1,7 +1,7 @@
 """The arrays that the kernels read and write, and names for their columns.
 
-Leading axes: environment (or simulation) ``b``, then pass ``w`` where the array depends on traffic. In an episode with P
-sampled passes, passes 0 … P−1 are of the interval that just ended, which the agents see. Passes P … 2P−1 are of the
+Leading axes: environment (or simulation) ``b``, then pass ``w`` where the array depends on traffic. In an episode with
+P sampled passes, passes 0 … P−1 are of the interval that just ended, which the agents see. Passes P … 2P−1 are of the
 next interval, which only the reward uses. (A planner has no next interval: then there are only P passes.)
 
 Names: E experts, G GPUs on N nodes, S slots per GPU, K experts per token, T tokens per pass, L layers, D domains.
@@ -28,7 +28,7 @@ N_CLOCKS = 5
 LAST_KIND, LAST_EXPERT, LAST_NODE, LAST_FROM, LAST_TO, LAST_VICTIM = range(6)
 N_LAST = 6
 # Columns of EpisodeState.times_us. Of the layer that the agents work on: the observed interval now and at the start of
-# the visit; the next interval at the start of the visit, in true time and in the reward's norm; what the reward measures.
+# the visit; the next interval at the start of the visit, in true time and in the reward's norm; the rewarded time now.
 TIME_OBSERVED, TIME_OBSERVED_START, TIME_NEXT_START, TIME_NEXT_START_NORM, TIME_REWARDED = range(5)
 # Sums over the layers and intervals of the episode: served, migration, the start placement's time, EPLB's time; what
 # operations saved in the reward's norm.
@@ -204,7 +204,7 @@ class EpisodeState(NamedTuple):
     gpu_pairs: np.ndarray
     """(B, G) int32 scratch: token-expert pairs that each GPU computes in the observed passes"""
     accepts: np.ndarray
-    """(B, G + 1, G) int8 scratch: 1 if the column's GPU can take a replica from the row's; the last row: if it has room"""
+    """(B, G + 1, G) int8 scratch: 1 if the column's GPU can take a replica from the row's; last row: if it has room"""
     load_features: np.ndarray
     """(B, E, 3) float32: the features of each expert that stay the same while the agents work on a layer"""
     local_coactivation: np.ndarray
@@ -246,7 +246,7 @@ class StreamState(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Observation buffers, written in place. :class:`~clustergym.moe_placement.environment.MoEPlacementEnv` explains them."""
+    """Observation buffers, written in place. ``MoEPlacementEnv`` documents them."""
 
     experts: np.ndarray
     coactivation: np.ndarray

@@ -1,40 +1,54 @@
-"""Batches on the CPU: every thread runs a range of environments."""
+"""Batches on the CPU: every thread runs a range of environments.
+
+All commands are branches of one compiled function, because each compiled entry point is optimized together with all
+kernels that it calls: five of them would take five times as long to compile.
+"""
 
 from __future__ import annotations
+
+import numpy as np
 
 from clustergym.common.threads import spread
 from clustergym.moe_placement.kernels import episode as kernels
 from clustergym.moe_placement.kernels import lookahead
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER, CLOCK_OPERATION
-from clustergym.moe_placement.launchers.prefetch import memory_of, prefetch
+from clustergym.moe_placement.launchers.prefetch import NOTHING, memory_of, prefetch
 
 _begin_episode, _step, _load_layer = kernels.begin_episode, kernels.step, kernels.load_layer
 _operate, _copy_slots = kernels.operate, kernels.copy_slots
 _look_ahead_parts, _look_ahead_all = lookahead.look_ahead_parts, lookahead.look_ahead_all
 
-
-@device
-def _reset_range(first, last, where, episode, sim, stream, obs, trace, rules):
-    for b in range(first, last):
-        if where[b]:
-            _begin_episode(episode, sim, stream, obs, b, trace, rules)
-
-
-@device
-def _step_range(first, last, expert, node, reward, episode, sim, stream, obs, trace, rules, blocks):
-    for b in range(first, last):
-        if b + 1 < last:
-            # Neighbours mostly leave a layer together.
-            prefetch(blocks, b + 1, int(episode.clock[b, CLOCK_OPERATION] + 1 == rules.ops_per_layer))
-        reward[b] = _step(episode, sim, stream, obs, b, trace, rules, expert[b], node[b])
+_RESET, _STEP, _LOAD, _LOOK, _FINISH = range(5)
+# Arguments that a command does not use.
+_NO_CHOICE, _NO_REWARD, _NO_MASK = np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0, bool)
+_NO_PARTS, _NO_SLOTS = np.zeros((0, 0, 0, 0), np.float32), np.zeros((0, 0, 0), np.int16)
+_NO_ROWS = np.zeros((0, 0), np.int32)
 
 
 @device
-def _look_ahead_range(first, last, experts, result, episode, sim, obs, rules):
+def _run(
+    first, last, command, episode, sim, stream, obs, trace, rules, where, choice, reward, parts, slots, rows,
+    rank_start, blocks,
+):  # fmt: skip
     for b in range(first, last):
-        for i in range(experts.shape[1]):
-            _look_ahead_parts(episode, sim, obs, b, rules, experts[b, i], result[b, i])
+        if command == _RESET:
+            if where[b]:
+                _begin_episode(episode, sim, stream, obs, b, trace, rules)
+        elif command == _STEP:
+            if b + 1 < last:
+                # Neighbours mostly leave a layer together.
+                prefetch(blocks, b + 1, int(episode.clock[b, CLOCK_OPERATION] + 1 == rules.ops_per_layer))
+            reward[b] = _step(episode, sim, stream, obs, b, trace, rules, choice[0, b], choice[1, b])
+        elif command == _LOAD:
+            layer = b % episode.slots.shape[1]
+            _load_layer(episode, sim, obs, b, trace, rules, layer, slots[layer], rows, rank_start)
+        elif command == _LOOK:
+            for i in range(choice.shape[1]):
+                _look_ahead_parts(episode, sim, obs, b, rules, choice[b, i], parts[b, i])
+        else:
+            _operate(episode, sim, obs, b, rules, choice[0, b], choice[1, b])
+            _copy_slots(sim.slots[b], episode.slots[b, episode.clock[b, CLOCK_LAYER]])
 
 
 @device
@@ -43,27 +57,23 @@ def _look_ahead_all_range(first, last, result, episode, sim, rules):
         _look_ahead_all(episode, sim, b, rules, result[b])
 
 
-@device
-def _load_range(first, last, slots, rows, rank_start, episode, sim, obs, trace, rules):
-    for b in range(first, last):
-        layer = b % episode.slots.shape[1]
-        _load_layer(episode, sim, obs, b, trace, rules, layer, slots[layer], rows, rank_start)
+def _launch(
+    command, state, where=_NO_MASK, choice=_NO_CHOICE, reward=_NO_REWARD, parts=_NO_PARTS, slots=_NO_SLOTS,
+    rows=_NO_ROWS, rank_start=_NO_ROWS, blocks=NOTHING,
+):  # fmt: skip
+    """``state`` is (episode, sim, stream, obs, trace, rules)."""
+    n = len(state[0].clock)
+    spread(_run, n, command, *state, where, choice, reward, parts, slots, rows, rank_start, blocks)
 
 
-@device
-def _finish_range(first, last, expert, node, episode, sim, obs, rules):
-    for b in range(first, last):
-        _operate(episode, sim, obs, b, rules, expert[b], node[b])
-        _copy_slots(sim.slots[b], episode.slots[b, episode.clock[b, CLOCK_LAYER]])
-
-
-def reset(where, episode, sim, stream, obs, trace, rules):
+def reset(where, state):
     """Begin new episodes where ``where`` (B,) is true."""
-    spread(_reset_range, len(where), where, episode, sim, stream, obs, trace, rules)
+    _launch(_RESET, state, where=where)
 
 
-def step(expert, node, reward, episode, sim, stream, obs, trace, rules):
-    """One operation in every environment; writes ``reward`` (B,)."""
+def step(choice, reward, state):
+    """One operation in every environment, ``choice`` (2, B) of expert and node; writes ``reward`` (B,)."""
+    episode, sim, _, obs, _, _ = state
     # A batch does not fit into the caches: while one environment steps, the data of its neighbour is fetched.
     blocks = memory_of(
         [
@@ -73,25 +83,25 @@ def step(expert, node, reward, episode, sim, stream, obs, trace, rules):
         ],
         [sim.rows, obs.coactivation, obs.affinity],
     )  # fmt: skip
-    spread(_step_range, len(expert), expert, node, reward, episode, sim, stream, obs, trace, rules, blocks)
+    _launch(_STEP, state, choice=choice, reward=reward, blocks=blocks)
 
 
-def look_ahead(experts, result, episode, sim, obs, rules):
-    """What each operation on ``experts`` (B, M) would save; writes ``result`` (B, M, 3·G, parts)."""
-    spread(_look_ahead_range, len(experts), experts, result, episode, sim, obs, rules)
+def look_ahead(experts, parts, state):
+    """What each operation on ``experts`` (B, M) would save; writes ``parts`` (B, M, 3·G, parts)."""
+    _launch(_LOOK, state, choice=experts, parts=parts)
 
 
-def look_ahead_all(result, episode, sim, rules):
+def look_ahead_all(result, state):
     """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
+    episode, sim, _, _, _, rules = state
     spread(_look_ahead_all_range, len(result), result, episode, sim, rules)
 
 
-def load_placement(slots, rows, rank_start, episode, sim, obs, trace, rules):
+def load_placement(slots, rows, rank_start, state):
     """Environment b begins a visit to layer b mod L with ``slots`` (L, G, S), after these passes (P, T), (P, G + 1)."""
-    n = len(episode.clock)
-    spread(_load_range, n, slots, rows, rank_start, episode, sim, obs, trace, rules)
+    _launch(_LOAD, state, slots=slots, rows=rows, rank_start=rank_start)
 
 
-def finish_layer(expert, node, episode, sim, obs, rules):
-    """The last operation on the layer of every environment: ``episode.slots`` is up to date, no other layer begins."""
-    spread(_finish_range, len(expert), expert, node, episode, sim, obs, rules)
+def finish_layer(choice, state):
+    """The last operation ``choice`` (2, B) on the layer of every environment: ``episode.slots`` is up to date."""
+    _launch(_FINISH, state, choice=choice)

@@ -1,4 +1,4 @@
-"""Batches on a CUDA device: one thread of the grid per environment, on torch's current stream, without copies or syncs."""
+"""Batches on a CUDA device: one thread per environment, on torch's current stream, without copies or syncs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _reset(where, episode, sim, stream, obs, trace, rules):
 
 
 @cuda.jit
-def _step(expert, node, reward, episode, sim, stream, obs, trace, rules):
+def _step(choice, reward, episode, sim, stream, obs, trace, rules):
     b = cuda.grid(1)
-    if b < expert.shape[0]:
-        reward[b] = _one_step(episode, sim, stream, obs, b, trace, rules, expert[b], node[b])
+    if b < choice.shape[1]:
+        reward[b] = _one_step(episode, sim, stream, obs, b, trace, rules, choice[0, b], choice[1, b])
 
 
 @cuda.jit
@@ -54,10 +54,10 @@ def _load(slots, rows, rank_start, episode, sim, obs, trace, rules):
 
 
 @cuda.jit
-def _finish(expert, node, episode, sim, obs, rules):
+def _finish(choice, episode, sim, obs, rules):
     b = cuda.grid(1)
-    if b < expert.shape[0]:
-        _operate(episode, sim, obs, b, rules, expert[b], node[b])
+    if b < choice.shape[1]:
+        _operate(episode, sim, obs, b, rules, choice[0, b], choice[1, b])
         _copy_slots(sim.slots[b], episode.slots[b, episode.clock[b, CLOCK_LAYER]])
 
 
@@ -69,31 +69,35 @@ def _launch(kernel, n, *arguments):
     kernel[(n + THREADS - 1) // THREADS, THREADS, stream](*arguments)
 
 
-def reset(where, episode, sim, stream, obs, trace, rules):
+def reset(where, state):
     """Begin new episodes where ``where`` (B,) is true."""
-    _launch(_reset, where.shape[0], where, episode, sim, stream, obs, trace, rules)
+    _launch(_reset, where.shape[0], where, *state)
 
 
-def step(expert, node, reward, episode, sim, stream, obs, trace, rules):
-    """One operation in every environment; writes ``reward`` (B,)."""
-    _launch(_step, expert.shape[0], expert, node, reward, episode, sim, stream, obs, trace, rules)
+def step(choice, reward, state):
+    """One operation in every environment, ``choice`` (2, B) of expert and node; writes ``reward`` (B,)."""
+    _launch(_step, choice.shape[1], choice, reward, *state)
 
 
-def look_ahead(experts, result, episode, sim, obs, rules):
-    """What each operation on ``experts`` (B, M) would save; writes ``result`` (B, M, 3·G, parts)."""
-    _launch(_look_ahead, experts.shape[0], experts, result, episode, sim, obs, rules)
+def look_ahead(experts, parts, state):
+    """What each operation on ``experts`` (B, M) would save; writes ``parts`` (B, M, 3·G, parts)."""
+    episode, sim, _, obs, _, rules = state
+    _launch(_look_ahead, experts.shape[0], experts, parts, episode, sim, obs, rules)
 
 
-def look_ahead_all(result, episode, sim, rules):
+def look_ahead_all(result, state):
     """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
+    episode, sim, _, _, _, rules = state
     _launch(_look_ahead_all, result.shape[0], result, episode, sim, rules)
 
 
-def load_placement(slots, rows, rank_start, episode, sim, obs, trace, rules):
+def load_placement(slots, rows, rank_start, state):
     """Environment b begins a visit to layer b mod L with ``slots`` (L, G, S), after these passes (P, T), (P, G + 1)."""
+    episode, sim, _, obs, trace, rules = state
     _launch(_load, episode.clock.shape[0], slots, rows, rank_start, episode, sim, obs, trace, rules)
 
 
-def finish_layer(expert, node, episode, sim, obs, rules):
-    """The last operation on the layer of every environment: ``episode.slots`` is up to date, no other layer begins."""
-    _launch(_finish, expert.shape[0], expert, node, episode, sim, obs, rules)
+def finish_layer(choice, state):
+    """The last operation ``choice`` (2, B) on the layer of every environment: ``episode.slots`` is up to date."""
+    episode, sim, _, obs, _, rules = state
+    _launch(_finish, choice.shape[1], choice, episode, sim, obs, rules)

@@ -17,7 +17,7 @@ ir = cgutils.ir
 LINE_BYTES = 64
 # Columns of the blocks of memory.
 ADDRESS, STRIDE, LINES, GROUP = range(4)
-_NOTHING = np.zeros((0, 4), np.int64)
+NOTHING = np.zeros((0, 4), np.int64)
 
 
 @intrinsic
@@ -40,7 +40,7 @@ def _prefetch_lines(typingctx: Any, address: Any, lines: Any) -> Any:
 
 @device
 def prefetch(blocks, b, group):
-    """Prefetch environment ``b``'s part of the blocks of memory (see :func:`memory_of`) of this group or a lower one."""
+    """Prefetch the environment's part of the blocks of memory (see :func:`memory_of`) of this group or a lower one."""
     for i in range(blocks.shape[0]):
         if blocks[i, GROUP] <= group:
             _prefetch_lines(blocks[i, ADDRESS] + b * blocks[i, STRIDE], blocks[i, LINES])
@@ -52,7 +52,7 @@ def memory_of(*groups: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
     Empty if there is only one environment, or if nothing is compiled.
     """
     if len(groups[0][0]) == 1 or PLAIN_PYTHON:
-        return _NOTHING
+        return NOTHING
     return np.array(
         [
             (array.__array_interface__["data"][0], array.strides[0], -(-array.strides[0] // LINE_BYTES), group)

@@ -1,7 +1,7 @@
 """What the policy's networks read: tensors made from the environment's observation.
 
-The trainer and the ``policy`` planner use the same functions, so a network sees the same inputs in training and at work.
-The environment must be made with ``memory=True``.
+The trainer and the ``policy`` planner use the same functions, so a network sees the same inputs in training and in
+use. The environment must be made with ``memory=True``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def same_node_weights(cluster: ClusterSpec, device: torch.device | str = "cpu") 
 
 
 def similar_experts(affinity: Tensor) -> Tensor:
-    """(B, E, E): experts that follow the same experts of the layer before; rows sum to 1, or are 0 in the first layer."""
+    """(B, E, E): experts that follow the same experts of the layer before; rows sum to 1 (0 in the first layer)."""
     similar = affinity.transpose(1, 2) @ affinity
     return similar / similar.sum(-1, keepdim=True).clamp(min=1e-6)
 
