@@ -282,7 +282,7 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
     | `expert_mask`, `gpu_mask` | (E,), (3·G,) | choices with at least one operation that changes something / is legal |
     | `joint_mask` | (E, 3·G) | 1 where the pair is legal |
     | `memory` | (E, 2) | with `memory=True`: the best that `lookahead(e)` showed on this layer, whether it was called |
-    | `lookahead` | (E, 3·G) | with `lookahead=True`: share of the time that the operation would save on the OBSERVED interval |
+    | `lookahead` | (E, 3·G) | with `lookahead=True`: what each operation would save on the OBSERVED interval |
 
     * Columns of `experts`: load share × E, its moving average, change against that average, replicas / G, share of
       tokens on its busiest replica, load of its busiest GPU / mean, replicas to receive, co-active experts on the same
@@ -305,9 +305,9 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
 
     ## Episode End
     Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps. `info` then holds means per
-    layer and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned again
-    before every interval, migration included), `saved_vs_start` (equals the return), `saved_vs_eplb`, and `reused`
-    (1 if the trace was too short and tokens were served twice).
+    layer and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned
+    again before every interval, migration included), `saved_vs_start` (equals the return), `saved_vs_eplb`, and
+    `reused` (1 if the trace was too short and tokens were served twice).
 
     ## Arguments
     The fields of `clustergym.moe_placement.PlacementConfig`, and `render_mode` (`"rgb_array"`, `"human"`).

@@ -1,8 +1,8 @@
 """EPLB for one layer: replicate the experts with most load, then pack the heaviest copies first.
 
 This is the algorithm that inference engines ship: greedy replication, then longest-processing-time packing, either
-globally or first groups to nodes and then within each node. One rule is added: a GPU never holds the same expert twice, which
-would waste the second copy.
+globally or first groups to nodes and then within each node. One rule is added: a GPU never holds the same expert twice,
+which would waste the second copy.
 """
 
 from __future__ import annotations

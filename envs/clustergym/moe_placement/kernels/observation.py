@@ -35,7 +35,8 @@ N_EXPERT_FEATURES, N_LOAD_FEATURES = len(EXPERT_FEATURES), 3
 # Columns of the observation ``gpus``. The first three are the kind of the node, one-hot.
 GPU_FEATURES = (
     "is_place", "is_add", "is_delete", "load", "compute_time", "free_slots", "sent_intra", "received_intra",
-    "sent_inter", "received_inter", "active_experts", "hot_coactivation", "is_slowest", "node_load", "to_fetch", "bandwidth_ratio",
+    "sent_inter", "received_inter", "active_experts", "hot_coactivation", "is_slowest", "node_load", "to_fetch",
+    "bandwidth_ratio",
 )  # fmt: skip
 GPU_IS_PLACE, GPU_IS_ADD, GPU_IS_DELETE = 0, 1, 2
 GPU_LOAD, GPU_COMPUTE_TIME, GPU_FREE_SLOTS = 3, 4, 5
@@ -63,7 +64,7 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
     n_experts, n_passes, n_tokens = sim.replicas.shape[1], rules.n_passes, sim.rows.shape[2]
     together, affinity, top_k = obs.coactivation[b], obs.affinity[b], trace.experts.shape[2]
     total = n_passes * n_tokens
-    # A sample estimates these probabilities well enough. If layers depend on each other, the affinity counts all tokens.
+    # A sample estimates these probabilities well enough. If layers depend on each other, affinity counts all tokens.
     stride = (total + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
     affinity_stride = (total + AFFINITY_TOKENS - 1) // AFFINITY_TOKENS
     if rules.topology.transport == STAY:

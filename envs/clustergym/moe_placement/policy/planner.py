@@ -166,6 +166,7 @@ class PolicyGuided(Policy):
         interval, seconds = history[-1], self.seconds
         proposed, weighed = self.decode(interval, placement, None if seconds is None else began + self.lead * seconds)
         sim = self.simulator.count(interval, proposed, before=placement)
+        objective = self.search.objective(interval, self.simulator.count(interval, placement))
         if seconds is not None:
             seconds = max(SHORTEST_SECONDS, seconds - (time.perf_counter() - began))
-        return self.search.refine(interval, sim, seconds, weighed, self.guide)
+        return self.search.refine(interval, sim, objective, seconds, weighed, self.guide)
