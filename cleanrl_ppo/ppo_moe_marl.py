@@ -65,6 +65,7 @@ from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Traffic
 from clustergym.moe_placement.viewer import draw
 from clustergym.traces import TokenTrace, load_traces
+from clustergym.traces.splits import split_trace
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, Run, World, derive_seed, plain_args, run_trainer
 
 MASKED_LOGIT = -1e8
@@ -195,7 +196,7 @@ class Args:
     trace: tuple[str, ...] = (DEFAULT_TRACE,)
     """Traces to train on: .npz or .npy files or names of bundled traces. Several are joined, each as its own domain."""
     eval_trace: tuple[str, ...] = ()
-    """Traces for the evaluation after training. Default: half of the sequences of the training traces."""
+    """Traces for the evaluation after training. Default: the test split of the training traces."""
     cluster: str = "h800-4x4"
     """Cluster preset: gpu-NODESxGPUS."""
     model: str | None = None
@@ -567,6 +568,7 @@ class Task:
     """What follows from the arguments before training starts."""
 
     train: TokenTrace
+    validation: TokenTrace
     test: TokenTrace
     simulator: Simulator
     traffic: Traffic
@@ -589,6 +591,7 @@ def environment_options(args: Args, task: Task) -> dict[str, Any]:
              "start", "lookahead_norm", "reward_norm")  # fmt: skip
     return {name: getattr(args.task, name) for name in names} | {
         "trace": task.train,
+        "split": "all",
         "cluster": task.simulator.cluster,
         "model": task.simulator.model,
         "passes_per_interval": task.settings.passes(args.task.passes_per_interval),
@@ -619,7 +622,8 @@ def check_arguments(args: Args) -> None:
 def make_task(args: Args) -> Task:
     check_arguments(args)
     options = args.task
-    train = evenly_spaced(load_traces(args.trace), options.layers)
+    whole = evenly_spaced(load_traces(args.trace), options.layers)
+    train, validation, test = (split_trace(whole, part) for part in ("train", "validation", "test"))
     if args.eval_trace:
         test = evenly_spaced(load_traces(args.eval_trace), options.layers)
         if (test.n_experts, test.top_k) != (train.n_experts, train.top_k):
@@ -628,8 +632,6 @@ def make_task(args: Args) -> Task:
                 f"is top-{train.top_k} of {train.n_experts}: expected traces of one model. Use clustergym eval "
                 "--checkpoint to evaluate on another model"
             )
-    else:
-        train, test = train.split(0.5, seed=0)
     simulator = Simulator(
         model_for(train, args.model), get_cluster(args.cluster), options.profile, options.passes_per_interval
     )
@@ -637,7 +639,7 @@ def make_task(args: Args) -> Task:
         get_profile(options.profile).phase, options.tokens_per_rank, options.sampled_passes, options.schedule,
         options.drift_rate, allow_reuse=True,
     )  # fmt: skip
-    return Task(train, test, simulator, traffic, policy_settings(options))
+    return Task(train, validation, test, simulator, traffic, policy_settings(options))
 
 
 def network_options(args: Args) -> dict[str, Any]:
@@ -1002,7 +1004,8 @@ def check_finite(agent: nn.Module, metrics: dict[str, float], iteration: int, ch
 
 def make_validator(args: Args, task: Task) -> Validator:
     seed = derive_seed(args.seed, 7) % 10**6
-    return Validator(task.simulator, task.traffic, task.train, task.test, task.settings, args.task.intervals, seed)
+    traces = (task.train, task.validation, task.test)
+    return Validator(task.simulator, task.traffic, *traces, task.settings, args.task.intervals, seed)
 
 
 def snapshot(agent: nn.Module) -> dict[str, Tensor]:

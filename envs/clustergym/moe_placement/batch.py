@@ -42,6 +42,7 @@ from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EnginePro
 from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
+from clustergym.traces.splits import split_trace
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 DEFAULT_TRACE = "tiny_moe"
@@ -55,6 +56,8 @@ class PlacementConfig:
 
     trace: str | TokenTrace = DEFAULT_TRACE
     """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled trace."""
+    split: str = "train"
+    """Part of the trace: ``train``, ``validation``, ``test`` (disjoint, see ``clustergym.traces.splits``) or ``all``."""
     cluster: str | ClusterSpec = "h800-4x4"
     """A preset name or a spec."""
     model: str | ModelSpec | None = None
@@ -178,7 +181,8 @@ class PlacementBatch:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
         self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
         self.observe_only = observe_only
-        self.trace = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
+        whole = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
+        self.trace = split_trace(whole, config.split)
         self.model, self.traffic = model_for(self.trace, config.model), config.traffic
         self.simulator = Simulator(
             self.model, config.cluster, config.profile, config.passes_per_interval, config.migration,

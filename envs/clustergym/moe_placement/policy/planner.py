@@ -68,6 +68,7 @@ class Policy(Planner):
             trace = np.ascontiguousarray(interval.experts.transpose(1, 0, 2))
             config = PlacementConfig(
                 trace=TokenTrace(trace, n_experts=self.simulator.n_experts, model=None, name="observed"),
+                split="all",
                 cluster=self.simulator.cluster,
                 model=self.simulator.model,
                 profile=self.simulator.profile,

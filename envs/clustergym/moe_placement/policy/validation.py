@@ -27,8 +27,7 @@ class Validator:
 
     Args:
         simulator, traffic: the task.
-        train: trace of the training streams; validation streams come from it, with seeds of their own.
-        test: trace that shares no sequence with training.
+        train, validation, test: traces that share no sequence.
         settings: options of the policy.
         intervals, seed: of the validation streams.
     """
@@ -38,15 +37,17 @@ class Validator:
         simulator: Simulator,
         traffic: Traffic,
         train: TokenTrace,
+        validation: TokenTrace,
         test: TokenTrace,
         settings: PolicySettings,
         intervals: int,
         seed: int,
     ) -> None:
-        self.simulator, self.traffic, self.train, self.test, self.settings = simulator, traffic, train, test, settings
-        self.validation = Protocol(traffic, intervals=intervals, streams=2, seed=seed)
+        self.simulator, self.traffic, self.settings = simulator, traffic, settings
+        self.train, self.validation, self.test = train, validation, test
+        self.protocol = Protocol(traffic, intervals=intervals, streams=2, seed=seed)
         self.reference_us = {
-            name: self._run(name, make_planner(name, simulator), self.validation, train).total_us
+            name: self._run(name, make_planner(name, simulator), self.protocol, validation).total_us
             for name in ("static", "eplb")
         }
 
@@ -59,7 +60,7 @@ class Validator:
 
     def validate(self, network: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Time of the policy on the validation streams, and what it saves compared with static placement and EPLB."""
-        total_us = self._run("policy", self.policy(network, weights), self.validation, self.train).total_us
+        total_us = self._run("policy", self.policy(network, weights), self.protocol, self.validation).total_us
         saved = {f"validation/saved_vs_{name}": 100 * (1 - total_us / us) for name, us in self.reference_us.items()}
         return {"validation/total_us": total_us} | saved
 
