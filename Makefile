@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: train test lint docs install clean
 
 train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; compare them with every planner in a table and a plot
-	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-windows 5
+	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-intervals 4
 
 test: install  ## run all linters and tests
 	$(BIN)/ruff check .

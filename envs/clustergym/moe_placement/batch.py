@@ -57,7 +57,7 @@ class PlacementConfig:
     trace: str | TokenTrace = DEFAULT_TRACE
     """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled trace."""
     split: str = "train"
-    """Part of the trace: ``train``, ``validation``, ``test`` (disjoint, see ``clustergym.traces.splits``) or ``all``."""
+    """Part of the trace, see ``clustergym.traces.splits``: ``train``, ``validation``, ``test`` or ``all``."""
     cluster: str | ClusterSpec = "h800-4x4"
     """A preset name or a spec."""
     model: str | ModelSpec | None = None
