@@ -1,19 +1,25 @@
-"""Streams of windows: what is drawn, in which order, and on which GPU it lives."""
+"""Streams of intervals: what is drawn, in which order, and on which rank."""
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import pairwise
+import re
+from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clustergym import TokenTrace
-from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig, Stream, Window
+from clustergym.moe_placement import Interval, IntervalStream, Traffic
 from clustergym.moe_placement.kernels.state import SCHEDULES, StreamState
-from clustergym.moe_placement.kernels.streams import permuted, stream_keys, trace_tables, uniform
+from clustergym.moe_placement.kernels.streams import _uniform, permuted, stream_keys
+from clustergym.moe_placement.profiles import PHASES
+from clustergym.moe_placement.streams import cut_trace, sample_passes
 
 GPUS = 3
+every_kind = pytest.mark.parametrize(("phase", "schedule"), list(product(PHASES, SCHEDULES)))
 
 
 def make_trace(sequences: dict[str, list[int]], seed: int = 0) -> TokenTrace:
@@ -25,156 +31,376 @@ def make_trace(sequences: dict[str, list[int]], seed: int = 0) -> TokenTrace:
     return TokenTrace(experts, n_experts=4, seq_lens=np.array(lengths), domains=np.array(labels), name="made")
 
 
-# Domain b is twice as large in sequences as a, and c four times.
-TRACE = make_trace({"a": [5, 9, 2], "b": [7, 1, 12, 4, 6, 3], "c": [8] * 12})
+# Domain b has about twice as many sequences as a, and c four times.
+TRACE = make_trace({"a": [50, 90, 20], "b": [70, 10, 120, 40, 60, 30], "c": [80] * 12})
 
 
 def sequence_of(trace: TokenTrace, rows: np.ndarray) -> np.ndarray:
     return np.searchsorted(trace.seq_starts, rows, side="right") - 1
 
 
-def visits(trace: TokenTrace, windows: list[Window]) -> list[tuple[int, int, list[int]]]:
-    """(sequence, home, rows) of each stretch in the stream, windows joined."""
-    rows = np.concatenate([w.rows for w in windows])
-    homes = np.concatenate([w.home for w in windows])
-    found: list[tuple[int, int, list[int]]] = []
-    for row, home, seq in zip(rows.tolist(), homes.tolist(), sequence_of(trace, rows).tolist(), strict=True):
-        if found and found[-1][0] == seq and row == found[-1][2][-1] + 1:
-            assert found[-1][1] == home, "a sequence lives on one GPU"
-            found[-1][2].append(row)
-        else:
-            found.append((seq, home, [row]))
-    return found
+def domains_of(trace: TokenTrace, interval: Interval) -> np.ndarray:
+    return trace.domains[sequence_of(trace, interval.rows)]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_same_seed_same_stream_other_seed_another(schedule: str) -> None:
-    one, two, other = (Stream(TRACE, GPUS, 16, schedule, seed=seed).take(30) for seed in (5, 5, 6))
+def shares(trace: TokenTrace, intervals: list[Interval]) -> np.ndarray:
+    """(intervals, domains) share of the tokens."""
+    names = trace.domain_names
+    return np.array([[(domains_of(trace, i) == name).mean() for name in names] for i in intervals])
+
+
+@every_kind
+def test_same_seed_same_stream_other_seed_another(phase: str, schedule: str) -> None:
+    traffic = Traffic(phase, 4, 2, schedule, rank_imbalance=0.5, allow_reuse=True)
+    one, two, other = (IntervalStream(TRACE, GPUS, traffic, seed).take(30) for seed in (5, 5, 6))
     for a, b in zip(one, two, strict=True):
         np.testing.assert_array_equal(a.rows, b.rows)
-        np.testing.assert_array_equal(a.home, b.home)
+        np.testing.assert_array_equal(a.rank_start, b.rank_start)
     assert any((a.rows != b.rows).any() for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(schedule: str) -> None:
-    model, cluster = ModelSpec("m", 2, 4, 2, 8, 8), ClusterSpec("c", 1, GPUS, 2)
-    config = PlacementConfig(TRACE, cluster, model, windows=4, window_tokens=16, ops_per_layer=1, schedule=schedule)
-    batch = PlacementBatch(config, 3)
-    batch.seed(np.array([100, 101, 102]))
-    batch.reset()
-    streams = [Stream(TRACE, GPUS, 16, schedule, config.drift_rate, seed=100 + b).take(5) for b in range(3)]
-    nothing = batch.sim["slots"][:, 0, 0].long()
-    for step in range(8):
-        served = step // 2
-        for b in range(3):
-            for w in (0, 1):
-                np.testing.assert_array_equal(batch.sim["rows"][b, w], streams[b][served + w].rows)
-                np.testing.assert_array_equal(batch.homes[b, w], streams[b][served + w].home)
-        batch.step(nothing, nothing * 0)
-    assert batch.done.all()
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("schedule", ["stationary", "drift", "replay"])
-def test_sequences_are_whole_and_none_comes_again_before_its_domain_is_exhausted(schedule: str, seed: int) -> None:
-    """Windows of 16 tokens cut most sequences: what is cut goes on in the next window."""
-    found = visits(TRACE, Stream(TRACE, GPUS, 16, schedule, seed=seed).take(200))[:-1]
-    drawn: dict[str, list[int]] = {}
-    for seq, _, rows in found:
-        start, length = int(TRACE.seq_starts[seq]), int(TRACE.seq_lens[seq])
-        # A sequence of its domain's own may follow itself (last of a round, first of the next).
-        assert rows == list(range(start, start + length))
-        drawn.setdefault(str(TRACE.domains[seq]), []).append(seq)
-    assert len(drawn) == 3
-    if schedule == "replay":
+@every_kind
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4)),
+    seed=st.integers(0, 2**40),
+    imbalance=st.sampled_from([0.0, 1.0]),
+)
+def test_no_token_is_served_twice_and_the_promised_intervals_can_be_drawn(
+    phase: str, schedule: str, lengths: list[list[int]], sizes: tuple[int, int, int], seed: int, imbalance: float
+) -> None:
+    trace = make_trace(dict(zip("abc", lengths, strict=False)))
+    n_gpus, tokens, passes = sizes
+    traffic = Traffic(phase, tokens, passes, schedule, rank_imbalance=imbalance)
+    capacity = traffic.capacity(trace, n_gpus)
+    traffic.check(trace, n_gpus, capacity)
+    if capacity == 0:
+        with pytest.raises(ValueError, match="made: "):
+            IntervalStream(trace, n_gpus, traffic, seed)
         return
-    rounds = 0
-    for name, order in drawn.items():
-        members = set(np.flatnonzero(TRACE.domains == name).tolist())
-        for i in range(0, len(order) - len(members) + 1, len(members)):
-            assert set(order[i : i + len(members)]) == members
-            rounds += 1
-    assert rounds > 10
+    stream = IntervalStream(trace, n_gpus, traffic, seed)
+    intervals = stream.take(capacity)
+    served = np.concatenate([interval.rows.ravel() for interval in intervals])
+    assert len(np.unique(served)) == len(served) == capacity * n_gpus * tokens * passes
+    with pytest.raises(ValueError, match=r"allow_reuse|tokens, one for each sampled pass"):
+        traffic.check(trace, n_gpus, capacity + 1)
+    if phase == "decode":
+        # All pieces are drawn, or too few are left for another interval.
+        with pytest.raises(ValueError, match=f"made: the trace is used up after {capacity} intervals"):
+            stream.take(1)
 
 
-def test_rounds_differ_in_order() -> None:
-    trace = make_trace({"all": [1] * 12})
-    rows = Stream(trace, GPUS, 12, seed=3)
-    orders = [tuple(w.rows.tolist()) for w in rows.take(20)]
-    assert all(sorted(order) == list(range(12)) for order in orders)
-    assert len(set(orders)) >= 19
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_token_is_served_before_one_is_served_again(phase: str) -> None:
+    """Without a remainder: 12 sequences of 8 tokens are exactly 4 intervals, three times."""
+    trace = make_trace({"a": [8] * 4, "b": [8] * 8})
+    traffic = Traffic(phase, 4, 2, allow_reuse=True)
+    rows = [interval.rows.ravel() for interval in IntervalStream(trace, GPUS, traffic).take(12)]
+    orders = [np.concatenate(rows[i : i + 4]) for i in (0, 4, 8)]
+    for order in orders:
+        assert sorted(order.tolist()) == list(range(96))
+    assert len({tuple(order.tolist()) for order in orders}) == 3
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_homes_go_round_robin(schedule: str) -> None:
-    found = visits(TRACE, Stream(TRACE, GPUS, 16, schedule, seed=1).take(100))
-    homes = [home for _, home, _ in found]
-    assert homes == [(homes[0] + i) % GPUS for i in range(len(homes))]
-    assert homes[0] == 0
+def test_decode_gives_the_next_token_of_each_sequence_to_each_pass() -> None:
+    """A sequence stays on its rank: the same column holds the same sequence in all passes of an interval."""
+    for interval in IntervalStream(TRACE, GPUS, Traffic("decode", 7, 5)).take(5):
+        for earlier, later in pairwise(interval.rows):
+            np.testing.assert_array_equal(later, earlier + 1)
+        np.testing.assert_array_equal(sequence_of(TRACE, interval.rows[0]), sequence_of(TRACE, interval.rows[-1]))
+        assert (interval.rank_start == interval.rank_start[0]).all()
+        # Sequences begin at different positions.
+        assert len(np.unique(interval.rows[0] - TRACE.seq_starts[sequence_of(TRACE, interval.rows[0])])) > 3
 
 
-def test_switch_is_pure_in_a_window_and_does_switch() -> None:
-    windows = Stream(TRACE, GPUS, 16, "switch", rate=0.3, seed=2).take(400)
-    domains = []
-    for window in windows:
-        (name,) = set(TRACE.domains[sequence_of(TRACE, window.rows)].tolist())
-        domains.append(name)
-    switches = sum(a != b for a, b in pairwise(domains))
-    # Binomial(399, 0.3): 120 ± 9.
-    assert 80 < switches < 160
-    assert min(Counter(domains).values()) > 60
-    assert len({Stream(TRACE, GPUS, 16, "switch", rate=0.0, seed=s).take(1)[0].rows[0] for s in range(9)}) > 1
+@pytest.mark.parametrize("imbalance", [0.0, 1.0])
+def test_prefill_gives_each_rank_whole_pieces_one_after_another(imbalance: float) -> None:
+    """Over passes and intervals, a rank goes through pieces of at most 16 tokens that begin at multiples of 16."""
+    traffic = Traffic("prefill", 16, 2, rank_imbalance=imbalance)
+    intervals = IntervalStream(TRACE, GPUS, traffic, seed=2).take(12)
+    for rank in range(GPUS):
+        rows = np.concatenate(
+            [
+                rows[starts[rank] : starts[rank + 1]]
+                for interval in intervals
+                for rows, starts in zip(interval.rows, interval.rank_start, strict=True)
+            ]
+        )
+        # Where a piece ends and another begins; two neighbours in the trace look like one.
+        begins = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1)]
+        for i, (first, last) in enumerate(pairwise([*begins, len(rows)])):
+            offset = rows[first] - TRACE.seq_starts[sequence_of(TRACE, rows[first])]
+            assert offset % 16 == 0
+            if i < len(begins) - 1:
+                end = rows[last - 1] + 1
+                assert end in TRACE.seq_starts or (end - TRACE.seq_starts[sequence_of(TRACE, end)]) % 16 == 0
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_ranks_are_balanced_unless_asked_otherwise(phase: str) -> None:
+    even = next(IntervalStream(TRACE, GPUS, Traffic(phase, 10, 2)))
+    np.testing.assert_array_equal(np.diff(even.rank_start), 10)
+    traffic = Traffic(phase, 100, 2, rank_imbalance=0.5, allow_reuse=True)
+    starts = np.stack([i.rank_start for i in IntervalStream(TRACE, GPUS, traffic).take(400)])
+    assert (starts[:, :, 0] == 0).all()
+    assert (starts[:, :, -1] == 300).all()
+    assert (starts == starts[:, :1]).all()
+    tokens = np.diff(starts[:, 0])
+    assert (tokens >= 0).all()
+    # Log-normal weights with standard deviation 0.5 of the logarithm: ratios of two ranks have 0.5·√2.
+    ratios = np.log(tokens[:, 0] / tokens[:, 1])
+    assert abs(ratios.mean()) < 0.15
+    assert ratios.std() == pytest.approx(0.5 * np.sqrt(2), rel=0.15)
+
+
+# Domains
+
+LONG = {name: [12] * 4000 for name in "abcd"}
+
+
+def test_stationary_proportions_are_those_of_the_pieces() -> None:
+    trace = make_trace({"a": [4] * 1000, "b": [8] * 1000, "c": [28] * 1000})
+    found = shares(trace, IntervalStream(trace, 4, Traffic("decode", 250, 4), seed=4).take(3))
+    # 1000 sequences per interval: 4 standard deviations are 0.06.
+    np.testing.assert_allclose(found, np.tile([0.1, 0.2, 0.7], (3, 1)), atol=0.06)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_switch_serves_one_domain_at_a_time_and_does_switch(phase: str) -> None:
+    trace = make_trace(LONG)
+    intervals = IntervalStream(trace, GPUS, Traffic(phase, 4, 2, "switch", rate=0.3), seed=2).take(300)
+    names = []
+    for interval in intervals:
+        found = set(domains_of(trace, interval).ravel().tolist())
+        # In prefill a rank first ends the piece that it works on.
+        assert len(found) == 1 or phase == "prefill"
+        names.append(domains_of(trace, interval)[-1, -1])
+    switches = sum(a != b for a, b in pairwise(names))
+    # Binomial(299, 0.3): 90 ± 8.
+    assert 55 < switches < 125
+    assert set(names) == set("abcd")
 
 
 def test_switch_rate_0_never_and_1_always() -> None:
+    trace = make_trace(LONG)
     for rate, different in ((0.0, 0), (1.0, 49)):
-        windows = Stream(TRACE, GPUS, 16, "switch", rate=rate, seed=0).take(50)
-        names = [TRACE.domains[sequence_of(TRACE, w.rows)[0]] for w in windows]
+        intervals = IntervalStream(trace, GPUS, Traffic("decode", 4, 2, "switch", rate)).take(50)
+        names = [domains_of(trace, interval)[0, 0] for interval in intervals]
         assert sum(a != b for a, b in pairwise(names)) == different
 
 
-def shares(trace: TokenTrace, windows: list[Window]) -> np.ndarray:
-    """(windows, domains) share of the window's tokens."""
-    names = trace.domain_names
-    labels = [np.searchsorted(names, trace.domains[sequence_of(trace, w.rows)]) for w in windows]
-    return np.array([np.bincount(x, minlength=len(names)) / len(x) for x in labels])
+def test_switch_goes_on_with_other_domains_when_one_is_used_up() -> None:
+    trace = make_trace({"a": [2] * 30, "b": [2] * 30})
+    rows = [i.rows.ravel() for i in IntervalStream(trace, 2, Traffic("decode", 5, 2, "switch", rate=0.0)).take(6)]
+    names = [set(trace.domains[sequence_of(trace, r)].tolist()) for r in rows]
+    assert names[0] == names[1] == names[2] != names[3] == names[4] == names[5]
 
 
 def test_drift_moves_but_stays_mixed() -> None:
-    trace = make_trace({name: [1] * 50 for name in "abcd"})
-    drift = shares(trace, Stream(trace, GPUS, 400, "drift", rate=0.5, seed=0).take(600))
-    # A mixture walk: neighbours are alike, distant windows are not, and no domain dies out or takes over.
+    trace = make_trace({name: [1] * 40_000 for name in "abcd"})
+    options = Traffic("decode", 50, 1, "drift", 0.5, allow_reuse=True)
+    drift = shares(trace, IntervalStream(trace, 4, options).take(500))
+    # A mixture walk: neighbours are alike, distant intervals are not, and no domain dies out or takes over.
     near = np.abs(drift[1:] - drift[:-1]).sum(1).mean() / 2
     far = np.abs(drift[100:] - drift[:-100]).sum(1).mean() / 2
     assert near < 0.6 * far
     assert far > 0.3
-    np.testing.assert_allclose(drift.mean(0), 0.25, atol=0.1)
-    for half in (drift[:300], drift[300:]):
+    np.testing.assert_allclose(drift.mean(0), 0.25, atol=0.12)
+    for half in (drift[:250], drift[250:]):
         assert (half.max(0) > 0.6).all()
         assert (half.min(0) < 0.05).all()
-    # Its counterpart without drift only shows sampling noise: sqrt(0.25·0.75/400) = 0.02.
-    steady = shares(trace, Stream(trace, GPUS, 400, "stationary", seed=0).take(600))
-    assert np.abs(steady - 0.25).max() < 0.12
-    frozen = shares(trace, Stream(trace, GPUS, 400, "drift", rate=0.0, seed=0).take(200))
-    assert frozen.std(0).max() < 0.03
+    # With a fixed mixture (rate 0) the shares are the softmax of the log weights, but for sampling noise.
+    frozen = IntervalStream(trace, 4, replace(options, rate=0.0))
+    weights = np.exp(frozen.state.logits[0])
+    found = shares(trace, frozen.take(100))
+    assert found.std(0).max() < 0.05
+    np.testing.assert_allclose(found.mean(0), weights / weights.sum(), atol=0.01)
 
 
-def test_stationary_proportions_are_those_of_the_domains() -> None:
-    trace = make_trace({"a": [1] * 10, "b": [1] * 20, "c": [1] * 70})
-    whole = shares(trace, Stream(trace, GPUS, 10_000, "stationary", seed=4).take(4)).mean(0)
-    # 40,000 draws: 4 standard deviations are 0.01.
-    np.testing.assert_allclose(whole, [0.1, 0.2, 0.7], atol=0.01)
+@pytest.mark.parametrize("phase", PHASES)
+def test_replay_follows_the_trace_and_wraps(phase: str) -> None:
+    traffic = Traffic(phase, 4, 2, "replay", allow_reuse=True)
+    pieces = traffic.cut(TRACE)
+    firsts = set()
+    for seed in range(12):
+        intervals = IntervalStream(TRACE, 1, traffic, seed).take(150)
+        if phase == "decode":
+            rows = np.concatenate([i.rows[0] for i in intervals])
+            order = pieces.piece_row
+        else:
+            rows = np.concatenate([i.rows.ravel() for i in intervals])
+            order = np.arange(TRACE.n_tokens)
+        start = int(np.flatnonzero(order == rows[0])[0])
+        np.testing.assert_array_equal(rows, order[(start + np.arange(len(rows))) % len(order)])
+        firsts.add(start)
+    assert len(firsts) > 5
 
 
-def test_replay_follows_the_trace_and_wraps() -> None:
-    starts = set()
-    for seed in range(20):
-        rows = np.concatenate([w.rows for w in Stream(TRACE, GPUS, 16, "replay", seed=seed).take(30)])
-        assert rows[0] in TRACE.seq_starts
-        np.testing.assert_array_equal(rows, (rows[0] + np.arange(480)) % TRACE.n_tokens)
-        starts.add(int(rows[0]))
-    assert len(starts) > 5
+# Pieces, capacity and errors
+
+
+def test_decode_pieces_have_a_token_for_each_pass() -> None:
+    pieces = cut_trace(make_trace({"b": [9, 3], "a": [4]}), "decode", 4, 99)
+    assert pieces.piece_row.tolist() == [0, 4, 12]
+    assert pieces.piece_tokens.tolist() == [4, 4, 4]
+    # Domains are in alphabetical order.
+    assert pieces.domain_start.tolist() == [0, 1, 3]
+    assert pieces.domain_pieces.tolist() == [2, 0, 1]
+
+
+def test_prefill_pieces_have_at_most_the_tokens_of_a_rank() -> None:
+    pieces = cut_trace(make_trace({"b": [9, 3], "a": [4]}), "prefill", 99, 4)
+    assert pieces.piece_row.tolist() == [0, 4, 8, 9, 12]
+    assert pieces.piece_tokens.tolist() == [4, 4, 1, 3, 4]
+    assert pieces.domain_start.tolist() == [0, 1, 5]
+    assert pieces.domain_pieces.tolist() == [4, 0, 1, 2, 3]
+    np.testing.assert_array_equal(pieces.experts[1, 7], make_trace({"b": [9, 3], "a": [4]}).experts[7, 1])
+
+
+def test_capacity_by_hand() -> None:
+    trace = make_trace({"a": [10, 10, 10, 3]})
+    # Pieces of 4: two in each of three sequences. An interval needs three: one token per rank.
+    assert Traffic("decode", 1, 4).capacity(trace, 3) == 2
+    # 33 tokens, minus 2 · 3 that ranks may be in the middle of: three intervals of 2 · 4.
+    assert Traffic("prefill", 4, 1).capacity(trace, 2) == 3
+
+
+@pytest.mark.parametrize(
+    ("traffic", "intervals", "message"),
+    [
+        (
+            Traffic("decode", 4, 4),
+            3,
+            "made: 24 tokens fit the decode phase, which fills 0 intervals, but 3 are needed (4 passes of 4 tokens on "
+            "2 ranks each): tokens_per_rank=1 would fit; or serve tokens again with allow_reuse",
+        ),
+        (
+            Traffic("decode", 1, 4),
+            4,
+            "which fills 3 intervals, but 4 are needed (4 passes of 1 tokens on 2 ranks each): give a longer trace, or "
+            "serve tokens again with allow_reuse",
+        ),
+        (
+            Traffic("decode", 1, 11),
+            1,
+            "made: the decode phase needs sequences of at least 11 tokens, one for each sampled pass, but the longest "
+            "has 10: lower sampled_passes, or use a prefill profile",
+        ),
+        (
+            Traffic("prefill", 8, 2),
+            1,
+            "33 tokens fit the prefill phase, which fills 0 intervals, but 1 are needed (2 passes of 8 tokens on 2 "
+            "ranks each): tokens_per_rank=5 would fit",
+        ),
+    ],
+)
+def test_too_short_traces_say_what_would_fit(traffic: Traffic, intervals: int, message: str) -> None:
+    trace = make_trace({"a": [10, 10, 10, 3]})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        traffic.check(trace, 2, intervals)
+    reused = replace(traffic, allow_reuse=True)
+    if traffic.sizes[0] <= 10:
+        reused.check(trace, 2, 1000)
+        assert len(IntervalStream(trace, 2, reused).take(50)) == 50
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            reused.check(trace, 2, 1000)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(PHASES),
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 5),
+)
+def test_what_an_error_says_would_fit_does_fit(
+    phase: str, lengths: list[int], n_gpus: int, passes: int, intervals: int
+) -> None:
+    trace, traffic = make_trace({"a": lengths}), Traffic(phase, 1000, passes)
+    with pytest.raises(ValueError, match="made: ") as error:
+        traffic.check(trace, n_gpus, intervals)
+    found = re.search(r"tokens_per_rank=(\d+) would fit", str(error.value))
+    if found:
+        Traffic(phase, int(found[1]), passes).check(trace, n_gpus, intervals)
+        # And it is the most that does.
+        assert Traffic(phase, int(found[1]) + 1, passes).capacity(trace, n_gpus) < intervals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"phase": "train"}, "unknown phase 'train'; expected one of: decode, prefill"),
+        ({"schedule": "random"}, "unknown schedule 'random'; expected one of: stationary, drift, switch, replay"),
+        ({"tokens_per_rank": 0}, "tokens_per_rank is 0: expected at least 1"),
+        ({"sampled_passes": -1}, "sampled_passes is -1: expected at least 1"),
+        ({"rate": 1.5}, "rate is 1.5: expected 0 … 1"),
+        ({"rank_imbalance": -0.1}, "rank_imbalance is -0.1: expected 0 or more"),
+        ({"rank_imbalance": float("nan")}, "rank_imbalance is nan: expected 0 or more"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Traffic(**options)
+
+
+def test_default_sizes_depend_on_the_phase() -> None:
+    assert Traffic("decode").sizes == (4, 32)
+    assert Traffic("prefill").sizes == (2, 128)
+    assert Traffic("decode").interval_tokens(16) == 4 * 512
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sampled_passes_of_a_trace(phase: str) -> None:
+    """As many as fit without repeating a token, at most as many as asked for, of all domains."""
+    traffic = Traffic(phase, 8, 4, "switch", rate=0.0)
+    capacity = traffic.capacity(TRACE, GPUS) * 4
+    assert capacity > 10
+    for asked, known in ((3, 3), (10, 10), (10_000, capacity)):
+        passes = sample_passes(TRACE, GPUS, traffic, asked)
+        assert passes.rows.shape == (known, 8 * GPUS)
+        assert passes.rank_start.shape == (known, GPUS + 1)
+        assert len(np.unique(passes.rows)) == passes.rows.size
+    assert set(domains_of(TRACE, passes).ravel().tolist()) == {"a", "b", "c"}
+    # A trace that is too short for one interval still gives something to plan on.
+    assert sample_passes(make_trace({"a": [9]}), GPUS, traffic, 10).n_passes == 1
+
+
+# Intervals
+
+
+def made_interval() -> Interval:
+    return next(IntervalStream(TRACE, GPUS, Traffic("prefill", 5, 3)))
+
+
+def test_loads_and_coactivation_of_an_interval() -> None:
+    experts = np.array([[[0, 1], [1, -1], [1, 2]], [[3, 0], [3, 1], [-1, -1]]], np.int16)
+    interval = Interval.even(experts, np.array([[0, 1], [2, 2]], np.int32), 2)
+    assert interval.pass_loads(4).tolist() == [[[1, 2, 0, 0], [1, 1, 0, 2]], [[0, 2, 2, 0], [0, 0, 0, 0]]]
+    assert interval.loads(4).tolist() == [[1, 4, 2, 0], [1, 1, 0, 2]]
+    assert interval.coactivation(0, 4).tolist() == [[1, 1, 0, 0], [1, 4, 2, 0], [0, 2, 2, 0], [0, 0, 0, 0]]
+    assert (interval.n_passes, interval.n_tokens, interval.n_layers) == (2, 2, 2)
+
+
+def test_intervals_are_cut_and_joined() -> None:
+    interval = made_interval()
+    both = Interval.join([interval, interval.first_passes(1)])
+    assert both.n_passes == 4
+    np.testing.assert_array_equal(both.rows[3], interval.rows[0])
+    np.testing.assert_array_equal(both.rank_start[3], interval.rank_start[0])
+    np.testing.assert_array_equal(both.loads(4), interval.loads(4) + interval.first_passes(1).loads(4))
+
+
+def test_even_intervals() -> None:
+    even = Interval.even(made_interval().experts, np.zeros((2, 6), np.int32), 3)
+    assert even.rank_start.tolist() == [[0, 2, 4, 6]] * 2
+    with pytest.raises(ValueError, match="6 tokens per pass cannot be shared equally among 4 ranks"):
+        Interval.even(made_interval().experts, np.zeros((2, 6), np.int32), 4)
+
+
+# Random numbers
 
 
 def test_permuted_is_a_permutation() -> None:
@@ -196,8 +422,9 @@ def test_permutations_send_each_place_everywhere() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 12345, 2**40])
 def test_uniform_is_uniform(seed: int) -> None:
-    state = StreamState(stream_keys(np.array([seed])), *(np.zeros((1, 4), t) for t in (np.int32, np.int32, np.float64)))
-    draws = np.array([uniform(state, 0) for _ in range(20_000)])
+    state = IntervalStream(TRACE, GPUS, Traffic("decode", 1, 1), seed).state
+    assert isinstance(state, StreamState)
+    draws = np.array([_uniform(state, 0) for _ in range(20_000)])
     assert draws.min() >= 0
     assert draws.max() < 1
     counts = np.histogram(draws, 50, (0, 1))[0]
@@ -214,30 +441,3 @@ def test_keys_differ_between_seeds_and_ignore_the_batch() -> None:
     assert len(np.unique(keys[:10_000, 0])) == 10_000
     assert ((keys >= 0) & (keys < 2**31)).all()
     np.testing.assert_array_equal(stream_keys(seeds[17:18]), keys[17:18])
-
-
-def test_trace_tables_hold_the_trace_layer_first() -> None:
-    tables = trace_tables(TRACE)
-    np.testing.assert_array_equal(tables.experts[1, 7], TRACE.experts[7, 1])
-    assert [
-        sorted(tables.domain_sequences[tables.domain_start[d] : tables.domain_start[d + 1]].tolist()) for d in range(3)
-    ] == [list(range(3)), list(range(3, 9)), list(range(9, 21))]  # fmt: skip
-
-
-def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"unknown schedule 'random'; expected one of: stationary, drift, switch, replay"
-    ):
-        Stream(TRACE, GPUS, 16, "random")
-    with pytest.raises(ValueError, match="window_tokens is 0: expected at least 1"):
-        Stream(TRACE, GPUS, 0)
-
-
-def test_window_loads_and_whole() -> None:
-    window = Window.whole(TRACE, GPUS)
-    np.testing.assert_array_equal(window.rows, np.arange(TRACE.n_tokens))
-    np.testing.assert_array_equal(window.home, np.arange(TRACE.n_sequences)[sequence_of(TRACE, window.rows)] % GPUS)
-    np.testing.assert_array_equal(window.loads(4), TRACE.loads())
-    part = Window(window.experts, window.rows[3:5], window.home[3:5])
-    known = [Counter(TRACE.experts[3:5, layer].ravel().tolist()) for layer in range(2)]
-    assert part.loads(4).tolist() == [[k[e] for e in range(4)] for k in known]

@@ -186,7 +186,10 @@ class Traffic:
                 f"pass, but the longest has {longest}: lower sampled_passes, or use a prefill profile"
             )
         usable = int(self.cut(trace).piece_tokens.sum())
+        # As in capacity().
         most = usable // (intervals * passes * n_gpus)
+        if self.phase == "prefill":
+            most = (usable + n_gpus) // ((intervals * passes + 1) * n_gpus)
         remedy = f"tokens_per_rank={most} would fit; or" if most else "give a longer trace, or"
         raise ValueError(
             f"{trace.name}: {usable} tokens fit the {self.phase} phase, which fills {fits} intervals, but {intervals} "

@@ -136,8 +136,8 @@ def _share_tokens(state, b, imbalance, rank_start, n_tokens):
 
 
 @device
-def _sum_weights(state, b, trace, schedule):
-    """Write the cumulative weights of the domains that have a piece left; returns their sum."""
+def _write_weights(state, b, trace, schedule):
+    """Write the cumulative weights of the domains that have a piece left; all 0 if none has."""
     total, largest = 0.0, -1e300
     for d in range(state.drawn.shape[1]):
         largest = max(largest, state.logits[b, d])
@@ -151,18 +151,16 @@ def _sum_weights(state, b, trace, schedule):
             weight = 1.0 if d == state.position[b, AT_DOMAIN_OR_PIECE] else 1e-9
         total += weight if state.drawn[b, d] < pieces else 0.0
         state.weights[b, d] = total
-    return total
 
 
 @device
-def _write_weights(state, b, trace, schedule):
-    if _sum_weights(state, b, trace, schedule) == 0.0:
-        # All pieces have been served: begin again, in another order.
-        state.position[b, AT_REUSE] = 1
-        state.random[b, RANDOM_KEY] = hash31(state.random[b, RANDOM_KEY] + 1)
-        for d in range(state.drawn.shape[1]):
-            state.drawn[b, d] = 0
-        _sum_weights(state, b, trace, schedule)
+def _begin_again(state, b, trace, schedule):
+    """All pieces have been served: serve them again, in another order."""
+    state.position[b, AT_REUSE] = 1
+    state.random[b, RANDOM_KEY] = hash31(state.random[b, RANDOM_KEY] + 1)
+    for d in range(state.drawn.shape[1]):
+        state.drawn[b, d] = 0
+    _write_weights(state, b, trace, schedule)
 
 
 @device
@@ -178,6 +176,8 @@ def _next_piece(state, b, trace, schedule):
         return piece
     weights = state.weights[b]
     low, high = 0, weights.shape[0] - 1
+    if weights[high] == 0.0:
+        _begin_again(state, b, trace, schedule)
     target = _uniform(state, b) * weights[high]
     while low < high:
         middle = (low + high) // 2
