@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from clustergym import TokenTrace
-from clustergym.moe_placement.policy.view import PolicyView
-from test_policy_planner import random_steps, view_of
+from test_policy_planner import Played, played, random_steps
 from test_policy_planner import trace as trace  # a fixture
 from test_ppo_moe_marl import exported, make_args, marl
 
@@ -25,7 +24,7 @@ def scores(network: Any, inputs: dict[str, torch.Tensor], **about: torch.Tensor)
         return network(inputs, about["expert"], about["parts"], about["legal"])
 
 
-def inputs_of(view: PolicyView) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def inputs_of(view: Played) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     random_steps(view, 1)
     inputs = {key: each.clone() for key, each in view.inputs().items()}
     # The first layer has no previous layer, so its matrix is empty: use random values.
@@ -36,7 +35,7 @@ def inputs_of(view: PolicyView) -> tuple[dict[str, torch.Tensor], dict[str, torc
 
 @pytest.mark.parametrize("changes", [{}, {"encoder": "mlp"}, {"separate_critic": True}])
 def test_renumbering_experts_renumbers_scores(trace: TokenTrace, changes: dict[str, Any]) -> None:
-    view = view_of(trace)
+    view = played(trace)
     inputs, about = inputs_of(view)
     network = make_agent(**changes)
     order = torch.randperm(12)
@@ -55,7 +54,7 @@ def test_renumbering_experts_renumbers_scores(trace: TokenTrace, changes: dict[s
 
 @pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 0, 1]])  # GPUs of a node swapped; nodes swapped
 def test_renumbering_gpus_with_their_nodes_renumbers_scores(trace: TokenTrace, order: list[int]) -> None:
-    view = view_of(trace)
+    view = played(trace)
     inputs, about = inputs_of(view)
     network = make_agent()
     gpus = torch.tensor(order)
@@ -96,7 +95,7 @@ def test_a_graph_layer_is_the_sum_of_two_torch_geometric_layers() -> None:
 
 
 def test_the_steps_of_a_visit_share_their_graphs(trace: TokenTrace) -> None:
-    view = view_of(trace)
+    view = played(trace)
     (first, about), steps = inputs_of(view), []
     for seed in (5, 6):
         generator = torch.Generator().manual_seed(seed)
@@ -116,7 +115,7 @@ def test_the_steps_of_a_visit_share_their_graphs(trace: TokenTrace) -> None:
 
 def test_only_the_graph_encoder_sends_messages(trace: TokenTrace) -> None:
     """With the MLP encoder the score of an expert depends on its own features only."""
-    view = view_of(trace)
+    view = played(trace)
     inputs, about = inputs_of(view)
     for encoder, sends_messages in (("graph", True), ("mlp", False)):
         network = make_agent(encoder=encoder)
@@ -127,7 +126,7 @@ def test_only_the_graph_encoder_sends_messages(trace: TokenTrace) -> None:
 
 
 def test_the_simultaneous_actor_does_not_see_the_expert(trace: TokenTrace) -> None:
-    view = view_of(trace)
+    view = played(trace)
     inputs, about = inputs_of(view)
     network = make_agent(simultaneous=True)
     first = scores(network, inputs, **about)[1]
@@ -148,7 +147,7 @@ def test_the_simultaneous_actor_does_not_see_the_expert(trace: TokenTrace) -> No
 )
 def test_the_exported_network_gives_the_logits_of_the_trainer(trace: TokenTrace, changes: dict[str, Any]) -> None:
     args = make_args(**changes)
-    view = view_of(trace)
+    view = played(trace)
     inputs, about = inputs_of(view)
     torch.manual_seed(0)
     agent = marl.Agent(args)
