@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,16 +11,27 @@ import pytest
 from scipy import stats
 
 from clustergym import TokenTrace
-from clustergym.common.statistics import ci95
-from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator, Window
-from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
-from clustergym.moe_placement.planner_registry import PLANNERS, Entry
+from clustergym.common.statistics import ci95, ci95_of_deals
+from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator
+from clustergym.moe_placement.evaluation import (
+    Protocol,
+    Result,
+    compare,
+    deal_sequences,
+    deal_streams,
+    evaluate_planner,
+    reused_share,
+    same_mixture,
+    sample_tokens,
+)
+from clustergym.moe_placement.planner_registry import PLANNERS, Entry, planner_class
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.simulator import Stream
-from clustergym.traces import SyntheticConfig, synthetic_trace
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
+from clustergym.traces import SyntheticConfig, split_trace, synthetic_trace
+from clustergym.traces.splits import DOMAINS_TO_SPLIT, SHARES
 
-N_LAYERS, N_EXPERTS, WINDOWS, TOKENS = 2, 8, 4, 64
+N_LAYERS, N_EXPERTS, N_GPUS, INTERVALS, TOKENS, PASSES = 2, 8, 4, 3, 8, 2
 STREAMED = ("drift", "switch", "replay")
 
 
@@ -30,26 +42,32 @@ class Recorder(Planner):
 
     def __init__(self, simulator: Simulator, seed: int = 0) -> None:
         super().__init__(simulator, seed)
-        self.seen: list[list[Window]] = []
+        self.seen: list[list[Interval]] = []
         self.placements: list[Placement] = []
         self.plans: list[Placement] = []
-        self.tokens: list[int | None] = []
         self.resets = 0
         self.made.append(self)
 
     def reset(self) -> None:
         self.resets += 1
 
-    def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         self.seen.append(list(history))
         self.placements.append(placement.copy())
-        self.tokens.append(tokens)
         self.plans.append(np.roll(placement, 1, axis=1))
         return self.plans[-1]
 
 
 class SeesFuture(Recorder):
     needs_future = True
+
+
+class SeesMixture(Recorder):
+    needs_mixture = True
+
+
+class SeesLoads(Recorder):
+    needs_tokens = False
 
 
 class KeepsPlacement(Recorder):
@@ -59,7 +77,7 @@ class KeepsPlacement(Recorder):
 @pytest.fixture(scope="module")
 def trace() -> TokenTrace:
     config = SyntheticConfig(
-        n_tokens=2000, n_layers=N_LAYERS, n_experts=N_EXPERTS, top_k=2, mean_seq_len=25, popularity_skew=0.6
+        n_tokens=4000, n_layers=N_LAYERS, n_experts=N_EXPERTS, top_k=2, mean_seq_len=25, popularity_skew=0.6
     )
     return synthetic_trace(config, seed=3)
 
@@ -67,47 +85,47 @@ def trace() -> TokenTrace:
 @pytest.fixture(scope="module")
 def sim() -> Simulator:
     model = ModelSpec("small", N_LAYERS, N_EXPERTS, 2, 2048, 1024)
-    return Simulator(model, ClusterSpec("2x2", 2, 2, 3), passes_per_window=50)
+    return Simulator(model, ClusterSpec("2x2", 2, 2, 3), "sglang-decode", passes_per_interval=50)
 
 
 def protocol(schedule: str, **options: Any) -> Protocol:
-    return Protocol(schedule, windows=WINDOWS, window_tokens=TOKENS, **options)
+    return Protocol(Traffic("decode", TOKENS, PASSES, schedule), INTERVALS, **options)
 
 
-def same_window(a: Window, b: Window) -> bool:
-    return np.array_equal(a.rows, b.rows) and np.array_equal(a.home, b.home)
+def same_interval(a: Interval, b: Interval) -> bool:
+    return np.array_equal(a.rows, b.rows) and np.array_equal(a.rank_start, b.rank_start)
 
 
-def same_windows(a: Sequence[Window], b: Sequence[Window]) -> bool:
-    return len(a) == len(b) and all(same_window(x, y) for x, y in zip(a, b, strict=True))
+def same_intervals(a: Sequence[Interval], b: Sequence[Interval]) -> bool:
+    return len(a) == len(b) and all(same_interval(x, y) for x, y in zip(a, b, strict=True))
 
 
 def without_decision_time(result: Result) -> dict[str, object]:
     return {key: value for key, value in result.as_dict().items() if key != "decision_ms"}
 
 
-def stream_windows(test: TokenTrace, sim: Simulator, p: Protocol, n: int, stream: int = 0) -> list[Window]:
-    return Stream(test, sim.n_gpus, p.window_tokens, p.schedule, p.rate, seed=p.seed + stream).take(n)
+def stream_intervals(test: TokenTrace, p: Protocol, n: int, stream: int = 0) -> list[Interval]:
+    part = deal_streams(test, N_GPUS, p).parts[stream]
+    return IntervalStream(part, N_GPUS, p.traffic, seed=p.seed + stream).take(n)
 
 
 # Who sees what
 
 
 @pytest.mark.parametrize("schedule", STREAMED)
-def test_planner_sees_only_windows_already_served(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
+def test_planner_sees_only_intervals_already_served(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol(schedule, seed=5), Recorder(sim)
-    train, test = p.split(trace)
+    train, test = p.parts(trace)
     result = evaluate_planner(planner, "recorder", train, test, p)
-    windows = stream_windows(test, sim, p, WINDOWS + 1)
-    assert not any(same_window(a, b) for i, a in enumerate(windows) for b in windows[:i])
-    assert len(planner.seen) == WINDOWS
-    assert planner.tokens == [TOKENS] * WINDOWS
+    intervals = stream_intervals(test, p, INTERVALS + 1)
+    assert not any(same_interval(a, b) for i, a in enumerate(intervals) for b in intervals[:i])
+    assert len(planner.seen) == INTERVALS
     for i, seen in enumerate(planner.seen):
-        assert same_windows(seen, windows[: i + 1])  # the next one to be served is windows[i + 1]
-    # Windows 1 … n are counted, each on the plan made just before it. Window 0 is only observed.
-    served = [sim.evaluate(windows[i + 1], planner.plans[i], planner.placements[i]) for i in range(WINDOWS)]
+        assert same_intervals(seen, intervals[: i + 1])  # the next one to be served is intervals[i + 1]
+    # Intervals 1 … n are counted, each on the plan made just before it. Interval 0 is only observed.
+    served = [sim.evaluate(intervals[i + 1], planner.plans[i], planner.placements[i]) for i in range(INTERVALS)]
     totals = [float((s.time_us + s.migration_us).mean()) for s in served]
-    assert result.window_totals_us == pytest.approx(totals)
+    assert result.interval_totals_us == pytest.approx(totals)
     assert result.total_us == pytest.approx(np.mean(totals))
     assert result.served_us == pytest.approx(np.mean([s.time_us for s in served]))
     assert result.migration_us == pytest.approx(np.mean([s.migration_us for s in served]))
@@ -116,56 +134,105 @@ def test_planner_sees_only_windows_already_served(schedule: str, trace: TokenTra
     assert result.balancedness == pytest.approx(np.mean([s.balancedness for s in served]))
     assert result.gpus_per_token == pytest.approx(np.mean([s.gpus_per_token for s in served]))
     assert result.inter_node_mb == pytest.approx(np.mean([s.inter_node_bytes for s in served]) / 1e6)
+    assert (result.reused, result.groups) == (0.0, 1)
 
 
 @pytest.mark.parametrize("schedule", STREAMED)
-def test_only_planners_that_need_it_see_the_next_window(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
+def test_only_planners_that_need_it_see_the_next_interval(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol(schedule), SeesFuture(sim)
-    train, test = p.split(trace)
-    evaluate_planner(planner, "sees-future", train, test, p)
-    windows = stream_windows(test, sim, p, WINDOWS + 1)
+    evaluate_planner(planner, "sees-future", *p.parts(trace), p)
+    intervals = stream_intervals(trace, p, INTERVALS + 1)
     for i, seen in enumerate(planner.seen):
-        assert same_windows(seen, windows[: i + 2])
-    assert [name for name, entry in PLANNERS.items() if entry.planner.needs_future] == ["oracle"]
+        assert same_intervals(seen, intervals[: i + 2])
+    kinds = {name: planner_class(name) for name in PLANNERS if not name.startswith("policy")}
+    assert [name for name, kind in kinds.items() if kind.needs_future] == ["oracle"]
+    assert [name for name, kind in kinds.items() if kind.needs_mixture] == ["forecast"]
 
 
-def test_stationary_planner_of_the_future_plans_for_each_window(trace: TokenTrace, sim: Simulator) -> None:
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_forecast_sees_other_tokens_of_the_same_domains(phase: str, trace: TokenTrace) -> None:
+    traffic = Traffic(phase, TOKENS, PASSES, "drift")
+    first, following = IntervalStream(trace, N_GPUS, traffic, seed=1).take(2)
+    domain = np.repeat(np.searchsorted(trace.domain_names, trace.domains), trace.seq_lens)
+    for interval in (first, following):
+        other = same_mixture(interval, trace, traffic, seed=4)
+        assert other.rows.shape == interval.rows.shape
+        assert not np.intersect1d(other.rows, interval.rows).size
+        counts = [np.bincount(domain[rows.ravel()], minlength=4) for rows in (interval.rows, other.rows)]
+        # Pieces are drawn whole, so that the counts may differ by a piece.
+        assert np.abs(counts[0] - counts[1]).max() <= (0 if phase == "decode" else 4 * TOKENS)
+        sequence = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
+        if phase == "decode":  # a running sequence gives its next token to each pass
+            assert (np.diff(other.rows, axis=0) == 1).all()
+            assert (sequence[other.rows] == sequence[other.rows[0]]).all()
+
+
+def test_planner_of_the_mixture_sees_it_after_the_history(trace: TokenTrace, sim: Simulator) -> None:
+    p, planner = protocol("drift"), SeesMixture(sim)
+    evaluate_planner(planner, "sees-mixture", *p.parts(trace), p)
+    intervals = stream_intervals(trace, p, INTERVALS + 1)
+    for i, seen in enumerate(planner.seen):
+        assert same_intervals(seen[:-1], intervals[: i + 1])
+        assert not np.intersect1d(seen[-1].rows, intervals[i + 1].rows).size
+
+
+def test_stationary_planner_of_the_future_plans_for_each_interval(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("stationary"), SeesFuture(sim)
-    train, test = p.split(trace)
+    train, test = p.parts(trace)
     evaluate_planner(planner, "sees-future", train, test, p)
-    assert same_windows([seen[0] for seen in planner.seen], stream_windows(test, sim, p, WINDOWS))
+    assert same_intervals([seen[0] for seen in planner.seen], stream_intervals(test, p, INTERVALS))
     assert {len(seen) for seen in planner.seen} == {1}
 
 
 @pytest.mark.parametrize("schedule", STREAMED)
 def test_all_planners_but_static_start_from_eplb(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
-    p = protocol(schedule)
-    train, test = p.split(trace)
-    eplb = EPLB(sim)
-    first = stream_windows(test, sim, p, 1)[0]
-    assert [name for name, entry in PLANNERS.items() if entry.planner.keeps_placement] == ["static"]
+    p, eplb = protocol(schedule), EPLB(sim)
+    first = stream_intervals(trace, p, 1)[0]
+    kinds = {name: planner_class(name) for name in PLANNERS if not name.startswith("policy")}
+    assert [name for name, kind in kinds.items() if kind.keeps_placement] == ["static"]
     for kind, start in ((Recorder, eplb.pack(eplb.loads(first))), (KeepsPlacement, sim.static(N_LAYERS))):
         planner = kind(sim)
-        evaluate_planner(planner, "recorder", train, test, p)
+        evaluate_planner(planner, "recorder", *p.parts(trace), p)
         np.testing.assert_array_equal(planner.placements[0], start)
         for plan, placement in zip(planner.plans, planner.placements[1:], strict=False):
             np.testing.assert_array_equal(plan, placement)
 
 
-def test_stationary_planner_plans_once_on_the_whole_planning_part(trace: TokenTrace, sim: Simulator) -> None:
-    p, planner = protocol("stationary"), Recorder(sim)
-    train, test = p.split(trace)
-    result = evaluate_planner(planner, "recorder", train, test, p)
-    assert len(planner.seen) == 1
-    (observed,) = planner.seen[0]
-    assert observed.n_tokens == train.n_tokens
-    np.testing.assert_array_equal(observed.loads(N_EXPERTS), train.loads())
-    assert planner.tokens == [TOKENS]
-    np.testing.assert_array_equal(planner.placements[0], sim.static(N_LAYERS))
-    assert (planner.plans[0] != planner.placements[0]).any()  # but migration costs nothing
-    assert (result.migration_us, result.moves) == (0.0, 0.0)
-    served = [sim.evaluate(w, planner.plans[0]).time_us.mean() for w in stream_windows(test, sim, p, WINDOWS)]
-    assert result.window_totals_us == pytest.approx(served)
+def test_stationary_planner_plans_once_on_passes_of_the_planning_part(trace: TokenTrace, sim: Simulator) -> None:
+    p = protocol("stationary", plan_passes=5)
+    train, test = p.parts(trace)
+    for kind, passes in ((Recorder, 5), (SeesLoads, 256)):
+        planner = kind(sim)
+        result = evaluate_planner(planner, "recorder", train, test, p)
+        assert len(planner.seen) == 1
+        (observed,) = planner.seen[0]
+        assert same_interval(observed, sample_passes(train, N_GPUS, p.traffic, passes, p.seed))
+        assert reused_share([observed]) == 0.0
+        np.testing.assert_array_equal(planner.placements[0], sim.static(N_LAYERS))
+        assert (planner.plans[0] != planner.placements[0]).any()  # but migration costs nothing
+        assert (result.migration_us, result.moves) == (0.0, 0.0)
+        served = [sim.evaluate(w, planner.plans[0]).time_us.mean() for w in stream_intervals(test, p, INTERVALS)]
+        assert result.interval_totals_us == pytest.approx(served)
+    # Planners on loads see nearly the whole planning part.
+    assert observed.rows.size > 0.85 * train.n_tokens
+
+
+def test_planners_on_tokens_see_a_sample_if_asked(trace: TokenTrace, sim: Simulator) -> None:
+    p = protocol("drift", observe_tokens=10)
+    intervals = stream_intervals(trace, p, INTERVALS + 1)
+    on_tokens, on_loads = Recorder(sim), SeesLoads(sim)
+    for planner in (on_tokens, on_loads):
+        evaluate_planner(planner, "recorder", trace, trace, p)
+    for i in range(INTERVALS):
+        assert same_intervals(on_loads.seen[i], intervals[: i + 1])
+        seen, whole = on_tokens.seen[i][-1], intervals[i]
+        assert seen.rows.shape == whole.rows.shape
+        assert len(np.unique(seen.rows)) == 10
+        assert np.isin(seen.rows, whole.rows).all()
+        counts = np.unique(seen.rows, return_counts=True)[1]
+        assert counts.max() - counts.min() <= 1  # every sampled token stands for equally many
+    whole = sample_tokens(intervals[0], 10**6, 0)
+    np.testing.assert_array_equal(np.sort(whole.rows.ravel()), np.sort(intervals[0].rows.ravel()))
 
 
 def test_stationary_planners_do_not_count_migration(
@@ -173,48 +240,209 @@ def test_stationary_planners_do_not_count_migration(
 ) -> None:
     """Loading the plan costs nothing, so a planner that counted migration would be at a disadvantage."""
     monkeypatch.setitem(PLANNERS, "recorder", Entry(Recorder))
-    window, static = Window.whole(trace, sim.n_gpus), sim.static(N_LAYERS)
+    interval, static = stream_intervals(trace, protocol("drift"), 1)[0], sim.static(N_LAYERS)
     for schedule in ("stationary", "drift"):
         compare(trace, sim, ["recorder"], protocol(schedule))
-        cost = Recorder.made[-1].simulator.evaluate(window, np.roll(static, 1, axis=1), static)
+        cost = Recorder.made[-1].simulator.evaluate(interval, np.roll(static, 1, axis=1), static)
         assert (cost.migration_us < 1e-6).all() == (schedule == "stationary")
-        assert cost.time_us == pytest.approx(sim.evaluate(window, np.roll(static, 1, axis=1)).time_us)
+        assert cost.time_us == pytest.approx(sim.evaluate(interval, np.roll(static, 1, axis=1)).time_us)
 
 
 def test_illegal_plans_are_refused(trace: TokenTrace, sim: Simulator) -> None:
     class LosesExperts(Recorder):
-        def plan(self, history: Sequence[Window], placement: Placement, tokens: int | None = None) -> Placement:
+        def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
             return np.zeros_like(placement)
 
     p = protocol("drift")
     with pytest.raises(ValueError, match="holds expert 0 twice"):
-        evaluate_planner(LosesExperts(sim), "loses-experts", *p.split(trace), p)
+        evaluate_planner(LosesExperts(sim), "loses-experts", trace, trace, p)
+
+
+def test_traffic_of_another_phase_is_refused(trace: TokenTrace, sim: Simulator) -> None:
+    p = Protocol(Traffic("prefill", TOKENS, PASSES, "drift"), INTERVALS)
+    with pytest.raises(ValueError, match="traffic is prefill, but profile 'sglang-decode' serves the decode phase"):
+        evaluate_planner(Recorder(sim), "recorder", trace, trace, p)
 
 
 # The split
 
 
+def numbered_trace(lengths: Sequence[int], domains: Sequence[str] | None = None) -> TokenTrace:
+    """Every sequence uses an expert of its own, which identifies its tokens."""
+    labels: Any = None if domains is None else np.array(domains)
+    return TokenTrace(np.repeat(np.arange(len(lengths)), lengths)[:, None], seq_lens=np.array(lengths), domains=labels)
+
+
+def sequences_in(trace: TokenTrace) -> set[int]:
+    return set(trace.experts.ravel().tolist())
+
+
 @pytest.mark.parametrize("holdout", [0.25, 0.5, 0.75])
 def test_planning_and_held_out_part_share_no_sequence(holdout: float) -> None:
-    """Every sequence uses an expert of its own, which identifies its tokens."""
-    lengths = np.random.default_rng(0).integers(3, 12, 40)
-    trace = TokenTrace(np.repeat(np.arange(40), lengths)[:, None], seq_lens=lengths)
-    train, test = Protocol(holdout=holdout, seed=4).split(trace)
-    planned, kept = set(train.experts.ravel().tolist()), set(test.experts.ravel().tolist())
-    assert not planned & kept
-    assert planned | kept == set(range(40))
+    trace = numbered_trace(np.random.default_rng(0).integers(3, 12, 40).tolist())
+    train, test = Protocol(Traffic(), holdout=holdout, seed=4).parts(trace)
+    assert not sequences_in(train) & sequences_in(test)
+    assert sequences_in(train) | sequences_in(test) == set(range(40))
     assert train.n_tokens + test.n_tokens == trace.n_tokens
     assert test.n_tokens / trace.n_tokens == pytest.approx(holdout, abs=12 / trace.n_tokens)
     assert train.n_tokens >= test.n_tokens or holdout > 0.5
 
 
 def test_single_sequence_is_refused(sim: Simulator) -> None:
-    trace = TokenTrace(np.zeros((20, N_LAYERS), int), n_experts=N_EXPERTS, name="single")
+    trace = TokenTrace(np.zeros((200, N_LAYERS), int), n_experts=N_EXPERTS, name="single")
     with pytest.raises(ValueError, match="single: the trace has one sequence, so nothing can be held out"):
-        compare(trace, sim, ["static"], protocol("drift"))
+        compare(trace, sim, ["static"], protocol("stationary"))
+
+
+@pytest.mark.parametrize("n_domains", [1, 3, DOMAINS_TO_SPLIT, 20])
+def test_splits_are_disjoint_and_complete(n_domains: int) -> None:
+    rng = np.random.default_rng(n_domains)
+    trace = numbered_trace(rng.integers(5, 60, 120).tolist(), [f"d{i % n_domains}" for i in range(120)])
+    parts = {name: split_trace(trace, name) for name in SHARES}
+    found = [sequences_in(part) for part in parts.values()]
+    assert set.union(*found) == set(range(120))
+    assert sum(map(len, found)) == 120
+    domains = [set(part.domain_names) for part in parts.values()]
+    if n_domains >= DOMAINS_TO_SPLIT:
+        assert sum(map(len, domains)) == n_domains  # disjoint by domain
+        assert min(map(len, domains)) >= 2
+    else:
+        assert all(len(d) == n_domains for d in domains)
+        for name, part in parts.items():
+            assert part.n_tokens / trace.n_tokens == pytest.approx(SHARES[name], abs=0.05)
+    # The same for everybody who asks, and the same object, because caches know traces by their identity.
+    assert split_trace(trace, "test") is parts["test"]
+    assert split_trace(trace, "all") is trace
+    assert sequences_in(split_trace(trace, "test", seed=1)) != sequences_in(parts["test"])
+
+
+def test_splits_of_few_sequences() -> None:
+    parts = [sequences_in(split_trace(numbered_trace([5, 5, 5], ["a", "b", "c"]), name)) for name in SHARES]
+    assert sorted(len(part) for part in parts) == [1, 1, 1]
+    with pytest.raises(ValueError, match=r"2 sequence.* cannot be split into train, validation, test"):
+        split_trace(numbered_trace([5, 5]), "test")
+    with pytest.raises(ValueError, match="unknown split 'dev'"):
+        Protocol(split="dev")
+
+
+# Independent streams
+
+
+def test_sequences_are_dealt_to_disjoint_groups() -> None:
+    trace = numbered_trace([5] * 31, [f"d{i % 5}" for i in range(31)])
+    for groups in (1, 2, 4, 7):
+        dealt = deal_sequences(trace, groups, seed=2)
+        found = [sequences_in(part) for part in dealt]
+        assert len(dealt) == groups
+        assert set.union(*found) == set(range(31))
+        assert sum(map(len, found)) == 31
+        assert max(map(len, found)) - min(map(len, found)) <= 1
+        for domain in trace.domain_names:  # each group has its share of each domain
+            sizes = [(part.domains == domain).sum() for part in dealt]
+            assert max(sizes) - min(sizes) <= 2
+    again = [sequences_in(part) for part in deal_sequences(trace, 2, seed=3)]
+    assert again[0] not in [sequences_in(part) for part in deal_sequences(trace, 2, seed=2)]
+
+
+def test_streams_share_no_sequence_if_there_is_enough_data(trace: TokenTrace) -> None:
+    """4000 tokens fill 61 intervals of 64 tokens, so 10 streams of 4 intervals are independent."""
+    p = protocol("drift", streams=10)
+    deals = deal_streams(trace, N_GPUS, p)
+    assert (len(deals.parts), deals.groups) == (10, 10)
+    assert sum(part.n_tokens for part in deals.parts) == trace.n_tokens
+    longer = deal_streams(trace, N_GPUS, replace(p, intervals=15))
+    assert 2 <= longer.groups <= 3
+    assert len(longer.parts) == 10
+    first = longer.parts[: longer.groups]
+    assert sum(part.n_tokens for part in first) == trace.n_tokens
+    for part in longer.parts:
+        intervals = IntervalStream(part, N_GPUS, p.traffic).take(16)
+        assert reused_share(intervals) == 0.0
+
+
+def test_too_little_data_is_an_error_that_says_what_fits(trace: TokenTrace, sim: Simulator) -> None:
+    p = protocol("drift", streams=2)
+    with pytest.raises(ValueError, match=r"fills 61 intervals, but 82 are needed .*tokens_per_rank=\d would fit"):
+        compare(trace, sim, ["static"], replace(p, intervals=40))
+    reusing = replace(p, intervals=40, traffic=replace(p.traffic, allow_reuse=True))
+    (result,) = compare(trace, sim, ["static"], reusing)
+    assert result.groups == 2
+    # 41 intervals of 64 tokens from half of the 4000 tokens.
+    assert result.reused == pytest.approx(1 - 2000 / (41 * 64), abs=0.06)
+
+
+def sequences_with_favourites(rng: np.random.Generator, n: int) -> TokenTrace:
+    """Random routing in which no expert is special, but each sequence has its favourites."""
+    lengths = rng.integers(20, 60, n)
+    scores = np.repeat(rng.normal(0, 1, (n, N_EXPERTS)), lengths, axis=0)
+    chosen = np.argsort(-(scores + rng.gumbel(size=scores.shape)), axis=1)[:, None, :2]
+    return TokenTrace(chosen.astype(np.int16), n_experts=N_EXPERTS, seq_lens=lengths)
+
+
+def difference(trace: TokenTrace, sim: Simulator, p: Protocol) -> tuple[float, float, float]:
+    """Relative difference of two placements that are equally good, its interval, and the naive interval."""
+    deals, placements = deal_streams(trace, N_GPUS, p), (np.arange(8), np.arange(8).reshape(2, 4).T)
+    times = []
+    for seed, part in enumerate(deals.parts, p.seed):
+        passes = Interval.join(IntervalStream(part, N_GPUS, p.traffic, seed).take(p.intervals))
+        times.append([
+            sim.evaluate(passes, slots.reshape(1, 4, 2).astype(np.int16), check=False).time_us[0]
+            for slots in placements
+        ])  # fmt: skip
+    relative = [a / b - 1 for a, b in times]
+    return float(np.mean(relative)), ci95_of_deals(relative, deals.groups), ci95(relative)
+
+
+@pytest.fixture(scope="module")
+def two_slots() -> Simulator:
+    return Simulator(ModelSpec("one", 1, N_EXPERTS, 2, 2048, 1024), ClusterSpec("2x2", 2, 2, 2), "sglang-decode")
+
+
+def test_intervals_cover_no_difference_95_percent_of_the_time(two_slots: Simulator) -> None:
+    """On random routing, where the true difference is 0. The naive interval misses it when streams share tokens."""
+    traffic = Traffic("decode", 8, 2, "stationary", allow_reuse=True)
+    covered = {}
+    for streams, n_sequences in ((4, 40), (12, 8)):
+        found = [
+            difference(
+                sequences_with_favourites(np.random.default_rng(seed), n_sequences), two_slots,
+                Protocol(traffic, 4, streams, seed),
+            )
+            for seed in range(120)
+        ]  # fmt: skip
+        covered[streams] = [np.mean([abs(f[0]) <= f[i] for f in found]) for i in (1, 2)]
+    # Four independent streams: both intervals are the same.
+    assert covered[4][0] == covered[4][1]
+    assert 0.9 <= covered[4][0] <= 0.99
+    # Twelve streams of two halves of the same eight sequences.
+    assert covered[12][0] >= 0.93
+    assert covered[12][1] < 0.8
+
+
+def test_more_streams_or_passes_of_the_same_tokens_do_not_shrink_the_interval(two_slots: Simulator) -> None:
+    trace = sequences_with_favourites(np.random.default_rng(0), 8)
+    traffic = Traffic("decode", 8, 2, "stationary", allow_reuse=True)
+    few, many = (difference(trace, two_slots, Protocol(traffic, 4, streams)) for streams in (10, 160))
+    assert many[2] < 0.35 * few[2]  # naive: a quarter
+    assert many[1] > 0.6 * few[1]
+    long = difference(trace, two_slots, Protocol(traffic, 64, 10))
+    assert long[1] > 0.5 * few[1]
 
 
 # Numbers
+
+
+def test_ci95_of_deals_of_known_numbers() -> None:
+    values = [1.0, 2.0, 3.0, 4.0]
+    assert ci95_of_deals(values, 4) == pytest.approx(ci95(values))
+    # Two deals of two: squares within the deals sum to 0.5 + 0.5 with 2 degrees, so the variance is 0.5, of a mean of
+    # two independent values 0.25, and t(2) = 4.30265.
+    assert ci95_of_deals(values, 2) == pytest.approx(4.30265 * 0.5, abs=1e-5)
+    # The same deal again and again: only Student's factor changes.
+    assert ci95_of_deals(values * 1000, 2) == pytest.approx(1.96 * 0.5, rel=1e-3)
+    # A last deal that is not complete.
+    assert ci95_of_deals([1.0, 2.0, 9.0], 2) == pytest.approx(stats.t.ppf(0.975, 1) * 0.5)
+    assert ci95_of_deals([7.0], 1) == ci95_of_deals([7.0], 5) == ci95_of_deals([1.0, 2.0], 1) == 0.0
 
 
 def test_ci95_of_known_numbers() -> None:
@@ -232,10 +460,10 @@ def test_totals_add_up(schedule: str, trace: TokenTrace, sim: Simulator) -> None
     for r in compare(trace, sim, ["static", "eplb", "bottleneck"], protocol(schedule, streams=3)):
         assert r.total_us == pytest.approx(r.served_us + r.migration_us)
         assert len(r.stream_totals_us) == 3
-        assert len(r.window_totals_us) == WINDOWS
+        assert len(r.interval_totals_us) == INTERVALS
         assert r.total_us == pytest.approx(np.mean(r.stream_totals_us))
-        assert r.total_us == pytest.approx(np.mean(r.window_totals_us))
-        assert r.total_ci95_us == pytest.approx(ci95(r.stream_totals_us))
+        assert r.total_us == pytest.approx(np.mean(r.interval_totals_us))
+        assert r.total_ci95_us == pytest.approx(ci95_of_deals(r.stream_totals_us, r.groups))
         assert r.total_ci95_us > 0
         assert 0 < r.balancedness <= 1
         assert 1 <= r.gpus_per_token <= 2
@@ -249,18 +477,26 @@ def test_totals_add_up(schedule: str, trace: TokenTrace, sim: Simulator) -> None
 
 def test_streams_have_consecutive_seeds(trace: TokenTrace, sim: Simulator) -> None:
     p, planner = protocol("drift", streams=2, seed=9), Recorder(sim)
-    train, test = p.split(trace)
-    evaluate_planner(planner, "recorder", train, test, p)
+    evaluate_planner(planner, "recorder", trace, trace, p)
     assert planner.resets == 2
     for stream in range(2):
-        last = planner.seen[(stream + 1) * WINDOWS - 1]
-        assert same_windows(last, stream_windows(test, sim, p, WINDOWS, stream))
+        last = planner.seen[(stream + 1) * INTERVALS - 1]
+        assert same_intervals(last, stream_intervals(trace, p, INTERVALS, stream))
+
+
+def test_difference_is_paired_by_stream() -> None:
+    def result(*totals: float) -> Result:
+        return Result("p", 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, groups=3, stream_totals_us=list(totals))
+
+    # Streams differ by far more than the planners.
+    mean, half = result(99.0, 198.0, 297.0).versus(result(100.0, 200.0, 300.0))
+    assert (mean, half) == (pytest.approx(-0.01), pytest.approx(0.0, abs=1e-12))
 
 
 @pytest.mark.parametrize("schedule", ["stationary", "drift"])
 def test_results_depend_on_the_seed_and_not_on_other_planners(schedule: str, trace: TokenTrace, sim: Simulator) -> None:
-    names = ["eplb-ema", "eplb-once", "random-best", "anneal", "oracle"]
-    options: dict[str, dict[str, object]] = {"anneal": {"iterations": 300}, "oracle": {"iterations": 300}}
+    names = ["eplb-ema", "eplb-once", "random-best", "anneal", "forecast", "oracle"]
+    options: dict[str, dict[str, object]] = {name: {"iterations": 300} for name in ("anneal", "forecast", "oracle")}
 
     def run(names: Sequence[str], seed: int) -> dict[str, dict[str, object]]:
         results = compare(trace, sim, names, protocol(schedule, streams=2, seed=seed), options=options)
@@ -283,9 +519,9 @@ def test_progress_is_called_with_each_planner(trace: TokenTrace, sim: Simulator)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "driftt"}, "unknown schedule 'driftt'; expected one of: stationary, drift, switch, replay"),
-        ({"windows": 0}, "windows is 0: expected at least 1"),
-        ({"window_tokens": 0}, "window_tokens is 0: expected at least 1"),
+        ({"intervals": 0}, "intervals is 0: expected at least 1"),
+        ({"plan_passes": 0}, "plan_passes is 0: expected at least 1"),
+        ({"observe_tokens": 0}, "observe_tokens is 0: expected at least 1"),
         ({"streams": -1}, "streams is -1: expected at least 1"),
         ({"holdout": 0.0}, "holdout is 0.0: expected more than 0 and less than 1"),
         ({"holdout": 1.0}, "holdout is 1.0: expected more than 0 and less than 1"),

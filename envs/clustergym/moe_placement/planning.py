@@ -32,6 +32,8 @@ Measured with ``python benchmarks/placement.py --schedules stationary``."""
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
+# The other profiles of the engine are measured on this many layers, because some need a linear program per pass.
+_OTHER_PROFILES_LAYERS = 6
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Outcome:
     gpus_per_token: float | None = None
     inter_node_mb: float | None = None
     other_profiles_us: dict[str, list[float]] = field(default_factory=dict)
-    """The same as ``stream_us`` under the other profiles of the engine"""
+    """The same as ``stream_us`` under the other profiles of the engine, on a few layers"""
 
     def times(self, profile: str | None = None) -> list[float]:
         """Time of a pass in each stream, under the profile that was planned for or another one."""
@@ -162,6 +164,11 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
             f"{spec.n_layers} × {spec.n_experts}"
         )
     return spec
+
+
+def spread_layers(n_layers: int, n: int) -> list[int]:
+    """Positions of at most ``n`` layers, evenly spaced."""
+    return np.unique(np.linspace(0, n_layers - 1, min(n, n_layers)).round().astype(int)).tolist()
 
 
 def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
@@ -333,7 +340,8 @@ def make_plan(
             placement = fill_empty(simulator, observed, placement)
         progress(f"serving held-out traffic on {name}", None)
         outcomes[name] = Outcome(name, placement, decision_s, empty, **held_out.measure(placement))
-        outcomes[name].other_profiles_us = {profile: passes.times(placement) for profile, passes in others.items()}
+        layers = spread_layers(trace.n_layers, _OTHER_PROFILES_LAYERS)
+        outcomes[name].other_profiles_us = {other: passes.times(placement[layers]) for other, passes in others.items()}
     loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
     return Plan(
         planner=planner,
@@ -354,6 +362,7 @@ def make_plan(
 def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> dict[str, HeldOutPasses]:
     """Held-out passes under the other profiles of the engine, those of another phase with its default pass sizes."""
     found = {}
+    part = part.select(layers=spread_layers(part.n_layers, _OTHER_PROFILES_LAYERS))
     for profile in profiles_of(simulator.profile.engine):
         if profile != simulator.profile:
             other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)

@@ -80,7 +80,11 @@ def plan_cells(plan: Plan, outcome: Outcome) -> list[str]:
 def profiles_table(plan: Plan) -> Table:
     """The same placements under the other profiles of the engine."""
     profile = plan.simulator.profile.name
-    table = _table(f"the same plans under other profiles (planned for {profile})", "difference to EPLB's plan", ())
+    table = _table(
+        f"the same plans under other profiles (planned for {profile})",
+        "difference to EPLB's plan; other profiles on a few layers",
+        (),
+    )
     for other in (profile, *plan.other_profiles):
         table.add_column(other, justify="right")
     for name in plan.outcomes:
