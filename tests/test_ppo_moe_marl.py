@@ -32,9 +32,9 @@ marl = load_trainer("ppo_moe_marl")
 MODEL = ModelSpec("pairs", 1, 4, 2, 16384, 64)
 CLUSTER = ClusterSpec("2x1", 2, 1, 2)
 SMALL: dict[str, Any] = {
-    "ops_per_layer": 2, "intervals": 1, "tokens_per_rank": 32, "sampled_passes": 1, "num_envs": 16, "num_steps": 8, "hidden": 16,
-    "graph_layers": 1, "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4, "learning_rate": 5e-3,
-    "layers": 0, "ent_coef": 0.01, "envs_per_stream": 4, "pretrain_sharpen": 1.0, "reward_norm": 0,
+    "ops_per_layer": 2, "intervals": 1, "tokens_per_rank": 32, "sampled_passes": 1, "num_envs": 16, "num_steps": 8,
+    "hidden": 16, "graph_layers": 1, "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4,
+    "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01, "envs_per_stream": 4, "pretrain_sharpen": 1.0, "reward_norm": 0,
 }  # fmt: skip
 
 
@@ -401,6 +401,7 @@ def test_decentralised_critics_train_each_actor_on_its_own_advantage() -> None:
     """Only the expert's critic has an advantage: the GPU actor's own layers must not get a gradient."""
     args, agent, rollouts = rollout(centralised=False, vf_coef=0.0, ent_coef=0.0, norm_adv=False, update_epochs=1)
     batch = rollouts.collect()
+    agent.set_value_scale(0.0, 1.0)
     batch.advantages[:, 1] = 0.0
     before = {name: weight.detach().clone() for name, weight in agent.named_parameters()}
     marl.update(agent, torch.optim.SGD(agent.parameters(), lr=1.0), batch, args, World())
