@@ -34,7 +34,8 @@ CLUSTER = ClusterSpec("2x1", 2, 1, 2)
 SMALL: dict[str, Any] = {
     "ops_per_layer": 2, "intervals": 1, "tokens_per_rank": 32, "sampled_passes": 1, "num_envs": 16, "num_steps": 8,
     "hidden": 16, "graph_layers": 1, "pretrain_states": 0, "num_minibatches": 2, "update_epochs": 4,
-    "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01, "envs_per_stream": 4, "pretrain_sharpen": 1.0, "reward_norm": 0,
+    "learning_rate": 5e-3, "layers": 0, "ent_coef": 0.01, "envs_per_stream": 4, "pretrain_sharpen": 1.0,
+    "reward_norm": 0,
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def write_choices(state, b, e, topology):
             choice[g] = first | count << 16
     if dispatch == RANK_NEAREST:
         # Begin with another replica for each expert, so that the first ones do not get all remainders.
-        dealt = e % n
+        dealt = int(e % n)
         for g in range(n_gpus):
             if choice[g] >> 16 == n:
                 choice[g] = dealt | 1 << 16
