@@ -206,7 +206,7 @@ def test_drift_moves_but_stays_mixed() -> None:
     far = np.abs(drift[100:] - drift[:-100]).sum(1).mean() / 2
     assert near < 0.6 * far
     assert far > 0.3
-    np.testing.assert_allclose(drift.mean(0), 0.25, atol=0.12)
+    np.testing.assert_allclose(drift.mean(0), 0.25, atol=0.2)
     for half in (drift[:250], drift[250:]):
         assert (half.max(0) > 0.6).all()
         assert (half.min(0) < 0.05).all()

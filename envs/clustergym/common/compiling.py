@@ -5,9 +5,9 @@ Three private parts of numba are used: the option ``_nrt``, the stamp of a cache
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -35,11 +35,16 @@ def imported_sources(path: Path) -> frozenset[Path]:
     """A file of this package and all files of it that it imports, directly or not."""
     found, waiting = {path}, [path]
     while waiting:
-        for module in re.findall(r"^from (clustergym\.[\w.]+) import", waiting.pop().read_text(), re.MULTILINE):
-            source = _PACKAGE.joinpath(*module.split(".")[1:]).with_suffix(".py")
-            if source.is_file() and source not in found:
-                found.add(source)
-                waiting.append(source)
+        for node in ast.parse(waiting.pop().read_text()).body:
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            # What is imported from a package may be a module.
+            for module in (node.module, *(f"{node.module}.{name.name}" for name in node.names)):
+                root, *parts = module.split(".")
+                source = _PACKAGE.joinpath(*parts).with_suffix(".py")
+                if root == _PACKAGE.name and source.is_file() and source not in found:
+                    found.add(source)
+                    waiting.append(source)
     return frozenset(found)
 
 
