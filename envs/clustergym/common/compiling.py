@@ -87,7 +87,8 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
         else:
             # Without reference counts. Nothing is allocated, and the counts are atomic: threads that write them to the
             # same cache lines would spend more time on them than on the work.
-            result = njit(cache=True, nogil=True, error_model="numpy", _nrt=False)(function)
+            # No wrapper for calls from C: converting hundreds of arguments takes long to compile.
+            result = njit(cache=True, nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True)(function)
             result._cache._cache_file._source_stamp = fingerprint
             template = result.get_call_template
 
