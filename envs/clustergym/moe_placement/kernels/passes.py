@@ -7,17 +7,23 @@ import numpy as np
 from clustergym.moe_placement.kernels.compile import device, index
 from clustergym.moe_placement.kernels.cost import gpu_kernel_time
 from clustergym.moe_placement.kernels.replicas import choose, count_received, insert, remove, slot_of, write_choices
-from clustergym.moe_placement.kernels.state import RECEIVED_INTER, RECEIVED_INTRA, SENT_INTER, SENT_INTRA
+from clustergym.moe_placement.kernels.state import (
+    PIECE_RANK,
+    PIECE_WORD,
+    RECEIVED_INTER,
+    RECEIVED_INTRA,
+    SENT_INTER,
+    SENT_INTRA,
+)
 from clustergym.moe_placement.kernels.token_sets import (
     add_all,
     clear,
     copy_set,
     count_common,
-    count_range,
     popcount,
     range_word,
 )
-from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, STAY, TOKEN_HASH
+from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, RANK_NEAREST, STAY, TOKEN_HASH
 
 
 @device
@@ -26,45 +32,36 @@ def count_pass(state, b, w, experts, topology, costs):
 
     ``rows``, ``rank_start``, the replicas and, with transport ``stay``, ``origins`` must be set.
     """
-    n_gpus, n_slots, n_experts = state.slots.shape[1], state.slots.shape[2], state.replicas.shape[1]
-    rows, replicas, slot_tokens, stay = (
-        state.rows[b, w],
-        state.replicas[b],
-        state.slot_tokens[b, w],
-        topology.transport == STAY,
-    )
+    n_experts, rows, users, stay = state.replicas.shape[1], state.rows[b, w], state.users[b], topology.transport == STAY
+    _write_pieces(state, b, w)
     for e in range(n_experts):
-        state.load[b, w, e] = 0
+        clear(users[e])
         if stay:
             clear(state.first_uses[b, w, e])
-    for g in range(n_gpus):
-        for s in range(n_slots):
-            clear(slot_tokens[g, s])
     clear(state.idle[b, w])
     if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
         _write_second_choice(state, b, w, topology)
-    # The slot of each expert's first replica collects all tokens that use the expert.
     for t in range(rows.shape[0]):
         row, token, word, used = index(rows[t]), index(1) << index(t & 63), index(t >> 6), 0
         for k in range(experts.shape[1]):
             e = experts[row, k]
-            if e < 0:
-                continue
-            g = index(replicas[index(e), 0])
-            slot_tokens[g, index(slot_of(state, b, e, g)), word] |= token
-            state.load[b, w, index(e)] += 1
-            if stay and used == 0:
-                state.first_uses[b, w, e, word] |= token
-            used += 1
+            if e >= 0:
+                users[index(e), word] |= token
+                if stay and used == 0:
+                    state.first_uses[b, w, index(e), word] |= token
+                used += 1
         if stay and used == 0:
             state.idle[b, w, word] |= token
     for e in range(n_experts):
-        g = replicas[e, 0]
-        s = slot_of(state, b, e, g)
-        state.slot_pairs[b, w, g, s] = state.load[b, w, e]
+        state.load[b, w, e] = count_common(users[e], users[e])
         if state.n_replicas[b, e] > 1:
-            copy_set(slot_tokens[g, s], state.moved_tokens[b, w, 0])
+            copy_set(users[e], state.moved_tokens[b, w, 0])
             _assign_tokens(state, b, w, e, 0, topology)
+        else:
+            g = state.replicas[b, e, 0]
+            s = slot_of(state, b, e, g)
+            copy_set(users[e], state.slot_tokens[b, w, g, s])
+            state.slot_pairs[b, w, g, s] = state.load[b, w, e]
     count_all(state, b, w, topology, costs)
 
 
@@ -204,13 +201,22 @@ def _assign_tokens(state, b, w, e, which, topology):
         state.slot_pairs[b, w, first_gpu, first_slot] = load - np.int64(total)
         return
     for i in range(n):
-        clear(state.slot_tokens[b, w, replicas[i], slot_of(state, b, e, replicas[i])])
-    for rank in range(state.slots.shape[1]):
-        _assign_rank(state, b, w, e, rank, tokens, topology)
-    for i in range(n):
         s = slot_of(state, b, e, replicas[i])
-        run = state.slot_tokens[b, w, replicas[i], s]
-        state.slot_pairs[b, w, replicas[i], s] = count_common(run, run)
+        state.replica_slot[b, i] = s
+        clear(state.slot_tokens[b, w, replicas[i], s])
+    if topology.dispatch == RANK_NEAREST and topology.transport != STAY:
+        # All tokens of a rank go to one replica.
+        for piece in range(state.n_pieces[b, w]):
+            word = index(state.piece_at[b, w, piece, PIECE_WORD])
+            first = int(state.replica_choice[b, e, state.piece_at[b, w, piece, PIECE_RANK]]) & 0xFFFF
+            here = tokens[word] & state.piece_mask[b, w, piece]
+            state.slot_tokens[b, w, replicas[first], state.replica_slot[b, first], word] |= here
+    else:
+        for rank in range(state.slots.shape[1]):
+            _assign_rank(state, b, w, e, rank, tokens, topology)
+    for i in range(n):
+        run = state.slot_tokens[b, w, replicas[i], state.replica_slot[b, i]]
+        state.slot_pairs[b, w, replicas[i], state.replica_slot[b, i]] = count_common(run, run)
 
 
 @device
@@ -255,11 +261,32 @@ def _batch_start(state, b, w, t):
 
 
 @device
-def _visits_from(state, b, w, home, tokens, topology):
-    """How many tokens of a set are held by GPU ``home``."""
+def _write_pieces(state, b, w):
+    """Cut the tokens of a pass where a rank or a word ends."""
+    n = 0
+    for rank in range(state.slots.shape[1]):
+        start, last = int(state.rank_start[b, w, rank]), int(state.rank_start[b, w, rank + 1])
+        if last > start:
+            for word in range(start >> 6, (last + 63) >> 6):
+                state.piece_mask[b, w, n] = range_word(start, last, word)
+                state.piece_at[b, w, n, PIECE_WORD] = word
+                state.piece_at[b, w, n, PIECE_RANK] = rank
+                n += 1
+    state.n_pieces[b, w] = n
+
+
+@device
+def _add_by_home(state, b, w, tokens, topology):
+    """Add to ``by_home`` how many tokens of a set each GPU holds."""
+    by_home = state.by_home[b]
     if topology.transport == STAY:
-        return count_common(state.origins[b, w, home], tokens)
-    return count_range(tokens, int(state.rank_start[b, w, home]), int(state.rank_start[b, w, home + 1]))
+        for home in range(by_home.shape[0]):
+            by_home[home] += count_common(state.origins[b, w, home], tokens)
+        return
+    at, mask = state.piece_at[b, w], state.piece_mask[b, w]
+    for piece in range(state.n_pieces[b, w]):
+        held = popcount(tokens[index(at[piece, PIECE_WORD])] & mask[piece])
+        by_home[index(at[piece, PIECE_RANK])] += np.int64(held)
 
 
 @device
@@ -275,12 +302,15 @@ def _count_touched(state, b, w, topology, costs):
                     _count_visits(state, b, w, g, topology)
                 state.kernel_us[b, w, g] = gpu_kernel_time(state, b, w, g, topology, costs)
         if changed and (transport == DEDUP or transport == STAY):
-            near = state.node_visitors[b]
+            near, by_home = state.node_visitors[b], state.by_home[b]
             clear(near)
             for g in range(first, first + per_node):
                 add_all(near, state.visitors[b, w, g])
             for home in range(n_gpus):
-                visits = _visits_from(state, b, w, home, near, topology)
+                by_home[home] = 0
+            _add_by_home(state, b, w, near, topology)
+            for home in range(n_gpus):
+                visits = by_home[home]
                 difference = visits - state.node_visits[b, w, home, node]
                 state.node_visits[b, w, home, node] = visits
                 if node != topology.node_of[home]:
@@ -296,20 +326,21 @@ def _count_visits(state, b, w, g, topology):
     """Update who visits GPU ``g``, and the copies that follow from it."""
     n_slots, node, per_node = state.slots.shape[2], topology.node_of[g], topology.gpus_per_node
     each = topology.transport == PER_EXPERT
-    here, copies = state.visitors[b, w, g], state.copies[b, w]
+    here, copies, by_home = state.visitors[b, w, g], state.copies[b, w], state.by_home[b]
+    for home in range(by_home.shape[0]):
+        by_home[home] = 0
     if not each:
         clear(here)
-        for s in range(n_slots):
-            if state.slots[b, g, s] >= 0:
+    for s in range(n_slots):
+        if state.slots[b, g, s] >= 0:
+            if each:
+                _add_by_home(state, b, w, state.slot_tokens[b, w, g, s], topology)
+            else:
                 add_all(here, state.slot_tokens[b, w, g, s])
-    for home in range(state.slots.shape[1]):
-        visits = 0
-        if each:
-            for s in range(n_slots):
-                if state.slots[b, g, s] >= 0:
-                    visits += _visits_from(state, b, w, home, state.slot_tokens[b, w, g, s], topology)
-        else:
-            visits = _visits_from(state, b, w, home, here, topology)
+    if not each:
+        _add_by_home(state, b, w, here, topology)
+    for home in range(by_home.shape[0]):
+        visits = by_home[home]
         difference = visits - state.visits[b, w, home, g]
         state.visits[b, w, home, g] = visits
         # With deduplication a copy crosses once to each node, to the GPU of the same local rank, which forwards it.

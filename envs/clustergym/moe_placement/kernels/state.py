@@ -41,6 +41,8 @@ N_TIMES = 11
 RANDOM_KEY, RANDOM_COUNTER = range(2)
 AT_DOMAIN_OR_PIECE, AT_REUSE = range(2)
 PIECE_ROW, PIECE_LEFT = range(2)
+# Columns of SimulationState.piece_at.
+PIECE_WORD, PIECE_RANK = range(2)
 
 SCHEDULES = ("stationary", "drift", "switch", "replay")
 STATIONARY, DRIFT, SWITCH, REPLAY = range(4)
@@ -117,6 +119,12 @@ class SimulationState(NamedTuple):
     """(B, W, G + 1) int32: first token of each rank, then T"""
     load: np.ndarray
     """(B, W, E) int32: tokens that use each expert"""
+    piece_mask: np.ndarray
+    """(B, W, words + G) uint64: the tokens of a pass, cut where a rank or a word ends, as bits of a word"""
+    piece_at: np.ndarray
+    """(B, W, words + G, 2) int16: word and rank of each piece"""
+    n_pieces: np.ndarray
+    """(B, W) int32"""
     second_choice: np.ndarray
     """(B, W, words) uint64: tokens that choose the second of two replicas, for the hashing rules"""
 
@@ -152,6 +160,12 @@ class SimulationState(NamedTuple):
     """(B, G, 2) int32: experts that the GPU must receive from its own node and from other nodes"""
 
     # Scratch
+    by_home: np.ndarray
+    """(B, G) int32: tokens of a set that each GPU holds"""
+    replica_slot: np.ndarray
+    """(B, G) int16: slots of an expert's replicas"""
+    users: np.ndarray
+    """(B, E, words) uint64: tokens of a pass that use each expert"""
     moved_tokens: np.ndarray
     """(B, W, 2, words) uint64: tokens of the two experts whose replicas change"""
     moved_pairs: np.ndarray
