@@ -153,7 +153,8 @@ def _static_times(trace: TokenTrace, simulator: Simulator, traffic: Traffic) -> 
     static = simulator.static(trace.n_layers)
     n = max(1, min(_STATIC_INTERVALS, traffic.capacity(trace, simulator.n_gpus)))
     intervals = IntervalStream(trace, simulator.n_gpus, traffic).take(n)
-    return np.mean([simulator.evaluate(interval, static).time_us for interval in intervals], axis=0)
+    times: npt.NDArray[np.float64] = np.mean([simulator.evaluate(i, static).time_us for i in intervals], axis=0)
+    return times
 
 
 class PlacementBatch:
@@ -385,9 +386,9 @@ class PlacementBatch:
 
     def load_placement(self, placement: Placement, interval: Interval) -> None:
         """For planners: environment b begins a visit to layer b mod L with this placement after this interval."""
-        arrays = (placement.astype(np.int16), interval.rows, interval.rank_start)
+        arrays = [self._to_device(x) for x in (placement.astype(np.int16), interval.rows, interval.rank_start)]
         with warn_while_compiling():
-            self.launcher.load_placement(*map(self._to_device, arrays), self._state)
+            self.launcher.load_placement(*arrays, self._state)
 
     def finish_layer(self, expert: Tensor, node: Tensor) -> None:
         """For planners: the last operations (B,), (B,). ``episode["slots"]`` is up to date; no other layer begins."""

@@ -142,7 +142,8 @@ class PlacementTask:
 
     def noop_action(self) -> npt.NDArray[np.int64]:
         """An action that changes nothing: (expert, node)."""
-        return noop_actions(self.batch)[0]
+        action: npt.NDArray[np.int64] = noop_actions(self.batch)[0]
+        return action
 
     def lookahead(self, expert: int) -> npt.NDArray[np.float32]:
         """(3·G, 3) what each operation on ``expert`` would save on the observed interval, as shares of its time.

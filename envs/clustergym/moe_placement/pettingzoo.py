@@ -12,7 +12,7 @@ from pettingzoo import ParallelEnv
 from clustergym.moe_placement.environment import LIMIT, ObsDict, PlacementTask, observation_spaces
 
 
-class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, ObsDict, int]):
+class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, ObsDict, int]):  # type: ignore[misc]
     """The placement task for two agents that act at the same time: `expert` picks an expert, `gpu` one of 3·G nodes.
 
     Everything else is as in :class:`MoEPlacementEnv`, which documents the task. Both agents get the same reward.

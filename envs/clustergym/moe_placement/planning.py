@@ -168,7 +168,8 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
 
 def spread_layers(n_layers: int, n: int) -> list[int]:
     """Positions of at most ``n`` layers, evenly spaced."""
-    return np.unique(np.linspace(0, n_layers - 1, min(n, n_layers)).round().astype(int)).tolist()
+    positions: list[int] = np.unique(np.linspace(0, n_layers - 1, min(n, n_layers)).round().astype(int)).tolist()
+    return positions
 
 
 def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:

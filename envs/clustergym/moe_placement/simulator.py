@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -343,7 +344,9 @@ def _gpus_per_token(state: SimulationState) -> npt.NDArray[np.float64]:
 
 
 @device
-def _count_range(first, last, state, placement, experts, topology, costs):
+def _count_range(
+    first: Any, last: Any, state: Any, placement: Any, experts: Any, topology: Any, costs: Any
+) -> None:
     for b in range(first, last):
         set_first_placement(state, b, topology)
         set_placement(state, b, placement[b], topology)
@@ -357,7 +360,7 @@ def _count_range(first, last, state, placement, experts, topology, costs):
 
 
 @device
-def _write_times(state, b, topology, costs, times, links):
+def _write_times(state: Any, b: Any, topology: Any, costs: Any, times: Any, links: Any) -> None:
     """Write dispatch, compute and combine of every pass (P, 3), and add up the copies from row to column (G, G)."""
     for w in range(state.rows.shape[1]):
         dispatch, compute, combine = pass_times(state, b, w, topology, costs, -1)

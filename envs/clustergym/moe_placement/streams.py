@@ -34,7 +34,7 @@ class Interval:
     @property
     def n_tokens(self) -> int:
         """Tokens of one pass."""
-        return self.rows.shape[1]
+        return int(self.rows.shape[1])
 
     @property
     def n_layers(self) -> int:

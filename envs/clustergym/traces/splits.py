@@ -39,7 +39,7 @@ def _parts(trace: TokenTrace, seed: int) -> dict[str, TokenTrace]:
     rng, names = np.random.default_rng(seed), trace.domain_names
     domain = np.searchsorted(names, trace.domains)
     if len(names) >= DOMAINS_TO_SPLIT:
-        part = _deal(np.bincount(domain, weights=trace.seq_lens), rng, least=2)[domain]
+        part = _deal(np.bincount(domain, weights=trace.seq_lens).astype(float), rng, least=2)[domain]
     else:
         part = np.empty(trace.n_sequences, int)
         for d in range(len(names)):
