@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": ("plan", "choose a placement, measure it on held-out traffic, and write it for an engine"),
     "sweep": ("sweep", "run a wandb sweep file on this machine, resume it, show its leaderboard"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
+    "collector": ("collector", "report to the allocation agents what the pods of a node used"),
 }
 """Command → (module, what it does)."""
 
