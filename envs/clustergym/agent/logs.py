@@ -1,4 +1,4 @@
-"""Log lines: one line per message whatever a request contains, and no flood of equal messages."""
+"""Logging of the agent: one line per record, and no flood of equal messages."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), 127, *range(128, 160), 0x2028, 0x2029)}
-
-
-class OneLineFormatter(logging.Formatter):
-    """Escapes control characters in messages, so that a request cannot forge log lines. Tracebacks keep their lines."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = record.message.translate(_CONTROL)
-        return super().formatMessage(record)
+from clustergym.common.logs import configure_logging
 
 
 class RateLimit(logging.Filter):
@@ -41,9 +32,8 @@ class RateLimit(logging.Filter):
         return count < self.burst
 
 
-def setup_logging(level: int = logging.INFO) -> None:
-    """Log to stderr with both."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(OneLineFormatter(LOG_FORMAT))
-    handler.addFilter(RateLimit())
-    logging.basicConfig(level=level, handlers=[handler])
+def setup_logging() -> None:
+    """Log to standard error with the rate limit."""
+    configure_logging()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(RateLimit())

@@ -18,6 +18,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from clustergym.common.tls import CertificateReloader
 from clustergym.webhook import certificates, decisions
 from clustergym.webhook.clients import Agents, ApiServer, Unavailable, checked_name
 from clustergym.webhook.decisions import Decision, PodPlan, as_warnings, request_decision
@@ -310,7 +311,7 @@ async def serve(webhooks: Webhooks, listen: Listen) -> None:
     config.load()
     assert config.ssl is not None
     config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    reloader = certificates.Reloader(config.ssl, listen.certificate, listen.key, listen.client_ca)
+    reloader = CertificateReloader(config.ssl, listen.certificate, listen.key, listen.client_ca)
     plain = [
         BackgroundServer(
             uvicorn.Config(pages_app(pages), port=port, lifespan="off", limit_concurrency=64, **common)
