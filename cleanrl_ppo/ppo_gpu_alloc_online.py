@@ -402,7 +402,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: 
                 approx_kl = k3.mean()
                 clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and float(approx_kl) > args.target_kl:
+        if args.target_kl is not None and approx_kl.item() > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
     averages = torch.stack(seen).detach().mean(0).tolist()

@@ -459,7 +459,7 @@ class AtariCase(Case):
 
     @contextmanager
     def scripted(self) -> Iterator[None]:
-        def make_envs(env_id: str, num_envs: int, training: bool = True, async_envs: bool = False) -> SyncVectorEnv:
+        def make_envs(env_id: str, num_envs: int, **options: Any) -> SyncVectorEnv:
             makers = [
                 partial(Script, gym.spaces.Discrete(4), shape=(4, 84, 84), first_episode=i) for i in range(num_envs)
             ]
@@ -1076,6 +1076,8 @@ class LLMCase(Case):
         residuals = np.subtract(all_targets, all_values)
         assert metrics == {
             "charts/reward": approx(mean["reward"]),
+            "charts/episodic_return": approx(mean["reward"]),
+            "charts/episodic_length": approx(mean["length"]),
             "charts/penalized_score": approx(mean["score"]),
             "charts/response_tokens": approx(mean["length"]),
             "charts/ended": approx(mean["ended"]),
