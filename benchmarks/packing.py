@@ -67,6 +67,8 @@ class Args:
     """Decisions per simulated GPU. The first half, while owners are still unknown, is not used."""
     load: float = 10.0
     """Mean number of pods that would run on a simulated GPU if there were room: high, so that it is always full."""
+    pod_spread: float = AllocationConfig.pod_spread
+    """How much the pods of one owner differ in what they need, in the simulator."""
     tolerance: float = 0.002
     """Objectives may be met this much less often than with full requests (0.002: one pod of 500)."""
     output: Path = Path("runs/packing")
@@ -270,7 +272,10 @@ def study(args: Args, console: Console) -> list[dict[str, Any]]:
     results = []
     for listed in args.pods:
         pods = read_pods(args.openb / listed)
-        config = AllocationConfig(history=True, arrivals=args.arrivals, load=args.load, workload=args.openb / listed)
+        config = AllocationConfig(
+            history=True, arrivals=args.arrivals, load=args.load, workload=args.openb / listed,
+            pod_spread=args.pod_spread,
+        )  # fmt: skip
         for seed in range(args.seeds):
             batch = AllocationBatch(config, args.streams)
             first = seed * 10_000
@@ -347,7 +352,13 @@ def main(args: Args) -> None:
     rows = summary(results)
     show(rows, console)
     args.output.mkdir(parents=True, exist_ok=True)
-    document = {"rows": rows, "tolerance": args.tolerance, "seeds": args.seeds, "load": args.load}
+    document = {
+        "rows": rows,
+        "tolerance": args.tolerance,
+        "seeds": args.seeds,
+        "load": args.load,
+        "pod_spread": args.pod_spread,
+    }
     write_atomically(args.output / "packing.json", json.dumps(document, indent=2) + "\n")
     console.print(f"results: {args.output / 'packing.json'}")
 

@@ -444,6 +444,25 @@ def test_reports_wait_for_an_agent_that_is_down(agent: AgentServer, token: Path)
     asyncio.run(scenario())
 
 
+def test_an_agent_that_is_down_is_asked_once_per_step(agent: AgentServer, token: Path) -> None:
+    """Otherwise 100 pods would wait for 100 timeouts."""
+
+    async def scenario() -> None:
+        pods = Pods()
+        collector = collector_for(agent, pods, Constant(), token)
+        agent.mode = "500"
+        pods.items = [pod_object(f"p{i}", i) for i in range(5)]
+        for steps in (1, 2):
+            await collector.step()
+            assert len(agent.tokens) == steps
+        agent.mode = "good"
+        await collector.step()
+        assert len(agent.feedback) == 5
+        await collector.close()
+
+    asyncio.run(scenario())
+
+
 def test_the_credential_of_the_allocation_is_used(agent: AgentServer, token: Path) -> None:
     async def scenario() -> None:
         pods = Pods()

@@ -23,6 +23,8 @@ MEMORY_FULL = 0.95
 """A container that fails with this part of its GPU memory in use is out of memory, although Kubernetes cannot tell."""
 MET_SHARE = 0.95
 """Over its life, a pod met its objective if it did in this part of the samples."""
+MAX_QUERIES = 8
+"""Expressions that Prometheus evaluates at the same time."""
 MAX_WAITING = 10_000
 """Last reports that wait for an agent which does not answer. The oldest are dropped first."""
 
@@ -126,7 +128,9 @@ class Collector:
         self.node, self.api, self.source, self.prometheus = node, api, source, prometheus
         self.fetcher, self.agents, self.interval_s, self.report_s = fetcher, agents, interval_s, report_s
         self.started_s = time.time()
-        self.last_sample_s = time.monotonic()
+        self.last_step_s = time.monotonic()
+        self.silent_agents: set[str] = set()
+        """Agents that did not answer in this step. They are asked again in the next one."""
         self.watches: dict[str, Watch] = {}
         self.waiting: OrderedDict[tuple[str, str], tuple[Target, dict[str, Any]]] = OrderedDict()
         self.registry = CollectorRegistry()
@@ -153,7 +157,8 @@ class Collector:
 
     async def step(self) -> None:
         """Take one sample of every pod, and send the reports that are due."""
-        await self.send_waiting()
+        self.last_step_s = time.monotonic()
+        self.silent_agents.clear()
         try:
             found = await self.api.pods_on(self.node)
         except Unavailable as error:
@@ -161,14 +166,14 @@ class Collector:
             self._failed("pods", error)
             return
         pods = {pod.uid: pod for pod in map(managed_pod, found) if pod is not None}
-        usages = await self._usages(list(pods.values()))
+        usages, values = await asyncio.gather(self._usages(list(pods.values())), self._values(list(pods.values())))
         for uid, pod in pods.items():
             watch = self.watches.get(uid)
             if watch is None:
                 if pod.finished:
                     continue
                 watch = self.watches[uid] = Watch(pod, reported_s=time.monotonic())
-            watch.sample(pod, usages.get(uid), await self._value(pod), self.started_s)
+            watch.sample(pod, usages.get(uid), values.get(uid), self.started_s)
             self.samples.inc()
         for uid, watch in list(self.watches.items()):
             if uid not in pods or watch.pod.finished:
@@ -177,7 +182,6 @@ class Collector:
             elif time.monotonic() - watch.reported_s >= self.report_s:
                 await self._report(watch)
         await self.send_waiting()
-        self.last_sample_s = time.monotonic()
 
     async def _usages(self, pods: list[ManagedPod]) -> dict[str, Usage]:
         try:
@@ -188,14 +192,23 @@ class Collector:
             self._failed("usage", error)
         return {}
 
-    async def _value(self, pod: ManagedPod) -> float | None:
-        if self.prometheus is None or pod.qos_query is None:
-            return None
-        try:
-            return await self.prometheus.value(pod)
-        except Unavailable as error:
-            self._failed("prometheus", error)
-            return None
+    async def _values(self, pods: list[ManagedPod]) -> dict[str, float]:
+        """Values of the expressions by uid of the pod. A few at a time: slow ones must not hold up all others."""
+        if self.prometheus is None:
+            return {}
+        prometheus, places = self.prometheus, asyncio.Semaphore(MAX_QUERIES)
+
+        async def value(pod: ManagedPod) -> float | None:
+            async with places:
+                try:
+                    return await prometheus.value(pod)
+                except Unavailable as error:
+                    self._failed("prometheus", error)
+                    return None
+
+        asked = [pod for pod in pods if pod.qos_query is not None]
+        found = zip(asked, await asyncio.gather(*map(value, asked)), strict=True)
+        return {pod.uid: number for pod, number in found if number is not None}
 
     def _failed(self, source: str, error: Exception) -> None:
         self.errors.labels(source).inc()
@@ -221,31 +234,31 @@ class Collector:
             self.waiting.popitem(last=False)
 
     async def send_waiting(self) -> None:
-        """Send the last reports of pods that ended, until an agent does not answer."""
-        down: set[str] = set()
+        """Send the last reports of pods that ended."""
         for key, (target, body) in list(self.waiting.items()):
-            if target.agent not in down:
-                if await self._send(target, body):
-                    del self.waiting[key]
-                else:
-                    down.add(target.agent)
+            if await self._send(target, body):
+                del self.waiting[key]
 
     async def _send(self, target: Target, body: dict[str, Any]) -> bool:
         """Whether the agent has answered. What it refuses will not be accepted later either."""
         url = self.agents.get(target.agent)
         if url is None:
             return True
+        if target.agent in self.silent_agents:
+            return False
         what = f"the agent ({target.agent})"
         try:
             status, content = await self.fetcher.send("POST", f"{url}/feedback", what, target.token, json=body)
         except Unavailable as error:
             self._failed("feedback", error)
+            self.silent_agents.add(target.agent)
             return False
         if status in (401, 403) and target.token is not None:
             # The pod may carry an old or foreign credential. Its annotations are not ours to trust: give up.
             log.warning("%s refused the credential of %s/%s", what, self.node, body["allocation_id"])
         elif status == 401 or status == 429 or status >= 500:
             self._failed("feedback", Unavailable(f"{what} answered {status}"))
+            self.silent_agents.add(target.agent)
             return False
         self.feedback.labels(target.agent, str(status) if status != 200 else "ok").inc()
         if status != 200:

@@ -16,17 +16,17 @@ from clustergym.webhook.pages import pages_app
 
 log = logging.getLogger(__name__)
 
-MISSED_SAMPLES = 10
-"""The collector is not healthy if it could not list its pods for so many intervals, at least a minute."""
+MISSED_STEPS = 10
+"""The collector is not healthy if its loop stands still for so many intervals, at least two minutes."""
 
 
 async def serve(collector: Collector, host: str, port: int) -> None:
     """Collect until a signal arrives."""
 
     def health() -> Response:
-        silent_s = time.monotonic() - collector.last_sample_s
-        if silent_s > max(60.0, MISSED_SAMPLES * collector.interval_s):
-            return PlainTextResponse(f"no sample for {silent_s:.0f} s", 503)
+        silent_s = time.monotonic() - collector.last_step_s
+        if silent_s > max(120.0, MISSED_STEPS * collector.interval_s):
+            return PlainTextResponse(f"no step for {silent_s:.0f} s", 503)
         return PlainTextResponse("ok")
 
     def metrics() -> Response:
