@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -38,12 +39,16 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
     host: str = "127.0.0.1"
+    ca: Path | None = None
+    """Certificate authority of an agent that serves HTTPS."""
 
     def get(self, path: str) -> str:
+        scheme = "http" if self.ca is None else "https"
+        context = None if self.ca is None else ssl.create_default_context(cafile=str(self.ca))
         request = urllib.request.Request(
-            f"http://{self.host}:{self.port}{path}", headers={"Authorization": f"Bearer {TOKEN}"}
+            f"{scheme}://{self.host}:{self.port}{path}", headers={"Authorization": f"Bearer {TOKEN}"}
         )
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=10, context=context) as response:
             text: str = response.read().decode()
             return text
 
@@ -83,11 +88,14 @@ def agent_server(
     host: str = "127.0.0.1",
     port: int | None = None,
     ready_s: float = 60.0,
+    ca: Path | None = None,
     **environment: str,
 ) -> Iterator[Server]:
     """Run the agent in another process, and kill it at the end of the block or with this process."""
     store.mkdir(parents=True, exist_ok=True)
     token, log = store / "token", store / "agent.log"
+    token.touch(mode=0o600)
+    token.chmod(0o600)
     token.write_text(TOKEN + "\n")
     port = port or free_port()
     command = [
@@ -98,7 +106,7 @@ def agent_server(
             [str(part) for part in command], stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, preexec_fn=_die_with_parent,
         )  # fmt: skip
-    server = Server(port, process, log, host)
+    server = Server(port, process, log, host, ca)
     try:
         deadline = time.monotonic() + ready_s
         while True:
@@ -132,8 +140,12 @@ class StubGpu:
         self, util: int = 0, used_mb: int = 0, total_mb: int = 32768, processes: int = 0, mps: int = 0, error: int = 0
     ) -> None:
         """Set utilisation (%), memory (MB), processes, MPS clients, and an error that every query returns."""
+        self.set_all((util, used_mb, total_mb, processes, mps, error))
+
+    def set_all(self, *gpus: tuple[int, int, int, int, int, int]) -> None:
+        """The same numbers for several GPUs."""
         temporary = self._state.with_suffix(".new")
-        temporary.write_text(f"{util} {used_mb} {total_mb} {processes} {mps} {error}\n")
+        temporary.write_text("".join(" ".join(map(str, gpu)) + "\n" for gpu in gpus))
         os.replace(temporary, self._state)
 
 

@@ -13,6 +13,7 @@ every metric, and docs/37-details.md lists the line of code of every detail.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -20,44 +21,25 @@ from typing import Any, Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import concatenate, create_empty_array
 from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
-from clustergym.training import EpisodeStatistics, Run, World, derive_seed, play_episodes, run_trainer
-from clustergym.training.vector import action_mask, flat_size, flatten
+from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer
+from clustergym.training.vector import EpisodeStatistics, VectorEnvs, flat_size, make_vector_env, play_episodes
 
 # Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
 MASKED_LOGIT = -1e8
 
 
 @dataclass
-class Args:
+class Args(TrainArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium id of an environment with a Discrete action space. "module:Id-v0" imports the module first."""
-    seed: int = 1
-    """Seed for all random number generators."""
-    total_timesteps: int = 500_000
-    """Total number of environment steps, over all environments and processes."""
-    run_dir: Path | None = None
-    """Folder for logs and checkpoints. Default: runs/ppo__<env>__<seed>."""
-    resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 50
     """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
     time limit), so that resuming is exact for every environment. Longer episodes are cut."""
-    save_model: bool = False
-    """Also save the trained network as model.pt in the run folder."""
-    cuda: bool = False
-    """Train on the GPU."""
-    compile: bool = False
-    """Compile the network with torch.compile."""
-    track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     eval_episodes: int = 32
-    """Number of evaluation episodes after training, with greedy actions and unseen seeds. 0 for none."""
+    """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
 
     learning_rate: float = 2.5e-3
     """Learning rate of Adam (the initial value if annealed)."""
@@ -96,7 +78,8 @@ class Args:
     kl_coef: float = 0.0
     """Coefficient of the penalty on KL(old policy ‖ new policy), estimated by k3."""
     kl_target: float | None = None
-    """Adapt kl_coef: double it if an iteration's KL exceeds 1.5 × kl_target, halve it below kl_target / 1.5."""
+    """Adapt kl_coef: double it if an iteration's KL exceeds 1.5 × kl_target, halve it below kl_target / 1.5. It starts
+    at 1 if kl_coef is 0."""
     max_grad_norm: float = 0.5
     """Maximum global norm of the gradients."""
     target_kl: float | None = None
@@ -225,6 +208,22 @@ class Agent(nn.Module):
         value_features = features if self.share_network else self.critic_trunk(obs)
         return self.actor_head(features), self.critic_head(value_features).squeeze(-1)
 
+    def draw_noise(self, *shape: int) -> Tensor:
+        """Gumbel noise for :meth:`act`, one number for each action."""
+        noise = torch.empty(*shape, self.actor_head.out_features, device=self.actor_head.weight.device)
+        return -noise.exponential_().log()
+
+    def act(self, obs: Tensor, masks: Tensor | None, noise: Tensor | float) -> Tensor:
+        """Sample actions (Gumbel-max trick: the argmax of logits plus Gumbel noise). Noise 0 gives the best actions."""
+        return (mask_logits(self.get_logits(obs), masks) + noise).argmax(-1)
+
+    def evaluate_actions(self, obs: Tensor, actions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (log-probabilities of the actions, entropies, values)."""
+        logits, values = self(obs)
+        all_logprobs = mask_logits(logits, masks).log_softmax(-1)
+        logprobs = all_logprobs.gather(-1, actions[:, None]).squeeze(-1)
+        return logprobs, categorical_entropy(all_logprobs, masks), values
+
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     # The fused version updates all parameters in one kernel, on CPU and GPU.
@@ -234,13 +233,9 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 # Environments and rollouts
 
 
-def make_envs(env_id: str, num_envs: int) -> gym.vector.VectorEnv:
-    """Create the vectorised version of an environment if it is registered. Otherwise step copies one after another."""
-    spec = gym.spec(env_id)
-    options: dict[str, Any] = {}
-    if spec.vector_entry_point is None:
-        options = {"vectorization_mode": "sync", "vector_kwargs": {"autoreset_mode": AutoresetMode.SAME_STEP}}
-    envs = gym.make_vec(spec, num_envs=num_envs, **options)
+def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
+    """Create the environments. With ``videos``, their first episodes are recorded to that folder."""
+    envs = make_vector_env(env_id, num_envs, videos)
     if not isinstance(envs.single_action_space, gym.spaces.Discrete):
         raise TypeError(f"{env_id} has action space {envs.single_action_space}: ppo.py needs Discrete actions")
     return envs
@@ -270,19 +265,13 @@ class Rollouts:
 
     def __init__(self, args: Args, agent: Agent, device: torch.device) -> None:
         self.args, self.agent, self.device = args, agent, device
-        self.envs: gym.vector.VectorEnv | None = None
+        self.envs: VectorEnvs | None = None
         self.episodes = EpisodeStatistics(args.num_envs)
 
     def restart(self, seed: int) -> None:
         """Create new environments. A resumed run does so at the same iterations and continues identically."""
         self.close()
-        self.envs = make_envs(self.args.env_id, self.args.num_envs)
-        self.space = self.envs.single_observation_space
-        self.same_step = self.envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP
-        obs, infos = self.envs.reset(seed=seed)
-        self.next_obs, self.next_mask = flatten(self.space, obs), action_mask(obs, infos)
-        self.next_done = np.zeros(self.args.num_envs, bool)
-        self.episodes.restart()
+        self.envs = VectorEnvs(make_envs(self.args.env_id, self.args.num_envs), seed, self.device, self.episodes)
 
     def close(self) -> None:
         if self.envs is not None:
@@ -294,74 +283,36 @@ class Rollouts:
         args, agent, device, envs = self.args, self.agent, self.device, self.envs
         assert envs is not None, "call restart() first"
         shape = (args.num_steps, args.num_envs)
-        num_actions = int(envs.single_action_space.n)
-        obs = torch.zeros(*shape, self.next_obs.shape[1])
-        actions = torch.zeros(shape, dtype=torch.int64)
-        rewards = torch.zeros(shape)
-        terminations, truncations, valid = (torch.zeros(shape, dtype=torch.bool) for _ in range(3))
-        masks = None if self.next_mask is None else torch.zeros(*shape, num_actions, dtype=torch.bool)
-        final_obs: list[tuple[int, int, Any]] = []
-
-        # Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of the categorical distribution.
-        noise = -torch.empty(*shape, num_actions, device=device).exponential_().log()
+        seen, steps = [], []
         with torch.inference_mode():
-            for step in range(args.num_steps):
-                obs[step] = torch.from_numpy(self.next_obs)
-                logits = agent.get_logits(obs[step].to(device))
-                if masks is not None:
-                    masks[step] = torch.from_numpy(self.next_mask)
-                    logits = mask_logits(logits, masks[step].to(device))
-                actions[step] = (logits + noise[step]).argmax(-1)
-                # With NEXT_STEP autoreset, the step after the end of an episode only resets: do not learn from it.
-                counts = ~self.next_done | self.same_step
-                valid[step] = torch.from_numpy(counts)
-                next_obs, reward, terminated, truncated, infos = envs.step(actions[step].numpy())
-                rewards[step] = torch.from_numpy(np.asarray(reward, np.float32))
-                terminations[step] = torch.from_numpy(terminated)
-                truncations[step] = torch.from_numpy(truncated)
-                self.next_obs = flatten(self.space, next_obs)
-                self.next_mask = action_mask(next_obs, infos)
-                self.next_done = terminated | truncated
-                self.episodes.step(reward, self.next_done, counts)
-                if self.same_step:
-                    final_obs += [(step, env, infos["final_obs"][env]) for env in np.flatnonzero(truncated)]
+            for noise in agent.draw_noise(*shape).unbind():
+                obs, masks = envs.obs, envs.masks
+                actions = agent.act(obs, masks, noise)
+                seen.append((obs, actions, masks))
+                steps.append(envs.step(actions))
 
         with torch.no_grad():
-            flat_obs = obs.flatten(0, 1).to(device)
-            flat_actions = actions.flatten().to(device)
-            flat_masks = None if masks is None else masks.flatten(0, 1).to(device)
-            logits, flat_values = agent(flat_obs)
-            logprobs = mask_logits(logits, flat_masks).log_softmax(-1).gather(-1, flat_actions[:, None]).squeeze(-1)
+            obs, actions, masks = (None if each[0] is None else torch.cat(each) for each in zip(*seen, strict=True))
+            *columns, final_obs = zip(*steps, strict=True)
+            rewards, terminations, truncations, valid = (torch.stack(each).to(device) for each in columns)
+            # In one pass: the environments only needed the actions.
+            logprobs, _, flat_values = agent.evaluate_actions(obs, actions, masks)
             values = flat_values.view(shape)
-            next_value = agent.get_value(torch.from_numpy(self.next_obs).to(device))
-            final_values = self._final_values(values, next_value, final_obs)
-            rewards, terminations, truncations = rewards.to(device), terminations.to(device), truncations.to(device)
+            next_value = agent.get_value(envs.obs)
+            final_values = torch.zeros_like(values)
+            for t, (cut, last_obs) in enumerate(final_obs):
+                if len(cut):
+                    final_values[t, cut] = agent.get_value(last_obs)
             dones = terminations | truncations
             ends = terminations if args.bootstrap_truncated else dones
-            steps = (rewards, values, ends, dones, next_value, final_values)
-            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
+            inputs = (rewards, values, ends, dones, next_value, final_values)
+            advantages, returns = compute_gae(*inputs, args.gamma, args.gae_lambda)
             if args.returns == "td":
                 # With λ = 0, the return of GAE is the one-step target.
-                _, returns = compute_gae(*steps, args.gamma, 0.0)
-        batch = Batch(
-            flat_obs, flat_actions, flat_masks, logprobs, advantages.flatten(), returns.flatten(), values.flatten()
-        )
-        if not self.same_step:
-            batch = batch.take(valid.flatten().to(device))
-        return batch, self.episodes.charts()
-
-    def _final_values(self, values: Tensor, next_value: Tensor, final_obs: list[tuple[int, int, Any]]) -> Tensor:
-        """Values of the last observations of truncated episodes, in an array of shape (steps, envs)."""
-        if not self.same_step:
-            # With NEXT_STEP autoreset, the last observation of an episode is the observation of the next row.
-            return torch.cat([values[1:], next_value[None]])
-        final_values = torch.zeros_like(values)
-        if final_obs:
-            steps, envs, items = zip(*final_obs, strict=True)
-            stacked = concatenate(self.space, items, create_empty_array(self.space, len(items)))
-            rows = torch.from_numpy(flatten(self.space, stacked)).to(values.device)
-            final_values[list(steps), list(envs)] = self.agent.get_value(rows)
-        return final_values
+                _, returns = compute_gae(*inputs, args.gamma, 0.0)
+        batch = Batch(obs, actions, masks, logprobs, advantages.flatten(), returns.flatten(), values.flatten())
+        # Steps that only reset an environment are left out.
+        return batch if bool(valid.all()) else batch.take(valid.flatten()), self.episodes.charts()
 
 
 def update(
@@ -374,9 +325,7 @@ def update(
         bounds = np.linspace(0, len(batch), args.num_minibatches + 1).astype(int)
         for start, end in pairwise(bounds):
             mb = shuffled.take(slice(start, end))
-            logits, new_values = agent(mb.obs)
-            all_logprobs = mask_logits(logits, mb.masks).log_softmax(-1)
-            logprobs = all_logprobs.gather(-1, mb.actions[:, None]).squeeze(-1)
+            logprobs, entropies, new_values = agent.evaluate_actions(mb.obs, mb.actions, mb.masks)
             logratio = logprobs - mb.logprobs
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
@@ -384,7 +333,7 @@ def update(
             advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
             pg_loss = policy_loss(ratio, advantages, clip_coef if args.use_clipping else float("inf"))
             v_loss = value_loss(new_values, mb.values, mb.returns, clip_coef if args.clip_vloss else None)
-            entropy = categorical_entropy(all_logprobs, mb.masks).mean()
+            entropy = entropies.mean()
             approx_kl = k3.mean()
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
             if kl_coef:
@@ -398,7 +347,7 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
+        if args.target_kl is not None and world.mean(approx_kl.item()) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
     means = torch.stack(seen).mean(0).tolist()
@@ -408,19 +357,15 @@ def update(
     return metrics
 
 
-def evaluate(agent: Agent, args: Args, device: torch.device) -> list[float]:
-    """Returns of the evaluation episodes, played with greedy actions."""
-    envs = make_envs(args.env_id, args.eval_episodes)
-
-    def act(obs: Any, infos: dict[str, Any]) -> np.ndarray:
-        mask = action_mask(obs, infos)
-        logits = agent.get_logits(torch.from_numpy(flatten(envs.single_observation_space, obs)).to(device))
-        logits = mask_logits(logits, None if mask is None else torch.from_numpy(mask).to(device))
-        return logits.argmax(-1).cpu().numpy()
-
-    with torch.inference_mode():
-        # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
-        return play_episodes(envs, act, derive_seed(args.seed, 0, 0, 1))
+def evaluate(agent: Agent, args: Args, device: torch.device, videos: Path | None = None) -> list[float]:
+    """Returns of the evaluation episodes, played with greedy actions. With ``videos``, another one is recorded."""
+    if not args.eval_episodes:
+        return []
+    # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
+    seed, act = derive_seed(args.seed, 0, 0, 1), partial(agent.act, noise=0.0)
+    if videos is not None:
+        play_episodes(VectorEnvs(make_envs(args.env_id, 1, videos), seed, device), act)
+    return play_episodes(VectorEnvs(make_envs(args.env_id, args.eval_episodes), seed, device), act)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -434,7 +379,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
     agent = Agent(obs_size, num_actions, args.hidden, args.share_network).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
-    kl_coef = args.kl_coef
+    kl_coef = args.kl_coef or (0.0 if args.kl_target is None else 1.0)
     if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
@@ -446,7 +391,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
 
     with run:
         for iteration in run.iterations():
-            if (iteration - 1) % (args.checkpoint_interval or run.num_iterations) == 0:
+            if run.restart_due(iteration):
                 # A resumed run also starts here, with the same network, and then draws the same random numbers.
                 seed = derive_seed(args.seed, iteration, world.rank)
                 torch.manual_seed(seed)
@@ -457,15 +402,17 @@ def train(args: Args, world: World) -> dict[str, Any]:
 
             batch, metrics = rollouts.collect()
             metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
-            if args.kl_target is not None:
-                kl = world.mean(metrics["losses/approx_kl"])
-                kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
 
             metrics |= {
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 "charts/clip_coef": clip_coef,
                 "charts/kl_coef": kl_coef,
             }
+            if args.kl_target is not None:
+                kl = world.mean(metrics["losses/approx_kl"])
+                kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
+            if run.evaluation_due(iteration):
+                metrics |= run.mean_return(evaluate(agent, args, device, run.video_folder(iteration)))
             run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
             if run.checkpoint_due(iteration):
                 run.save_checkpoint(
@@ -479,9 +426,9 @@ def train(args: Args, world: World) -> dict[str, Any]:
         if not world.is_main:
             return {}
         run.save_model(agent=agent.state_dict())
-        evaluation = run.log_returns(evaluate(agent, args, device) if args.eval_episodes else [])
+        evaluation = run.log_returns(evaluate(agent, args, device, run.video_folder()))
     return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 
 
 if __name__ == "__main__":
-    run_trainer(train, tyro.cli(Args, description=__doc__))
+    run_trainer(train, parse_args(Args, __doc__))

@@ -17,52 +17,41 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ale_py
 import cv2
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation, RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from clustergym.training import EpisodeStatistics, Run, World, derive_seed, play_episodes, run_trainer
+from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer
+from clustergym.training.vector import EpisodeStatistics, VectorEnvs, play_episodes, record_video
 
 gym.register_envs(ale_py)
 # One thread per process, because OpenCV's thread pool would compete with the other environments.
 cv2.setNumThreads(1)
 
+# Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
+MASKED_LOGIT = -1e8
+
 
 @dataclass
-class Args:
+class Args(TrainArgs):
     env_id: str = "BreakoutNoFrameskip-v4"
     """Atari id without frame skip and repeated actions: <Game>NoFrameskip-v4."""
-    seed: int = 1
-    """Seed for all random number generators."""
     total_timesteps: int = 10_000_000
-    """Total number of environment steps (four frames each), over all environments and processes."""
-    run_dir: Path | None = None
-    """Folder for logs and checkpoints. Default: runs/ppo_atari__<env>__<seed>."""
-    resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
+    """Total number of environment steps (four frames each). Rounded up to whole iterations."""
     checkpoint_interval: int = 200
-    """Iterations between checkpoints, 0 for none. Games are reset at each checkpoint (and bootstrapped, as at a time
-    limit), so that resuming is exact. Longer games are cut."""
-    save_model: bool = False
-    """Also save the trained network as model.pt in the run folder."""
-    cuda: bool = False
-    """Train on the GPU."""
-    compile: bool = False
-    """Compile the network with torch.compile."""
-    track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
+    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
+    time limit), so that resuming is exact for every environment. Longer episodes are cut."""
     async_envs: bool = False
     """Run each environment in its own process. Faster if enough cores are free."""
     eval_episodes: int = 8
-    """Number of evaluation games after training, with sampled actions, unclipped rewards and all lives. 0 for none."""
+    """Number of games in an evaluation, with sampled actions, unclipped rewards and all lives. 0 for no evaluation."""
 
     learning_rate: float = 2.5e-4
     """Learning rate of Adam (the initial value if annealed)."""
@@ -80,18 +69,29 @@ class Args:
     """Discount factor."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
+    returns: Literal["gae", "td"] = "gae"
+    """Target of the value function: gae is advantage + value, td is the one-step target r + γ·V(s')."""
+    bootstrap_truncated: bool = True
+    """Bootstrap from the value of the last observation when an episode is truncated. Otherwise treat it as terminal."""
     norm_adv: bool = True
     """Normalise advantages per minibatch."""
+    use_clipping: bool = True
+    """Use the clipped surrogate loss. Without it, limit the policy change with kl_coef."""
     clip_coef: float = 0.1
-    """Clip range of the probability ratio and of the value change (the initial value if annealed)."""
+    """Clip range of the probability ratio and of the value change."""
     anneal_clip: bool = False
-    """Anneal the clip range linearly to 0, as in the original Atari experiments."""
+    """Anneal the clip range linearly to 0."""
     clip_vloss: bool = True
     """Clip the value change as well."""
     ent_coef: float = 0.01
     """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
     """Coefficient of the value loss."""
+    kl_coef: float = 0.0
+    """Coefficient of the penalty on KL(old policy ‖ new policy), estimated by k3."""
+    kl_target: float | None = None
+    """Adapt kl_coef: double it if an iteration's KL exceeds 1.5 × kl_target, halve it below kl_target / 1.5. It starts
+    at 1 if kl_coef is 0."""
     max_grad_norm: float = 0.5
     """Maximum global norm of the gradients."""
     target_kl: float | None = None
@@ -170,6 +170,17 @@ def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
 
 
+def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Set the logits of invalid actions (mask False) to −1e8, so that they are never sampled and get no gradient."""
+    return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)
+
+
+def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
+    """Entropy over the valid actions, from normalised log-probabilities of shape (…, actions)."""
+    terms = logprobs.exp() * logprobs
+    return -(terms if mask is None else torch.where(mask, terms, 0.0)).sum(-1)
+
+
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 − Var[returns − values] / Var[returns]: 1 for perfect values, 0 for constant ones, NaN for constant returns."""
     variance = returns.var()
@@ -195,13 +206,32 @@ class Agent(nn.Module):
         self.actor_head = layer_init(nn.Linear(512, num_actions), std=0.01)
         self.critic_head = layer_init(nn.Linear(512, 1), std=1.0)
 
+    def get_logits(self, obs: Tensor) -> Tensor:
+        return self(obs)[0]
+
+    def get_value(self, obs: Tensor) -> Tensor:
+        return self(obs)[1]
+
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns (logits, values) for uint8 observations of shape (batch, 4, 84, 84)."""
         features = self.network(obs / 255.0)
         return self.actor_head(features), self.critic_head(features).squeeze(-1)
 
-    def get_value(self, obs: Tensor) -> Tensor:
-        return self(obs)[1]
+    def draw_noise(self, *shape: int) -> Tensor:
+        """Gumbel noise for :meth:`act`, one number for each action."""
+        noise = torch.empty(*shape, self.actor_head.out_features, device=self.actor_head.weight.device)
+        return -noise.exponential_().log()
+
+    def act(self, obs: Tensor, masks: Tensor | None, noise: Tensor | float) -> Tensor:
+        """Sample actions (Gumbel-max trick: the argmax of logits plus Gumbel noise). Noise 0 gives the best actions."""
+        return (mask_logits(self.get_logits(obs), masks) + noise).argmax(-1)
+
+    def evaluate_actions(self, obs: Tensor, actions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (log-probabilities of the actions, entropies, values)."""
+        logits, values = self(obs)
+        all_logprobs = mask_logits(logits, masks).log_softmax(-1)
+        logprobs = all_logprobs.gather(-1, actions[:, None]).squeeze(-1)
+        return logprobs, categorical_entropy(all_logprobs, masks), values
 
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
@@ -318,11 +348,13 @@ class ClipReward(gym.RewardWrapper):
         return float(np.sign(reward))
 
 
-def make_env(env_id: str, training: bool) -> gym.Env:
+def make_env(env_id: str, training: bool = True, videos: Path | None = None) -> gym.Env:
     """Create one game with all wrappers. Evaluation games have neither EpisodicLife nor ClipReward."""
-    env = gym.make(env_id)
+    env = gym.make(env_id, render_mode=None if videos is None else "rgb_array")
     if getattr(env.unwrapped, "_frameskip", None) != 1:
         raise ValueError(f"{env_id} already skips frames, and MaxAndSkip would skip again: use <Game>NoFrameskip-v4")
+    if videos is not None:
+        env = record_video(env, videos)
     env = RecordEpisodeStatistics(env)
     env = NoopReset(env)
     env = MaxAndSkip(env)
@@ -336,10 +368,12 @@ def make_env(env_id: str, training: bool) -> gym.Env:
     return FrameStackObservation(env, 4)
 
 
-def make_envs(env_id: str, num_envs: int, training: bool = True, async_envs: bool = False) -> gym.vector.VectorEnv:
-    """Create games that reset in the same step; ``info["final_obs"]`` holds the last observation of an episode."""
+def make_envs(
+    env_id: str, num_envs: int, videos: Path | None = None, training: bool = True, async_envs: bool = False
+) -> gym.vector.VectorEnv:
+    """Create the environments. With ``videos``, their first episodes are recorded to that folder."""
     vectorize = gym.vector.AsyncVectorEnv if async_envs else gym.vector.SyncVectorEnv
-    return vectorize([partial(make_env, env_id, training)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    return vectorize([partial(make_env, env_id, training, videos)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 @dataclass
@@ -348,6 +382,7 @@ class Batch:
 
     obs: Tensor
     actions: Tensor
+    masks: Tensor | None
     logprobs: Tensor
     advantages: Tensor
     returns: Tensor
@@ -357,7 +392,7 @@ class Batch:
         return len(self.actions)
 
     def take(self, rows: Tensor | slice) -> Batch:
-        return Batch(*(column[rows] for column in vars(self).values()))
+        return Batch(*(None if column is None else column[rows] for column in vars(self).values()))
 
 
 class Rollouts:
@@ -365,14 +400,15 @@ class Rollouts:
 
     def __init__(self, args: Args, agent: Agent, device: torch.device) -> None:
         self.args, self.agent, self.device = args, agent, device
-        self.envs: gym.vector.VectorEnv | None = None
+        self.envs: VectorEnvs | None = None
         self.episodes = EpisodeStatistics(args.num_envs)
 
     def restart(self, seed: int) -> None:
         """Create new environments. A resumed run does so at the same iterations and continues identically."""
         self.close()
-        self.envs = make_envs(self.args.env_id, self.args.num_envs, async_envs=self.args.async_envs)
-        self.next_obs, _ = self.envs.reset(seed=seed)
+        envs = make_envs(self.args.env_id, self.args.num_envs, async_envs=self.args.async_envs)
+        # Pixels keep their shape. The charts show whole games and unclipped rewards, as RecordEpisodeStatistics does.
+        self.envs = VectorEnvs(envs, seed, self.device, self.episodes, flat=False, recorded=True)
 
     def close(self) -> None:
         if self.envs is not None:
@@ -380,67 +416,65 @@ class Rollouts:
             self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
-        """Play num_steps steps in each environment. Returns the training data and the charts of finished games."""
+        """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
         args, agent, device, envs = self.args, self.agent, self.device, self.envs
         assert envs is not None, "call restart() first"
         shape = (args.num_steps, args.num_envs)
-        obs = torch.zeros((*shape, 4, 84, 84), dtype=torch.uint8, device=device)
-        actions = torch.zeros(shape, dtype=torch.int64, device=device)
-        logprobs, values, final_values = (torch.zeros(shape, device=device) for _ in range(3))
-        rewards = torch.zeros(shape)
-        terminations, truncations = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+        seen, steps = [], []
+        with torch.inference_mode():
+            for noise in agent.draw_noise(*shape).unbind():
+                obs, masks = envs.obs, envs.masks
+                actions = agent.act(obs, masks, noise)
+                seen.append((obs, actions, masks))
+                steps.append(envs.step(actions))
 
         with torch.no_grad():
-            for step in range(args.num_steps):
-                obs[step] = torch.from_numpy(self.next_obs)
-                logits, values[step] = agent(obs[step])
-                all_logprobs = logits.log_softmax(-1)
-                actions[step] = torch.multinomial(all_logprobs.exp(), 1).squeeze(-1)
-                logprobs[step] = all_logprobs.gather(-1, actions[step][:, None]).squeeze(-1)
-                self.next_obs, reward, terminated, truncated, infos = envs.step(actions[step].cpu().numpy())
-                rewards[step] = torch.from_numpy(reward)
-                terminations[step] = torch.from_numpy(terminated)
-                truncations[step] = torch.from_numpy(truncated)
-                if truncated.any():
-                    cut = np.flatnonzero(truncated)
-                    final_obs = torch.from_numpy(np.stack([np.asarray(infos["final_obs"][env]) for env in cut]))
-                    final_values[step, cut] = agent.get_value(final_obs.to(device))
-                if "episode" in infos.get("final_info", {}):
-                    # Set only at the end of a game, not when a life is lost.
-                    games, ended = infos["final_info"]["episode"], infos["final_info"]["_episode"]
-                    self.episodes.add(games["r"][ended].tolist(), games["l"][ended].tolist())
-            next_value = agent.get_value(torch.from_numpy(self.next_obs).to(device))
-            rewards, terminations, truncations = rewards.to(device), terminations.to(device), truncations.to(device)
+            obs, actions, masks = (None if each[0] is None else torch.cat(each) for each in zip(*seen, strict=True))
+            *columns, final_obs = zip(*steps, strict=True)
+            rewards, terminations, truncations, valid = (torch.stack(each).to(device) for each in columns)
+            # In one pass: the environments only needed the actions.
+            logprobs, _, flat_values = agent.evaluate_actions(obs, actions, masks)
+            values = flat_values.view(shape)
+            next_value = agent.get_value(envs.obs)
+            final_values = torch.zeros_like(values)
+            for t, (cut, last_obs) in enumerate(final_obs):
+                if len(cut):
+                    final_values[t, cut] = agent.get_value(last_obs)
             dones = terminations | truncations
-            steps = (rewards, values, terminations, dones, next_value, final_values)
-            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
-        batch = Batch(*(each.flatten(0, 1) for each in (obs, actions, logprobs, advantages, returns, values)))
-        return batch, self.episodes.charts()
+            ends = terminations if args.bootstrap_truncated else dones
+            inputs = (rewards, values, ends, dones, next_value, final_values)
+            advantages, returns = compute_gae(*inputs, args.gamma, args.gae_lambda)
+            if args.returns == "td":
+                # With λ = 0, the return of GAE is the one-step target.
+                _, returns = compute_gae(*inputs, args.gamma, 0.0)
+        batch = Batch(obs, actions, masks, logprobs, advantages.flatten(), returns.flatten(), values.flatten())
+        # Steps that only reset an environment are left out.
+        return batch if bool(valid.all()) else batch.take(valid.flatten()), self.episodes.charts()
 
 
 def update(
-    agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, world: World
+    agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, kl_coef: float, world: World
 ) -> dict[str, float]:
     """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
-        order = torch.randperm(len(batch), device=batch.obs.device)
+        shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))
         bounds = np.linspace(0, len(batch), args.num_minibatches + 1).astype(int)
         for start, end in pairwise(bounds):
-            mb = batch.take(order[start:end])
-            logits, new_values = agent(mb.obs)
-            all_logprobs = logits.log_softmax(-1)
-            logprobs = all_logprobs.gather(-1, mb.actions[:, None]).squeeze(-1)
+            mb = shuffled.take(slice(start, end))
+            logprobs, entropies, new_values = agent.evaluate_actions(mb.obs, mb.actions, mb.masks)
             logratio = logprobs - mb.logprobs
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
 
             advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
-            pg_loss = policy_loss(ratio, advantages, clip_coef)
+            pg_loss = policy_loss(ratio, advantages, clip_coef if args.use_clipping else float("inf"))
             v_loss = value_loss(new_values, mb.values, mb.returns, clip_coef if args.clip_vloss else None)
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1).mean()
+            entropy = entropies.mean()
             approx_kl = k3.mean()
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
+            if kl_coef:
+                loss = loss + kl_coef * approx_kl
 
             optimizer.zero_grad()
             loss.backward()
@@ -450,7 +484,7 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
+        if args.target_kl is not None and world.mean(approx_kl.item()) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
     means = torch.stack(seen).mean(0).tolist()
@@ -460,19 +494,23 @@ def update(
     return metrics
 
 
-def evaluate(agent: Agent, args: Args, device: torch.device) -> list[float]:
-    """Scores of the evaluation games, played with sampled actions and all lives."""
-    envs = make_envs(args.env_id, args.eval_episodes, training=False)
-
-    def act(obs: Any, infos: dict[str, Any]) -> np.ndarray:
-        logits, _ = agent(torch.from_numpy(obs).to(device))
-        return torch.multinomial(logits.softmax(-1), 1).squeeze(-1).cpu().numpy()
-
+def evaluate(agent: Agent, args: Args, device: torch.device, videos: Path | None = None) -> list[float]:
+    """Scores of the evaluation games, played with sampled actions. With ``videos``, another one is recorded."""
+    if not args.eval_episodes:
+        return []
     # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
     seed = derive_seed(args.seed, 0, 0, 1)
-    torch.manual_seed(seed)
-    with torch.inference_mode():
-        return play_episodes(envs, act, seed)
+
+    def play(num_envs: int, videos: Path | None = None) -> list[float]:
+        envs = VectorEnvs(make_envs(args.env_id, num_envs, videos, training=False), seed, device, flat=False)
+        return play_episodes(envs, lambda obs, masks: agent.act(obs, masks, agent.draw_noise(num_envs)))
+
+    # The random numbers of training stay as they are.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        if videos is not None:
+            play(1, videos)
+        return play(args.eval_episodes)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -480,23 +518,25 @@ def train(args: Args, world: World) -> dict[str, Any]:
     device = world.device
     run = Run("ppo_atari", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
-    probe = make_env(args.env_id, training=True)
-    num_actions = int(probe.action_space.n)
+    probe = make_envs(args.env_id, 1)
+    num_actions = int(probe.single_action_space.n)
     probe.close()
     agent = Agent(num_actions).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
+    kl_coef = args.kl_coef or (0.0 if args.kl_target is None else 1.0)
     if state := run.load_checkpoint():
         agent.load_state_dict(state["agent"])
         optimizer.load_state_dict(state["optimizer"])
         rollouts.episodes.last_100_returns.extend(state["returns_100"])
+        kl_coef = state["kl_coef"]
     world.broadcast(agent)
     if args.compile:
         agent.compile()
 
     with run:
         for iteration in run.iterations():
-            if (iteration - 1) % (args.checkpoint_interval or run.num_iterations) == 0:
+            if run.restart_due(iteration):
                 # A resumed run also starts here, with the same network, and then draws the same random numbers.
                 seed = derive_seed(args.seed, iteration, world.rank)
                 torch.manual_seed(seed)
@@ -506,27 +546,34 @@ def train(args: Args, world: World) -> dict[str, Any]:
             clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
 
             batch, metrics = rollouts.collect()
-            metrics |= update(agent, optimizer, batch, args, clip_coef, world)
+            metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
 
             metrics |= {
                 "charts/learning_rate": optimizer.param_groups[0]["lr"],
                 "charts/clip_coef": clip_coef,
+                "charts/kl_coef": kl_coef,
             }
+            if args.kl_target is not None:
+                kl = world.mean(metrics["losses/approx_kl"])
+                kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
+            if run.evaluation_due(iteration):
+                metrics |= run.mean_return(evaluate(agent, args, device, run.video_folder(iteration)))
             run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
             if run.checkpoint_due(iteration):
                 run.save_checkpoint(
                     iteration,
                     agent=agent.state_dict(),
                     optimizer=optimizer.state_dict(),
+                    kl_coef=kl_coef,
                     returns_100=list(rollouts.episodes.last_100_returns),
                 )
         rollouts.close()
         if not world.is_main:
             return {}
         run.save_model(agent=agent.state_dict())
-        evaluation = run.log_returns(evaluate(agent, args, device) if args.eval_episodes else [])
+        evaluation = run.log_returns(evaluate(agent, args, device, run.video_folder()))
     return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 
 
 if __name__ == "__main__":
-    run_trainer(train, tyro.cli(Args, description=__doc__))
+    run_trainer(train, parse_args(Args, __doc__))

@@ -20,9 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections import deque
-from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,23 +40,15 @@ from clustergym.common.extras import require
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
 from clustergym.federation.environments import Environments, Episode, ReplayableEnv
-from clustergym.federation.exchange import Exchange, LocalExchange, StoreExchange, StoreLocation, serve_store
+from clustergym.federation.exchange import Exchange, LocalExchange, StoreLocation, connect_rank, serve_store
 from clustergym.federation.matrices import Matrix, load_matrix
 from clustergym.federation.plots import plot_graph, plot_returns
-from clustergym.training import (
-    Progress,
-    RunLogger,
-    check_finite,
-    check_same_args,
-    check_values,
-    choose_device,
-    choose_folder,
-    derive_seed,
-    expand_booleans,
-    plain_args,
-    print_result,
-    read_scalars,
-)
+from clustergym.training import Progress, RunLogger, check_finite, choose_device, choose_folder, derive_seed
+from clustergym.training.arguments import FREE_ON_RESUME as ALWAYS_FREE
+from clustergym.training.arguments import RunArgs, check_same_args, check_values, parse_args, plain_args
+from clustergym.training.logger import read_scalars
+from clustergym.training.progress import print_result
+from clustergym.training.run import Run, save_model
 
 # Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
 MASKED_LOGIT = -1e8
@@ -67,14 +57,14 @@ EDGE_NODES = "gpu_allocation_v0"
 TRAINING, EVALUATION, WEIGHTS = 1, 2, 3
 """What a seed is used for: part of the key that it is derived from."""
 FREE_ON_RESUME = (
-    "exchange_timeout", "exchange_store", "capture_video", "eval_episodes", "exp_description", "plot_comm_matrix",
+    "exchange_timeout", "exchange_store", "eval_episodes", "eval_interval", "exp_description", "plot_comm_matrix",
 )  # fmt: skip
 """Arguments that can change when a run is resumed, because they do not affect learning."""
 log = logging.getLogger("clustergym.federation")
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     n_agents: int = 2
     """Number of agents. Each has its own environments and networks. With 1 agent this is plain PPO."""
     comm_matrix_config: Path | None = None
@@ -111,7 +101,9 @@ class Args:
     env_options: str = "{}"
     """JSON object with further arguments for the environment, such as {"history": true} for gpu_allocation_v0."""
     total_timesteps: int = 500_000
-    """Number of environment steps per agent, over all its environments."""
+    """Number of environment steps per agent, over all its environments. Rounded up to whole rollouts."""
+    eval_interval: int = 0
+    """Exchanges between evaluations, for learning curves. 0: only after training. They do not change the training."""
     learning_rate: float = 2.5e-4
     """Learning rate of Adam (the initial value if annealed)."""
     num_envs: int = 4
@@ -159,20 +151,8 @@ class Args:
 
     exp_description: str = ""
     """Description of the experiment, stored with the logs."""
-    seed: int = 1
-    """Seed for all random number generators, together with the index of the agent."""
-    run_dir: Path | None = None
-    """Run folder. Agent i logs to agent_<i> in it. Default: runs/ppo_federated__<env>__<seed>."""
-    resume: bool = False
-    """Resume from the checkpoints in the run folder. The result is bit-identical to that of an uninterrupted run."""
-    cuda: bool = False
-    """Train on the GPU."""
-    track: bool = False
-    """Also log to Weights & Biases, with one run per agent. Without an account, the runs are recorded offline."""
     capture_video: bool = False
     """Record episodes of the first environment of each agent (0, 1, 8, 27, … and every 1000th) to agent_<i>/videos."""
-    save_model: bool = False
-    """Also save the trained networks as agent_<i>/model.pt."""
     eval_episodes: int = 20
     """Number of evaluation episodes per agent after training, with greedy actions and unseen seeds. 0 for none."""
 
@@ -182,7 +162,7 @@ class Args:
 
     @property
     def num_iterations(self) -> int:
-        return self.total_timesteps // self.batch_size
+        return -(-self.total_timesteps // self.batch_size)
 
     @property
     def num_rounds(self) -> int:
@@ -190,17 +170,11 @@ class Args:
         return -(-self.num_iterations // self.local_updates)
 
 
-def parse_args(argv: Sequence[str]) -> Args:
-    """Parse the command line. Booleans can be written --flag, --no-flag, --flag=True or --flag False."""
-    options = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(Args, description=__doc__, config=options, args=expand_booleans(Args, argv))
-
-
 def check_args(args: Args) -> None:
     """Raise ValueError for invalid arguments, before anything is created."""
-    counts = "n_agents local_updates num_envs num_steps num_minibatches update_epochs hidden"
+    counts = "n_agents local_updates num_envs num_steps num_minibatches update_epochs hidden total_timesteps"
     positive = "learning_rate clip_coef max_grad_norm exchange_timeout adaptive_kl_target target_kl"
-    not_negative = "eval_episodes penalty_coeff ent_coef vf_coef adaptive_kl_beta seed"
+    not_negative = "eval_episodes eval_interval penalty_coeff ent_coef vf_coef adaptive_kl_beta seed"
     check_values(args, counts, lambda value: value >= 1, "1 or more")
     check_values(args, positive, lambda value: value > 0, "more than 0")
     check_values(args, not_negative, lambda value: value >= 0, "0 or more")
@@ -213,8 +187,6 @@ def check_args(args: Args) -> None:
         )
     if args.norm_adv and size == args.num_minibatches:
         raise ValueError("--norm-adv needs 2 or more transitions per minibatch: decrease --num-minibatches")
-    if args.num_iterations < 1:
-        raise ValueError(f"--total-timesteps is {args.total_timesteps}: expected at least one rollout of {size} steps")
     try:
         options = json.loads(args.env_options)
     except json.JSONDecodeError as reason:
@@ -655,7 +627,7 @@ class Learner:
                 metrics["grad_norm"] = nn.utils.clip_grad_norm_(self.agent.parameters(), args.max_grad_norm)
                 self.optimizer.step()
                 seen.append(torch.stack(list(metrics.values())).detach())
-            if args.target_kl is not None and float(metrics["approx_kl"]) > args.target_kl:
+            if args.target_kl is not None and metrics["approx_kl"].item() > args.target_kl:
                 break
         means = dict(zip(metrics, torch.stack(seen).mean(0).tolist(), strict=True))
         terms = {
@@ -738,21 +710,16 @@ class Learner:
 # The loop over rounds, for the agents of this process
 
 
-def connect(args: Args, matrix: Matrix, rank: int, resume: bool) -> StoreExchange:
+def connect(args: Args, matrix: Matrix, rank: int, resume: bool) -> Exchange:
     """Connect the process of agent ``rank`` to the store that policies are exchanged through."""
-    size = int(os.environ.get("WORLD_SIZE", str(args.n_agents)))
-    if size != args.n_agents or not 0 <= rank < size:
-        raise ValueError(f"rank {rank} of {size} with --n-agents {args.n_agents}: start one process per agent")
-    address = args.exchange_store
-    location = StoreLocation.from_environment(rank) if address is None else StoreLocation.parse(address)
-    own = {*FREE_ON_RESUME, "run_dir", "resume", "cuda", "track", "save_model", "serve_store", "comm_matrix_config"}
+    # The ranks must agree on everything that affects learning.
+    own = {*FREE_ON_RESUME, *ALWAYS_FREE, "serve_store", "comm_matrix_config"} - {"total_timesteps"}
     config = {key: value for key, value in plain_args(args).items() if key not in own}
     config["comm_matrix"] = matrix.tolist()
     readers = range(args.n_agents) if args.log_all_kl else np.flatnonzero(matrix[:, rank]).tolist()
-    exchange = StoreExchange(location, rank, {*readers} - {rank}, config, args.exchange_timeout)
-    if not resume:
-        exchange.check_unused()
-    return exchange
+    return connect_rank(
+        args.exchange_store, rank, args.n_agents, {*readers} - {rank}, config, args.exchange_timeout, resume
+    )
 
 
 def make_learner(args: Args, index: int, matrix: Matrix, device: torch.device, run: Path, resume: bool) -> Learner:
@@ -792,6 +759,8 @@ def run_rounds(
             charts |= {f"exchange/{name}": value for name, value in vars(exchange.traffic.since(before)).items()}
             charts["exchange/sent_bytes"] = sent[learner.index]
             charts["exchange/missing"] = len(learner.peers) - len(received)
+            if args.eval_interval and round_ % args.eval_interval == 0 and 0 < round_ < args.num_rounds:
+                charts |= Run.mean_return(learner.evaluate())
             loggers[learner.index].scalars(charts, learner.step)
         for learner in due:
             loggers[learner.index].flush()
@@ -824,19 +793,15 @@ def finish(args: Args, learner: Learner, logger: RunLogger) -> dict[str, Any]:
         logger.scalar("eval/mean_return", float(np.mean(returns)), learner.step)
     write_atomically(learner.folder / "result.json", json.dumps(result, indent=1) + "\n")
     if args.save_model:
-        state = {"args": plain_args(args), "agent": learner.agent.state_dict()}
-        save_checkpoint(learner.folder / "model.pt", "ppo_federated-model", state)
+        save_model(learner.folder, "ppo_federated", plain_args(args), agent=learner.agent.state_dict())
     return result
 
 
 def plot_summary(args: Args, folder: Path) -> Path | None:
     """Plot the returns of all agents to summary.png. None if no episode has ended or matplotlib is missing."""
-    curves = {}
-    for i in range(args.n_agents):
-        try:
-            curves[i] = np.array(read_scalars(folder / f"agent_{i}", "charts/mean_return_100"))
-        except (KeyError, FileNotFoundError, ValueError):
-            continue  # the logs of this agent are on another machine
+    # The folder of an agent that runs on another machine may be missing here.
+    folders = {i: folder / f"agent_{i}" for i in range(args.n_agents) if (folder / f"agent_{i}").is_dir()}
+    curves = {i: np.array(read_scalars(each, "charts/mean_return_100")) for i, each in folders.items()}
     title = args.exp_description or f"{args.n_agents} agents on {args.env_id}"
     try:
         return plot_returns(curves, folder / "summary.png", title)
@@ -866,7 +831,10 @@ def train(args: Args) -> dict[str, Any] | None:
     loggers = {}
     for learner in learners:
         name, config = f"{folder.name}-agent_{learner.index}", plain_args(args)
-        loggers[learner.index] = RunLogger(learner.folder, config, args.track, start_step=learner.step, name=name)
+        project, entity = args.wandb_project_name, args.wandb_entity
+        loggers[learner.index] = RunLogger(
+            learner.folder, config, args.track, project, learner.step, name=name, entity=entity
+        )
     if is_main:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "comm_matrix.json", json.dumps({"comm_matrix": matrix.tolist()}) + "\n")
@@ -911,7 +879,7 @@ def train(args: Args) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    args = parse_args(sys.argv[1:])
+    args = parse_args(Args, __doc__)
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     log.setLevel(logging.INFO)
     try:

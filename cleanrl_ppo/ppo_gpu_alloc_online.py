@@ -3,7 +3,7 @@
     python cleanrl_ppo/ppo_gpu_alloc_online.py --port 8080
     python cleanrl_ppo/ppo_gpu_alloc_online.py --store DIR --token-file F --init-checkpoint CKPT --explore best-effort
 
-    POST /allocate {"owner", "cores", "memory", "qos_class"} -> {"allocation_id", "cores", "memory", "policy_version"}
+    POST /allocate {"owner", "cores", "memory", "qos_class"} -> {"allocation_id", "cores", "memory", "feedback_token"}
     POST /feedback {"allocation_id", "actual_usage", "qos_met", "pods", "memory_used", "oom"} -> {"status", "reward"}
     GET /healthz /readyz /metrics /docs
 
@@ -29,7 +29,8 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from clustergym.agent.learner import CHECKPOINT_KIND, LOG_FORMAT, Experiences, State
+from clustergym.agent.learner import CHECKPOINT_KIND, Experiences, State
+from clustergym.agent.logs import setup_logging
 from clustergym.agent.server import serve
 from clustergym.agent.settings import ServerSettings, check_positive
 from clustergym.agent.store import STORE_SCHEMA
@@ -74,9 +75,8 @@ class Args:
     learning_rate: float = 2e-3
     """Learning rate of Adam."""
     gamma: float = 0.0
-    """Discount factor. 0, because feedback describes a single allocation and arrives in no particular order."""
-    gae_lambda: float = 0.95
-    """Lambda of generalised advantage estimation, for gamma > 0."""
+    """Discount factor. 0, because feedback describes a single allocation and arrives in no particular order. With more,
+    the value of the state at the feedback counts."""
     update_epochs: int = 10
     """Number of epochs per update."""
     target_kl: float | None = 0.02
@@ -261,16 +261,26 @@ class Policy:
         self.version: int = state["version"]
         self.obs_size = len(statistics["mean"])
         self._mean, self._std = statistics["mean"], np.sqrt(statistics["var"] + 1e-8)
-        self._layers = [(weights[f"actor.{i}.weight"].T.copy(), weights[f"actor.{i}.bias"]) for i in (0, 2, 4)]
+        self._actor, self._critic = (
+            [(weights[f"{name}.{i}.weight"].T.copy(), weights[f"{name}.{i}.bias"]) for i in (0, 2, 4)]
+            for name in ("actor", "critic")
+        )
         self.std = state["action_scale"] * np.exp(weights["log_std"].astype(np.float64))
+
+    def _run(self, layers: list[tuple[np.ndarray, np.ndarray]], obs: np.ndarray) -> np.ndarray:
+        x = np.clip((obs - self._mean) / self._std, -NORM_CLIP, NORM_CLIP).astype(np.float32)
+        for weight, bias in layers[:-1]:
+            x = np.maximum(x @ weight + bias, 0.0)
+        weight, bias = layers[-1]
+        return x @ weight + bias
 
     def mean(self, obs: np.ndarray) -> np.ndarray:
         """Mean action (2,) for one observation."""
-        x = np.clip((obs - self._mean) / self._std, -NORM_CLIP, NORM_CLIP).astype(np.float32)
-        for weight, bias in self._layers[:-1]:
-            x = np.maximum(x @ weight + bias, 0.0)
-        weight, bias = self._layers[-1]
-        return 1.0 / (1.0 + np.exp(-(x @ weight + bias).astype(np.float64)))
+        return 1.0 / (1.0 + np.exp(-self._run(self._actor, obs).astype(np.float64)))
+
+    def value(self, obs: np.ndarray) -> float:
+        """V(obs) for one observation."""
+        return float(self._run(self._critic, obs)[0])
 
     def act(self, obs: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, float]:
         """A sampled action and its log-probability, or the mean action if ``rng`` is None. Actions are not clipped."""
@@ -358,14 +368,14 @@ def export_model(args: Args, state: State) -> None:
 def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: Args) -> dict[str, float]:
     """One PPO update. Returns metrics, averaged over its minibatches."""
     with torch.no_grad():
-        values = agent.get_value(batch.obs)
-        rewards = batch.rewards[:, None]
-        never = torch.zeros_like(rewards, dtype=torch.bool)
-        # The batch is treated as one rollout. The state after it is unknown: use the value of the last state instead.
+        # The values are those of this version: an experience can be up to --max-policy-lag versions old.
+        values, next_values = agent.get_value(batch.obs), agent.get_value(batch.next_obs)
+        # One row of steps, one column per experience: they come from different pods, so none continues another.
+        ends = torch.ones_like(batch.dones)[None]
         advantages, returns = compute_gae(
-            rewards, values[:, None], never, never, values[-1:], torch.zeros_like(rewards), args.gamma, args.gae_lambda
+            batch.rewards[None], values[None], batch.dones[None], ends, next_values, next_values[None], args.gamma, 1.0
         )
-        advantages, returns = advantages.flatten(), returns.flatten()
+        advantages, returns = advantages[0], returns[0]
     seen = []
     for _ in range(args.update_epochs):
         # At most 16 minibatches: a backlog must not make updates longer and longer.
@@ -392,7 +402,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: 
                 approx_kl = k3.mean()
                 clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and float(approx_kl) > args.target_kl:
+        if args.target_kl is not None and approx_kl.item() > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
     averages = torch.stack(seen).detach().mean(0).tolist()
@@ -418,7 +428,8 @@ def learn_once(state: State, batch: Experiences, args: Args, device: torch.devic
         group["lr"] = args.learning_rate
     # After a crash, the same batch gives the same minibatches.
     torch.manual_seed(derive_seed(args.seed, state["version"]))
-    metrics = update(agent, optimizer, replace(batch, obs=normalize_obs(batch.obs, statistics)).to(device), args)
+    obs, next_obs = normalize_obs(batch.obs, statistics), normalize_obs(batch.next_obs, statistics)
+    metrics = update(agent, optimizer, replace(batch, obs=obs, next_obs=next_obs).to(device), args)
     after = state | {"learned_through": batch.through, "args": plain_args(args)}
     if not all(torch.isfinite(tensor).all() for tensor in agent.state_dict().values()):
         log.error("update %d has non-finite weights and is discarded", state["version"] + 1)
@@ -443,7 +454,7 @@ def open_logger(version: int, args: Args) -> RunLogger:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    setup_logging()
     checkpoint = args.server.store / CHECKPOINT_NAME
     if args.init_checkpoint is not None and checkpoint.exists():
         log.info("%s exists: --init-checkpoint is ignored", checkpoint)

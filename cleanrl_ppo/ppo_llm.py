@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
@@ -38,6 +37,7 @@ from clustergym.training import (
     CheckpointError,
     NonFiniteLoss,
     Progress,
+    RunArgs,
     RunLogger,
     World,
     check_finite,
@@ -45,10 +45,12 @@ from clustergym.training import (
     check_values,
     derive_seed,
     load_checkpoint,
+    parse_args,
     plain_args,
     run_folder,
     run_trainer,
     save_checkpoint,
+    save_model,
 )
 
 # Paragraphs that are held out together, so that most sequences lie within one block.
@@ -58,21 +60,13 @@ PRETRAIN, PPO, SCALE, EVALUATE = range(4)
 
 
 @dataclass
-class Args:
+class Args(RunArgs):
     seed: int = 1
     """Seed for all random number generators, except for the split of the text."""
-    run_dir: Path | None = None
-    """Folder for logs and checkpoints. Default: runs/ppo_llm__<reward>__<seed>."""
-    resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 10
     """PPO iterations between checkpoints, 0 for none. Pre-training writes one after each validation."""
     save_model: bool = False
-    """Also save the policy as model.pt in the run folder. The reference is always saved as reference.pt."""
-    cuda: bool = False
-    """Train on the GPU."""
-    track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
+    """Also save the policy: model.safetensors with model.json, and model.pt for --reference."""
 
     text: list[Path] = field(default_factory=list)
     """Text files to learn from, with paragraphs separated by blank lines. Default: Python's help topics."""
@@ -432,6 +426,8 @@ def rollout(
     advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
     metrics = {
         "charts/reward": raw.mean().item(),
+        "charts/episodic_return": raw.mean().item(),
+        "charts/episodic_length": mask.sum(1).float().mean().item(),
         "charts/penalized_score": rewards.sum(1).mean().item(),
         "charts/response_tokens": mask.sum(1).float().mean().item(),
         "charts/ended": (responses == END).any(1).float().mean().item(),
@@ -543,7 +539,7 @@ def pretrain(
 
 def load_reference(path: Path, text: Text) -> TinyMoE:
     """Load a reference model. It must have been trained on the same text, so that the held-out part is unseen."""
-    state = load_checkpoint(path, "ppo_llm-reference", text.device)
+    state = load_checkpoint(path, ("ppo_llm-reference", "ppo_llm-model"), text.device)
     if state["text"] != text.digest:
         raise CheckpointError(
             f"{path} was pre-trained on another text or split (digest {state['text'][:12]}, here {text.digest[:12]}): "
@@ -607,12 +603,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
         raise ValueError(f"ppo_llm.py runs in one process, not in {world.size}: start it without torchrun")
     device = world.device
     folder = run_folder(f"ppo_llm__{args.reward}__{args.seed}", args.run_dir, args.resume)
-    config = plain_args(args) | {"model": asdict(args.model), "text": [str(file) for file in args.text]}
+    config = plain_args(args)
     text = load_text(args, device)
     saved, checkpoint, reference_file = None, folder / CHECKPOINT_NAME, folder / "reference.pt"
     if args.resume and checkpoint.exists():
         saved = load_checkpoint(checkpoint, "ppo_llm", device)
-        check_same_args(saved["args"], config)
+        check_same_args(saved["args"], config, may_differ=["iterations"])
     in_ppo = saved is not None and saved["phase"] == "ppo"
 
     def save(phase: str, step: int, **state: Any) -> None:
@@ -620,7 +616,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
             logger.flush()
             save_checkpoint(checkpoint, "ppo_llm", {"args": config, "phase": phase, "step": step, **state})
 
-    with RunLogger(folder, config, args.track, start_step=saved["step"] + 1 if saved else 0) as logger:
+    start_step, project, entity = saved["step"] + 1 if saved else 0, args.wandb_project_name, args.wandb_entity
+    with RunLogger(folder, config, args.track, project, start_step=start_step, entity=entity) as logger:
         if in_ppo or args.reference is not None:
             reference = load_reference(reference_file if in_ppo else args.reference, text)
         else:
@@ -694,8 +691,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         print_samples("after", samples, args.prompt_tokens)
         logger.scalars({f"eval/{key}": value for key, value in after.items()}, pretrained + args.iterations)
     if args.save_model:
-        weights = policy.language_model.state_dict()
-        save_checkpoint(folder / "model.pt", "ppo_llm-reference", about | {"weights": weights})
+        save_model(folder, "ppo_llm", config, weights=policy.language_model.state_dict(), **about)
     return {
         "reward_name": args.reward,
         "seed": args.seed,
@@ -714,4 +710,4 @@ def train(args: Args, world: World) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_trainer(train, tyro.cli(Args, description=__doc__))
+    run_trainer(train, parse_args(Args, __doc__))

@@ -12,6 +12,7 @@ sequences. docs/ppo_lstm.md explains every metric.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -20,43 +21,34 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-import tyro
 from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import episode_means, gap_closed, play, play_rules
-from clustergym.training import Run, World, capture_rng_state, derive_seed, restore_rng_state, run_trainer
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, episode_means, gap_closed, play, play_rules
+from clustergym.training import (
+    Run,
+    TrainArgs,
+    World,
+    capture_rng_state,
+    derive_seed,
+    parse_args,
+    record_video,
+    restore_rng_state,
+    run_trainer,
+)
 
 
 @dataclass
-class Args:
+class Args(TrainArgs):
     env_id: str = "GPUAllocation-v0"
     """GPUAllocation-v0 or GPUAllocationHistory-v0."""
     workload: Path | None = None
     """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
-    seed: int = 1
-    """Seed for all random number generators."""
     total_timesteps: int = 2_000_000
-    """Total number of environment steps, over all environments and processes."""
-    run_dir: Path | None = None
-    """Folder for logs and checkpoints. Default: runs/ppo_lstm__<env>__<seed>."""
-    resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
-    checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none."""
-    eval_interval: int = 0
-    """Iterations between evaluations on held-out streams, for learning curves. 0 for none."""
-    save_model: bool = False
-    """Also save the trained network as model.pt in the run folder."""
-    cuda: bool = False
-    """Train on the GPU. The environments stay on the CPU."""
-    compile: bool = False
-    """Compile the network with torch.compile."""
-    track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
+    """Total number of environment steps, over all environments and processes. Rounded up to whole iterations."""
     eval_streams: int = 256
-    """Number of held-out streams (one episode each) in an evaluation. 0 for no final evaluation."""
+    """Number of held-out streams (one episode each) in an evaluation. 0 for no evaluation."""
 
     learning_rate: float = 2e-3
     """Learning rate of Adam (the initial value if annealed)."""
@@ -331,6 +323,17 @@ def make_envs(args: Args, num_envs: int) -> AllocationBatch:
     return batch
 
 
+def film(args: Args, act: Callable[[Tensor], Tensor], videos: Path) -> None:
+    """Record the first episode of the held-out streams. ``act`` maps observations (1, features) to actions."""
+    options = {} if args.workload is None else {"workload": args.workload}
+    env = record_video(gym.make(args.env_id, render_mode="rgb_array", **options), videos)
+    obs, ended = env.reset(seed=HELD_OUT_SEED)[0], False
+    while not ended:
+        obs, _, terminated, truncated, _ = env.step(act(torch.from_numpy(obs)[None])[0].numpy())
+        ended = terminated or truncated
+    env.close()
+
+
 @dataclass
 class Batch:
     """Training data of one update: sequences of shape (steps, envs, …), and the LSTM state at their start.
@@ -472,7 +475,7 @@ def update(
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:
+        if args.target_kl is not None and world.mean(approx_kl.item()) > args.target_kl:
             break
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
     means_seen = torch.stack(seen).mean(0).tolist()
@@ -481,19 +484,28 @@ def update(
     return metrics
 
 
-def evaluate(agent: Agent, rollouts: Rollouts, args: Args, device: torch.device) -> dict[str, Any]:
-    """Play the mean action on held-out streams, with the current observation statistics."""
+def evaluate(
+    agent: Agent, rollouts: Rollouts, args: Args, device: torch.device, videos: Path | None = None
+) -> dict[str, Any]:
+    """Play the mean action on held-out streams, with the current statistics. With ``videos``, record an episode."""
     envs = make_envs(args, args.eval_streams)
-    state, start = agent.initial_state(args.eval_streams), torch.ones(1, args.eval_streams, dtype=torch.bool)
 
-    def act() -> Tensor:
-        nonlocal state, start
-        means, _, state = agent(rollouts.normalize(envs.obs)[None].to(device), start, state)
-        start = torch.zeros_like(start)
-        return clip_action(means[0].cpu())
+    def policy(num_envs: int) -> Callable[[Tensor], Tensor]:
+        state, start = agent.initial_state(num_envs), torch.ones(1, num_envs, dtype=torch.bool)
+
+        def act(obs: Tensor) -> Tensor:
+            nonlocal state, start
+            means, _, state = agent(rollouts.normalize(obs)[None].to(device), start, state)
+            start = torch.zeros_like(start)
+            return clip_action(means[0].cpu())
+
+        return act
 
     with torch.inference_mode():
-        return play(envs, act)
+        if videos is not None:
+            film(args, policy(1), videos)
+        act = policy(args.eval_streams)
+        return play(envs, lambda: act(envs.obs))
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -538,8 +550,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 "charts/std_cores": std_cores,
                 "charts/std_memory": std_memory,
             }
-            if args.eval_interval and iteration % args.eval_interval == 0 and world.is_main:
-                evaluation = evaluate(agent, rollouts, args, device)
+            if run.evaluation_due(iteration) and args.eval_streams:
+                evaluation = evaluate(agent, rollouts, args, device, run.video_folder(iteration))
                 metrics |= {f"eval/{key}": evaluation[key] for key in ("reward", "qos", "efficiency")}
             run.log(metrics, iteration, reward=metrics["charts/reward"], qos=metrics.get("charts/qos", float("nan")))
             if run.checkpoint_due(iteration):
@@ -554,7 +566,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         run.save_model(agent=agent.state_dict(), statistics=rollouts.statistics.state_dict())
         result: dict[str, Any] = {}
         if args.eval_streams:
-            result = evaluate(agent, rollouts, args, device)
+            result = evaluate(agent, rollouts, args, device, run.video_folder())
             run.logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, run.total_steps)
             rules = play_rules(make_envs(args, args.eval_streams))
             result["rules"] = {
@@ -566,4 +578,4 @@ def train(args: Args, world: World) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_trainer(train, tyro.cli(Args, description=__doc__))
+    run_trainer(train, parse_args(Args, __doc__))

@@ -22,7 +22,7 @@ from clustergym.agent.learner import ExperienceReader, Experiences
 from clustergym.agent.server import serve
 from clustergym.agent.service import is_latency_sensitive
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import Allocation, Feedback, Store, StoreUnavailable, connect
+from clustergym.agent.store import Allocation, Experience, Feedback, Store, StoreUnavailable, connect
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import dynamics, history
 from clustergym.gpu_allocation import state as columns
@@ -111,6 +111,7 @@ def test_numpy_policy_matches_the_network() -> None:
             expected = online.gaussian_logprob(torch.from_numpy(action).float(), mean, agent.std())
         np.testing.assert_allclose(policy.mean(obs), mean.numpy(), atol=1e-5)
         assert math.isclose(log_prob, float(expected), abs_tol=1e-3)
+        assert math.isclose(policy.value(obs), agent.get_value(prepared).item(), abs_tol=1e-4)
         np.testing.assert_array_equal(policy.act(obs, None)[0], policy.mean(obs))
 
 
@@ -123,7 +124,8 @@ def experiences(policy: Any, n: int, rng: np.random.Generator, through: int) -> 
     rewards = 1 - 10 * (actions[:, 0] - best) ** 2
     return Experiences(
         torch.from_numpy(obs), torch.from_numpy(actions), torch.tensor([p for _, p in acted], dtype=torch.float32),
-        torch.tensor(rewards, dtype=torch.float32), through,
+        torch.tensor(rewards, dtype=torch.float32), torch.zeros(n), torch.from_numpy(obs), torch.zeros(n).bool(),
+        through,
     )  # fmt: skip
 
 
@@ -225,7 +227,7 @@ def allocation(store: Store, owner: str = "team/a", created_s: float | None = No
         version=version, learnable=True,
     )  # fmt: skip
     store.next_seq += 1
-    store.add(made, np.zeros(19), np.zeros(2), 0.0, None)
+    store.add(made, Experience(np.zeros(19), np.zeros(2), 0.0, 0.0), None)
     return made
 
 
@@ -233,7 +235,8 @@ def accept(store: Store, made: Allocation, reward: float = 1.0, learnable: bool 
     """Add accepted feedback: the pod used 30 % of the GPU and 2000 MB."""
     outcome = Feedback(
         received_s=time.time(), usage=30.0, qos_met=True, pods=1, memory_used_mb=2000.0, oom=False, reward=reward,
-        needed=0.375,
+        needed=0.375, advised_reward=reward, advised_qos=True, regret=0.0, next_obs=np.zeros(19, np.float32).tobytes(),
+        done=False,
     )  # fmt: skip
     store.add_feedback(made, "accepted", outcome, learnable)
 
@@ -413,7 +416,7 @@ def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(ValueError, match="has schema 99; this agent reads schema 1"):
+    with pytest.raises(ValueError, match="has schema 99; this agent reads schema 2"):
         Store(tmp_path, "process")
 
 
@@ -449,6 +452,7 @@ def test_unknown_qos_classes_are_latency_sensitive(qos_class: str, sensitive: bo
         ({"host": "0.0.0.0"}, "would let anybody on the network train the agent"),
         ({"tls_cert": Path("x")}, "--tls-cert and --tls-key must be given together"),
         ({"client_ca": Path("x")}, "--client-ca requires both"),
+        ({"port": 99_999}, "--port is 99999: expected 0 to 65535"),
         ({"batch_size": 0}, "--batch-size is 0: expected more than 0"),
         ({"max_batch": 8}, "--max-batch 8 is less than --batch-size 32"),
     ],

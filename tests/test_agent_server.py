@@ -97,7 +97,6 @@ def server(store: Path, gpu: StubGpu) -> Iterator[Server]:
 
 def test_an_allocation_is_at_most_the_request_and_its_feedback_is_scored(server: Server) -> None:
     found = allocate(server)
-    assert set(found) == {"allocation_id", "cores", "memory", "policy_version"}
     assert 10 <= found["cores"] <= 80
     assert 512 <= found["memory"] <= 4000
     answer = feedback(server, found["allocation_id"], actual_usage=7.5, pods=3)
@@ -184,7 +183,7 @@ def test_the_gpu_load_is_part_of_the_observation(server: Server, store: Path, gp
     gpu.set(util=100, used_mb=32768, processes=1, mps=4)
     allocate(server)
     np.testing.assert_allclose(last_obs(store)[2:5], [1.0, 1.0, 0.4], rtol=1e-5)
-    assert server.metrics()["clustergym_gpu_pods"] == 4
+    assert server.metrics()['clustergym_gpu_pods{gpu="0"}'] == 4
 
 
 def test_a_lost_gpu_is_reported_and_decisions_continue(server: Server, store: Path, gpu: StubGpu) -> None:
@@ -280,7 +279,7 @@ def body_with(**changes: Any) -> bytes:
     ("body", "code", "where"),
     [
         (b"", 400, "EOF"), (b"{", 400, "EOF"), (b"[]", 422, "object"), (b"null", 422, "object"),
-        (b"\xff\xfe", 400, "JSON"), (b"[" * 10_000, 400, "JSON"), (b"{}", 422, "owner"),
+        (b"\xff\xfe", 400, "JSON"), (b"[" * 10_000, 400, "JSON"), (b"{}", 422, "cores"),
         (body_with(cores=0), 422, "cores"), (body_with(cores=101), 422, "cores"),
         (body_with(cores="many"), 422, "cores"), (body_with(cores=float("nan")), 422, "cores"),
         (body_with(memory=float("inf")), 422, "memory"), (body_with(memory=-1), 422, "memory"),
@@ -359,7 +358,7 @@ def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) ->
         assert {one["policy_version"] for one in found} == {0}
         wait_until(lambda: version(server) == 1, "the first update")
         learned = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, 1)
+        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, 2)
         assert {"agent", "optimizer", "statistics"} <= set(learned)
         for one in found:
             assert feedback(server, one["allocation_id"], qos_met=False)["status"] == "duplicate"
@@ -418,26 +417,15 @@ def test_late_feedback_is_expired(tmp_path: Path) -> None:
         assert len({allocate(server, owner="new", cores=100)["cores"] for _ in range(10)}) > 1
         learnable = dict(rows(tmp_path, "SELECT sensitive, max(learnable) FROM allocations GROUP BY sensitive"))
         assert learnable == {0: 1, 1: 0}
-        # A rotated token is loaded, and the old one becomes invalid.
-        (tmp_path / "token").write_text("rotated\n")
-        wait_until(lambda: server.post("/allocate", REQUEST, token="rotated")[0] == 200, "the rotated token")
-        assert server.post("/allocate", REQUEST)[0] == 401
 
 
-@pytest.mark.parametrize("mode", ["shadow", "off"])
-def test_shadow_and_explore_off_do_not_learn(tmp_path: Path, mode: str) -> None:
-    flags = ["--shadow"] if mode == "shadow" else ["--explore", "off"]
-    with agent_server(tmp_path, *flags) as server:
+def test_explore_off_does_not_learn(tmp_path: Path) -> None:
+    with agent_server(tmp_path, "--explore", "off") as server:
         assert not psutil.Process(server.process.pid).children()
         found = rounds(server, 33, cores=90)
         assert not rows(tmp_path, "SELECT * FROM feedback WHERE learnable")
-        granted = {(one["cores"], one["memory"]) for one in found}
-        if mode == "shadow":
-            assert granted == {(90, 4000)}
-            assert "shadow: team/Deployment/web would get" in server.log.read_text()
-        else:
-            # The history does not change between these requests, so neither does the mean action.
-            assert len({one["cores"] for one in found}) == 1
+        # The history does not change between these requests, so neither does the mean action.
+        assert len({one["cores"] for one in found}) == 1
         # Two agents on one store would overwrite each other's state.
         with (
             pytest.raises(RuntimeError, match="is in use by another agent"),
@@ -461,6 +449,7 @@ def test_smoke_load(server: Server) -> None:
 
 def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "empty").chmod(0o600)
     command = [sys.executable, SCRIPT, "--store", tmp_path / "s", "--token-file", tmp_path / "empty"]
     found = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     assert found.returncode == 1

@@ -364,3 +364,27 @@ def test_smoke_console_script(trace_file: Path, tmp_path: Path) -> None:
     )
     assert wrong.returncode == 2
     assert "unknown schedule 'often'" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "nope.npz", "-o", "plan.json"],
+        ["plan", "nope", "-o", "plan.json"],
+        ["trace", "info", "nope.npz"],
+        ["verify", "nope.json", "--model", "deepseek-v3", "--cluster", "h800-4x8"],
+        ["diff", "nope.json", "nope.json", "--model", "deepseek-v3", "--cluster", "h800-4x8"],
+        ["models", "nope"],
+        ["clusters", "nope"],
+    ],
+)
+def test_a_missing_file_is_reported_before_slow_imports(command: list[str]) -> None:
+    """torch, numba and scipy take seconds to import."""
+    code = (
+        "import sys; from clustergym import cli; status = cli.main(sys.argv[1:]); "
+        "print(sorted({'torch', 'numba', 'scipy', 'matplotlib'} & set(sys.modules))); sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.strip() == "[]"
+    assert re.search("nope", done.stderr)

@@ -12,6 +12,7 @@ import tyro
 import yaml
 
 from clustergym import __version__
+from clustergym.cli import collector as collector_command
 from clustergym.cli import webhook as webhook_command
 from clustergym.webhook import LABEL, MODES
 from clustergym.webhook.names import MODE, PROTECTED_NAMESPACES
@@ -55,7 +56,12 @@ def pod_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["DaemonSet/clustergym-agent", "StatefulSet/clustergym-recommender", "Deployment/clustergym-webhook"],
+    [
+        "DaemonSet/clustergym-agent",
+        "DaemonSet/clustergym-collector",
+        "StatefulSet/clustergym-recommender",
+        "Deployment/clustergym-webhook",
+    ],
 )
 def test_containers_have_few_permissions(name: str) -> None:
     spec = pod_of(name)
@@ -83,6 +89,12 @@ def test_the_agent_uses_the_host_network_and_no_api_server_token() -> None:
 def test_the_webhook_can_only_get_pods_and_nodes() -> None:
     assert BASE["ClusterRole/clustergym-webhook"]["rules"] == [
         {"apiGroups": [""], "resources": ["pods", "nodes"], "verbs": ["get"]}
+    ]
+
+
+def test_the_collector_can_only_list_pods() -> None:
+    assert BASE["ClusterRole/clustergym-collector"]["rules"] == [
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
     ]
 
 
@@ -151,6 +163,7 @@ def test_the_webhook_asks_the_recommender() -> None:
     ("name", "command"),
     [
         ("Deployment/clustergym-webhook", webhook_command.Command),
+        ("DaemonSet/clustergym-collector", collector_command.Command),
         ("DaemonSet/clustergym-agent", load_trainer("ppo_gpu_alloc_online").Args),
         ("StatefulSet/clustergym-recommender", load_trainer("ppo_gpu_alloc_online").Args),
     ],

@@ -24,7 +24,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from clustergym.training import RunLogger, World, load_checkpoint, read_scalars, run_folder
+from clustergym.training import (
+    CheckpointError,
+    NonFiniteLoss,
+    RunLogger,
+    VectorEnvs,
+    World,
+    load_checkpoint,
+    read_scalars,
+    run_folder,
+)
 from trainers import in_two_processes, load_trainer
 
 ppo = load_trainer("ppo")
@@ -106,7 +115,7 @@ def test_episodes_continue_in_the_next_rollout(env_id: str) -> None:
     runner = rollouts(env_id=env_id, num_steps=1, num_envs=2)
     seen: list[list[tuple[float, float]]] = [[], []]
     for _ in range(40):
-        resets = runner.next_done.copy() if not runner.same_step else np.zeros(2, bool)
+        resets = runner.envs._ended.copy() if "Batched" in env_id else np.zeros(2, bool)
         batch, _ = runner.collect()
         rows = iter(batch.obs.tolist())
         for env in range(2):
@@ -633,9 +642,13 @@ def test_target_kl_stops_the_update_after_an_epoch() -> None:
 
 def test_kl_penalty_adapts_to_its_target(tmp_path: Path) -> None:
     trained(tmp_path / "low", kl_coef=1.0, kl_target=1e3)
-    assert read_scalars(tmp_path / "low", "charts/kl_coef")[1] == [0.5, 0.25, 0.125]
+    assert read_scalars(tmp_path / "low", "charts/kl_coef")[1] == [1.0, 0.5, 0.25]
     trained(tmp_path / "high", kl_coef=1.0, kl_target=1e-12)
-    assert read_scalars(tmp_path / "high", "charts/kl_coef")[1] == [2.0, 4.0, 8.0]
+    assert read_scalars(tmp_path / "high", "charts/kl_coef")[1] == [1.0, 2.0, 4.0]
+    trained(tmp_path / "without a coefficient", kl_target=1e-12)
+    assert read_scalars(tmp_path / "without a coefficient", "charts/kl_coef")[1] == [1.0, 2.0, 4.0]
+    trained(tmp_path / "neither")
+    assert read_scalars(tmp_path / "neither", "charts/kl_coef")[1] == [0.0] * 3
 
 
 # Several processes
@@ -787,9 +800,75 @@ def test_continuous_actions_are_refused() -> None:
         ppo.make_envs("Pendulum-v1", 1)
 
 
-def test_too_few_timesteps_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 24"):
-        trained(tmp_path, total_timesteps=5)
+def test_timesteps_are_rounded_up_to_whole_iterations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(tmp_path / "a", total_timesteps=25)["steps"] == 48
+    assert "25 steps are not a multiple of 24, the steps of an iteration: training for 48" in capsys.readouterr().err
+    assert trained(tmp_path / "b", total_timesteps=24)["steps"] == 24
+    assert "multiple" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="total_timesteps is 0: expected 1 or more"):
+        trained(tmp_path / "c", total_timesteps=0)
+
+
+def test_run_can_be_extended_on_resume(tmp_path: Path) -> None:
+    trained(tmp_path, total_timesteps=24 * 3, checkpoint_interval=2)
+    assert trained(tmp_path, total_timesteps=24 * 5, checkpoint_interval=2, resume=True)["steps"] == 24 * 5
+    assert final(tmp_path)["iteration"] == 5
+    assert read_scalars(tmp_path, "losses/entropy")[0] == [24, 48, 72, 96, 120]
+    with pytest.raises(CheckpointError, match="already has 120 steps: increase --total-timesteps"):
+        trained(tmp_path, total_timesteps=24 * 4, checkpoint_interval=2, resume=True)
+
+
+def test_evaluations_during_training_do_not_change_it(tmp_path: Path) -> None:
+    options = {"total_timesteps": 24 * 5, "eval_episodes": 2}
+    trained(tmp_path / "one", **options)
+    trained(tmp_path / "other", eval_interval=2, **options)
+    assert same_state(final(tmp_path / "one"), final(tmp_path / "other"))
+    assert read_scalars(tmp_path / "other", "eval/mean_return")[0] == [48, 96, 120]
+
+
+@pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])
+def test_every_autoreset_mode_and_shifted_actions_give_the_right_returns(mode: str) -> None:
+    """An action a of Discrete(3, start=5) is played as 5 + a; rewards and ends follow from the rules."""
+
+    class Shifted(Corridor):
+        action_space = gym.spaces.Discrete(3, start=5)
+
+        def step(self, action: Any) -> Any:
+            assert action in (5, 6, 7)
+            return super().step(action - 5)
+
+    envs = SyncVectorEnv([Shifted] * 2, autoreset_mode=AutoresetMode[mode])
+    runner = rollouts(num_envs=2, num_steps=23, gamma=0.9, gae_lambda=1.0)
+    runner.close()
+    runner.envs = VectorEnvs(envs, 7, episodes=runner.episodes)
+    batch, charts = runner.collect()
+    lengths = [2 + episode % 3 for episode in range(1, 30)]
+    assert charts["charts/episodic_length"] <= max(lengths)
+    for (step, episode), action, value, target in zip(
+        batch.obs.tolist(), batch.actions.tolist(), batch.values.tolist(), batch.returns.tolist(), strict=True
+    ):
+        terminated, truncated = successor(step, episode)
+        if terminated or truncated:
+            last = torch.tensor([[step + 1, episode]])
+            bootstrap = 0.0 if terminated else float(runner.agent.get_value(last).detach())
+            assert target == pytest.approx(1 + step + 10 * action + 0.9 * bootstrap, rel=1e-4), value
+    assert len(batch) == 46 if mode != "NEXT_STEP" else len(batch) < 46
+
+
+def test_non_finite_loss_stops_training(tmp_path: Path) -> None:
+    """A minibatch of one transition has no standard deviation, so its normalised advantage is NaN."""
+    with pytest.raises(NonFiniteLoss, match="iteration 1: losses/policy_loss is nan"):
+        trained(tmp_path, num_minibatches=24)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_video_of_an_evaluation_is_recorded_and_changes_nothing(tmp_path: Path) -> None:
+    options = {"env_id": "CartPole-v1", "total_timesteps": 72, "eval_episodes": 2}
+    with_video = ppo.train(small(run_dir=tmp_path / "video", capture_video=True, eval_interval=2, **options), World())
+    without = ppo.train(small(run_dir=tmp_path / "plain", **options), World())
+    assert with_video["mean_return"] == without["mean_return"]
+    files = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.mp4"))
+    assert files == [f"video/videos/step-{step}/rl-video-episode-0.mp4" for step in (48, 72)]
 
 
 def test_evaluation_plays_whole_episodes_greedily() -> None:

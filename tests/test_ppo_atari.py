@@ -322,5 +322,5 @@ def test_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) ->
     runner.close()
     assert batch.obs.dtype == torch.uint8
     assert batch.obs.shape == (16, 4, 84, 84)
-    atari.update(agent, atari.make_optimizer(agent, 1e-3), batch, args, 0.1, World())
+    atari.update(agent, atari.make_optimizer(agent, 1e-3), batch, args, 0.1, 0.0, World())
     torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]), atol=1e-5, rtol=0)

@@ -182,7 +182,8 @@ def test_resume_with_other_arguments_is_refused(tmp_path: Path) -> None:
 
 def test_plain_preset_sets_the_textbook_values(tmp_path: Path) -> None:
     """Five inputs, 64-64 ReLU, sigmoid mean, initial standard deviation 1, one batch of 32 for 4 epochs."""
-    args = ppo.Args(preset="plain", env_id="GPUAllocation-v0", run_dir=tmp_path, total_timesteps=64, eval_streams=4)
+    flags = ["--preset", "plain", "--run-dir", str(tmp_path), "--total-timesteps", "64", "--eval-streams", "4"]
+    args = ppo.parse_args(ppo.Args, argv=flags, presets={"plain": ppo.PLAIN_PRESET})
     result = ppo.train(args, World())
     assert result["steps"] == 64
     state = load_checkpoint(tmp_path / "checkpoint.pt", "ppo_gpu_alloc")
@@ -199,6 +200,10 @@ def test_plain_preset_sets_the_textbook_values(tmp_path: Path) -> None:
         "actor.4.weight": (2, 64), "actor.4.bias": (2,),
     }  # fmt: skip
     assert AllocationPolicy.load(tmp_path / "checkpoint.pt").statistics is None
+    explicit = [*flags, "--num-envs", "256", "--env-id", "GPUAllocationHistory-v0", "--norm-adv"]
+    args = ppo.parse_args(ppo.Args, argv=explicit, presets={"plain": ppo.PLAIN_PRESET})
+    assert (args.num_envs, args.env_id, args.norm_adv) == (256, "GPUAllocationHistory-v0", True)
+    assert (args.gamma, args.num_steps, args.total_timesteps) == (0.99, 32, 64)
     agent = ppo.Agent(5, 2, 64, 1.0)
     assert agent.std().tolist() == [1.0, 1.0]
     assert [type(layer).__name__ for layer in agent.actor] == ["Linear", "ReLU", "Linear", "ReLU", "Linear", "Sigmoid"]
@@ -262,8 +267,8 @@ def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="total_timesteps is 5: expected at least one rollout of 256"):
-        trained("ppo_gpu_alloc", tmp_path, total_timesteps=5)
+    with pytest.raises(ValueError, match="total_timesteps is 0: expected 1 or more"):
+        trained("ppo_gpu_alloc", tmp_path, total_timesteps=0)
     with pytest.raises(TypeError, match="CartPole-v1 is not an allocation task"):
         trained("ppo_gpu_alloc", tmp_path, env_id="CartPole-v1", total_timesteps=256)
     with pytest.raises(ValueError, match="num_envs is 8 and num_minibatches is 3: num_envs must be a multiple"):

@@ -426,7 +426,7 @@ def test_result_and_logs_of_a_run(whole_run: tuple[Path, dict[str, Any]]) -> Non
         read_scalars(folder, tag)
     assert read_scalars(folder, "kl/k1")[1][0] == 0.0
     reference = load_checkpoint(folder / "reference.pt", "ppo_llm-reference")
-    policy = load_checkpoint(folder / "model.pt", "ppo_llm-reference")
+    policy = load_checkpoint(folder / "model.pt", "ppo_llm-model")
     assert reference["model"] == policy["model"] == vars(SMALL)
     assert reference["weights"].keys() == policy["weights"].keys()
 

@@ -8,7 +8,7 @@ import math
 import os
 import pickle
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 
 import clustergym.training
@@ -26,6 +27,8 @@ from clustergym.training import (
     Progress,
     Run,
     RunLogger,
+    TrainArgs,
+    VectorEnvs,
     World,
     action_mask,
     capture_rng_state,
@@ -35,6 +38,7 @@ from clustergym.training import (
     flat_size,
     flatten,
     load_checkpoint,
+    parse_args,
     play_episodes,
     print_result,
     read_scalars,
@@ -283,7 +287,7 @@ def test_run_saves_logs_and_resumes(tmp_path: Path) -> None:
                 run.save_checkpoint(iteration, weights=torch.full((2,), float(iteration)))
             if iteration == 3:
                 break
-    assert (run.num_iterations, run.total_steps, run.folder) == (6, 90, tmp_path)
+    assert (run.num_iterations, run.total_steps, run.folder) == (7, 105, tmp_path)
 
     run = Run("x", Args(tmp_path, resume=True), World(), "task", batch_size=15)
     state = run.load_checkpoint()
@@ -294,15 +298,15 @@ def test_run_saves_logs_and_resumes(tmp_path: Path) -> None:
         for iteration in run.iterations():
             seen.append(iteration)
             run.log({"charts/a": -iteration / 10}, iteration)
-    assert seen == [3, 4, 5, 6]
+    assert seen == [3, 4, 5, 6, 7]
     assert read_scalars(tmp_path, "charts/a") == (
-        [15, 30, 45, 60, 75, 90],
-        pytest.approx([0.1, 0.2, -0.3, -0.4, -0.5, -0.6]),
+        [15, 30, 45, 60, 75, 90, 105],
+        pytest.approx([0.1, 0.2, -0.3, -0.4, -0.5, -0.6, -0.7]),
     )
-    assert read_scalars(tmp_path, "charts/SPS")[0] == [15, 30, 45, 60, 75, 90]
+    assert read_scalars(tmp_path, "charts/SPS")[0] == [15, 30, 45, 60, 75, 90, 105]
     result = run.result(score=math.nan, other=3)
     assert result["score"] is None
-    assert (result["other"], result["seed"], result["steps"], result["run_dir"]) == (3, 1, 90, tmp_path)
+    assert (result["other"], result["seed"], result["steps"], result["run_dir"]) == (3, 1, 105, tmp_path)
     assert result["checkpoint"] == tmp_path / "checkpoint.pt"
     assert result["steps_per_s"] > 0
 
@@ -432,10 +436,158 @@ class Countdown(gym.Env[Any, Any]):
         return self.left, float(action), self.left == 0, False, {}
 
 
-@pytest.mark.parametrize("mode", list(gym.vector.AutoresetMode)[:2])
+@pytest.mark.parametrize("mode", gym.vector.AutoresetMode)
 def test_play_episodes_counts_one_episode_per_environment(mode: gym.vector.AutoresetMode) -> None:
-    envs = gym.vector.SyncVectorEnv([Countdown] * 3, autoreset_mode=mode)
-    assert play_episodes(envs, lambda obs, infos: np.ones(len(obs), int), seed=3) == [2.0, 3.0, 4.0]
+    envs = VectorEnvs(gym.vector.SyncVectorEnv([Countdown] * 3, autoreset_mode=mode), seed=3)
+    assert play_episodes(envs, lambda obs, _: torch.ones(len(obs), dtype=torch.int64)) == [2.0, 3.0, 4.0]
+
+
+class Masked(Countdown):
+    """The mask in the info names the number of steps left."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        obs, _ = super().reset(seed=seed, options=options)
+        return obs, {"action_mask": np.arange(5) == self.left}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, _ = super().step(action)
+        return obs, reward, truncated, terminated, {"action_mask": np.arange(5) == self.left}
+
+
+@pytest.mark.parametrize("mode", gym.vector.AutoresetMode)
+def test_observations_masks_and_last_observations_for_every_autoreset_mode(mode: gym.vector.AutoresetMode) -> None:
+    """Environments count down from 2, 3 and 4. Ends are truncations with observation 0 (one-hot, so column 0)."""
+    statistics = EpisodeStatistics(3)
+    envs = VectorEnvs(gym.vector.SyncVectorEnv([Masked] * 3, autoreset_mode=mode), seed=3, episodes=statistics)
+    lengths = []
+    for _ in range(12):
+        left = envs.obs.argmax(1)
+        assert envs.masks is not None
+        assert torch.equal(envs.masks.int().argmax(1), left)
+        step = envs.step(torch.ones(3, dtype=torch.int64))
+        assert torch.equal(step.valid, left > 0)
+        assert step.valid.all() or mode == gym.vector.AutoresetMode.NEXT_STEP
+        assert torch.equal(step.truncated, left == 1)
+        cut, last_obs = step.final_obs
+        assert torch.equal(cut, step.truncated.nonzero().squeeze(1))
+        assert bool((last_obs.argmax(1) == 0).all())
+        lengths += [1] * int(step.truncated.sum())
+    charts = statistics.charts()
+    # Later episodes start without a seed and have two steps.
+    assert charts["charts/episodic_return"] == charts["charts/episodic_length"]
+    assert 2 <= charts["charts/episodic_length"] < 3
+    envs.close()
+
+
+# Arguments
+
+
+@dataclass
+class Group:
+    width: int = 3
+    deep: bool = False
+
+
+@dataclass
+class Flags(TrainArgs):
+    rate: float = 0.1
+    sizes: list[int] = field(default_factory=lambda: [1])
+    limit: float | None = 0.5
+    anneal: bool = True
+    preset: str = "tuned"
+    group: Group = field(default_factory=Group)
+
+
+def test_config_file_sets_defaults_and_flags_come_first(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "rate: 1e-3\ntotal-timesteps: 7\nsizes: [4, 5]\nlimit: null\nanneal: false\ntrack: true\n"
+        "group: {width: 9, deep: true}\nrun_dir: x/y\n"
+    )
+    args = parse_args(Flags, argv=["--config", str(file)])
+    assert (args.rate, args.total_timesteps, args.sizes, args.limit) == (1e-3, 7, [4, 5], None)
+    assert (args.anneal, args.track, args.group, args.run_dir) == (False, True, Group(9, True), Path("x/y"))
+    assert args.config == file
+    args = parse_args(Flags, argv=[f"--config={file}", "--rate=2", "--anneal", "--group.width", "1", "--sizes", "8"])
+    assert (args.rate, args.anneal, args.group, args.sizes, args.total_timesteps) == (2, True, Group(1, True), [8], 7)
+
+
+def test_presets_are_defaults_below_the_config_file_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("preset: small\nrate: 3\n")
+    presets = {"small": {"rate": 0.7, "total_timesteps": 8, "anneal": False}}
+    args = parse_args(Flags, argv=["--preset", "small"], presets=presets)
+    assert (args.preset, args.rate, args.total_timesteps, args.anneal) == ("small", 0.7, 8, False)
+    args = parse_args(Flags, argv=["--config", str(file), "--total-timesteps", "500000"], presets=presets)
+    assert (args.preset, args.rate, args.total_timesteps, args.anneal) == ("small", 3.0, 500_000, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rat: 1", "no flag 'rat'. The flags are .*rate"),
+        ("group: {size: 1}", "no flag 'group.size'"),
+        ("- 1", "expected names and values of flags, found list"),
+        ("a: [", "while parsing"),
+    ],
+)
+def test_invalid_config_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(SystemExit, match=message):
+        parse_args(Flags, argv=["--config", str(tmp_path / "a.yaml")])
+
+
+def test_missing_config_file_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"nowhere\.yaml"):
+        parse_args(Flags, argv=["--config", "nowhere.yaml"])
+
+
+def test_shared_arguments_are_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(TrainArgs, argv=["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Project in Weights & Biases" in shown
+    assert "Record an episode of each evaluation" in shown
+
+
+def test_saved_model_is_readable_without_torch_and_clustergym(tmp_path: Path) -> None:
+    args = Args(tmp_path, save_model=True)
+    shared = torch.ones(2)
+    state = {
+        "agent": {"a.weight": torch.arange(6.0).view(2, 3).T, "b": shared, "c": shared},
+        "statistics": {"n": shared},
+    }
+    Run("x", args, World(), "task", 10).save_model(**state, note="not a tensor")
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert sorted(tensors) == ["agent.a.weight", "agent.b", "agent.c", "statistics.n"]
+    assert tensors["agent.a.weight"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    about = json.loads((tmp_path / "model.json").read_text())
+    assert about["trainer"] == "x"
+    assert about["args"]["total_timesteps"] == 100
+
+
+def test_run_of_a_wandb_sweep_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with RunLogger(tmp_path / "alone", {}) as logger:
+        assert logger._wandb is None
+    monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
+    with RunLogger(tmp_path / "sweep", {}) as logger:
+        logger.scalar("charts/episodic_return", 1.0, 1)
+        assert logger._wandb is not None
+    assert list((tmp_path / "sweep").rglob("*.wandb"))
+
+
+def test_project_and_entity_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+    @dataclass
+    class Tracked(Args):
+        track: bool = True
+        wandb_project_name: str = "mine"
+        wandb_entity: str | None = "team"
+
+    with Run("x", Tracked(tmp_path), World(), "task", 10) as run:
+        assert (run.logger._wandb.project, run.logger._wandb.entity) == ("mine", "team")
 
 
 def test_training_imports_only_common() -> None:

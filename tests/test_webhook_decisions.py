@@ -432,6 +432,17 @@ def test_a_binding_may_only_tighten_the_grant(from_limits: bool) -> None:
         assert annotations["memory.clustergym.io/main"] == expected[1]
 
 
+def test_forged_annotations_cannot_raise_a_grant() -> None:
+    forged = {"clustergym.io/granted-cores": "100", "clustergym.io/granted-memory": "99k"}
+    subject = pod()
+    subject["metadata"]["annotations"] |= forged
+    stored = admitted(subject, HAMI)
+    assert variables(stored)["main"] == {"CUDA_DEVICE_SM_LIMIT": "80", "CUDA_DEVICE_MEMORY_LIMIT_0": "4000m"}
+    plan = plan_binding(stored, "team")
+    assert plan is not None
+    assert (plan.bounds.max_cores, plan.bounds.max_memory_mb) == (80, 4000)
+
+
 def test_feedback_credentials_are_passed_on() -> None:
     stored = admitted(pod(), MPS, grant=Grant("r", 60, 1000, "1", "secret-a"))
     assert stored["metadata"]["annotations"]["clustergym.io/recommendation-token"] == "secret-a"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent_client import TOKEN, agent_server
+from agent_client import Server as Agent
 from clustergym.webhook import BACKENDS, MODES
 from clustergym.webhook.certificates import make_certificates
 from clustergym.webhook.requests import quantity
@@ -59,6 +60,9 @@ class Setup:
     recommender: AgentServer
     metrics: dict[str, str]
     """URL of the metrics of each webhook."""
+    folder: Path
+    ports: dict[str, int]
+    """Ports of the webhooks for which the API server has a client certificate."""
 
     def request_count(self) -> int:
         """Number of requests that the agents have received."""
@@ -126,13 +130,32 @@ def admission_configuration(certificates: Path, ports: list[int]) -> Path:
     return certificates / "admission.yaml"
 
 
+@contextmanager
+def webhook_server(setup: Setup, name: str, backend: str, recommender_url: str | None) -> Iterator[str]:
+    """Run a webhook on one of the ports. Returns the URL of its metrics."""
+    log, metrics_port, certificates = setup.folder / f"{name}.log", free_port(), setup.folder / "tls"
+    api = setup.cluster
+    command = [
+        Path(sys.executable).with_name("clustergym"), "webhook", "--host", "127.0.0.1",
+        "--port", setup.ports[name], "--health-port", free_port(), "--metrics-port", metrics_port,
+        "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
+        "--client-ca", certificates / "client-ca.crt", "--backend", backend,
+        "--agent-url", f"http://{{ip}}:{setup.agent_port}", "--agent-token-file", setup.folder / "agent-token",
+        "--api-server", api.url, "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
+        *([] if recommender_url is None else ["--recommender-url", recommender_url]),
+    ]  # fmt: skip
+    with running(command, log) as process:
+        wait_until(partial(says_running, log), "the webhook", process, log)
+        yield f"http://127.0.0.1:{metrics_port}/metrics"
+
+
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     folder = tmp_path_factory.mktemp("cluster")
     with ExitStack() as stack:
         certificates = folder / "tls"
         make_certificates(certificates, ["127.0.0.1"])
-        ports = {name: free_port() for name in ("down", *BACKENDS)}
+        ports = {name: free_port() for name in ("down", "spare", *BACKENDS)}
         api = stack.enter_context(cluster(folder, admission_configuration(certificates, list(ports.values()))))
         bundle = base64.b64encode((certificates / "ca.crt").read_bytes()).decode()
         token = folder / "agent-token"
@@ -158,22 +181,11 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         recommender = AgentServer("127.0.0.9", port)
         stack.enter_context(served(recommender))
         ports["faulty"] = stack.enter_context(faulty_webhook(certificates))
-        metrics = {}
+        metrics: dict[str, str] = {}
+        found = Setup(api, agents, port, recommender, metrics, folder, ports)
         for backend in BACKENDS:
-            log, metrics_port = folder / f"{backend}.log", free_port()
-            metrics[backend] = f"http://127.0.0.1:{metrics_port}/metrics"
-            command = [
-                Path(sys.executable).with_name("clustergym"), "webhook", "--host", "127.0.0.1",
-                "--port", ports[backend], "--health-port", free_port(), "--metrics-port", metrics_port,
-                "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
-                "--client-ca", certificates / "client-ca.crt", "--backend", backend,
-                "--agent-url", f"http://{{ip}}:{port}", "--agent-token-file", token,
-                "--api-server", api.url, "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
-            ]  # fmt: skip
-            if backend != "mps":
-                command += ["--recommender-url", f"http://127.0.0.9:{port}"]
-            process = stack.enter_context(running(command, log))
-            wait_until(partial(says_running, log), "the webhook", process, log)
+            url = None if backend == "mps" else f"http://127.0.0.9:{port}"
+            metrics[backend] = stack.enter_context(webhook_server(found, backend, backend, url))
         for suite, modes in (("mps", MODES), ("hami", MODES), ("kai", ("Initial",)), ("down", ("Auto",))):
             for mode in modes:
                 label = {"clustergym.io/mode": mode, "suite": suite}
@@ -198,7 +210,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
             return all(len(found) == 2 and found[0].get("env") for found in tried)
 
         wait_until(effective, "the configurations take effect")
-        yield Setup(api, agents, port, recommender, metrics)
+        yield found
 
 
 def made(setup: Setup, subject: dict[str, Any], namespace: str = "mps", **parameters: str) -> dict[str, Any]:
@@ -246,21 +258,28 @@ def test_a_labelled_pod_gets_variables_when_created_and_a_grant_when_bound(setup
     }  # fmt: skip
 
 
-def test_the_real_agent_grants_a_share_and_accepts_feedback(setup: Setup, tmp_path: Path) -> None:
-    """From the creation of a pod to the feedback on its allocation, with real servers only."""
+@pytest.fixture(scope="module")
+def real_agent(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """The real agent of node-real, which is also a recommender."""
     address = f"127.0.0.{10 + AGENT_MODES.index('real')}"
-    with agent_server(tmp_path, "--explore", "off", host=address, port=setup.agent_port) as server:
-        found = bound(setup, made(setup, pod()), "node-real")
-        annotations = found["metadata"]["annotations"]
-        assert annotations["clustergym.io/status"] == "granted"
-        cores = float(annotations["clustergym.io/granted-cores"])
-        memory = float(annotations["clustergym.io/granted-memory"])
-        assert 10 <= cores <= 80
-        assert environment(found) == {CORES: str(int(cores)), MEMORY: f"0={int(memory)}M"}
-        allocation_id = annotations["clustergym.io/allocation-id"]
-        body = {"allocation_id": allocation_id, "actual_usage": 0.5 * cores, "qos_met": True}
-        assert server.post("/feedback", body) == (200, {"status": "accepted", "reward": 1.25})
-        assert server.post("/feedback", body) == (200, {"status": "duplicate", "reward": None})
+    store = tmp_path_factory.mktemp("agent")
+    with agent_server(store, "--explore", "off", host=address, port=setup.agent_port) as server:
+        yield server
+
+
+def test_the_real_agent_grants_a_share_and_accepts_feedback(setup: Setup, real_agent: Agent) -> None:
+    """From the creation of a pod to the feedback on its allocation, with real servers only."""
+    found = bound(setup, made(setup, pod()), "node-real")
+    annotations = found["metadata"]["annotations"]
+    assert annotations["clustergym.io/status"] == "granted"
+    cores = float(annotations["clustergym.io/granted-cores"])
+    memory = float(annotations["clustergym.io/granted-memory"])
+    assert 10 <= cores <= 80
+    assert environment(found) == {CORES: str(int(cores)), MEMORY: f"0={int(memory)}M"}
+    allocation_id = annotations["clustergym.io/allocation-id"]
+    body = {"allocation_id": allocation_id, "actual_usage": 0.5 * cores, "qos_met": True}
+    assert real_agent.post("/feedback", body) == (200, {"status": "accepted", "reward": 1.25})
+    assert real_agent.post("/feedback", body) == (200, {"status": "duplicate", "reward": None})
 
 
 # Grants before scheduling
@@ -294,6 +313,37 @@ def test_a_recommendation_changes_the_requests_before_scheduling(setup: Setup) -
     asked = setup.recommender.seen[-1]
     assert (asked["owner"], asked["cores"]) == (f"hami-initial/Pod/{created['metadata']['name']}", 80)
     assert asked["shadow"] is False
+
+
+def test_the_real_agent_recommends_from_the_history_of_the_owner(setup: Setup, real_agent: Agent) -> None:
+    """Real servers only: feedback on earlier pods of an owner changes what the next pod requests."""
+    with webhook_server(setup, "spare", "hami", f"http://{real_agent.host}:{real_agent.port}"):
+        owner = {"owner": "real-initial/web", "cores": 80, "memory": 4000}
+        for _ in range(40):
+            status, made_before = real_agent.post("/allocate", owner)
+            assert status == 200
+            outcome = {"actual_usage": 10, "qos_met": True, "memory_used": 500}
+            real_agent.post("/feedback", {"allocation_id": made_before["allocation_id"], **outcome})
+        setup.cluster.namespace("real-initial", suite="spare", **{"clustergym.io/mode": "Initial"})
+        bundle = base64.b64encode((setup.folder / "tls" / "ca.crt").read_bytes()).decode()
+        one = configuration("clustergym-spare", setup.ports, bundle, "spare")
+        setup.cluster.create("/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations", one)
+
+        def granted() -> bool:
+            created = made(setup, hami_pod(owner="web"), "real-initial")
+            return "clustergym.io/recommendation-id" in created["metadata"].get("annotations", {})
+
+        wait_until(granted, "the configuration takes effect")
+        created = made(setup, hami_pod(owner="web"), "real-initial")
+        annotations = created["metadata"]["annotations"]
+        cores, memory = counted(created)
+        assert 1 <= cores < 80
+        assert cores == int(float(annotations["clustergym.io/recommended-cores"]))
+        assert memory == int(float(annotations["clustergym.io/recommended-memory"]))
+        # The credential in the pod is good for feedback on this allocation, without the token of the cluster.
+        body = {"allocation_id": annotations["clustergym.io/recommendation-id"], "actual_usage": 10, "qos_met": True}
+        status, answer = real_agent.post("/feedback", body, annotations["clustergym.io/recommendation-token"])
+        assert (status, answer["status"]) == (200, "accepted")
 
 
 def test_kai_annotations_change_before_scheduling(setup: Setup) -> None:

@@ -23,7 +23,8 @@ import pytest
 from cryptography import x509
 
 from clustergym import cli
-from clustergym.webhook.certificates import Reloader, make_certificates
+from clustergym.common.tls import CertificateReloader
+from clustergym.webhook.certificates import make_certificates
 from clustergym.webhook.server import ByteBudget
 from processes import free_port, running, wait_until
 from webhook_pods import pod
@@ -366,7 +367,7 @@ def test_an_incomplete_rotation_keeps_the_old_pair(tmp_path: Path) -> None:
         (live / name).write_bytes((tmp_path / "a" / name).read_bytes())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(live / "tls.crt", live / "tls.key")
-    reloader = Reloader(context, live / "tls.crt", live / "tls.key")
+    reloader = CertificateReloader(context, live / "tls.crt", live / "tls.key")
     assert not reloader.check()
     (live / "tls.crt").write_bytes((tmp_path / "b" / "tls.crt").read_bytes())
     assert not reloader.check()

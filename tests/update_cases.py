@@ -104,6 +104,13 @@ def cut(steps_by_env: list[list[Transition | None]], num_steps: int) -> list[lis
     return [by_time[i : i + num_steps] for i in range(0, len(by_time), num_steps)]
 
 
+def scripts_in(envs: Any) -> list[Script]:
+    """The scripted environments inside a vector environment and its wrappers."""
+    while not isinstance(envs, SyncVectorEnv):
+        envs = envs.envs if hasattr(envs, "envs") else envs.env
+    return [env.unwrapped for env in envs.envs]
+
+
 def equal_parts(order: list[int], count: int) -> list[list[int]]:
     cuts = [int(i * len(order) / count) for i in range(count + 1)]
     return [order[a:b] for a, b in pairwise(cuts)]
@@ -263,7 +270,7 @@ class Case:
         agent = self.make_agent(args)
         runner = self.trainer.Rollouts(args, agent, CPU)
         runner.restart(7)
-        scripts = [env.unwrapped for env in runner.envs.unwrapped.envs]
+        scripts = scripts_in(runner.envs)
         rollouts = [runner.collect() for _ in range(count)]
         steps = cut([transitions(each.journal, args.env_id == NEXT_STEP) for each in scripts], args.num_steps)
         runner.close()
@@ -452,7 +459,7 @@ class AtariCase(Case):
 
     @contextmanager
     def scripted(self) -> Iterator[None]:
-        def make_envs(env_id: str, num_envs: int, training: bool = True, async_envs: bool = False) -> SyncVectorEnv:
+        def make_envs(env_id: str, num_envs: int, **options: Any) -> SyncVectorEnv:
             makers = [
                 partial(Script, gym.spaces.Discrete(4), shape=(4, 84, 84), first_episode=i) for i in range(num_envs)
             ]
@@ -568,7 +575,7 @@ class GpuAllocCase(Case):
             if finished:
                 sums = np.mean(finished, 0)
                 names = ("qos", "efficiency", "oom", "monopoly", "wait_s")
-                charts["charts/episodic_return"] = sums[0]
+                charts |= {"charts/episodic_return": sums[0], "charts/episodic_length": sums[6]}
                 charts |= {f"charts/{name}": sums[1 + i] / sums[6] for i, name in enumerate(names)}
             out.append(charts)
         return out
@@ -967,8 +974,8 @@ class LLMCase(Case):
         return sum(losses) / len(losses)
 
     def balanced_inputs(self, tokens: Tensor, mask: Tensor, n_prompt: int) -> Tensor:
-        """Which inputs of the model take part in the balance loss (B, P + R − 1)."""
-        return torch.ones_like(tokens[:, :-1], dtype=torch.bool)
+        """Inputs of the model that the routers have to balance (B, P + R − 1): no padding after the end token."""
+        return torch.cat([torch.ones_like(tokens[:, :n_prompt], dtype=torch.bool), mask[:, :-1]], 1)
 
     def problem(self, masked: bool = False, kl_coef: float = 0.0, **changes: Any) -> Problem:
         torch.manual_seed(0)
@@ -1069,6 +1076,8 @@ class LLMCase(Case):
         residuals = np.subtract(all_targets, all_values)
         assert metrics == {
             "charts/reward": approx(mean["reward"]),
+            "charts/episodic_return": approx(mean["reward"]),
+            "charts/episodic_length": approx(mean["length"]),
             "charts/penalized_score": approx(mean["score"]),
             "charts/response_tokens": approx(mean["length"]),
             "charts/ended": approx(mean["ended"]),

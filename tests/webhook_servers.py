@@ -58,6 +58,9 @@ class AgentServer(Server):
     def __init__(self, address: str, port: int, mode: str = "good") -> None:
         self.mode = mode
         self.seen: list[dict[str, Any]] = []
+        self.feedback: list[dict[str, Any]] = []
+        """Feedback that was accepted."""
+        self.tokens: list[str] = []
         super().__init__((address, port), AgentHandler)
 
 
@@ -65,9 +68,16 @@ class AgentHandler(Quiet):
     server: AgentServer
 
     def do_POST(self) -> None:
-        request = self.body()
+        request, mode = self.body(), self.server.mode
+        self.server.tokens.append(self.headers["Authorization"])
+        if self.path == "/feedback":
+            if self.headers["Authorization"] != f"Bearer {TOKEN}":
+                return self.reply({"detail": "no"}, 401)
+            if mode == "500":
+                return self.reply({"detail": "broken"}, 500)
+            self.server.feedback.append(request)
+            return self.reply({"status": "accepted", "reward": 1.0})
         self.server.seen.append(request)
-        mode = self.server.mode
         if mode == "slow":
             time.sleep(5)
         if self.path != "/allocate" or self.headers["Authorization"] != f"Bearer {TOKEN}" or mode == "401":

@@ -192,7 +192,7 @@ def generated(model: TinyMoE, rows: dict[str, list[list[int]]], n_tokens: int, s
 
 
 def load_model(path: Path) -> TinyMoE:
-    state = load_checkpoint(path, "ppo_llm-reference")
+    state = load_checkpoint(path, ("ppo_llm-reference", "ppo_llm-model"))
     model = TinyMoE(TinyMoEConfig(**state["model"]))
     model.load_state_dict(state["weights"])
     return model

@@ -55,18 +55,15 @@ DETAILS: list[Detail] = [
         "1",
         "vectorised architecture: num_envs × num_steps; episodes continue in the next rollout",
         "ppo",
-        "self.next_obs = flatten(self.space, next_obs)",
+        "for noise in agent.draw_noise(*shape).unbind():",
         ("test_ppo.py::test_episodes_continue_in_the_next_rollout", ROLLOUT),
         (
             (
-                "        noise = -torch.empty(*shape",
-                "        self.next_obs = flatten(self.space, envs.reset(seed=1)[0])\n"
-                "        noise = -torch.empty(*shape",
+                "            for noise in agent.draw_noise(*shape).unbind():",
+                "            self.restart(1)\n            envs = self.envs\n"
+                "            for noise in agent.draw_noise(*shape).unbind():",
             ),
-            (
-                "                self.next_done = terminated | truncated\n",
-                "                self.next_done = terminated\n",
-            ),
+            ("steps.append(envs.step(actions))", "steps.append(envs.step(actions[:1].expand_as(actions)))"),
         ),
     ),
     Detail(
@@ -119,8 +116,8 @@ DETAILS: list[Detail] = [
             ("return advantages, advantages + values", "return advantages, advantages"),
             ("ends = terminations if args.bootstrap_truncated else dones", "ends = dones"),
             ("ends = terminations if args.bootstrap_truncated else dones", "ends = terminations"),
-            ("return torch.cat([values[1:], next_value[None]])", "return torch.zeros_like(values)"),
-            ("final_values[list(steps), list(envs)] = self.agent.get_value(rows)", "pass"),
+            ("final_values[t, cut] = agent.get_value(last_obs)", "pass"),
+            ("return batch if bool(valid.all()) else batch.take(valid.flatten())", "return batch"),
         ),
     ),
     Detail(
@@ -411,9 +408,9 @@ DETAILS: list[Detail] = [
             ("                    self.statistics.update(next_obs)\n", "                    pass\n"),
             ('            "statistics": self.statistics.state_dict(),\n            "scaler"', '            "scaler"'),
             (
-                "        return clip_action(agent.actor(rollouts.normalize(envs.obs)",
-                "        rollouts.statistics.update(envs.obs)\n"
-                "        return clip_action(agent.actor(rollouts.normalize(envs.obs)",
+                "        return clip_action(agent.actor(rollouts.normalize(obs)",
+                "        rollouts.statistics.update(obs)\n"
+                "        return clip_action(agent.actor(rollouts.normalize(obs)",
             ),
         ),
     ),
@@ -574,11 +571,11 @@ DETAILS: list[Detail] = [
         "early stop",
         "update stops after an epoch whose KL exceeds target_kl",
         "ppo",
-        "if args.target_kl is not None and world.mean(float(approx_kl)) > args.target_kl:",
+        "if args.target_kl is not None and world.mean(approx_kl.item()) > args.target_kl:",
         ("test_ppo.py::test_target_kl_stops_the_update_after_an_epoch",),
         (
-            ("world.mean(float(approx_kl)) > args.target_kl", "False"),
-            ("world.mean(float(approx_kl)) > args.target_kl", "True"),
+            ("world.mean(approx_kl.item()) > args.target_kl", "False"),
+            ("world.mean(approx_kl.item()) > args.target_kl", "True"),
         ),
     ),
     Detail(
@@ -595,10 +592,16 @@ DETAILS: list[Detail] = [
         (
             ("return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)", "return logits"),
             ("MASKED_LOGIT = -1e8", "MASKED_LOGIT = -1.0"),
-            ("logits = mask_logits(logits, masks[step].to(device))", "pass"),
-            ("self.next_mask = action_mask(next_obs, infos)", "pass"),
-            ("mask_logits(logits, mb.masks).log_softmax(-1)", "logits.log_softmax(-1)"),
-            ("mask_logits(logits, flat_masks).log_softmax(-1)", "logits.log_softmax(-1)"),
+            (
+                "(mask_logits(self.get_logits(obs), masks) + noise).argmax(-1)",
+                "(self.get_logits(obs) + noise).argmax(-1)",
+            ),
+            ("mask_logits(logits, masks).log_softmax(-1)", "logits.log_softmax(-1)"),
+            (
+                "return logprobs, categorical_entropy(all_logprobs, masks)",
+                "return logprobs, categorical_entropy(all_logprobs, None)",
+            ),
+            ("obs, masks = envs.obs, envs.masks", "obs, masks = envs.obs, None"),
         ),
     ),
 ]

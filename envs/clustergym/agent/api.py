@@ -2,70 +2,41 @@
 
 from __future__ import annotations
 
-import hmac
+import html
 import json
 import logging
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ValidationError
 
 from clustergym.agent import messages
 from clustergym.agent.messages import PROBLEMS, AllocateRequest, FeedbackRequest
-from clustergym.agent.service import Service
+from clustergym.agent.service import Refused, Service
 from clustergym.agent.store import StoreUnavailable
 
 log = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-Endpoint = Callable[[Any], Awaitable[Response]]
+Endpoint = Callable[[Any, str | None], Awaitable[Response]]
 Endpoints = dict[str, tuple[type[BaseModel], Endpoint]]
-"""Path to (request model, endpoint)."""
+"""Path to (request model, endpoint). An endpoint also gets the allocation id of a feedback credential, or None."""
 
 PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics")
 """Can be read without a token, because probes and scrapers have none."""
 DOCUMENT_PATHS = ("/docs", "/openapi.json")
+FEEDBACK_PATH = "/feedback"
 
 
-class BearerToken:
-    """The token that clients must send. Its file is read again when it changes."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._expected: bytes | None = None
-        self._file_version: tuple[int, int] | None = None
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Read the file if it has changed. Once there is a token, an unreadable or empty file does not remove it."""
-        if self.path is None:
-            return
-        try:
-            status = self.path.stat()
-            file_version = status.st_mtime_ns, status.st_ino
-            if file_version == self._file_version:
-                return
-            token = self.path.read_text().strip()
-        except OSError as error:
-            if self._expected is None:
-                raise ValueError(f"--token-file {self.path} cannot be read: {error}") from None
-            log.warning("token file %s cannot be read, the old token stays valid: %s", self.path, error)
-            return
-        if token:
-            self._expected, self._file_version = f"Bearer {token}".encode(), file_version
-        elif self._expected is None:
-            raise ValueError(f"--token-file {self.path} is empty: expected a token")
-
-    def accepts(self, header: bytes) -> bool:
-        """Check an Authorization header in constant time."""
-        return self._expected is None or hmac.compare_digest(header, self._expected)
+class Disconnected(Exception):
+    """The client has gone before it has sent the whole body."""
 
 
 class AccessMiddleware:
@@ -75,10 +46,11 @@ class AccessMiddleware:
     take longer than the decision.
     """
 
-    def __init__(self, app: Any, service: Service, token: BearerToken, endpoints: Endpoints) -> None:
-        self.app, self.service, self.token = app, service, token
+    def __init__(self, app: Any, service: Service, endpoints: Endpoints) -> None:
+        self.app, self.service = app, service
         self.endpoints = {
-            path: (model, endpoint, service.seconds.labels(path)) for path, (model, endpoint) in endpoints.items()
+            path: (model, endpoint, service.metrics.seconds.labels(path))
+            for path, (model, endpoint) in endpoints.items()
         }
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -91,10 +63,16 @@ class AccessMiddleware:
             return
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         reads = method in ("GET", "HEAD")
-        if not (reads and path in PUBLIC_PATHS) and not self.token.accepts(headers.get(b"authorization", b"")):
+        authorization = headers.get(b"authorization", b"")
+        if path == FEEDBACK_PATH and method == "POST":
+            credential_for = self.service.credentials.allocation_of(authorization)
+        else:
+            credential_for = None
+        public = reads and path in PUBLIC_PATHS
+        if not public and credential_for is None and not self.service.tokens.accepts(authorization):
             refusal = self.refuse(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
         elif path in self.endpoints and method == "POST":
-            await self.post(scope, headers, receive, send)
+            await self.post(scope, headers, credential_for, receive, send)
             return
         elif path in (*PUBLIC_PATHS, *DOCUMENT_PATHS) and reads:
             await self.app(scope, receive, send)
@@ -106,15 +84,20 @@ class AccessMiddleware:
             refusal = self.refuse(404, f"no such path; the paths are {', '.join((*self.endpoints, *PUBLIC_PATHS))}")
         await refusal(scope, receive, send)
 
-    async def post(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
+    async def post(
+        self, scope: Any, headers: dict[bytes, bytes], credential_for: str | None, receive: Receive, send: Send
+    ) -> None:
         """Call an endpoint with the validated body."""
         start = time.perf_counter()
         model, endpoint, seconds = self.endpoints[scope["path"]]
-        body = await self.read_body(headers, receive)
+        try:
+            body = await self.read_body(headers, receive)
+        except Disconnected:
+            return
         if body is None:
             response = self.refuse(413, f"the body is longer than {self.service.settings.max_body_bytes} bytes")
         else:
-            response = await self.call(model, endpoint, body)
+            response = await self.call(model, endpoint, body, credential_for)
         await response(scope, receive, send)
         seconds.observe(time.perf_counter() - start)
 
@@ -127,24 +110,34 @@ class AccessMiddleware:
         body, more = b"", True
         while more and len(body) <= limit:
             message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
             body += message.get("body", b"")
             more = message.get("more_body", False)
         return body if len(body) <= limit else None
 
-    async def call(self, model: type[BaseModel], endpoint: Endpoint, body: bytes) -> Response:
+    async def call(
+        self, model: type[BaseModel], endpoint: Endpoint, body: bytes, credential_for: str | None
+    ) -> Response:
         try:
-            return await endpoint(model.model_validate_json(body))
+            return await endpoint(model.model_validate_json(body), credential_for)
         except ValidationError as error:
             problems = [
                 {"where": list(map(str, one["loc"])), "problem": one["msg"], "type": one["type"]}
                 for one in error.errors()
             ]
             return self.refuse(400 if problems[0]["type"] == "json_invalid" else 422, problems)
+        except Refused as error:
+            return self.refuse(error.status, str(error))
         except StoreUnavailable as error:
             return self.refuse(503, str(error))
+        except sqlite3.Error as error:
+            self.service.store.problem = str(error)
+            log.error("the store cannot be read: %s", error)
+            return self.refuse(503, f"the store cannot be read: {error}")
 
     def refuse(self, status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
-        self.service.refused.labels(str(status)).inc()
+        self.service.metrics.refused.labels(str(status)).inc()
         # The client may still be sending a body that nobody will read: close the connection.
         closing = {"connection": "close"} if status in (401, 404, 405, 413) else {}
         return JSONResponse({"detail": detail}, status, closing | (headers or {}))
@@ -154,25 +147,74 @@ def json_response(document: dict[str, Any]) -> Response:
     return Response(json.dumps(document), media_type="application/json")
 
 
-def create_app(
-    service: Service, token: BearerToken, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
-) -> FastAPI:
+def document_page(document: dict[str, Any]) -> str:
+    """The OpenAPI document as a page without scripts: it can be read on a node without access to the internet."""
+    operations = [
+        f"<tr><td><code>{method.upper()} {html.escape(path)}</code></td>"
+        f"<td>{html.escape(operation.get('description', ''))}</td></tr>"
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    schemas = []
+    for name, schema in document["components"]["schemas"].items():
+        required = schema.get("required", [])
+        rows = [
+            f"<tr><td><code>{html.escape(field)}</code>{' *' if field in required else ''}</td>"
+            f"<td><code>{html.escape(_type_of(content))}</code></td>"
+            f"<td>{html.escape(content.get('description', ''))}</td></tr>"
+            for field, content in schema.get("properties", {}).items()
+        ]
+        schemas.append(
+            f"<h2>{html.escape(name)}</h2><p>{html.escape(schema.get('description', ''))}</p>"
+            f"<table><tr><th>field</th><th>type</th><th></th></tr>{''.join(rows)}</table>"
+        )
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8><title>clustergym agent: API</title>"
+        "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
+        "table{border-collapse:collapse}td,th{border:1px solid #bbb;padding:.3em .6em;text-align:left}</style>"
+        f"<h1>{html.escape(document['info']['title'])}</h1><p>* is required. The same document for programs: "
+        f"<a href=openapi.json>openapi.json</a></p><table>{''.join(operations)}</table>{''.join(schemas)}</html>"
+    )
+
+
+def _type_of(content: dict[str, Any]) -> str:
+    """Type, limits and default of a field, as text."""
+    kinds = [content, *content.get("anyOf", [])]
+    text = " or ".join(kind["type"] for kind in kinds if "type" in kind) or "any"
+    limits = {"exclusiveMinimum": ">", "minimum": "≥", "maximum": "≤"}
+    for kind in kinds:
+        text += "".join(f" {sign} {kind[key]:g}" for key, sign in limits.items() if key in kind)
+    return text + (f", default {json.dumps(content['default'])}" if "default" in content else "")
+
+
+def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """The FastAPI application of a service."""
-    app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, redoc_url=None)
-    security: dict[str, Any] = {"security": [{"bearer": []}]} if token.path is not None else {}
+    app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, docs_url=None, redoc_url=None)
+    security: dict[str, Any] = {"security": [{"bearer": []}]} if service.tokens.path is not None else {}
 
     @app.post("/allocate", response_model=messages.AllocateResponse, responses=PROBLEMS, openapi_extra=security)
     async def allocate(request: AllocateRequest) -> Response:
         """Decide what a pod gets."""
         made = await service.allocate(request)
         return json_response(
-            {"allocation_id": made.id, "cores": made.cores, "memory": made.memory_mb, "policy_version": made.version}
-        )
+            {
+                "allocation_id": made.id, "cores": made.cores, "memory": made.memory_mb,
+                "policy_version": made.version, "gpu": made.gpu, "decided_by": made.decided_by,
+                "recommended_cores": made.advised_cores, "recommended_memory": made.advised_memory_mb,
+                "feedback_token": service.credentials.issue(made.id),
+            }
+        )  # fmt: skip
 
-    @app.post("/feedback", response_model=messages.FeedbackResponse, responses=PROBLEMS, openapi_extra=security)
+    @app.post(FEEDBACK_PATH, response_model=messages.FeedbackResponse, responses=PROBLEMS, openapi_extra=security)
     async def feedback(request: FeedbackRequest) -> Response:
         """Report the outcome of an allocation. Only the first report has an effect."""
-        status, reward = await service.feedback(request)
+        raise NotImplementedError("called by the middleware")
+
+    async def answer_allocate(request: AllocateRequest, _: str | None) -> Response:
+        return await allocate(request)
+
+    async def answer_feedback(request: FeedbackRequest, credential_for: str | None) -> Response:
+        status, reward = await service.feedback(request, credential_for)
         return json_response({"status": status, "reward": reward})
 
     @app.get("/healthz")
@@ -181,26 +223,34 @@ def create_app(
         return {"status": "ok"}
 
     @app.get("/readyz", responses={503: PROBLEMS[503]})
-    async def readyz() -> dict[str, Any]:
-        """Whether decisions can be made. Degraded without GPU telemetry or without the learner process."""
-        service.store.count("readiness-checks")
-        await service.store.committed()
-        problems = service.problems()
-        status = "degraded" if problems else "ready"
-        return {"status": status, "reasons": problems, "policy_version": service.policy.version}
+    async def readyz() -> Any:
+        """Whether decisions can be made; the reasons if not, or if something that is not essential is missing."""
+        reasons, status = service.problems(), 200
+        try:
+            service.store.count("readiness-checks")
+            await service.store.committed()
+        except StoreUnavailable as error:
+            reasons, status = [str(error), *reasons], 503
+        text = "not ready" if status == 503 else "degraded" if reasons else "ready"
+        document = {"status": text, "reasons": reasons, "policy_version": service.policy.version}
+        return JSONResponse(document, status)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(service.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.exception_handler(StoreUnavailable)
-    async def store_unavailable(_: Any, error: StoreUnavailable) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, status_code=503)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     document = app.openapi()
     if security:
         document.setdefault("components", {})["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    endpoints: Endpoints = {"/allocate": (AllocateRequest, allocate), "/feedback": (FeedbackRequest, feedback)}
-    app.add_middleware(AccessMiddleware, service=service, token=token, endpoints=endpoints)
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> str:
+        return document_page(document)
+
+    endpoints: Endpoints = {
+        "/allocate": (AllocateRequest, answer_allocate),
+        FEEDBACK_PATH: (FeedbackRequest, answer_feedback),
+    }
+    app.add_middleware(AccessMiddleware, service=service, endpoints=endpoints)
     return app

@@ -10,7 +10,7 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clustergym.agent.logs import setup_logging
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import connect, exclusive_lock
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
@@ -25,8 +26,11 @@ from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save
 log = logging.getLogger(__name__)
 
 CHECKPOINT_KIND = "ppo_gpu_alloc_online"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 PR_SET_PDEATHSIG = 1
+
+
+NUMBERS = ("through", "skipped")
+"""Fields of :class:`Experiences` that are no tensors."""
 
 
 @dataclass
@@ -37,14 +41,21 @@ class Experiences:
     actions: Tensor
     logprobs: Tensor
     rewards: Tensor
+    """Rewards of the sampled actions; estimated where the pod got something else (shadow mode, rails)."""
+    values: Tensor
+    """V(obs) when the decisions were made."""
+    next_obs: Tensor
+    """Observations when the feedback arrived."""
+    dones: Tensor
+    """Always false, because a node has no episodes."""
     through: int
     """Sequence number of the last feedback."""
     skipped: int = 0
     """Number of experiences before ``through`` that were left out because their policy is too old."""
 
     def to(self, device: torch.device) -> Experiences:
-        tensors = {name: getattr(self, name).to(device) for name in ("obs", "actions", "logprobs", "rewards")}
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if name not in NUMBERS}
+        return replace(self, **moved)
 
 
 State = dict[str, Any]
@@ -76,14 +87,14 @@ class ExperienceReader:
     def read(self, learned_through: int, version: int) -> Experiences | None:
         """The next batch that has not been learned from, or None if there are not enough experiences yet."""
         rows = self.connection.execute(
-            "SELECT f.seq, a.obs, a.action, a.log_prob, f.reward "
+            "SELECT f.seq, a.obs, a.action, a.log_prob, f.advised_reward, a.value, f.next_obs, f.done "
             "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
             "WHERE f.seq > ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
             (max(learned_through, self._position), version - self.settings.max_policy_lag, self.settings.max_batch),
         ).fetchall()
         if not rows:
             return None
-        seqs, obs, actions, logprobs, rewards = zip(*rows, strict=True)
+        seqs, obs, actions, logprobs, rewards, values, next_obs, dones = zip(*rows, strict=True)
         self._position = seqs[0] - 1
         if len(rows) < self.settings.batch_size:
             return None
@@ -92,20 +103,21 @@ class ExperienceReader:
             "SELECT count(*) FROM feedback WHERE seq > ? AND seq <= ? AND learnable", (learned_through, through)
         ).fetchone()
         return Experiences(
-            torch.from_numpy(np.stack([np.frombuffer(one, np.float32) for one in obs])),
-            torch.from_numpy(np.stack([np.frombuffer(one, np.float32) for one in actions])),
-            torch.tensor(logprobs),
-            torch.tensor(rewards),
-            through,
-            waiting - len(rows),
-        )
+            obs=_stack(obs), actions=_stack(actions), logprobs=torch.tensor(logprobs), rewards=torch.tensor(rewards),
+            values=torch.tensor(values), next_obs=_stack(next_obs), dones=torch.tensor(dones, dtype=torch.bool),
+            through=through, skipped=waiting - len(rows),
+        )  # fmt: skip
+
+
+def _stack(rows: Sequence[bytes]) -> Tensor:
+    return torch.from_numpy(np.stack([np.frombuffer(row, np.float32) for row in rows]))
 
 
 def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: OpenLogger, parent_pid: int) -> None:
     """Main function of the learner process. The process ends when its parent ends, even if the parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    setup_logging()
     # Requests have priority over learning.
     os.nice(10)
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_REQUEST_MB = float(1 << 20)
+DEFAULT_OWNER = "default"
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 FeedbackStatus = Literal["accepted", "duplicate", "unknown", "expired", "stale"]
 
@@ -16,13 +17,21 @@ class AllocateRequest(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    owner: Text = Field(description="Workload of the pod. The decision uses the feedback on its earlier pods")
+    owner: Text = Field(
+        default=DEFAULT_OWNER, description="Workload of the pod. The decision uses the feedback on its earlier pods"
+    )
     cores: float = Field(gt=0, le=100, description="Requested share of the GPU's SMs in %")
     memory: float = Field(gt=0, le=MAX_REQUEST_MB, description="Requested GPU memory in MB")
     qos_class: Annotated[str, Field(max_length=64)] = Field(
         default="latency-sensitive", description="best-effort (also BE, BestEffort, Burstable) or latency-sensitive"
     )
     request_id: Text | None = Field(default=None, description="Requests with the same id get the same allocation")
+    gpu: int | None = Field(default=None, ge=0, le=1023, description="Index of the GPU. Default: the least loaded one")
+    shadow: bool = Field(default=False, description="Grant the request, and only report what would have been granted")
+    min_cores: float | None = Field(default=None, ge=0, le=100, description="The grant is at least this")
+    max_cores: float | None = Field(default=None, gt=0, le=100, description="The grant is at most this")
+    min_memory: float | None = Field(default=None, ge=0, le=MAX_REQUEST_MB, description="The grant is at least this")
+    max_memory: float | None = Field(default=None, gt=0, le=MAX_REQUEST_MB, description="The grant is at most this")
 
 
 class AllocateResponse(BaseModel):
@@ -32,6 +41,11 @@ class AllocateResponse(BaseModel):
     cores: float
     memory: float
     policy_version: int
+    gpu: int = Field(description="Index of the GPU whose load and memory size were used")
+    decided_by: str = Field(description="What determined the grant: policy, vpa, request or shadow")
+    recommended_cores: float = Field(description="What would be granted without shadow mode")
+    recommended_memory: float = Field(description="What would be granted without shadow mode")
+    feedback_token: str = Field(description="Bearer token that is valid for the feedback on this allocation only")
 
 
 class FeedbackRequest(BaseModel):
@@ -39,7 +53,11 @@ class FeedbackRequest(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    allocation_id: Text
+    allocation_id: Text | None = Field(
+        default=None,
+        description="Default: the allocation of the feedback token, otherwise the only open allocation of the owner",
+    )
+    owner: Text = Field(default=DEFAULT_OWNER, description="Used only without an allocation id")
     actual_usage: float = Field(
         ge=0, le=100, description="Share of the GPU (not of the allocation) that was used, in %"
     )
@@ -68,7 +86,9 @@ class ProblemResponse(BaseModel):
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": ProblemResponse, "description": "The body is not JSON"},
     401: {"model": ProblemResponse, "description": "Missing or wrong bearer token"},
+    403: {"model": ProblemResponse, "description": "The feedback token is for another allocation"},
+    409: {"model": ProblemResponse, "description": "More than one open allocation: the feedback needs an id"},
     413: {"model": ProblemResponse, "description": "The body is too long"},
     422: {"model": ProblemResponse, "description": "A value in the body is invalid"},
-    503: {"model": ProblemResponse, "description": "The store cannot be written; nothing was decided"},
+    503: {"model": ProblemResponse, "description": "The store cannot be used; nothing was decided"},
 }

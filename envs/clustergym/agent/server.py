@@ -6,25 +6,28 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
-import sqlite3
 import ssl
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from clustergym.agent.clock import DAY_S
 from clustergym.agent.learner import CHECKPOINT_KIND, LearnerProcess, LearnOnce, OpenLogger, State
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import DATABASE_NAME, Store, exclusive_lock
+from clustergym.agent.store import DATABASE_NAME, Store, exclusive_lock, set_aside_if_corrupt
 from clustergym.agent.telemetry import Telemetry
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 from clustergym.common.extras import require
+from clustergym.common.tls import CertificateReloader
 
 if TYPE_CHECKING:
-    from clustergym.agent.api import BearerToken
+    import uvicorn
+
+    from clustergym.agent.connections import ConnectionPool
     from clustergym.agent.service import Policy, Service
 
 log = logging.getLogger(__name__)
@@ -53,36 +56,47 @@ def serve(
     """
     for module in ("fastapi", "prometheus_client", "uvicorn"):
         require(module, "agent")
-    import uvicorn
 
-    from clustergym.agent.api import BearerToken, create_app
+    from clustergym.agent.api import create_app
+    from clustergym.agent.connections import ConnectionLimits, ConnectionPool, Loop, listen, reserve_files
+    from clustergym.agent.credentials import BearerTokens
     from clustergym.agent.service import Service
 
     settings.check()
     torch.set_num_threads(1)
+    tokens = BearerTokens(settings.token_file, settings.token_overlap_s)
+    reserve_files(settings.max_connections)
+    pool = ConnectionPool(ConnectionLimits(settings.max_connections, settings.read_timeout_s, settings.write_timeout_s))
+    os.umask(0o077)
     settings.store.mkdir(parents=True, exist_ok=True)
     checkpoint = settings.store / CHECKPOINT_NAME
     with exclusive_lock(settings.store / "agent.lock"), contextlib.ExitStack() as stack:
         if not resume and (settings.store / DATABASE_NAME).exists():
             raise ValueError(f"{settings.store} has been used: drop --no-resume to resume it, or use another --store")
-        token = BearerToken(settings.token_file)
+        listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port, pool)))
         if not checkpoint.exists():
             save_checkpoint(checkpoint, CHECKPOINT_KIND, initial_state())
-        policy = make_policy(load_checkpoint(checkpoint, CHECKPOINT_KIND))
-        store = Store(settings.store, settings.durability)
-        telemetry = Telemetry(settings.gpu_index, settings.telemetry_s)
+        state = load_checkpoint(checkpoint, CHECKPOINT_KIND)
+        aside = set_aside_if_corrupt(settings.store)
+        store = Store(settings.store, settings.durability, DAY_S * settings.retention_days, settings.accept_clock_jump)
+        store.number_feedback_after(state["learned_through"])
+        telemetry = Telemetry(settings.gpus, settings.telemetry_s)
         stack.callback(telemetry.stop)
         learner = None
-        if settings.explore != "off" and not settings.shadow:
+        if settings.explore != "off":
             learner = LearnerProcess(settings, learn_once, open_logger)
             stack.callback(learner.stop)
-        service = Service(settings, store, telemetry, policy, learner, seed)
+        service = Service(settings, store, telemetry, make_policy(state), learner, tokens, pool, seed)
+        if aside is not None:
+            service.task_problems["store"] = f"the database was corrupt at the start and is now {aside}"
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
+            follow = PolicyFollower(service, checkpoint, make_policy)
             tasks = [
-                asyncio.create_task(follow_files(service, token, checkpoint, make_policy)),
-                asyncio.create_task(run_maintenance(service)),
+                asyncio.create_task(repeat(service, "policy", 0.25, follow)),
+                asyncio.create_task(repeat(service, "credentials", 0.25, lambda: refresh_credentials(service))),
+                asyncio.create_task(repeat(service, "maintenance", 1.0, lambda: run_maintenance(service))),
             ]
             yield
             for task in tasks:
@@ -90,49 +104,108 @@ def serve(
             await asyncio.gather(*tasks, return_exceptions=True)
             store.close()
 
-        app = create_app(service, token, lifespan)
-        # uvicorn raises a signal again after it has shut down. As KeyboardInterrupt, SIGTERM lets this function return.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        config = make_config(settings, create_app(service, lifespan), pool)
+        if config.ssl is not None and settings.tls_cert is not None and settings.tls_key is not None:
+            service.certificate = CertificateReloader(
+                config.ssl, settings.tls_cert, settings.tls_key, settings.client_ca
+            )
+        Loop.handshake_timeout_s = settings.read_timeout_s
         # Objects made so far live as long as the process: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
-        uvicorn.run(
-            app,
-            host=settings.host,
-            port=settings.port,
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=10,
-            timeout_keep_alive=75,
-            ssl_certfile=settings.tls_cert,
-            ssl_keyfile=settings.tls_key,
-            ssl_ca_certs=None if settings.client_ca is None else str(settings.client_ca),
-            ssl_cert_reqs=ssl.CERT_NONE if settings.client_ca is None else ssl.CERT_REQUIRED,
-        )
+        log.info("listening on %s, port %s", settings.host, listener.getsockname()[1])
+        run(config, listener)
 
 
-async def follow_files(
-    service: Service, token: BearerToken, checkpoint: Path, make_policy: Callable[[State], Policy]
-) -> None:
-    """Load new versions of the policy and of the token, four times per second."""
-    loaded = checkpoint.stat().st_mtime_ns
+def make_config(settings: ServerSettings, app: Any, pool: ConnectionPool) -> uvicorn.Config:
+    """The configuration of uvicorn."""
+    import uvicorn
+
+    from clustergym.agent.connections import BACKLOG, make_protocol
+
+    config = uvicorn.Config(
+        app,
+        http=make_protocol(pool),
+        ws="none",
+        backlog=BACKLOG,
+        access_log=False,
+        log_config=None,
+        timeout_graceful_shutdown=10,
+        timeout_keep_alive=75,
+        server_header=False,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
+        ssl_ca_certs=None if settings.client_ca is None else str(settings.client_ca),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.client_ca is None else ssl.CERT_REQUIRED,
+    )
+    config.load()
+    if config.ssl is not None:
+        config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
+    return config
+
+
+def run(config: uvicorn.Config, listener: Any) -> None:
+    """Serve until a signal arrives. SIGTERM and SIGINT let this function return, however often they are sent."""
+    import uvicorn
+
+    from clustergym.agent.connections import Loop
+
+    class Server(uvicorn.Server):
+        """Does not raise signals again after the shutdown: what follows the server must run."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Any:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: setattr(self, "should_exit", True))
+            yield
+
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        runner.run(Server(config).serve(sockets=[listener]))
+
+
+async def repeat(service: Service, name: str, interval_s: float, task: Callable[[], Awaitable[None]]) -> None:
+    """Run a task again and again. A failure is logged, counted and shown by /readyz until the task succeeds."""
     while True:
-        await asyncio.sleep(0.25)
-        token.refresh()
-        newest = checkpoint.stat().st_mtime_ns
-        if newest != loaded:
-            loaded = newest
-            service.policy = make_policy(load_checkpoint(checkpoint, CHECKPOINT_KIND))
+        await asyncio.sleep(interval_s)
+        try:
+            await task()
+            service.task_problems.pop(name, None)
+        except Exception as error:  # whatever it is, the next run may succeed
+            problem = f"{type(error).__name__}: {error}"
+            if service.task_problems.get(name) != problem:
+                log.error("the background task %r failed and is tried again: %s", name, problem)
+            service.task_problems[name] = problem
+            service.metrics.task_failures.labels(name).inc()
+
+
+class PolicyFollower:
+    """Loads new versions of the policy. A file that cannot be loaded is tried again; the old policy stays."""
+
+    def __init__(self, service: Service, checkpoint: Path, make_policy: Callable[[State], Policy]) -> None:
+        self.service, self.checkpoint, self.make_policy = service, checkpoint, make_policy
+        self._loaded = checkpoint.stat().st_mtime_ns
+
+    async def __call__(self) -> None:
+        newest = self.checkpoint.stat().st_mtime_ns
+        if newest != self._loaded:
+            self.service.policy = self.make_policy(load_checkpoint(self.checkpoint, CHECKPOINT_KIND))
+            self._loaded = newest
+
+
+async def refresh_credentials(service: Service) -> None:
+    """Read the token file and the certificate again if they have changed."""
+    service.tokens.refresh()
+    if service.certificate is not None:
+        service.certificate.check()
 
 
 async def run_maintenance(service: Service) -> None:
-    """Once per second: shrink the log of the database, delete old rows, restart a dead learner process."""
-    while True:
-        await asyncio.sleep(1.0)
-        try:
-            await service.store.shrink_log()
-            service.store.delete_before(time.time() - 86_400 * service.settings.retention_days)
-        except sqlite3.Error as error:
-            log.warning("maintenance of the store failed: %s", error)
-        if service.learner is not None and service.learner.restart_if_dead():
-            service.learner_restarts.inc()
+    """Restart a dead learner process, shrink the log of the database, delete old rows."""
+    if service.learner is not None and service.learner.restart_if_dead():
+        service.metrics.learner_restarts.inc()
+    store = service.store
+    await store.shrink_log()
+    oldest_s = store.clock.now() - DAY_S * service.settings.retention_days
+    while store.delete_before(oldest_s):
+        # Small batches: requests wait for one of them at most.
+        await asyncio.sleep(0.02)

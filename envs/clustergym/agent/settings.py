@@ -18,15 +18,24 @@ class ServerSettings:
     store: Path = Path("runs/ppo_gpu_alloc_online")
     """Folder for the database and the checkpoint. An existing store is resumed."""
     token_file: Path | None = None
-    """File with the bearer token that clients must send. It is read again when it changes."""
+    """File with the bearer tokens that clients may send, one per line. It is read again when it changes, and must not
+    be readable by every user."""
+    token_overlap_s: float = 300.0
+    """Seconds for which a token is still accepted after it was removed from the file."""
     tls_cert: Path | None = None
-    """Serve HTTPS with this certificate (PEM)."""
+    """Serve HTTPS with this certificate (PEM). It is loaded again when it changes."""
     tls_key: Path | None = None
     """Private key of the certificate."""
     client_ca: Path | None = None
     """Require client certificates signed by this authority (mutual TLS)."""
     max_body_bytes: int = 16_384
     """Maximum size of a request body."""
+    max_connections: int = 512
+    """Maximum number of open connections. If there are more, the one that has been idle longest is closed."""
+    read_timeout_s: float = 5.0
+    """Maximum seconds for a client to send a request, and for a TLS handshake."""
+    write_timeout_s: float = 10.0
+    """Maximum seconds for which a client may leave an answer unread."""
 
     explore: Literal["off", "best-effort", "all"] = "all"
     """Pods whose allocations are sampled and learned from. All other pods get the mean action."""
@@ -36,12 +45,14 @@ class ServerSettings:
     """Feedback is expired if it arrives more than this many seconds after the allocation."""
     telemetry_s: float = 0.5
     """Seconds between two samples of the GPU load. 0: sample at each request."""
-    gpu_index: int = 0
-    """Index of the shared GPU."""
+    gpus: tuple[int, ...] = ()
+    """Indices of the shared GPUs. Default: all GPUs of the node."""
     durability: Literal["process", "power"] = "process"
     """What an answered request survives: process is a killed process, power also a power failure (with fsync)."""
     retention_days: float = 30.0
     """Allocations older than this are deleted from the store."""
+    accept_clock_jump: bool = False
+    """Trust the system clock even if it is far from the last time in the store."""
 
     batch_size: int = 32
     """Number of experiences that an update waits for."""
@@ -62,7 +73,12 @@ class ServerSettings:
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (self.client_ca and not self.tls_cert):
             raise ValueError("--tls-cert and --tls-key must be given together, and --client-ca requires both")
-        check_positive(self, "ttl_s", "batch_size", "max_body_bytes", "retention_days", "update_interval_s")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}: expected 0 to 65535")
+        check_positive(
+            self, "ttl_s", "batch_size", "max_body_bytes", "retention_days", "update_interval_s", "max_connections",
+            "read_timeout_s", "write_timeout_s",
+        )  # fmt: skip
         if self.max_batch < self.batch_size:
             raise ValueError(f"--max-batch {self.max_batch} is less than --batch-size {self.batch_size}")
 

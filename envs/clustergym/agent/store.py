@@ -7,24 +7,28 @@ import contextlib
 import fcntl
 import hmac
 import logging
+import os
 import re
+import secrets
 import sqlite3
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from clustergym.agent.clock import DAY_S, Clock
 from clustergym.gpu_allocation.history import new_history, remember
 
 log = logging.getLogger(__name__)
 
 DATABASE_NAME = "store.db"
-STORE_SCHEMA = 1
+STORE_SCHEMA = 2
 MAX_CACHED_ALLOCATIONS = 100_000
 MAX_CACHED_OWNERS = 50_000
 _ALLOCATION_ID = re.compile(r"([0-9a-f]{1,15})-([0-9a-f]{32})")
@@ -45,6 +49,12 @@ class Allocation:
     memory_mb: float
     version: int
     learnable: bool
+    gpu: int = 0
+    advised_cores: float = 0.0
+    """What the policy and its rails advise. The pod gets it unless something else decides (``decided_by``)."""
+    advised_memory_mb: float = 0.0
+    decided_by: str = "policy"
+    """What determined the grant: policy, vpa, request or shadow."""
     feedback: str | None = None
 
     @property
@@ -65,6 +75,26 @@ class Feedback(NamedTuple):
     reward: float
     needed: float
     """Cores that the pod needed / requested cores."""
+    advised_reward: float
+    """Reward of the advised allocation. It is an estimate where the pod got something else."""
+    advised_qos: bool
+    """Whether the pod would have met its objective with the advised allocation."""
+    regret: float
+    """Reward of the best allocation in hindsight minus ``advised_reward``."""
+    next_obs: bytes
+    """Observation when the feedback arrived: the same request, the load and the history at that time."""
+    done: bool
+    """Always false: a node has no episodes."""
+
+
+class Experience(NamedTuple):
+    """What the policy saw and did, for learning. Field names are column names."""
+
+    obs: NDArray[Any]
+    action: NDArray[Any]
+    log_prob: float
+    value: float
+    """V(obs) at the time of the decision."""
 
 
 TABLES = """
@@ -73,30 +103,39 @@ CREATE TABLE IF NOT EXISTS allocations (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL, request_id TEXT, created_s REAL NOT NULL,
     owner TEXT NOT NULL, asked_cores REAL NOT NULL, asked_memory_mb REAL NOT NULL, sensitive INTEGER NOT NULL,
     obs BLOB NOT NULL, action BLOB NOT NULL, log_prob REAL NOT NULL, version INTEGER NOT NULL,
-    learnable INTEGER NOT NULL, cores REAL NOT NULL, memory_mb REAL NOT NULL);
+    learnable INTEGER NOT NULL, cores REAL NOT NULL, memory_mb REAL NOT NULL, value REAL NOT NULL DEFAULT 0,
+    gpu INTEGER NOT NULL DEFAULT 0, advised_cores REAL NOT NULL DEFAULT 0, advised_memory_mb REAL NOT NULL DEFAULT 0,
+    decided_by TEXT NOT NULL DEFAULT 'policy');
 CREATE UNIQUE INDEX IF NOT EXISTS requests ON allocations (request_id) WHERE request_id IS NOT NULL;
 CREATE TABLE IF NOT EXISTS feedback (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, allocation INTEGER NOT NULL UNIQUE REFERENCES allocations (seq),
     received_s REAL NOT NULL, status TEXT NOT NULL, usage REAL NOT NULL, qos_met INTEGER NOT NULL,
     pods INTEGER NOT NULL, memory_used_mb REAL NOT NULL, oom INTEGER NOT NULL, reward REAL NOT NULL,
-    needed REAL NOT NULL, learnable INTEGER NOT NULL);
+    needed REAL NOT NULL, learnable INTEGER NOT NULL, advised_reward REAL NOT NULL DEFAULT 0,
+    advised_qos INTEGER NOT NULL DEFAULT 0, regret REAL NOT NULL DEFAULT 0, next_obs BLOB NOT NULL DEFAULT x'',
+    done INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, history BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 ALLOCATION_COLUMNS = (
     "a.seq, a.token, a.created_s, a.owner, a.asked_cores, a.asked_memory_mb, a.sensitive, a.cores, a.memory_mb, "
-    "a.version, a.learnable, f.status"
+    "a.version, a.learnable, a.gpu, a.advised_cores, a.advised_memory_mb, a.decided_by, f.status"
 )
 """Columns of an :class:`Allocation`, in the order of its fields."""
 INSERT_FEEDBACK = (
     f"INSERT INTO feedback (allocation, status, {', '.join(Feedback._fields)}, learnable) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    f"VALUES ({', '.join('?' * (len(Feedback._fields) + 3))})"
 )
 
 
 def connect(folder: Path, durability: str) -> sqlite3.Connection:
     """Open the database in write-ahead mode, so that the learner can read while the server writes."""
-    connection = sqlite3.connect(folder / DATABASE_NAME, isolation_level=None, timeout=1.0, check_same_thread=False)
+    path = folder / DATABASE_NAME
+    if not path.exists():
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    path.chmod(0o600)  # the log and the shared memory of SQLite get the same mode
+    connection = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
     # A commit writes whole pages: small pages mean less to write.
     connection.execute("PRAGMA page_size = 2048")
     connection.execute("PRAGMA journal_mode = WAL")
@@ -121,6 +160,33 @@ class StoreUnavailable(Exception):
     """A transaction failed, and none of its requests took effect."""
 
 
+def set_aside_if_corrupt(folder: Path) -> Path | None:
+    """Rename a database that SQLite cannot read. Returns its new path, or None if there is nothing wrong."""
+    path = folder / DATABASE_NAME
+    if not path.exists():
+        return None
+    try:
+        with contextlib.closing(connect(folder, "process")) as connection:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            problem = None if found == "ok" else found
+    except sqlite3.OperationalError:
+        raise  # locked, or no permission: not a corrupt file
+    except sqlite3.DatabaseError as error:
+        problem = str(error)
+    if problem is None:
+        return None
+    aside = path.with_name(f"{DATABASE_NAME}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(2)}")
+    for suffix in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}{suffix}", f"{aside}{suffix}")
+    log.error(
+        "%s is corrupt (%s): it was renamed to %s, and the agent starts with an empty store. The policy is kept; "
+        "the histories of owners are lost",
+        path, problem, aside,
+    )  # fmt: skip
+    return aside
+
+
 class Store:
     """Allocations, feedback, owner histories and counters in SQLite.
 
@@ -133,14 +199,26 @@ class Store:
     HISTORY_INTERVAL_S = 1.0
     MAX_LOG_BYTES = 16 << 20
 
-    def __init__(self, folder: Path, durability: str) -> None:
+    def __init__(
+        self, folder: Path, durability: str, retention_s: float = 30 * DAY_S, accept_clock_jump: bool = False
+    ) -> None:
         self.folder, self.durability = folder, durability
+        self.problem: str | None = None
+        """Why the last transaction failed; None after one that succeeded."""
         self.connection = connect(folder, durability)
+        self._identity = self._file_identity()
         self.connection.executescript(TABLES)
         self.connection.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (STORE_SCHEMA,))
         (schema,) = self.connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
         if schema != STORE_SCHEMA:
-            raise ValueError(f"{folder / DATABASE_NAME} has schema {schema}; this agent reads schema {STORE_SCHEMA}")
+            raise ValueError(
+                f"{folder / DATABASE_NAME} has schema {schema}; this agent reads schema {STORE_SCHEMA}: use another "
+                "--store, or rename the file; the checkpoint beside it can be kept"
+            )
+        self.connection.execute("INSERT OR IGNORE INTO secrets VALUES ('feedback', ?)", (secrets.token_bytes(32),))
+        (self.feedback_key,) = self.connection.execute("SELECT value FROM secrets WHERE name = 'feedback'").fetchone()
+        last = self.connection.execute("SELECT value FROM meta WHERE key = 'clock_s'").fetchone()
+        self.clock = Clock(None if last is None else float(last[0]), retention_s, accept_clock_jump)
         row = self.connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'allocations'").fetchone()
         self.next_seq: int = 1 + (row[0] if row else 0)
         self._allocations: OrderedDict[int, Allocation] = OrderedDict()
@@ -149,24 +227,42 @@ class Store:
         self._unsaved_owners: set[str] = set()
         self._statements: list[tuple[str, tuple[Any, ...]]] = []
         self._counts: Counter[str] = Counter()
+        self._last_counters: dict[str, int] = {}
         self._waiting: list[asyncio.Future[None]] = []
         self._committed_at = self._histories_saved_at = 0.0
+        self._open: dict[str, OrderedDict[int, float]] = {}
+        self._find_open()
         self._replay_feedback()
+
+    def _file_identity(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.folder / DATABASE_NAME)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def number_feedback_after(self, seq: int) -> None:
+        """Give new feedback numbers above ``seq``: a checkpoint that outlived its database has learned up to there."""
+        row = self.connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'feedback'").fetchone()
+        if (row[0] if row else 0) >= seq:
+            return
+        log.warning("the checkpoint has learned from feedback that is not in the store: numbers go on after %d", seq)
+        self.connection.execute("DELETE FROM sqlite_sequence WHERE name = 'feedback'")
+        self.connection.execute("INSERT INTO sqlite_sequence VALUES ('feedback', ?)", (seq,))
 
     # Allocations
 
-    def add(
-        self, allocation: Allocation, obs: NDArray[Any], action: NDArray[Any], log_prob: float, request_id: str | None
-    ) -> None:
+    def add(self, allocation: Allocation, experience: Experience, request_id: str | None) -> None:
         """Add an allocation; call :meth:`committed` before it is answered."""
-        a = allocation
+        a, e = allocation, experience
         self._add_statement(
-            "INSERT INTO allocations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO allocations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             a.seq, a.token, request_id, a.created_s, a.owner, a.requested_cores, a.requested_memory_mb, a.sensitive,
-            obs.astype(np.float32).tobytes(), action.astype(np.float32).tobytes(), log_prob, a.version, a.learnable,
-            a.cores, a.memory_mb,
+            e.obs.astype(np.float32).tobytes(), e.action.astype(np.float32).tobytes(), e.log_prob, a.version,
+            a.learnable, a.cores, a.memory_mb, e.value, a.gpu, a.advised_cores, a.advised_memory_mb, a.decided_by,
         )  # fmt: skip
         _cache(self._allocations, a.seq, a)
+        self._open.setdefault(a.owner, OrderedDict())[a.seq] = a.created_s
         if request_id is not None:
             _cache(self._seq_by_request, request_id, a.seq)
         self._counts["allocations"] += 1
@@ -201,24 +297,58 @@ class Store:
             _cache(self._allocations, seq, Allocation(*row))
         return self._allocations[seq]
 
-    def delete_before(self, created_s: float) -> int:
-        """Delete up to 200 allocations that are older than this, with their feedback. Returns how many."""
-        seqs = self.connection.execute(
-            "SELECT seq FROM allocations WHERE created_s < ? ORDER BY seq LIMIT 200", (created_s,)
+    def open_of(self, owner: str, since_s: float) -> list[Allocation]:
+        """Up to two allocations of an owner since this time that have no feedback, the newest first."""
+        waiting = self._open.get(owner, OrderedDict())
+        while waiting and next(iter(waiting.values())) < since_s:
+            waiting.popitem(last=False)
+        newest = [seq for seq, _ in zip(reversed(waiting), range(2), strict=False)]
+        found = [self._find_seq(seq) for seq in newest]
+        return [one for one in found if one is not None]
+
+    def _find_open(self) -> None:
+        """Read which allocations have no feedback yet; the newest 10,000 of them."""
+        rows = self.connection.execute(
+            "SELECT a.seq, a.owner, a.created_s FROM allocations a LEFT JOIN feedback f ON f.allocation = a.seq "
+            "WHERE a.seq > ? - 100000 AND f.seq IS NULL ORDER BY a.seq DESC LIMIT 10000",
+            (self.next_seq,),
         ).fetchall()
-        if seqs:
-            for (seq,) in seqs:
+        self._open = {}
+        for seq, owner, created_s in reversed(rows):
+            self._open.setdefault(owner, OrderedDict())[seq] = created_s
+
+    def _close(self, owner: str, seq: int) -> None:
+        waiting = self._open.get(owner)
+        if waiting is not None:
+            waiting.pop(seq, None)
+            if not waiting:
+                del self._open[owner]
+
+    def delete_before(self, created_s: float) -> int:
+        """Delete up to 200 allocations that are older than this, with their feedback. Returns how many.
+
+        The clock never goes back, so the oldest rows have the smallest numbers, and the primary key finds them.
+        """
+        rows = self.connection.execute(
+            "SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 200"
+        ).fetchall()
+        old = [(seq, owner) for seq, created, owner in takewhile(lambda row: row[1] < created_s, rows)]
+        if old:
+            for seq, owner in old:
                 self._allocations.pop(seq, None)
-                self._add_statement("DELETE FROM feedback WHERE allocation = ?", seq)
-                self._add_statement("DELETE FROM allocations WHERE seq = ?", seq)
+                self._close(owner, seq)
+            (first, _), (last, _) = old[0], old[-1]
+            self._add_statement("DELETE FROM feedback WHERE allocation BETWEEN ? AND ?", first, last)
+            self._add_statement("DELETE FROM allocations WHERE seq BETWEEN ? AND ?", first, last)
             self.flush()
-        return len(seqs)
+        return len(old)
 
     # Feedback and owner histories
 
     def add_feedback(self, allocation: Allocation, status: str, feedback: Feedback, learnable: bool) -> None:
         """Add the only feedback that an allocation can have (the table's UNIQUE would refuse a second one)."""
         allocation.feedback = status
+        self._close(allocation.owner, allocation.seq)
         self._add_statement(INSERT_FEEDBACK, allocation.seq, status, *feedback, learnable)
         self._remember(allocation, feedback)
 
@@ -247,6 +377,7 @@ class Store:
         for owner in self._unsaved_owners:
             self._add_statement(sql, owner, np.array(self._histories[owner]).tobytes())
         self._unsaved_owners.clear()
+        self._add_statement("INSERT OR REPLACE INTO meta VALUES ('clock_s', ?)", int(self.clock.now()))
         # Committed together with the histories: a restart replays only feedback that was added later.
         self._add_statement(
             "INSERT OR REPLACE INTO meta SELECT 'remembered', coalesce(max(seq), 0) FROM sqlite_sequence "
@@ -275,8 +406,11 @@ class Store:
         self._counts[name] += 1
 
     def counters(self) -> dict[str, int]:
+        """The counters; the last known ones if the database cannot be read."""
         self.flush()
-        return dict(self.connection.execute("SELECT name, value FROM counters").fetchall())
+        with contextlib.suppress(sqlite3.Error):
+            self._last_counters = dict(self.connection.execute("SELECT name, value FROM counters").fetchall())
+        return self._last_counters
 
     async def committed(self) -> None:
         """Wait until everything added so far is in the database. Raises :class:`StoreUnavailable` if it cannot be."""
@@ -296,7 +430,7 @@ class Store:
         try:
             self._commit()
         except sqlite3.Error as error:
-            problem = str(error)
+            problem = self.problem = str(error)
             log.error("the store cannot be written: %s", problem)
             # Memory holds what was not committed: discard it and read the database again.
             self._allocations.clear()
@@ -304,6 +438,7 @@ class Store:
             self._histories.clear()
             self._unsaved_owners.clear()
             with contextlib.suppress(sqlite3.Error):
+                self._find_open()
                 self._replay_feedback()
         for future in waiting:
             if future.done():
@@ -323,12 +458,15 @@ class Store:
         statements += [(sql, pair) for pair in counts.items()]
         if not statements:
             return
+        if self._file_identity() != self._identity:
+            raise sqlite3.OperationalError(f"{self.folder / DATABASE_NAME} was deleted or replaced: restart the agent")
         execute = self.connection.execute
         execute("BEGIN IMMEDIATE")
         try:
             for sql, values in statements:
                 execute(sql, values)
             execute("COMMIT")
+            self.problem = None
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 execute("ROLLBACK")
@@ -352,6 +490,8 @@ class Store:
         self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
+        if self._unsaved_owners:
+            self._save_histories()
         self.flush()
         self.connection.close()
 

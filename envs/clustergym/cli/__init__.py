@@ -21,8 +21,13 @@ COMMANDS = {
     "eval": ("evaluate", "compare planners, or allocation policies (--task gpu-allocation), on held-out traffic"),
     "trace": ("trace", "inspect token traces, generate synthetic ones, import recordings of engines"),
     "plan": ("plan", "choose a placement, measure it on held-out traffic, and write it for an engine"),
+    "verify": ("verify", "check a plan file against the rules of its engine, the model and the cluster"),
+    "diff": ("diff", "what it takes to change from one plan to another: moves, bytes, seconds"),
+    "models": ("models", "list the models, or explain one: a preset, a config.json or a YAML file"),
+    "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
     "sweep": ("sweep", "run a wandb sweep file on this machine, resume it, show its leaderboard"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
+    "collector": ("collector", "report to the allocation agents what the pods of a node used"),
 }
 """Command → (module, what it does)."""
 
@@ -33,6 +38,14 @@ def module_of(argv: list[str]) -> str:
     tasks = [value for flag, value in pairwise(rest) if flag == "--task"]
     tasks += [flag.removeprefix("--task=") for flag in rest if flag.startswith("--task=")]
     return "eval_gpu" if name == "eval" and tasks == ["gpu-allocation"] else COMMANDS[name][0]
+
+
+def check_trace(argv: list[str]) -> None:
+    """Raise a ValueError if the trace of ``plan`` does not exist, before imports that take seconds."""
+    if argv[0] == "plan" and len(argv) > 1 and not argv[1].startswith("-"):
+        from clustergym.traces.token_trace import find_trace
+
+        find_trace(argv[1])
 
 
 def _overview(console: Console) -> None:
@@ -58,6 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         return fail(f"unknown command {argv[0]!r}; the commands are: {', '.join(COMMANDS)}")
     try:
+        check_trace(argv)
         module = import_module(f"clustergym.cli.{module_of(argv)}")
         args = tyro.cli(module.Command, args=argv[1:], prog=f"clustergym {argv[0]}")
         module.run(args, console, shlex.join(["clustergym", *argv]))

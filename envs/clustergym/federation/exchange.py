@@ -352,3 +352,27 @@ class StoreExchange:
                     break
                 time.sleep(0.05)
         return results
+
+
+def connect_rank(
+    address: str | None,
+    rank: int,
+    n_agents: int,
+    readers: Iterable[int],
+    config: Mapping[str, Any],
+    timeout_s: float,
+    resume: bool,
+) -> StoreExchange:
+    """Connect the process of an agent to the store at ``address``, or to that of the environment variables.
+
+    Raises:
+        ValueError: there is not one process per agent, or without ``resume`` the store holds policies of this agent.
+    """
+    size = int(os.environ.get("WORLD_SIZE", str(n_agents)))
+    if size != n_agents or not 0 <= rank < size:
+        raise ValueError(f"rank {rank} of {size} with --n-agents {n_agents}: start one process per agent")
+    location = StoreLocation.from_environment(rank) if address is None else StoreLocation.parse(address)
+    exchange = StoreExchange(location, rank, readers, config, timeout_s)
+    if not resume:
+        exchange.check_unused()
+    return exchange

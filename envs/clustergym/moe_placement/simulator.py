@@ -344,9 +344,7 @@ def _gpus_per_token(state: SimulationState) -> npt.NDArray[np.float64]:
 
 
 @device
-def _count_range(
-    first: Any, last: Any, state: Any, placement: Any, experts: Any, topology: Any, costs: Any
-) -> None:
+def _count_range(first: Any, last: Any, state: Any, placement: Any, experts: Any, topology: Any, costs: Any) -> None:
     for b in range(first, last):
         set_first_placement(state, b, topology)
         set_placement(state, b, placement[b], topology)

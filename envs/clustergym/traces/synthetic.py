@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.signal import lfilter
 
 from clustergym.traces.token_trace import MAX_EXPERTS, TokenTrace
 
@@ -213,6 +212,8 @@ def _persistent_topics(
     seq_lens: npt.NDArray[np.int64], n_topics: int, persistence: float, rng: np.random.Generator
 ) -> Callable[[], npt.NDArray[np.float32]]:
     """A function that draws (T, n_topics) topics of unit variance, each correlated with the token before it."""
+    from scipy.signal import lfilter  # takes a second to import, and most commands draw no trace
+
     starts = np.cumsum(seq_lens) - seq_lens
     position = np.arange(seq_lens.sum()) - np.repeat(starts, seq_lens)
     decay = (persistence ** (position + 1.0))[:, None]

@@ -123,17 +123,7 @@ class TokenTrace:
         ``n_experts``, ``layer_ids``, ``seq_lens``, ``domains`` (or ``category``) and ``model``. Pickled objects are
         never loaded.
         """
-        path = Path(source)
-        if path.suffix not in (".npz", ".npy"):
-            known = bundled_traces()
-            if str(source) not in known:
-                raise ValueError(
-                    f"unknown trace {str(source)!r}: give a .npz or .npy file, or one of the bundled names: "
-                    f"{', '.join(sorted(known))}"
-                )
-            path = known[str(source)]
-        if not path.is_file():
-            raise ValueError(f"no trace file at {path}; the bundled names are: {', '.join(sorted(bundled_traces()))}")
+        path = find_trace(source)
         if path.suffix == ".npy":
             with open(path, "rb") as file:
                 return cls(read_npy(file, path.stat().st_size, f"{path}"), name=path.stem)
@@ -330,6 +320,22 @@ def load_traces(sources: Sequence[str]) -> TokenTrace:
     names = [trace.name for trace in traces]
     # Files of the same name in different folders are different domains.
     return TokenTrace.concat(traces, domains=names if len(set(names)) == len(names) else sources)
+
+
+def find_trace(source: str | os.PathLike[str]) -> Path:
+    """The file of a trace: a ``.npz`` or ``.npy`` file, or a bundled trace by name. A ValueError if there is none."""
+    path = Path(source)
+    if path.suffix not in (".npz", ".npy"):
+        known = bundled_traces()
+        if str(source) not in known:
+            raise ValueError(
+                f"unknown trace {str(source)!r}: give a .npz or .npy file, or one of the bundled names: "
+                f"{', '.join(sorted(known))}"
+            )
+        path = known[str(source)]
+    if not path.is_file():
+        raise ValueError(f"no trace file at {path}; the bundled names are: {', '.join(sorted(bundled_traces()))}")
+    return path
 
 
 def bundled_traces() -> dict[str, Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import time
 from collections.abc import Mapping
@@ -18,12 +19,14 @@ class RunLogger:
     """Writes to TensorBoard, and with ``track`` also to Weights & Biases.
 
     ``WANDB_MODE=offline`` is respected. Without an account, the run is recorded offline for a later ``wandb sync``.
+    In a wandb sweep (``WANDB_SWEEP_ID``), a run is always tracked.
 
     Args:
         folder: Run folder.
         config: Hyperparameters, logged as a table.
         track: Also log to Weights & Biases.
         project: Project in Weights & Biases.
+        entity: Team in Weights & Biases.
         start_step: Step of the checkpoint that the run resumes from. Later entries of the interrupted run are hidden.
         enabled: False on all ranks except 0; nothing is logged then.
         name: Name of the run in Weights & Biases, needed if one process logs several runs. Default: the folder's name.
@@ -38,6 +41,7 @@ class RunLogger:
         start_step: int = 0,
         enabled: bool = True,
         name: str | None = None,
+        entity: str | None = None,
     ) -> None:
         self._writer: Any = None
         self._wandb: Any = None
@@ -50,8 +54,8 @@ class RunLogger:
         if not start_step:
             rows = "\n".join(f"|{key}|{value}|" for key, value in config.items())
             self._writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")
-        if track:
-            self._wandb = _init_wandb(folder, config, project, name)
+        if track or os.environ.get("WANDB_SWEEP_ID"):
+            self._wandb = _init_wandb(folder, config, project, name, entity)
 
     def scalar(self, tag: str, value: float, step: int) -> None:
         self.scalars({tag: value}, step)
@@ -105,18 +109,18 @@ def _wait_for_new_timestamp(folder: Path) -> None:
         time.sleep(0.01)
 
 
-def _init_wandb(folder: Path, config: Mapping[str, Any], project: str, name: str | None) -> Any:
+def _init_wandb(folder: Path, config: Mapping[str, Any], project: str, name: str | None, entity: str | None) -> Any:
     import wandb
 
     settings: dict[str, Any] = {
-        "project": project,
         "name": name or folder.name,
-        # The id is derived from the folder, so a resumed run appends to the same wandb run.
-        "id": re.sub(r"[^\w-]", "-", name or folder.resolve().name),
         "dir": str(folder),
         "config": dict(config),
-        "resume": "allow",
     }
+    if not os.environ.get("WANDB_SWEEP_ID"):
+        # A sweep sets these itself. The id is derived from the folder, so a resumed run appends to the same wandb run.
+        identifier = re.sub(r"[^\w-]", "-", name or folder.resolve().name)
+        settings |= {"project": project, "entity": entity, "id": identifier, "resume": "allow"}
     if name is not None:
         settings["reinit"] = "create_new"
     try:

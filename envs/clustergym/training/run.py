@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +15,9 @@ from typing import Any, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
-from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
+from clustergym.common.extras import require
+from clustergym.common.files import atomic_file, write_atomically
 from clustergym.common.statistics import ci95
 from clustergym.training.arguments import check_same_args, plain_args
 from clustergym.training.distributed import World, init_distributed
@@ -21,8 +26,8 @@ from clustergym.training.logger import RunLogger
 from clustergym.training.progress import Progress, print_result
 
 
-class RunArgs(Protocol):
-    """Arguments that every trainer has."""
+class RequiredArgs(Protocol):
+    """Arguments that a trainer must have. Further ones of :class:`TrainArgs` are used if it has them."""
 
     seed: int
     total_timesteps: int
@@ -81,17 +86,20 @@ class Run:
     def __init__(
         self,
         kind: str,
-        args: RunArgs,
+        args: RequiredArgs,
         world: World,
         name: str,
         batch_size: int,
         may_be_empty: bool = False,
     ) -> None:
         steps = self.steps_per_iteration = batch_size * world.size
-        self.num_iterations = args.total_timesteps // steps
-        if self.num_iterations < 1 and (args.total_timesteps or not may_be_empty):
-            raise ValueError(f"total_timesteps is {args.total_timesteps}: expected at least one rollout of {steps}")
+        if args.total_timesteps < (0 if may_be_empty else 1):
+            raise ValueError(f"total_timesteps is {args.total_timesteps}: expected 1 or more")
+        self.num_iterations = -(-args.total_timesteps // steps)
         self.total_steps = self.num_iterations * steps
+        if self.total_steps != args.total_timesteps and world.is_main:
+            message = f"{args.total_timesteps:,} steps are not a multiple of {steps:,}, the steps of an iteration"
+            print(f"{message}: training for {self.total_steps:,}", file=sys.stderr)
         self.folder = run_folder(f"{kind}__{name.replace('/', '-')}__{args.seed}", args.run_dir, args.resume)
         self.first_iteration = 1
         self.steps_per_s = 0.0
@@ -113,6 +121,9 @@ class Run:
             return None
         check_same_args(state["args"], self._config)
         self.first_iteration = state["iteration"] + 1
+        if state["iteration"] > self.num_iterations:
+            done = state["iteration"] * self.steps_per_iteration
+            raise CheckpointError(f"{self._checkpoint} already has {done:,} steps: increase --total-timesteps")
         others = state.pop("other_ranks", [])
         return state if self._world.is_main else state | (others[self._world.rank - 1] if others else {})
 
@@ -120,7 +131,15 @@ class Run:
         start_step, is_main = (self.first_iteration - 1) * self.steps_per_iteration, self._world.is_main
         self._stack = ExitStack()
         self.logger = self._stack.enter_context(
-            RunLogger(self.folder, self._config, self._args.track, start_step=start_step, enabled=is_main)
+            RunLogger(
+                self.folder,
+                self._config,
+                self._args.track,
+                getattr(self._args, "wandb_project_name", "clustergym"),
+                start_step=start_step,
+                enabled=is_main,
+                entity=getattr(self._args, "wandb_entity", None),
+            )
         )
         self.progress = self._stack.enter_context(Progress(self.total_steps, start_step, enabled=is_main))
         return self
@@ -149,6 +168,22 @@ class Run:
         interval = self._args.checkpoint_interval
         return bool(interval) and (iteration % interval == 0 or iteration == self.num_iterations)
 
+    def restart_due(self, iteration: int) -> bool:
+        """Whether environments are reset before the iteration: at the start, after a resume and after checkpoints."""
+        interval = self._args.checkpoint_interval or self.num_iterations
+        return iteration == self.first_iteration or (iteration - 1) % interval == 0
+
+    def evaluation_due(self, iteration: int) -> bool:
+        """Whether this rank evaluates after the iteration. The evaluation after training is not included."""
+        interval = getattr(self._args, "eval_interval", 0)
+        due = bool(interval) and iteration % interval == 0 and iteration < self.num_iterations
+        return due and self._world.is_main
+
+    def video_folder(self, iteration: int | None = None) -> Path | None:
+        """Folder for the video of an evaluation, with its step. None without ``--capture-video``."""
+        step = (self.num_iterations if iteration is None else iteration) * self.steps_per_iteration
+        return self.folder / "videos" / f"step-{step}" if getattr(self._args, "capture_video", False) else None
+
     def save_checkpoint(self, iteration: int, per_rank: Mapping[str, Any] | None = None, **state: Any) -> None:
         """Save one checkpoint for all ranks. Call it on every rank.
 
@@ -168,9 +203,14 @@ class Run:
         save_checkpoint(self._checkpoint, self._kind, content)
 
     def save_model(self, **state: Any) -> None:
-        """Save the trained network as model.pt if ``--save-model`` is set."""
+        """With ``--save-model``, save the trained network. See :func:`save_model`."""
         if self._args.save_model:
-            save_checkpoint(self.folder / "model.pt", f"{self._kind}-model", {"args": self._config, **state})
+            save_model(self.folder, self._kind, self._config, **state)
+
+    @staticmethod
+    def mean_return(returns: Sequence[float]) -> dict[str, float]:
+        """The metric of an evaluation. Empty without episodes."""
+        return {"eval/mean_return": float(np.mean(returns))} if returns else {}
 
     def log_returns(self, returns: Sequence[float]) -> dict[str, float | None]:
         """Log the mean return of the final evaluation. Returns the fields for the result line."""
@@ -192,6 +232,28 @@ class Run:
         }
 
 
+def save_model(folder: Path, kind: str, config: Mapping[str, Any], **state: Any) -> None:
+    """Write model.safetensors and model.json, which other programs can read, and model.pt for ``clustergym eval``.
+
+    Tensors in nested dicts get names such as "agent.actor.0.weight". The JSON file has the trainer and its arguments.
+    """
+    save_checkpoint(folder / "model.pt", f"{kind}-model", {"args": dict(config), **state})
+    tensors: dict[str, torch.Tensor] = {}
+
+    def collect(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, each in value.items():
+                collect(f"{prefix}.{key}" if prefix else str(key), each)
+        elif isinstance(value, torch.Tensor):
+            # Networks can share weights. A copy for each name keeps the file simple.
+            tensors[prefix] = value.detach().cpu().clone().contiguous()
+
+    collect("", state)
+    with atomic_file(folder / "model.safetensors") as file:
+        file.write(require("safetensors.torch", "train").save(tensors))
+    write_atomically(folder / "model.json", json.dumps({"trainer": kind, "args": dict(config)}, indent=1) + "\n")
+
+
 def _on_cpu(value: Any) -> Any:
     """Copy nested dicts and lists, with all tensors on the CPU."""
     if isinstance(value, torch.Tensor):
@@ -201,12 +263,17 @@ def _on_cpu(value: Any) -> Any:
     return [_on_cpu(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-TrainerArgs = TypeVar("TrainerArgs", bound=RunArgs)
+TrainerArgs = TypeVar("TrainerArgs", bound=RequiredArgs)
 
 
 def run_trainer(train: Callable[[TrainerArgs, World], Mapping[str, Any]], args: TrainerArgs) -> None:
     """Entry point of a trainer: join the process group, train, and print the result line on rank 0."""
     world = init_distributed(args.cuda)
+    if world.device.type == "cuda" and getattr(args, "torch_deterministic", False):
+        # Matrix products of cuBLAS are deterministic only with this setting, read when they are first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
     try:
         result = train(args, world)
     except NonFiniteLoss as reason:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
+import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import concatenate, create_empty_array
+from torch import Tensor
 
 
 def flat_size(space: gym.Space[Any]) -> int:
@@ -84,19 +90,139 @@ class EpisodeStatistics:
         return float(np.mean(self.last_100_returns)) if self.last_100_returns else float("nan")
 
 
-def play_episodes(
-    envs: gym.vector.VectorEnv[Any, Any, Any], act: Callable[[Any, dict[str, Any]], np.ndarray], seed: int
-) -> list[float]:
+class Step(NamedTuple):
+    """What one step of all environments returns: tensors on the CPU with one entry per environment."""
+
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    valid: Tensor
+    """False where the step only reset the environment. Such a step is no experience."""
+    final_obs: tuple[Tensor, Tensor]
+    """Environments whose episode was truncated, and its last observations (on the device)."""
+
+
+class VectorEnvs:
+    """A vector environment as trainers see it: tensors, and the same behaviour for every autoreset mode.
+
+    Observations are flat float32 vectors. Actions are counted from 0. When an episode ends, ``obs`` is the first
+    observation of the next one, and ``Step.final_obs`` the last of the old one. With NEXT_STEP autoreset, ``obs`` is
+    the last observation for one more step, which is not ``valid``. With DISABLED autoreset, this class resets.
+
+    Args:
+        envs: The vector environment. This class owns it and closes it.
+        seed: Seed of the first reset.
+        device: Device of observations and masks.
+        episodes: Statistics that ended episodes are added to.
+        flat: False keeps the shape and type of observations, for pixels.
+        recorded: Episodes are those of Gymnasium's RecordEpisodeStatistics, not those between two ends.
+
+    Attributes:
+        obs: Observations (envs, features). A new tensor after each step.
+        masks: Valid actions (envs, actions), or None if the environment has no ``action_mask``.
+    """
+
+    def __init__(
+        self,
+        envs: gym.vector.VectorEnv[Any, Any, Any],
+        seed: int,
+        device: torch.device | str = "cpu",
+        episodes: EpisodeStatistics | None = None,
+        flat: bool = True,
+        recorded: bool = False,
+    ) -> None:
+        self.envs, self.num_envs, self.device = envs, envs.num_envs, device
+        self._space, self._flat, self._recorded = envs.single_observation_space, flat, recorded
+        self._mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self._episodes = EpisodeStatistics(self.num_envs) if episodes is None else episodes
+        self._episodes.restart()
+        # Discrete(3, start=5) has the actions 5, 6 and 7.
+        self._first_action = getattr(envs.single_action_space, "start", 0)
+        self._ended = np.zeros(self.num_envs, bool)
+        self.obs: Tensor
+        self.masks: Tensor | None
+        self._mask: np.ndarray | None = None
+        self._observe(*envs.reset(seed=seed))
+
+    def _observe(self, obs: Any, infos: dict[str, Any], only: np.ndarray | None = None) -> None:
+        """Set ``obs`` and ``masks``, the latter for the environments ``only``."""
+        mask = action_mask(obs, infos)
+        if mask is not None and only is not None and self._mask is not None:
+            mask = np.where(only[:, None], mask, self._mask)
+        self._mask = mask
+        self.obs, self.masks = self._tensor(obs), None if mask is None else torch.from_numpy(mask).to(self.device)
+
+    def _tensor(self, obs: Any) -> Tensor:
+        # A copy, because environments may write the next observations into the same memory.
+        return torch.from_numpy(np.array(flatten(self._space, obs) if self._flat else obs)).to(self.device)
+
+    def step(self, actions: Tensor) -> Step:
+        """Step all environments."""
+        valid = ~self._ended if self._mode == AutoresetMode.NEXT_STEP else np.ones(self.num_envs, bool)
+        obs, rewards, terminated, truncated, infos = self.envs.step(actions.cpu().numpy() + self._first_action)
+        rewards = np.array(rewards, np.float64)
+        self._ended = terminated | truncated
+        self._observe(obs, infos)
+        final_obs = self._final_obs(truncated, infos)
+        if self._recorded:
+            self._add_recorded(infos.get("final_info", infos))
+        else:
+            self._episodes.step(rewards, self._ended, valid)
+        if self._mode == AutoresetMode.DISABLED and self._ended.any():
+            self._observe(*self.envs.reset(options={"reset_mask": self._ended}), self._ended)
+        flags = [torch.from_numpy(np.array(each)) for each in (terminated, truncated, valid)]
+        return Step(torch.from_numpy(rewards.astype(np.float32)), flags[0], flags[1], flags[2], final_obs)
+
+    def _final_obs(self, truncated: np.ndarray, infos: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        cut = np.flatnonzero(truncated)
+        where = torch.from_numpy(cut)
+        if not len(cut) or self._mode != AutoresetMode.SAME_STEP:
+            return where, self.obs[where]
+        items = [infos["final_obs"][env] for env in cut]
+        empty: Any = create_empty_array(self._space, len(cut))
+        return where, self._tensor(concatenate(self._space, items, empty))
+
+    def _add_recorded(self, infos: dict[str, Any]) -> None:
+        if "episode" in infos:
+            ended = infos["_episode"]
+            self._episodes.add(infos["episode"]["r"][ended].tolist(), infos["episode"]["l"][ended].tolist())
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+def play_episodes(envs: VectorEnvs, act: Callable[[Tensor, Tensor | None], Tensor]) -> list[float]:
     """Play one episode in each environment and close them. Returns the undiscounted returns.
 
-    ``act(observations, infos)`` chooses the actions. Environments whose episode has ended keep running until all have.
+    ``act(obs, masks)`` chooses the actions. Environments whose episode has ended keep running until all have.
     """
-    obs, infos = envs.reset(seed=seed)
-    returns = np.zeros(envs.num_envs)
-    playing = np.ones(envs.num_envs, bool)
-    while playing.any():
-        obs, rewards, terminations, truncations, infos = envs.step(act(obs, infos))
-        returns += rewards * playing
-        playing &= ~(terminations | truncations)
+    returns = torch.zeros(envs.num_envs, dtype=torch.float64)
+    playing = torch.ones(envs.num_envs, dtype=torch.bool)
+    with torch.inference_mode():
+        while playing.any():
+            step = envs.step(act(envs.obs, envs.masks))
+            returns += step.rewards * playing
+            playing &= ~(step.terminated | step.truncated)
     envs.close()
-    return [float(each) for each in returns]
+    found: list[float] = returns.tolist()
+    return found
+
+
+def make_vector_env(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv[Any, Any, Any]:
+    """Create the vectorised version of an environment if it is registered. Otherwise step copies one after another.
+
+    With ``videos``, the first episode of each copy is recorded to that folder.
+    """
+    spec = gym.spec(env_id)
+    if spec.vector_entry_point is not None and videos is None:
+        return gym.make_vec(spec, num_envs=num_envs)
+    options: dict[str, Any] = {}
+    if videos is not None:
+        options = {"render_mode": "rgb_array", "wrappers": [partial(record_video, folder=videos)]}
+    kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    return gym.make_vec(spec, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=kwargs, **options)
+
+
+def record_video(env: gym.Env[Any, Any], folder: Path) -> gym.Env[Any, Any]:
+    """Record the first episode of an environment. Its render mode must be rgb_array."""
+    return gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda number: number == 0, disable_logger=True)

@@ -1,13 +1,10 @@
-"""Certificates of the webhooks and of the API server: creation for a first installation, reloading after a rotation."""
+"""Certificates of the webhooks and of the API server: creation for a first installation, expiry."""
 
 from __future__ import annotations
 
 import datetime
-import hashlib
 import ipaddress
-import logging
 import os
-import ssl
 from pathlib import Path
 
 from cryptography import x509
@@ -16,8 +13,6 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from clustergym.common.files import atomic_file, write_atomically
-
-log = logging.getLogger(__name__)
 
 PEM = serialization.Encoding.PEM
 KUBECONFIG_NAME, ADMISSION_NAME = "webhook-kubeconfig.yaml", "admission.yaml"
@@ -137,42 +132,3 @@ def make_certificates(folder: Path, hosts: list[str], days: int = 825) -> None:
 def expiry(certificate: Path) -> datetime.datetime:
     """When a certificate expires."""
     return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
-
-
-class Reloader:
-    """Loads rotated files into the running server. New connections use them; open ones are not affected.
-
-    A new client authority is trusted in addition to the old one, until the next restart.
-    """
-
-    def __init__(self, context: ssl.SSLContext, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
-        self.context, self.certificate, self.key, self.client_ca = context, certificate, key, client_ca
-        self._seen = self._digest()
-        self.loads = 0
-
-    def _digest(self) -> str:
-        # Compare the content: Secret volumes are replaced through a symbolic link, so file times are not reliable.
-        files = [self.certificate, self.key] + ([] if self.client_ca is None else [self.client_ca])
-        return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
-
-    def _load_into(self, context: ssl.SSLContext) -> None:
-        context.load_cert_chain(self.certificate, self.key)
-        if self.client_ca is not None:
-            context.load_verify_locations(self.client_ca)
-
-    def check(self) -> bool:
-        """Load the files if they have changed. Returns True if it did. A key that does not fit yet is tried again."""
-        try:
-            digest = self._digest()
-            if digest == self._seen:
-                return False
-            # Try another context first: a failure could leave the context in use with a certificate and a wrong key.
-            self._load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-            self._load_into(self.context)
-        except (OSError, ssl.SSLError) as error:
-            log.warning("certificate %s cannot be used yet, keeping the old one: %s", self.certificate, error)
-            return False
-        self._seen = digest
-        self.loads += 1
-        log.info("certificate %s reloaded", self.certificate)
-        return True

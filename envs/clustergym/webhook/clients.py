@@ -9,14 +9,16 @@ import re
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
+from clustergym.webhook import names
 from clustergym.webhook.decisions import Grant
 from clustergym.webhook.requests import Bounds, GpuRequest
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-MAX_RESPONSE_BYTES = 4 << 20
+MAX_RESPONSE_BYTES = 16 << 20
 # Names become part of URLs: only Kubernetes names are allowed.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _ALLOCATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -28,11 +30,16 @@ class Unavailable(Exception):
     """A service did not give a usable response. The message says which service and why."""
 
 
+def is_name(name: Any) -> bool:
+    """Whether this is a valid Kubernetes name."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def checked_name(name: Any, what: str) -> str:
     """Return ``name`` if it is a valid Kubernetes name, otherwise raise :class:`Unavailable`."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_name(name):
         raise Unavailable(f"{what} is {name!r}, which is not a Kubernetes name")
-    return name
+    return str(name)
 
 
 def read_token(path: Path | None) -> str | None:
@@ -62,7 +69,7 @@ async def _request(
         raise Unavailable(f"{what} sent a response that is not JSON") from None
 
 
-def _tls(ca_file: Path | None, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
+def tls_context(ca_file: Path | None, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
     if certificate is not None:
         context.load_cert_chain(str(certificate), None if key is None else str(key))
@@ -74,7 +81,7 @@ class ApiServer:
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
         self.url, self.token_file = url.rstrip("/"), token_file
-        self._client = httpx.AsyncClient(verify=_tls(ca_file), trust_env=False)
+        self._client = httpx.AsyncClient(verify=tls_context(ca_file), trust_env=False)
 
     @classmethod
     def in_cluster(cls, url: str | None, token_file: Path | None, ca_file: Path | None) -> ApiServer:
@@ -98,6 +105,13 @@ class ApiServer:
     async def pod(self, namespace: str, name: str) -> dict[str, Any]:
         namespace, name = checked_name(namespace, "the namespace"), checked_name(name, "the pod's name")
         return await self._get(f"/api/v1/namespaces/{namespace}/pods/{name}", f"pod {namespace}/{name}")
+
+    async def pods_on(self, node: str) -> list[dict[str, Any]]:
+        """The pods of a node that opted in, from the cache of the API server."""
+        node = checked_name(node, "the node's name")
+        query = f"fieldSelector=spec.nodeName%3D{node}&labelSelector={quote(f'{names.LABEL}=true')}&resourceVersion=0"
+        found = await self._get(f"/api/v1/pods?{query}", f"pods of node {node}")
+        return [one for one in found.get("items") or [] if isinstance(one, dict)]
 
     async def node_address(self, node: str) -> str:
         """Internal address of the node. The agent listens there, because it uses the host network."""
@@ -129,7 +143,7 @@ class Agents:
         except (KeyError, IndexError, ValueError):
             raise ValueError(f"agent URL {url!r}: expected a URL, possibly with {{ip}} or {{node}}") from None
         self.url, self.token_file = url.rstrip("/"), token_file
-        self._client = httpx.AsyncClient(verify=_tls(ca_file, certificate, key), trust_env=False)
+        self._client = httpx.AsyncClient(verify=tls_context(ca_file, certificate, key), trust_env=False)
 
     @property
     def needs_address(self) -> bool:

@@ -169,8 +169,6 @@ def plan_pod(pod: Pod, namespace: str, backend: Backend, namespace_mode: Mode) -
             warnings.append(f"no container requests {names.GPU}, and annotation {names.CONTAINERS} names none")
         if not ready:
             return Decision("already-injected" if injected else "left-alone", warnings=as_warnings(warnings))
-        if mode == "Off" and names.STATUS in annotations:
-            return Decision("already-recommended")
         request = gpu_request(pod, namespace, injected + ready)
         bounds = bounds_of(pod, request)
     except NotManageable as reason:

@@ -7,8 +7,8 @@ import datetime
 import logging
 import resource
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from clustergym.common.tls import CertificateReloader
 from clustergym.webhook import certificates, decisions
 from clustergym.webhook.clients import Agents, ApiServer, Unavailable, checked_name
 from clustergym.webhook.decisions import Decision, PodPlan, as_warnings, request_decision
 from clustergym.webhook.names import MODES, PROTECTED_NAMESPACES, Backend, Mode
+from clustergym.webhook.pages import BackgroundServer, Page, pages_app
 from clustergym.webhook.review import BadReview, Review, duration_s, make_response, parse
 
 log = logging.getLogger(__name__)
 
 Decide = Callable[[Review, float], Awaitable[Decision]]
 """Decides on a review within a number of seconds."""
-Page = Callable[[], Response]
 
 MAX_BODY_BYTES = 3 << 20
 """The API server limits requests to 3 MB and objects to 1.5 MB. A review of a new object contains it once."""
@@ -258,19 +259,6 @@ def create_app(webhooks: Webhooks) -> FastAPI:
     return app
 
 
-def pages_app(pages: dict[str, Page]) -> Callable[..., Awaitable[None]]:
-    """An ASGI application that answers GET and HEAD of these paths, and 404 to everything else."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        page = pages.get(scope["path"]) if scope["method"] in ("GET", "HEAD") else None
-        response = PlainTextResponse("not found", 404, {"Connection": "close"}) if page is None else page()
-        await response(scope, receive, send)
-
-    return app
-
-
 def health_pages(webhooks: Webhooks) -> dict[str, Page]:
     def ready() -> Response:
         """Not ready if the certificate has expired or cannot be read."""
@@ -287,14 +275,6 @@ def health_pages(webhooks: Webhooks) -> dict[str, Page]:
 
 def metrics_pages(webhooks: Webhooks) -> dict[str, Page]:
     return {"/metrics": lambda: Response(generate_latest(webhooks.registry), media_type=CONTENT_TYPE_LATEST)}
-
-
-class BackgroundServer(uvicorn.Server):
-    """A server next to the main one, which handles the signals."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @dataclass(frozen=True)
@@ -331,7 +311,7 @@ async def serve(webhooks: Webhooks, listen: Listen) -> None:
     config.load()
     assert config.ssl is not None
     config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    reloader = certificates.Reloader(config.ssl, listen.certificate, listen.key, listen.client_ca)
+    reloader = CertificateReloader(config.ssl, listen.certificate, listen.key, listen.client_ca)
     plain = [
         BackgroundServer(
             uvicorn.Config(pages_app(pages), port=port, lifespan="off", limit_concurrency=64, **common)

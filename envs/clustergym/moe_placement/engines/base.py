@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.specs import ModelSpec
+from clustergym.moe_placement.presets.model_spec import ModelSpec
+from clustergym.moe_placement.serving.profiles import EngineProfile
 from clustergym.traces.readers.base import parse_json
 from clustergym.traces.readers.slot_plans import PlanError, SlotRows
+
+Placement = npt.NDArray[np.int16]
+"""(L, G, S) logical expert in each slot."""
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """A placement of every MoE layer of a model.
+    """A placement of every MoE layer of a model. MTP layers may follow.
 
     Args:
         placement: (L, G, S) logical expert in each slot.
@@ -35,6 +38,11 @@ class EnginePlan:
         return int(self.placement.shape[1])
 
     @property
+    def n_slots(self) -> int:
+        """Slots per GPU and layer."""
+        return int(self.placement.shape[2])
+
+    @property
     def n_physical(self) -> int:
         """Slots per layer, all GPUs together."""
         return int(self.placement.shape[1] * self.placement.shape[2])
@@ -43,10 +51,35 @@ class EnginePlan:
     def n_redundant(self) -> int:
         return self.n_physical - self.model.n_experts
 
+    @property
+    def unplanned_mtp_layers(self) -> list[int]:
+        """MTP layers of the model that the plan does not have."""
+        return sorted(set(self.model.mtp_layer_ids) - set(self.layer_ids.tolist()))
+
     def rows(self) -> SlotRows:
         """Global layer index → the expert in each slot, GPU by GPU, in the order of the layers."""
         rows = zip(self.layer_ids.tolist(), self.placement.reshape(len(self.placement), -1).tolist(), strict=True)
         return dict(sorted(rows))
+
+    def moe_rows(self) -> SlotRows:
+        """:meth:`rows` without MTP layers."""
+        return {layer: row for layer, row in self.rows().items() if layer not in self.model.mtp_layer_ids}
+
+    def default_row(self) -> list[int]:
+        """Slots of a layer without a plan: all experts in order, then the first ones again."""
+        return [i % self.model.n_experts for i in range(self.n_physical)]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start an engine so that it serves as the plan assumes."""
+
+    command: str
+    """Flags or settings."""
+    profile: EngineProfile
+    """The profile that the plan was made for."""
+    warnings: tuple[str, ...] = ()
+    """What the engine will not do as planned."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +90,12 @@ class Engine:
     suffixes: tuple[str, ...]
     write: Callable[[Path, EnginePlan], None]
     read: Callable[[Path], SlotRows]
-    usage: str
-    """How to pass the plan to the engine: a format string with path, redundant and gpus."""
+    launch: Callable[[Path, EnginePlan, EngineProfile, int], Launch]
+    """(plan file, plan, profile, nodes) → how to start the engine."""
+    profiles: tuple[str, ...]
+    """Profiles that the engine can serve, the usual one first."""
+    counts_dense: bool
+    """Layers in the plan file are global indices, so dense layers count. Otherwise they are the MoE layers in order."""
 
 
 def check_plan(plan: EnginePlan) -> None:
@@ -81,18 +118,19 @@ def check_plan(plan: EnginePlan) -> None:
 
 
 def check_layers(layer_ids: npt.NDArray[np.int64], model: ModelSpec) -> None:
-    """Check that a plan or trace has exactly the MoE layers of the model."""
-    expected = set(range(model.n_dense, model.n_dense + model.n_layers))
+    """Check that a plan or trace has exactly the MoE layers of the model, and perhaps its MTP layers."""
+    expected = set(model.layer_ids)
     given = layer_ids.tolist()
     if missing := sorted(expected - set(given)):
         raise PlanError(
             f"rule 'every MoE layer': layer {missing[0]} has no placement ({len(missing)} of {model.n_layers} layers "
             f"of {model.name} are missing): record all layers, because the engine loads all or none"
         )
-    if unexpected := sorted(set(given) - expected) or [layer for layer in given if given.count(layer) > 1]:
+    unexpected = sorted(set(given) - expected - set(model.mtp_layer_ids))
+    if unexpected := unexpected or [layer for layer in given if given.count(layer) > 1]:
         raise PlanError(
             f"rule 'MoE layers only': layer {unexpected[0]} is not an MoE layer of {model.name}, or it appears twice: "
-            f"the MoE layers are {model.n_dense} … {model.n_dense + model.n_layers - 1}"
+            f"the MoE layers are {model.layer_ids[0]} … {model.layer_ids[-1]}"
         )
 
 

@@ -2,12 +2,16 @@
 
 This is the algorithm that inference engines ship: greedy replication, then longest-processing-time packing, either
 globally or first groups to nodes and then within each node. One rule is added: a GPU never holds the same expert twice,
-which would waste the second copy.
+which would waste the second copy. Where the rule makes the busiest GPU busier than the engines' algorithm would, slots
+are changed until it is not.
 """
 
 from __future__ import annotations
 
 from clustergym.moe_placement.kernels.compile import device
+
+# How often plans with changed loads are tried where the first plan is worse than the engines'.
+_NOISES = 8
 
 
 @device
@@ -45,29 +49,223 @@ def _make_room(slots, first, last, e):
 
 
 @device
-def _pack(slots, first, last, load, members, n_members, copies, order, weight):
-    """Replicate the ``members`` until the slots of GPUs first … last−1 are full, then pack them, heaviest first."""
-    n_gpus = last - first
+def _guess(load, e, noise):
+    """The load of an expert, changed by up to a tenth if ``noise`` (a seed) is not 0: other plans to choose from."""
+    if noise == 0:
+        return load[e]
+    bits = (int(e) + 1) * 2654435761 + int(noise) * 40503
+    bits = (bits ^ (bits >> 15)) * 2246822519 & 0xFFFFFFFF
+    return load[e] * (0.9 + 0.2 * ((bits >> 8) & 0xFFFF) / 65536.0)
+
+
+@device
+def _replicate(load, members, n_members, extra, light, most, noise, copies):
+    """Copies of each member: one each, then ``extra`` more, each of the member with most load per copy.
+
+    The last ``light`` of them are copies of the members with least load, which fill slots and hardly change the load of
+    a GPU. No member gets more than ``most``.
+    """
     for i in range(n_members):
         copies[members[i]] = 1
-    for _ in range(n_gpus * slots.shape[1] - n_members):
-        best = -1
+    for k in range(extra):
+        best, most_load = -1, 0.0
         for i in range(n_members):
             e = members[i]
-            if copies[e] < n_gpus and (best < 0 or load[e] * copies[best] > load[best] * copies[e]):
-                best = e
+            if copies[e] >= most:
+                continue
+            own = _guess(load, e, noise)
+            if k < extra - light:
+                better = best < 0 or own * copies[best] > most_load * copies[e]
+            else:
+                better = best < 0 or own < most_load
+            if better:
+                best, most_load = e, own
         if best < 0:
             break
         copies[best] += 1
-    for i in range(n_members):  # insertion sort: stable, and the lists are short
+
+
+@device
+def _sort(load, members, n_members, noise, copies, order):
+    """``order``: the members by load per copy, highest first. Insertion sort: stable, and the lists are short."""
+    for i in range(n_members):
         e = members[i]
+        own = _guess(load, e, noise)
         j = i
-        while j > 0 and load[order[j - 1]] * copies[e] < load[e] * copies[order[j - 1]]:
+        while j > 0 and _guess(load, order[j - 1], noise) * copies[e] < own * copies[order[j - 1]]:
             order[j] = order[j - 1]
             j -= 1
         order[j] = e
+
+
+@device
+def _busiest_without_rule(slots, first, last, load, members, n_members, copies, order, weight):
+    """Load of the busiest GPU if the same expert may lie twice on a GPU, as in the engines. ``slots`` is scratch."""
+    n_slots = slots.shape[1]
+    n_all = (last - first) * n_slots
+    _replicate(load, members, n_members, n_all - n_members, 0, n_all, 0, copies)
+    _sort(load, members, n_members, 0, copies, order)
     for g in range(first, last):
         weight[g] = 0.0
+        slots[g, 0] = 0  # number of experts on the GPU
+    for i in range(n_members):
+        share = load[order[i]] / copies[order[i]]
+        for _ in range(copies[order[i]]):
+            best = -1
+            for g in range(first, last):
+                if slots[g, 0] < n_slots and (best < 0 or weight[g] < weight[best]):
+                    best = g
+            weight[best] += share
+            slots[best, 0] += 1
+    busiest = 0.0
+    for g in range(first, last):
+        busiest = max(busiest, weight[g])
+        slots[g, 0] = -1
+    return busiest * (1.0 + 1e-12)  # sums in another order may differ in the last digits
+
+
+@device
+def _power(x):
+    """x¹⁶. The sum over GPUs is led by the busiest, and still falls when one of two equally busy GPUs is relieved."""
+    x = x * x
+    x = x * x
+    x = x * x
+    return x * x
+
+
+@device
+def _share(load, copies, e):
+    return load[e] / copies[e] if e >= 0 else 0.0
+
+
+@device
+def _after_replacing(slots, first, last, load, copies, weight, g, e, v):
+    """Sum of powers of the GPU loads if ``e`` on GPU ``g`` became ``v``."""
+    lose = load[e] / (copies[e] - 1) - load[e] / copies[e] if e >= 0 else 0.0
+    gain = load[v] / (copies[v] + 1)
+    less = load[v] / copies[v] - gain
+    total = 0.0
+    for h in range(first, last):
+        new = weight[h]
+        if h == g:
+            new += gain - _share(load, copies, e)
+        else:
+            if e >= 0 and _gpu_has(slots, h, e):
+                new += lose
+            if _gpu_has(slots, h, v):
+                new -= less
+        total += _power(new)
+    return total
+
+
+@device
+def _weigh(slots, first, last, load, copies, weight):
+    for g in range(first, last):
+        weight[g] = 0.0
+        for s in range(slots.shape[1]):
+            weight[g] += _share(load, copies, slots[g, s])
+
+
+@device
+def _best_replacement(slots, first, last, load, members, n_members, copies, weight, heavy, total):
+    """(sum of powers, GPU, slot, expert) of the best change of one slot that relieves GPU ``heavy``."""
+    n_slots = slots.shape[1]
+    best, best_g, best_s, best_v = total, -1, -1, -1
+    for s in range(n_slots):  # another expert instead of one on the busiest GPU
+        e = slots[heavy, s]
+        if e >= 0 and copies[e] < 2:
+            continue
+        for i in range(n_members):
+            v = members[i]
+            if not _gpu_has(slots, heavy, v):
+                after = _after_replacing(slots, first, last, load, copies, weight, heavy, e, v)
+                if after < best:
+                    best, best_g, best_s, best_v = after, heavy, s, v
+    for t in range(n_slots):  # one more copy of an expert of the busiest GPU
+        v = slots[heavy, t]
+        if v < 0:
+            continue
+        for g in range(first, last):
+            if g == heavy or _gpu_has(slots, g, v):
+                continue
+            for s in range(n_slots):
+                e = slots[g, s]
+                if e >= 0 and copies[e] < 2:
+                    continue
+                after = _after_replacing(slots, first, last, load, copies, weight, g, e, v)
+                if after < best:
+                    best, best_g, best_s, best_v = after, g, s, v
+    return best, best_g, best_s, best_v
+
+
+@device
+def _best_swap(slots, first, last, load, copies, weight, heavy, total):
+    """(sum of powers, GPU, its slot, slot of ``heavy``) of the best swap with GPU ``heavy``."""
+    n_slots = slots.shape[1]
+    best, best_g, best_t, best_s = total, -1, -1, -1
+    for g in range(first, last):
+        if g == heavy:
+            continue
+        others = total - _power(weight[heavy]) - _power(weight[g])
+        for s in range(n_slots):
+            e = slots[heavy, s]
+            if e < 0 or _gpu_has(slots, g, e):
+                continue
+            for t in range(n_slots):
+                v = slots[g, t]
+                shifted = _share(load, copies, e) - _share(load, copies, v)
+                after = others + _power(weight[heavy] - shifted) + _power(weight[g] + shifted)
+                if after < best and not (v >= 0 and _gpu_has(slots, heavy, v)):
+                    best, best_g, best_t, best_s = after, g, t, s
+    return best, best_g, best_t, best_s
+
+
+@device
+def _relieve(slots, first, last, load, members, n_members, copies, weight, target):
+    """Change slots, the best change first, until no GPU has more load than ``target`` or no change helps.
+
+    Returns the load of the busiest GPU.
+    """
+    for _ in range(64):
+        heavy, total = first, 0.0
+        for g in range(first, last):
+            total += _power(weight[g])
+            if weight[g] > weight[heavy]:
+                heavy = g
+        if weight[heavy] <= target:
+            break
+        total *= 1.0 - 1e-9
+        swapped, g, t, s = _best_swap(slots, first, last, load, copies, weight, heavy, total)
+        replaced, other, slot, v = _best_replacement(
+            slots, first, last, load, members, n_members, copies, weight, heavy, total
+        )
+        if g < 0 and other < 0:
+            break
+        if g >= 0 and swapped <= replaced:
+            slots[heavy, s], slots[g, t] = slots[g, t], slots[heavy, s]
+        else:
+            e = slots[other, slot]
+            if e >= 0:
+                copies[e] -= 1
+            copies[v] += 1
+            slots[other, slot] = v
+        _weigh(slots, first, last, load, copies, weight)
+    busiest = 0.0
+    for g in range(first, last):
+        busiest = max(busiest, weight[g])
+    return busiest
+
+
+@device
+def _fill(slots, first, last, load, members, n_members, extra, light, noise, copies, order, weight):
+    """Put the ``members`` and ``extra`` copies on GPUs first … last−1, heaviest first."""
+    n_gpus, n_slots = last - first, slots.shape[1]
+    _replicate(load, members, n_members, extra, light, n_gpus, noise, copies)
+    _sort(load, members, n_members, noise, copies, order)
+    for g in range(first, last):
+        weight[g] = 0.0
+        for s in range(n_slots):
+            slots[g, s] = -1
     for i in range(n_members):
         e = order[i]
         for _ in range(copies[e]):
@@ -79,7 +277,40 @@ def _pack(slots, first, last, load, members, n_members, copies, order, weight):
                 _make_room(slots, first, last, e)
             else:
                 slots[best, _first_free(slots, best)] = e
-                weight[best] += load[e] / copies[e]
+                weight[best] += _guess(load, e, noise) / copies[e]
+    # Making room moves experts and may drop a copy: count again.
+    for i in range(n_members):
+        copies[members[i]] = 0
+    for g in range(first, last):
+        for s in range(n_slots):
+            if slots[g, s] >= 0:
+                copies[slots[g, s]] += 1
+    _weigh(slots, first, last, load, copies, weight)
+
+
+@device
+def _pack(slots, first, last, load, members, n_members, copies, order, weight, target):
+    """Put the ``members`` on GPUs first … last−1 so that no GPU gets more load than ``target``, if possible.
+
+    If one does, other plans are tried. First with fewer copies of heavy members, because two of them on one GPU are
+    worse than a larger share of one: slots are filled with copies of light members, or left empty. Then with changed
+    loads.
+    """
+    n_extra = (last - first) * slots.shape[1] - n_members
+    plans = 2 * n_extra + 1  # light copies, then empty slots
+    best, best_try = 0.0, -1
+    for k in range(_NOISES * plans + 1):
+        if k == _NOISES * plans:  # none reached the target
+            k = best_try
+        noise, plan = k // plans, k % plans
+        light = plan if plan <= n_extra else 0
+        extra = n_extra if plan <= n_extra else 2 * n_extra - plan
+        _fill(slots, first, last, load, members, n_members, extra, light, noise, copies, order, weight)
+        busiest = _relieve(slots, first, last, load, members, n_members, copies, weight, target)
+        if busiest <= target:
+            return
+        if best_try < 0 or busiest < best:
+            best, best_try = busiest, k
 
 
 @device
@@ -98,7 +329,8 @@ def eplb_slots(slots, load, n_nodes, n_groups, ints, floats):
     if n_groups == 0:
         for e in range(n_experts):
             members[e] = e
-        _pack(slots, 0, n_gpus, load, members, n_experts, copies, order, weight)
+        target = _busiest_without_rule(slots, 0, n_gpus, load, members, n_experts, copies, order, weight)
+        _pack(slots, 0, n_gpus, load, members, n_experts, copies, order, weight, target)
         return
     # Groups go to nodes, heaviest first, the same number to each. Until then copies[] holds the node + 1 of each group.
     group_size, per_node, gpus_per_node = n_experts // n_groups, n_groups // n_nodes, n_gpus // n_nodes
@@ -130,7 +362,11 @@ def eplb_slots(slots, load, n_nodes, n_groups, ints, floats):
                 for e in range(group * group_size, (group + 1) * group_size):
                     members[n_members] = e
                     n_members += 1
-    size = n_experts // n_nodes
+    size, target = n_experts // n_nodes, 0.0
     for node in range(n_nodes):
-        first = node * gpus_per_node
-        _pack(slots, first, first + gpus_per_node, load, members[node * size :], size, copies, order, weight)
+        first, own = node * gpus_per_node, members[node * size :]
+        busiest = _busiest_without_rule(slots, first, first + gpus_per_node, load, own, size, copies, order, weight)
+        target = max(target, busiest)
+    for node in range(n_nodes):
+        first, own = node * gpus_per_node, members[node * size :]
+        _pack(slots, first, first + gpus_per_node, load, own, size, copies, order, weight, target)

@@ -1,0 +1,131 @@
+"""Prometheus metrics of the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from clustergym.agent.messages import FeedbackStatus
+from clustergym.agent.store import Allocation, Feedback
+
+if TYPE_CHECKING:
+    from clustergym.agent.service import Service
+
+CLASSES = {True: "latency-sensitive", False: "best-effort"}
+
+
+class RunningMean:
+    """Mean of the newest values: an average that forgets 1 % per value."""
+
+    RATE = 0.01
+
+    def __init__(self) -> None:
+        self.value, self._weight = 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        self._weight = min(self._weight + 1.0, 1.0 / self.RATE)
+        self.value += (value - self.value) / self._weight
+
+
+class Metrics:
+    """All metrics of a service."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(ServiceCollector(service))
+        self.seconds = Histogram(
+            "clustergym_request_seconds",
+            "Time from the arrival of a request to its answer",
+            ("path",),
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1),
+            registry=self.registry,
+        )
+        self.refused = Counter(
+            "clustergym_refused", "Refused requests by status code", ("code",), registry=self.registry
+        )
+        self.learner_restarts = Counter(
+            "clustergym_trainer_restarts", "Restarts of the learner process", registry=self.registry
+        )
+        self.task_failures = Counter(
+            "clustergym_task_failures", "Failures of background tasks", ("task",), registry=self.registry
+        )
+        self._means = {
+            name: {sensitive: RunningMean() for sensitive in CLASSES}
+            for name in ("reward", "qos", "advised_reward", "advised_qos", "regret", "granted_share", "used_share")
+        }
+        texts = {
+            "reward": "Running mean of the rewards",
+            "qos": "Share of pods that met their objective",
+            "advised_reward": "Running mean of the rewards of advised allocations, estimated where not applied",
+            "advised_qos": "Share of pods that would have met their objective with the advised allocation",
+            "regret": "Reward of the best allocation in hindsight minus that of the advised one",
+            "granted_share": "Granted cores / requested cores",
+            "used_share": "Used cores / granted cores",
+        }
+        for name, by_class in self._means.items():
+            gauge = Gauge(f"clustergym_{name}_mean", texts[name], ("qos_class",), registry=self.registry)
+            for sensitive, mean in by_class.items():
+                gauge.labels(CLASSES[sensitive]).set_function(lambda mean=mean: mean.value)  # type: ignore[misc]
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "clustergym_policy_version": ("Number of updates of the policy in use", lambda: service.policy.version),
+            "clustergym_degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),
+            "clustergym_store_unavailable": (
+                "1 if the last transaction failed", lambda: service.store.problem is not None,
+            ),
+            "clustergym_connections": ("Open connections", lambda: service.pool.open),
+        }  # fmt: skip
+        for name, (text, value) in gauges.items():
+            Gauge(name, text, registry=self.registry).set_function(value)
+
+    def add(self, allocation: Allocation, outcome: Feedback) -> None:
+        """Count the outcome of an allocation."""
+        sensitive = bool(allocation.sensitive)
+        values = {
+            "reward": outcome.reward,
+            "qos": outcome.qos_met,
+            "advised_reward": outcome.advised_reward,
+            "advised_qos": outcome.advised_qos,
+            "regret": outcome.regret,
+            "granted_share": allocation.cores / allocation.requested_cores,
+            "used_share": outcome.usage / allocation.cores,
+        }
+        for name, value in values.items():
+            self._means[name][sensitive].add(value)
+
+
+class ServiceCollector:
+    """Values that are read when they are asked for. Counters of the store continue after a restart."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        counters, pool = self.service.store.counters(), self.service.pool
+        allocations = CounterMetricFamily("clustergym_allocations", "Number of allocations")
+        allocations.add_metric([], counters.get("allocations", 0))
+        yield allocations
+        feedback = CounterMetricFamily("clustergym_feedback", "Number of feedbacks by status", labels=["status"])
+        for status in get_args(FeedbackStatus):
+            feedback.add_metric([status], counters.get(f"feedback:{status}", 0))
+        yield feedback
+        closed = CounterMetricFamily("clustergym_connections_closed", "Connections closed by limits", labels=["limit"])
+        for limit, count in {"idle": pool.evicted, "refused": pool.refused, "timeout": pool.timed_out}.items():
+            closed.add_metric([limit], count)
+        yield closed
+        texts = {
+            "clustergym_gpu_utilization": ("GPU utilisation, 0 to 1", "gpu_util"),
+            "clustergym_gpu_memory_used": ("Used GPU memory, 0 to 1", "mem_util"),
+            "clustergym_gpu_memory_mb": ("Size of the GPU memory in MB", "memory_mb"),
+            "clustergym_gpu_pods": ("Processes on the GPU", "pods"),
+        }
+        for name, (text, field) in texts.items():
+            gauge = GaugeMetricFamily(name, text, labels=["gpu"])
+            for index, load in self.service.telemetry.loads.items():
+                gauge.add_metric([str(index)], getattr(load, field))
+            yield gauge

@@ -1,0 +1,348 @@
+"""Security of the agent: tokens, feedback credentials, slow and many clients, certificates, file modes, log lines."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import resource
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent_client import SCRIPT, TOKEN, Server, agent_server
+from clustergym.agent.connections import ConnectionLimits, ConnectionPool, reserve_files
+from clustergym.agent.credentials import BearerTokens, FeedbackCredentials
+from clustergym.agent.logs import RateLimit
+from clustergym.webhook.certificates import make_certificates
+from processes import wait_until
+
+REQUEST = {"owner": "team/Deployment/web", "cores": 80, "memory": 4000, "qos_class": "best-effort"}
+OUTCOME = {"actual_usage": 30, "qos_met": True, "pods": 2}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("agent") / "store"
+
+
+@pytest.fixture(scope="module")
+def server(store: Path) -> Iterator[Server]:
+    """An agent that allows few connections and little time."""
+    flags = ("--explore", "off", "--max-connections", 20, "--read-timeout-s", 1, "--token-overlap-s", 1)
+    with agent_server(store, *flags) as one:
+        yield one
+
+
+def allocate(server: Server, **changes: Any) -> dict[str, Any]:
+    status, found = server.post("/allocate", REQUEST | changes)
+    assert status == 200, found
+    return dict(found)
+
+
+# Tokens
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def token_file(folder: Path, text: str, mode: int = 0o600) -> Path:
+    path = folder / "token"
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_a_removed_token_is_accepted_during_the_overlap(tmp_path: Path) -> None:
+    time = Time()
+    tokens = BearerTokens(token_file(tmp_path, "old\n"), overlap_s=60, clock=time)
+    assert tokens.accepts(b"Bearer old")
+    token_file(tmp_path, "new\n")
+    tokens.refresh()
+    assert tokens.accepts(b"Bearer new")
+    time.now = 59.0
+    assert tokens.accepts(b"Bearer old")
+    time.now = 60.0
+    assert not tokens.accepts(b"Bearer old")
+    tokens.refresh()
+    assert tokens.accepts(b"Bearer new")
+
+
+def test_every_line_of_the_file_is_a_token(tmp_path: Path) -> None:
+    tokens = BearerTokens(token_file(tmp_path, "old\n\n new \n"))
+    assert all(tokens.accepts(f"Bearer {one}".encode()) for one in ("old", "new"))
+    assert not any(tokens.accepts(one) for one in (b"Bearer ", b"Bearer", b"", b"Bearer old new", b"old"))
+    token_file(tmp_path, "new\n")
+    tokens.refresh()
+    assert not tokens.accepts(b"Bearer old")  # no overlap
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "reason"),
+    [
+        ("x", 0o644, r"can be used by every user \(mode 644\): chmod 600"),
+        ("x", 0o602, r"can be used by every user \(mode 602\)"),
+        (" \n", 0o600, "is empty: expected a token"),
+    ],
+)
+def test_a_bad_token_file_is_refused_at_the_start_and_reported_later(
+    tmp_path: Path, text: str, mode: int, reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        BearerTokens(token_file(tmp_path, text, mode))
+    tokens = BearerTokens(token_file(tmp_path, "good", 0o440))
+    token_file(tmp_path, text, mode)
+    tokens.refresh()
+    assert tokens.problem is not None
+    assert tokens.accepts(b"Bearer good")
+    assert not tokens.accepts(b"Bearer x")
+    token_file(tmp_path, "better")
+    tokens.refresh()
+    assert tokens.problem is None
+    assert tokens.accepts(b"Bearer better")
+
+
+def test_a_missing_token_file_is_reported_and_the_old_token_stays(server: Server, store: Path) -> None:
+    (store / "token").unlink()
+    wait_until(lambda: "cannot be read" in server.get("/readyz"), "the problem in /readyz")
+    assert server.post("/allocate", REQUEST)[0] == 200
+    token_file(store, "rotated\n")
+    wait_until(lambda: server.post("/allocate", REQUEST, token="rotated")[0] == 200, "the rotated token")
+    wait_until(lambda: server.post("/allocate", REQUEST)[0] == 401, "the end of the overlap")
+    token_file(store, TOKEN + "\n")
+    wait_until(lambda: server.post("/allocate", REQUEST)[0] == 200, "the first token again")
+
+
+# Credentials of one allocation
+
+
+def test_a_credential_is_valid_for_its_allocation_only() -> None:
+    mine, other = FeedbackCredentials(b"k" * 32), FeedbackCredentials(b"x" * 32)
+    token = mine.issue("1-abc")
+    assert mine.allocation_of(f"Bearer {token}".encode()) == "1-abc"
+    assert other.allocation_of(f"Bearer {token}".encode()) is None
+    forged = token.replace("1-abc", "2-abc")
+    for header in (forged, token[:-1], token + "0", "fb.", "fb..", token.upper(), "fb." + "a" * 300, "fb.\xe9.x"):
+        assert mine.allocation_of(f"Bearer {header}".encode("latin-1")) is None
+    assert mine.allocation_of(token.encode()) is None
+
+
+def test_feedback_needs_only_the_credential_of_its_allocation(server: Server) -> None:
+    mine, other = allocate(server), allocate(server)
+    token = mine["feedback_token"]
+    # It opens nothing else.
+    assert server.post("/allocate", REQUEST, token=token)[0] == 401
+    assert server.post("/feedback", OUTCOME | {"allocation_id": other["allocation_id"]}, token=token)[0] == 403
+    forged = token.replace(mine["allocation_id"], other["allocation_id"])
+    assert server.post("/feedback", OUTCOME, token=forged)[0] == 401
+    for path in ("/docs", "/openapi.json", "/feedback"):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}{path}", headers={"Authorization": f"Bearer {token}"}
+        )
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(request, timeout=10)
+    # The credential names the allocation, so the body need not.
+    status, found = server.post("/feedback", OUTCOME, token=token)
+    assert (status, found["status"]) == (200, "accepted")
+    assert server.post("/feedback", OUTCOME, token=token)[1]["status"] == "duplicate"
+    assert server.post("/feedback", OUTCOME, token=other["feedback_token"])[1]["status"] == "accepted"
+
+
+def test_credentials_survive_a_restart(tmp_path: Path) -> None:
+    with agent_server(tmp_path, "--explore", "off") as server:
+        token = allocate(server)["feedback_token"]
+        server.kill()
+    with agent_server(tmp_path, "--explore", "off") as server:
+        assert server.post("/feedback", OUTCOME, token=token)[1]["status"] == "accepted"
+
+
+# Files
+
+
+def test_the_store_belongs_to_its_owner_only(server: Server, store: Path) -> None:
+    allocate(server)
+    for name in ("store.db", "store.db-wal", "store.db-shm"):
+        assert (store / name).stat().st_mode & 0o777 == 0o600, name
+
+
+def run_agent(*flags: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [str(part) for part in (sys.executable, SCRIPT, *flags)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)
+
+
+def test_a_world_readable_token_file_ends_the_program(tmp_path: Path) -> None:
+    path = token_file(tmp_path, "token", 0o644)
+    found = run_agent("--store", tmp_path / "s", "--token-file", path)
+    assert found.returncode == 1
+    assert found.stderr == f"error: --token-file {path} can be used by every user (mode 644): chmod 600 {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("port", "reason"), [(99_999, "error: --port is 99999: expected 0 to 65535\n"), (None, "Address already in use")]
+)
+def test_a_port_that_cannot_be_used_is_an_error_message(
+    server: Server, tmp_path: Path, port: int | None, reason: str
+) -> None:
+    found = run_agent("--store", tmp_path / "s", "--port", port or server.port)
+    assert found.returncode == 1
+    assert reason in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+# Slow and many clients
+
+
+def closed_by_server(connection: socket.socket) -> bool:
+    """Wait until the server closes the connection. Raises TimeoutError if it does not."""
+    connection.settimeout(20)
+    try:
+        while connection.recv(65536):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+HEAD = f"POST /allocate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    ["", "POST /allo", HEAD, f"{HEAD}Content-Length: 50\r\n\r\n{{", f"{HEAD}Transfer-Encoding: chunked\r\n\r\n1\r\n{{"],
+)
+def test_a_request_that_does_not_arrive_ends_its_connection(server: Server, sent: str) -> None:
+    before = server.metrics()['clustergym_connections_closed_total{limit="timeout"}']
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(sent.encode())
+        assert closed_by_server(connection)
+    assert server.metrics()['clustergym_connections_closed_total{limit="timeout"}'] == before + 1
+
+
+def test_a_request_that_arrives_in_parts_is_answered(server: Server) -> None:
+    body = json.dumps(REQUEST).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        for part in (HEAD[:20], HEAD[20:], f"Content-Length: {len(body)}\r\n\r\n", body[:10], body[10:]):
+            connection.sendall(part.encode() if isinstance(part, str) else part)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_ends_early_is_not_a_request(server: Server) -> None:
+    """The part that arrived is valid JSON, but shorter than announced."""
+    before = server.metrics()["clustergym_allocations_total"]
+    body = json.dumps(REQUEST).encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(f"{HEAD}Content-Length: {len(body) + 1}\r\n\r\n".encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        closed_by_server(connection)
+    assert server.metrics()["clustergym_allocations_total"] == before
+
+
+def test_many_connections_do_not_stop_the_others(server: Server) -> None:
+    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    kept.request("GET", "/healthz")
+    assert kept.getresponse().read()
+    flood = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    try:
+        assert json.loads(server.get("/healthz")) == {"status": "ok"}
+        assert allocate(server)
+        # A connection that has been used is not the first to be closed.
+        kept.request("GET", "/healthz")
+        assert kept.getresponse().status == 200
+        wait_until(lambda: server.metrics()["clustergym_connections"] <= 20, "the number of connections falls")
+        assert server.metrics()['clustergym_connections_closed_total{limit="idle"}'] > 100
+    finally:
+        for connection in flood:
+            connection.close()
+    assert "socket.accept" not in server.log.read_text()
+
+
+def test_a_busy_pool_refuses_new_connections() -> None:
+    pool = ConnectionPool(ConnectionLimits(2, 1.0, 1.0))
+    assert pool.admit()
+    pool.open = 2
+    assert not pool.admit()
+    assert (pool.refused, pool.evicted) == (1, 0)
+
+
+def test_the_file_limit_is_above_the_connection_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(100, 1000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
+    reserve_files(512)
+    assert limits[-1] == (768, 1000)
+    with pytest.raises(ValueError, match="--max-connections 900 needs 1156 open files, but the limit is 1000"):
+        reserve_files(900)
+
+
+# TLS
+
+
+def certificate_of(port: int, ca: Path) -> int:
+    context = ssl.create_default_context(cafile=str(ca))
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+    ):
+        return int(connection.getpeercert()["serialNumber"], 16)  # type: ignore[index]
+
+
+def test_a_rotated_certificate_is_loaded(tmp_path: Path) -> None:
+    live, new = tmp_path / "live", tmp_path / "new"
+    for folder in (live, new):
+        make_certificates(folder, ["127.0.0.1"])
+    flags = ("--explore", "off", "--tls-cert", live / "tls.crt", "--tls-key", live / "tls.key", "--read-timeout-s", 1)
+    with agent_server(tmp_path / "store", *flags, ca=live / "ca.crt") as server:
+        first = certificate_of(server.port, live / "ca.crt")
+        # A client that never finishes its handshake does not stay.
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            assert closed_by_server(connection)
+        for name in ("tls.key", "tls.crt"):  # for a moment, key and certificate do not fit
+            os.replace(new / name, live / name)
+
+        def rotated() -> bool:
+            try:
+                return certificate_of(server.port, new / "ca.crt") != first
+            except ssl.SSLCertVerificationError:
+                return False
+
+        wait_until(rotated, "the new certificate")
+
+
+# Log lines
+
+
+def test_equal_messages_are_limited() -> None:
+    time, shown = Time(), []
+    limit = RateLimit(burst=3, interval_s=10, clock=time)
+    for i in range(1000):
+        record = logging.LogRecord("x", logging.WARNING, "f", 1, "bad request %d", (i,), None)
+        if limit.filter(record):
+            shown.append(record.getMessage())
+    assert shown == ["bad request 0", "bad request 1", "bad request 2"]
+    time.now = 10.0
+    record = logging.LogRecord("x", logging.WARNING, "f", 1, "bad request %d", (7,), None)
+    assert limit.filter(record)
+    assert record.getMessage() == "bad request 7 (997 similar messages left out)"
+
+
+def test_invalid_requests_do_not_flood_the_log(server: Server) -> None:
+    before = len(server.log.read_text().splitlines())
+    for _ in range(60):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(b"\x00\r\n\r\n")
+            assert b"400" in connection.recv(1000)
+    assert len(server.log.read_text().splitlines()) - before <= 11
