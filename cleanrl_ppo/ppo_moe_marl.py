@@ -57,12 +57,12 @@ from clustergym.moe_placement.policy.inputs import (
     same_node_weights,
     similar_experts,
 )
-from clustergym.moe_placement.validation import EPLB_NAMES, Validator, summary
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
 from clustergym.moe_placement.report.plots import plot_results, plot_validation
 from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Traffic
+from clustergym.moe_placement.validation import EPLB_NAMES, Validator, summary
 from clustergym.moe_placement.viewer import draw
 from clustergym.traces import TokenTrace, load_traces
 from clustergym.traces.splits import split_trace

@@ -3,8 +3,8 @@
     python tests/compare_revisions.py c5aa54c            # environments, planners and one short run of every trainer
     python tests/compare_revisions.py HEAD~3 --only env  # only the parts whose name contains "env"
 
-Both sides run on this machine, because floating-point results differ between machines. Only the public API and the command
-line are used, so the script works across a change of the inside. Exit code 1 means that something differs.
+Both sides run on this machine, because floating-point results differ between machines. Only the public API and the
+command line are used, so the script works across a change of the inside. Exit code 1 means that something differs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TRAINERS: dict[str, tuple[str, ...]] = {
     "ppo_atari": ("--total-timesteps", "128", "--num-envs", "2", "--num-steps", "32"),
     "ppo_federated": ("--total-timesteps", "1024",),
     "ppo_llm": (
-        "--pretrain-steps", "4", "--pretrain-batch", "4", "--pretrain-length", "24", "--iterations", "2", "--batch-size", "8",
-        "--prompt-tokens", "8", "--response-tokens", "10", "--eval-prompts", "16",
+        "--pretrain-steps", "4", "--pretrain-batch", "4", "--pretrain-length", "24", "--iterations", "2",
+        "--batch-size", "8", "--prompt-tokens", "8", "--response-tokens", "10", "--eval-prompts", "16",
     ),
     "ppo_moe_marl": (
-        "--total-timesteps", "2048", "--num-envs", "16", "--layers", "2", "--pretrain-states", "512", "--window-tokens", "512",
-        "--eval-interval", "1", "--eval-streams", "1", "--eval-windows", "2",
+        "--total-timesteps", "2048", "--num-envs", "16", "--layers", "2", "--pretrain-states", "512",
+        "--tokens-per-rank", "32", "--eval-interval", "1", "--eval-streams", "1", "--eval-intervals", "2",
     ),
 }  # fmt: skip
 """Flags of a short run."""
@@ -148,12 +148,13 @@ def environments() -> dict[str, str]:
 def planners(folder: Path) -> dict[str, str]:
     """The table of ``clustergym eval`` without its times."""
     out = folder / "eval.json"
-    names = ("static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental", "grouping",
-             "random-best", "bottleneck", "bottleneck-8", "swap-greedy", "anneal-max", "anneal", "anneal-4", "anneal-even",
-             "policy", "policy-guided", "oracle")  # fmt: skip
+    names = ("static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
+             "grouping", "random-best", "bottleneck", "bottleneck-8", "swap-greedy", "anneal-max", "anneal", "policy",
+             "policy-guided", "oracle")  # fmt: skip
     command = [
-        sys.executable, "-c", "from clustergym.cli import main; main()", "eval", "--trace", "tiny_moe", "--layers", "0", "1",
-        "--streams", "2", "--windows", "3", "--window-tokens", "512", "--schedule", "drift", "--planner", *names, "--json", out,
+        sys.executable, "-c", "from clustergym.cli import main; main()", "eval", "--trace", "tiny_moe",
+        "--layers", "0", "1", "--streams", "2", "--intervals", "3", "--tokens-per-rank", "32", "--schedule", "drift",
+        "--planner", *names, "--json", out,
     ]  # fmt: skip
     subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
     rows = json.loads(out.read_text())["planners"]

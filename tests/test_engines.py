@@ -28,7 +28,7 @@ from clustergym.moe_placement.engines import (
     write_plan,
 )
 from clustergym.moe_placement.engines.sglang import HOOKED
-from clustergym.moe_placement.serving.profiles import PROFILES
+from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
 
 TOY = ModelSpec("toy", 3, 8, 2, 1000, 10, n_dense=2, kv_bytes=3000, architecture="DeepseekV3ForCausalLM")

@@ -12,12 +12,12 @@ from functools import partial
 
 import numpy as np
 import torch
+from clustergym.moe_placement.policy.view import PolicyView
 from common import CONSOLE, Args, cached, new_agent, run
 
 from clustergym import SyntheticConfig, synthetic_trace
 from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
-from clustergym.moe_placement.policy.view import PolicyView
 from clustergym.moe_placement.specs import MODELS
 
 BASE = {"experts": 64, "gpus": 16, "tokens": 2048, "environments": 64}

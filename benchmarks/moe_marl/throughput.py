@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, PolicyView
 from common import CONSOLE, Args, load_trainer, model_of, run, sources
 from rich.table import Table
 
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, PolicyView
 
 
 @dataclass

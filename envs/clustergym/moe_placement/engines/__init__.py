@@ -16,7 +16,7 @@ from clustergym.moe_placement.engines.base import Engine, EnginePlan, Launch, ch
 from clustergym.moe_placement.engines.changes import PlanChange, compare_plans
 from clustergym.moe_placement.engines.memory import MemoryUse, memory_use
 from clustergym.moe_placement.presets.model_spec import ModelSpec
-from clustergym.moe_placement.serving.profiles import PROFILES, EngineProfile, get_profile
+from clustergym.moe_placement.profiles import PROFILES, EngineProfile, get_profile
 from clustergym.traces.readers.slot_plans import PlanError, SlotRows
 
 __all__ = [

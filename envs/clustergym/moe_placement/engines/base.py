@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_placement.presets.model_spec import ModelSpec
-from clustergym.moe_placement.serving.profiles import EngineProfile
+from clustergym.moe_placement.profiles import EngineProfile
 from clustergym.traces.readers.base import parse_json
 from clustergym.traces.readers.slot_plans import PlanError, SlotRows
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from clustergym.common.files import atomic_file, write_atomically
 from clustergym.moe_placement.engines.base import Engine, EnginePlan, Launch, expect_list, read_json
-from clustergym.moe_placement.serving.profiles import EngineProfile
+from clustergym.moe_placement.profiles import EngineProfile
 from clustergym.traces.readers.slot_plans import PlanError, SlotRows, checked_rows
 
 KEY = "physical_to_logical_map"

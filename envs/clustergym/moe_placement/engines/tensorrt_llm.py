@@ -7,7 +7,7 @@ from pathlib import Path
 
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.engines.base import Engine, EnginePlan, Launch
-from clustergym.moe_placement.serving.profiles import EngineProfile
+from clustergym.moe_placement.profiles import EngineProfile
 from clustergym.traces.readers.slot_plans import read_tensorrt_llm_plan
 
 BALANCED = frozenset({
