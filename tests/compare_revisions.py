@@ -99,19 +99,19 @@ def environments() -> dict[str, str]:
     found = {}
     for key, name, steps, options in (
         ("MoEPlacement-v0", "MoEPlacement-v0", 80, {}),
-        ("MoEPlacement-v0 per-expert", "MoEPlacement-v0", 60, {"comm": "per-expert", "window_tokens": 512}),
-        ("MoEPlacement-v0 stay", "MoEPlacement-v0", 60, {"comm": "stay", "window_tokens": 512}),
-        ("MoEPlacement-v0 lookahead", "MoEPlacement-v0", 20, {"lookahead": True, "window_tokens": 512}),
-        ("MoEPlacementDrift-v0", "MoEPlacementDrift-v0", 300, {"window_tokens": 512, "ops_per_layer": 4}),
+        ("MoEPlacement-v0 token hash", "MoEPlacement-v0", 60, {"profile": "vllm-deepep"}),
+        ("MoEPlacement-v0 decode", "MoEPlacement-v0", 60, {"profile": "sglang-decode"}),
+        ("MoEPlacement-v0 lookahead", "MoEPlacement-v0", 20, {"lookahead": True, "tokens_per_rank": 32}),
+        ("MoEPlacementDrift-v0", "MoEPlacementDrift-v0", 300, {"tokens_per_rank": 32, "ops_per_layer": 4}),
         ("MoEPlacementDrift-v0 stream", "MoEPlacementDrift-v0", 300,
-         {"window_tokens": 512, "ops_per_layer": 2, "credit": "stream", "schedule": "switch"}),
+         {"tokens_per_rank": 32, "ops_per_layer": 2, "schedule": "switch"}),
         ("MoEPlacement-v0 synthetic", "MoEPlacement-v0", 60, {"trace": "synthetic", "cluster": "h800-2x8"}),
         ("GPUAllocation-v0", "GPUAllocation-v0", 300, {}),
         ("GPUAllocationHistory-v0", "GPUAllocationHistory-v0", 300, {}),
     ):  # fmt: skip
         found[f"env {key}"] = rollout(gymnasium.make(name, **options), steps, np.random.default_rng(5))
     for name, options in (
-        ("MoEPlacementDrift-v0", {"window_tokens": 512, "ops_per_layer": 2}),
+        ("MoEPlacementDrift-v0", {"tokens_per_rank": 32, "ops_per_layer": 2}),
         ("GPUAllocation-v0", {}),
     ):
         env = gymnasium.make_vec(name, num_envs=8, vectorization_mode="vector_entry_point", **options)
@@ -122,7 +122,7 @@ def environments() -> dict[str, str]:
             seen.append({"obs": dict(obs) if isinstance(obs, dict) else obs, "reward": reward, "done": done})
         found[f"env vector {name}"] = digest(json.loads(json.dumps(seen, default=lambda x: x.tolist())))
     for name, module, options in (
-        ("moe_placement_v0", moe_placement_v0, {"window_tokens": 512}),
+        ("moe_placement_v0", moe_placement_v0, {"tokens_per_rank": 32}),
         ("gpu_allocation_v0", gpu_allocation_v0, {}),
     ):
         env = module.parallel_env(**options)
@@ -158,7 +158,7 @@ def planners(folder: Path) -> dict[str, str]:
     ]  # fmt: skip
     subprocess.run([str(part) for part in command], check=True, stdout=subprocess.DEVNULL)
     rows = json.loads(out.read_text())["planners"]
-    return {f"planner {row['planner']}": digest(row["stream_totals_us"], row["window_totals_us"]) for row in rows}
+    return {f"planner {row['planner']}": digest(row["stream_totals_us"], row["interval_totals_us"]) for row in rows}
 
 
 def trainer(name: str, flags: tuple[str, ...], tree: Path, folder: Path) -> dict[str, str]:

@@ -99,7 +99,7 @@ def test_every_flag_of_every_trainer_is_documented(site: Path) -> None:
 
 def test_the_reference_contains_the_docstrings(site: Path) -> None:
     text = (site / "reference" / "moe_placement.html").read_text()
-    for words in ("Action Space", "Observation Space", "Rewards", "Episode End", "PlacementConfig", "window_tokens"):
+    for words in ("Action Space", "Observation Space", "Rewards", "Episode End", "PlacementConfig", "tokens_per_rank"):
         assert words in text
 
 

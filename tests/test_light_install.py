@@ -32,7 +32,7 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 
-SMALL = ["--trace", "synthetic", "--cluster", "h800-1x8", "--layers", "0", "--window-tokens", "64", "--windows", "2"]
+SMALL = ["--trace", "synthetic", "--cluster", "h800-1x8", "--layers", "0", "--tokens-per-rank", "8", "--intervals", "2"]
 
 
 def run(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -78,7 +78,7 @@ def test_every_environment_runs_without_extras(tmp_path: Path) -> None:
 import gymnasium, clustergym
 ids = [name for name, spec in gymnasium.registry.items() if str(spec.entry_point).startswith("clustergym.")]
 for name in ids:
-    small = {"window_tokens": 64, "ops_per_layer": 1} if name.startswith("MoE") else {}
+    small = {"tokens_per_rank": 4, "ops_per_layer": 1} if name.startswith("MoE") else {}
     env = gymnasium.make(name, **small)
     env.reset(seed=0)
     env.step(env.action_space.sample())

@@ -20,7 +20,7 @@ PROGRAM = """
 import sys, warnings
 warnings.simplefilter("error")
 import gymnasium
-env = gymnasium.make("clustergym:MoEPlacement-v0", window_tokens=16, ops_per_layer=1)
+env = gymnasium.make("clustergym:MoEPlacement-v0", tokens_per_rank=4, ops_per_layer=1)
 obs, _ = env.reset(seed=1)
 total = 0.0
 for _ in range(3):
