@@ -1,59 +1,97 @@
-"""Compare planners on real routing traces, with a stationary schedule (plan once) and a drifting one (plan per window).
+"""Compare all planners for every engine profile, model, cluster and schedule, on held-out sequences.
 
-Looks for DeepSeek-V2-Lite and gpt-oss-20b traces in ``--data``. Without them it uses the bundled synthetic trace. The
-threshold of EPLB is tuned on the planning part first, so that the comparison is with the strongest EPLB.
+    python benchmarks/placement.py                    # hours on two cores; run again to resume
+    python benchmarks/placement.py --quick            # minutes: one cluster, few layers and streams
+    python benchmarks/placement.py --study trap       # balanced ranks against uneven ones
+    python benchmarks/placement.py --study observe    # what tokens, samples of tokens and co-activation are worth
+    python benchmarks/placement.py --tables           # print the tables of what has been measured
 
-    python benchmarks/placement.py
+Looks for DeepSeek-V2-Lite and gpt-oss-20b traces in ``--data``. Without them it uses the bundled traces. Each result is
+appended to a file of JSON lines as soon as it is known. Times are compared with EPLB on the same streams: the mean over
+streams with its 95 % interval, which comes from disjoint groups of sequences.
+
+With the ``drift`` schedule a stream never serves a token twice: the sizes of the passes are reduced until it fits. With
+the ``stationary`` schedule plans are made on other sequences, and tokens may be served again; the tables say how many.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import tyro
-from rich.console import Console
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.evaluation import Protocol, Result, compare, evaluate_planner
-from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.report.plots import plot_results
-from clustergym.moe_placement.report.tables import results_table
+from clustergym.moe_placement.evaluation import (
+    PASSES_OF_A_PERMANENT_PLAN,
+    Protocol,
+    Result,
+    compile_on,
+    deal_streams,
+    evaluate_planner,
+)
+from clustergym.moe_placement.planner_registry import PLANNERS, make_planner, planner_class
+from clustergym.moe_placement.planning import spread_layers
+from clustergym.moe_placement.profiles import PROFILES
+from clustergym.moe_placement.streams import Traffic
 
-EPLB_NAMES = ("eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold")
-STATIONARY_NAMES = (
-    "static", "eplb", "eplb-hierarchical", "incremental", "grouping", "swap-greedy", "anneal-max", "anneal", "oracle",
-)  # fmt: skip
-DRIFT_NAMES = (
-    "static", *EPLB_NAMES, "incremental", "grouping", "random-best", "bottleneck", "bottleneck-8", "swap-greedy",
-    "anneal-max", "anneal", "anneal-4", "anneal-even", "oracle",
-)  # fmt: skip
+SEARCHES = ("anneal-max", "anneal", "anneal-4", "forecast", "oracle")
+UNEVEN = 1.5
+"""Spread of the ranks' shares in the study of the trap: a few GPUs send most of the tokens."""
+SAMPLES = (1024, 256, 64)
 
 
 @dataclass
 class Args:
     data: Path = Path(__file__).resolve().parents[2] / "shared" / "data" / "moe"
     """Folder with deepseek_v2_lite_*.npz and gpt_oss_20b_decode.npz."""
-    clusters: tuple[str, ...] = ("h800-4x4", "h800-4x8")
+    study: Literal["planners", "trap", "observe"] = "planners"
+    """planners: all planners. trap: some planners on uneven and on balanced ranks. observe: what annealing sees."""
+    profiles: tuple[str, ...] = tuple(PROFILES)
     models: tuple[str, ...] = ("deepseek-v2-lite", "gpt-oss-20b")
+    clusters: tuple[str, ...] = ("h800-4x4", "h800-2x8", "h800-4x8")
     schedules: tuple[str, ...] = ("stationary", "drift")
-    streams: int = 4
-    windows: int = 7
-    window_tokens: int = 2048
-    layers: int = 26
-    """Number of evenly spaced layers of each trace to use; fewer is faster."""
-    iterations: int = 20000
-    """Annealing steps per layer on the stationary schedule, where a plan is made once."""
+    planners: tuple[str, ...] = tuple(
+        name for name in PLANNERS if name != "exact" and not name.startswith("policy")
+    )  # fmt: skip
+    """A policy must not be measured on sequences that it was trained on: add it together with --split test."""
+    split: Literal["validation", "test", "all"] = "all"
+    """Part of each trace to use."""
+    streams: int = 10
+    intervals: int = 4
+    """Intervals per stream that are served and counted."""
+    layers: int = 2
+    """Number of evenly spaced layers of each trace to use."""
+    iterations: int = 3000
+    """Annealing steps per layer and interval; ten times as many where a plan is made once."""
     seed: int = 0
-    output: Path = Path("runs/placement")
-    """Prefix of the .json and .png files."""
+    quick: bool = False
+    """One cluster, four streams, few planners and steps."""
+    tables: bool = False
+    """Print the tables of what has been measured, and stop."""
+    output: Path = Path("runs/placement.jsonl")
+    """File of JSON lines: one per planner and cell. Cells that it has are skipped."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One comparison."""
+
+    profile: str
+    model: str
+    cluster: str
+    schedule: str
+    rank_imbalance: float = 0.0
 
 
 def traces(args: Args) -> dict[str, TokenTrace]:
+    """The traces by model, with the layers to use."""
     found = {}
     parts = sorted(args.data.glob("deepseek_v2_lite_*.npz"))
     if parts and "deepseek-v2-lite" in args.models:
@@ -62,68 +100,197 @@ def traces(args: Args) -> dict[str, TokenTrace]:
         )
     if (args.data / "gpt_oss_20b_decode.npz").is_file() and "gpt-oss-20b" in args.models:
         found["gpt-oss-20b"] = TokenTrace.load(args.data / "gpt_oss_20b_decode.npz")
-    return found or {"deepseek-v2-lite": TokenTrace.load("synthetic")}
+    if not found:
+        found = {"deepseek-v2-lite": TokenTrace.load("synthetic"), "tiny-moe": TokenTrace.load("tiny_moe")}
+    return {
+        model: replace(trace.select(layers=spread_layers(trace.n_layers, args.layers)), name=model)
+        for model, trace in found.items()
+    }
 
 
-def tuned_threshold(trace: TokenTrace, simulator: Simulator, protocol: Protocol) -> float:
-    """The threshold with the lowest total on streams from the planning part."""
-    train, _ = protocol.split(trace)
-    tuning = Protocol(
-        protocol.schedule, protocol.windows, protocol.window_tokens, protocol.rate, 3, protocol.seed + 1000
+def cells(args: Args, models: list[str]) -> Iterator[Cell]:
+    """The comparisons, those that people run most first."""
+    if args.study == "observe":
+        wanted = [p for p in args.profiles if p in ("sglang-prefill", "sglang-decode")]
+        yield from (Cell(p, m, args.clusters[0], "stationary") for p in wanted for m in models)
+    elif args.study == "trap":
+        wanted = [p for p in args.profiles if p in ("sglang-prefill", "sglang-decode")]
+        for schedule in args.schedules:
+            for uneven in (0.0, UNEVEN):
+                yield from (Cell(p, m, args.clusters[0], schedule, uneven) for p in wanted for m in models)
+    else:
+        for cluster in args.clusters:
+            for profile in sorted(args.profiles, key=lambda name: PROFILES[name].dispatch == "lp"):
+                yield from (Cell(profile, m, cluster, s) for s in args.schedules for m in models)
+
+
+def protocol_of(args: Args, cell: Cell, trace: TokenTrace, n_gpus: int) -> Protocol:
+    """The protocol of a cell, with the largest passes that the trace can fill."""
+    phase = PROFILES[cell.profile].phase
+    traffic = Traffic(
+        phase, schedule=cell.schedule, rank_imbalance=cell.rank_imbalance, allow_reuse=cell.schedule == "stationary"
     )
-    totals = {}
-    for threshold in (1.1, 1.2, 1.3, 1.5, 1.75, 2.0, 2.5):
-        planner = EPLB(simulator, ema=0.5, threshold=threshold)
-        totals[threshold] = evaluate_planner(planner, "eplb-threshold", train, train, tuning).total_us
-    return min(totals, key=totals.__getitem__)
+    protocol = Protocol(traffic, args.intervals, args.streams, args.seed, args.split)
+    while True:
+        passes, tokens = protocol.traffic.sizes
+        try:
+            deal_streams(protocol.parts(trace)[1], n_gpus, protocol)
+            return protocol
+        except ValueError:
+            if passes * tokens == 1:
+                raise
+        smaller = (passes // 2, tokens) if passes > 1 else (1, tokens // 2)
+        protocol = replace(
+            protocol, traffic=replace(protocol.traffic, sampled_passes=smaller[0], tokens_per_rank=smaller[1])
+        )
+
+
+def options_of(args: Args, name: str, stationary: bool, n_layers: int) -> dict[str, Any]:
+    if name not in SEARCHES:
+        return {}
+    steps = args.iterations * (10 if stationary and name != "oracle" else 1)
+    return {"iterations": steps}
+
+
+def variants(args: Args, protocol: Protocol) -> dict[str, tuple[str, Protocol]]:
+    """Label of each row → (planner, protocol)."""
+    if args.study == "trap":
+        names = ("static", "eplb", "eplb-hierarchical", "flashlb", "bottleneck-8", "anneal", "oracle")
+        return {name: (name, protocol) for name in names}
+    if args.study == "observe":
+        tokens = {f"anneal, {n} tokens": ("anneal", replace(protocol, observe_tokens=n)) for n in SAMPLES}
+        coactivation = {"anneal, loads + co-activation": ("anneal-coactivation", protocol)}
+        rows = {"eplb": ("eplb", protocol), "anneal, all tokens": ("anneal", protocol), **tokens, **coactivation}
+        return {label: row for label, row in rows.items() if row[0] in PLANNERS}
+    return {name: (name, protocol) for name in args.planners}
+
+
+def run_cell(args: Args, cell: Cell, trace: TokenTrace, done: set[str]) -> Iterator[dict[str, Any]]:
+    simulator = Simulator(cell.model, cell.cluster, cell.profile)
+    protocol = protocol_of(args, cell, trace, simulator.n_gpus)
+    train, test = protocol.parts(trace)
+    if protocol.stationary:
+        simulator = simulator.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
+    for label, (name, own) in variants(args, protocol).items():
+        if label in done:
+            continue
+        options = options_of(args, name, protocol.stationary, trace.n_layers)
+        began = time.perf_counter()
+        warm_up = make_planner(name, simulator, **({"iterations": 1} if options else {}))
+        warm_up.plan([compile_on(test, simulator)], simulator.static(test.n_layers))
+        result = evaluate_planner(
+            make_planner(name, simulator, seed=args.seed, **options), label, train, test, own
+        )  # fmt: skip
+        passes, tokens = protocol.traffic.sizes
+        yield {
+            **key_of(args, cell), "label": label, "sampled_passes": passes, "tokens_per_rank": tokens,
+            "seconds": round(time.perf_counter() - began, 2), "result": result.as_dict(),
+        }  # fmt: skip
+
+
+def key_of(args: Args, cell: Cell) -> dict[str, Any]:
+    """What makes two measurements the same."""
+    sizes = {key: getattr(args, key) for key in ("streams", "intervals", "layers", "iterations", "seed", "split")}
+    return {"study": args.study, **vars(cell), **sizes}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The measurements so far. A line that a killed run left unfinished is ignored."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def same_key(line: dict[str, Any], key: dict[str, Any]) -> bool:
+    return all(line.get(name) == value for name, value in key.items())
+
+
+# Tables
+
+
+def percent(result: Result, reference: Result) -> str:
+    mean, half = result.versus(reference)
+    return f"{100 * mean:+.1f} ± {100 * half:.1f}"
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    """One table per study, profile and schedule: planners in rows, models and clusters in columns."""
+    groups: dict[tuple[Any, ...], dict[tuple[Any, ...], dict[str, dict[str, Any]]]] = {}
+    for line in lines:
+        group = (line["study"], line["profile"], line["schedule"])
+        cell = (line["model"], line["cluster"], line["rank_imbalance"])
+        groups.setdefault(group, {}).setdefault(cell, {})[line["label"]] = line
+    return "\n".join(_table(*group, found) for group, found in groups.items())
+
+
+def _table(study: str, profile: str, schedule: str, found: dict[tuple[Any, ...], dict[str, dict[str, Any]]]) -> str:
+    columns = [cell for cell, rows in found.items() if "eplb" in rows]
+    results = {
+        cell: {label: Result(**line["result"]) for label, line in found[cell].items()} for cell in columns
+    }  # fmt: skip
+    labels = list(dict.fromkeys(label for cell in columns for label in results[cell]))
+    text = [
+        f"\n**{study}: {profile}, {schedule}**. Time compared with EPLB, %, mean ± 95 %. Bold: the lowest of the "
+        "planners that do not see the future.\n"
+    ]
+    head = [f"{m}, {c}{f', ranks uneven by {u}' if u else ''}" for m, c, u in columns]
+    text += [f"| planner | {' | '.join(head)} |", f"| --- |{' ---: |' * len(columns)}"]
+    for label in labels:
+        row = []
+        for cell in columns:
+            mine = results[cell]
+            if label not in mine:
+                row.append("")
+                continue
+            shown = percent(mine[label], mine["eplb"]) if label != "eplb" else f"{mine['eplb'].total_us:.1f} µs"
+            row.append(f"**{shown}**" if label == _best(mine) else shown)
+        text.append(f"| {label} | {' | '.join(row)} |")
+    notes = []
+    for cell in columns:
+        line, eplb = found[cell]["eplb"], results[cell]["eplb"]
+        notes.append(
+            f"{line['sampled_passes']} × {line['tokens_per_rank']} tokens per rank, "
+            f"{len(eplb.stream_totals_us)} streams on {eplb.groups} groups, {100 * eplb.reused:.0f} % reused"
+        )
+    text.append(f"| *passes, streams, tokens served again* | {' | '.join(notes)} |")
+    return "\n".join(text)
+
+
+def _best(results: dict[str, Result]) -> str:
+    def realisable(label: str) -> bool:
+        kind = planner_class(label) if label in PLANNERS else None
+        return kind is None or not (kind.needs_future or kind.needs_mixture)
+
+    return min((label for label in results if realisable(label)), key=lambda label: results[label].total_us)
 
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)
-    console = Console(width=140)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    document: list[dict[str, object]] = []
-    summary = []
-    for model, whole in traces(args).items():
-        picked = np.unique(np.linspace(0, whole.n_layers - 1, min(args.layers, whole.n_layers)).round().astype(int))
-        trace = whole.select(layers=picked.tolist())
-        for cluster in args.clusters:
-            simulator = Simulator(model, cluster)
-            for schedule in args.schedules:
-                protocol = Protocol(schedule, args.windows, args.window_tokens, streams=args.streams, seed=args.seed)
-                names, options = DRIFT_NAMES, dict[str, dict[str, object]]()
-                if schedule == "stationary":
-                    names = STATIONARY_NAMES
-                    for name in ("anneal", "anneal-max"):
-                        options[name] = {"iterations": args.iterations, "migration_weight": 0.0}
-                else:
-                    options["eplb-threshold"] = {"threshold": tuned_threshold(trace, simulator, protocol)}
-                results = compare(trace, simulator, names, protocol, options=options)
-                title = f"{model} on {cluster}, {schedule}"
-                console.print(results_table(results, title))
-                plot = args.output.with_name(f"{args.output.name}-{model}-{cluster}-{schedule}.png")
-                plot_results(results, title, plot)
-                document.append({
-                    "model": model, "cluster": cluster, "schedule": schedule, "streams": args.streams,
-                    "layers": len(picked), "options": options, "planners": [r.as_dict() for r in results],
-                })  # fmt: skip
-                summary.append(verdict(results, title))
-    for line in summary:
-        console.print(line)
-    args.output.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
-    console.print(f"results: {args.output.with_suffix('.json')}")
-
-
-def verdict(results: list[Result], title: str) -> str:
-    anneal = next(r for r in results if r.planner == "anneal")
-    best_eplb = min((r for r in results if r.planner in EPLB_NAMES), key=lambda r: r.total_us)
-    best = min((r for r in results if r.planner != "oracle"), key=lambda r: r.total_us)
-    ratios = [a / b for a, b in zip(anneal.stream_totals_us, best_eplb.stream_totals_us, strict=True)]
-    return (
-        f"{title}: anneal / best EPLB ({best_eplb.planner}) = {anneal.total_us / best_eplb.total_us:.3f} "
-        f"(streams {min(ratios):.3f} … {max(ratios):.3f}); "
-        f"lowest total except oracle: {best.planner} {best.total_us:.1f} µs"
-    )
+    if args.quick:
+        args = replace(
+            args, clusters=args.clusters[:1], streams=4, intervals=2, iterations=300, layers=1,
+            planners=("static", "eplb", "eplb-hierarchical", "flashlb", "hot-everywhere", "anneal"),
+        )  # fmt: skip
+    lines = read_lines(args.output)
+    if not args.tables:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        found = traces(args)
+        with open(args.output, "a") as file:
+            for cell in cells(args, list(found)):
+                key = key_of(args, cell)
+                done = {line["label"] for line in lines if same_key(line, key)}
+                began = time.perf_counter()
+                for line in run_cell(args, cell, found[cell.model], done):
+                    file.write(json.dumps(line) + "\n")
+                    file.flush()
+                    lines.append(line)
+                print(f"{cell}: {time.perf_counter() - began:.0f} s", flush=True)
+        lines = [line for line in lines if any(same_key(line, key_of(args, c)) for c in cells(args, list(found)))]
+    print(tables(lines))
 
 
 if __name__ == "__main__":

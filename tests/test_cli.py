@@ -24,10 +24,10 @@ from clustergym.moe_placement.planner_registry import PLANNERS
 from clustergym.moe_placement.specs import CLUSTERS, MODELS
 from clustergym.traces import SyntheticConfig, load_traces, synthetic_trace
 
-SMALL = ["--cluster", "h800-2x4", "--window-tokens", "64", "--windows", "2"]
+SMALL = ["--cluster", "h800-2x4", "--phase", "decode", "--tokens-per-rank", "4", "--passes", "2", "--intervals", "2"]
 RESULT_KEYS = {
     "planner", "served_us", "migration_us", "total_us", "total_ci95_us", "balancedness", "gpus_per_token",
-    "inter_node_mb", "moves", "decision_ms", "stream_totals_us", "window_totals_us",
+    "inter_node_mb", "moves", "decision_ms", "reused", "groups", "stream_totals_us", "interval_totals_us",
 }  # fmt: skip
 
 
@@ -70,18 +70,23 @@ def test_eval_writes_consistent_results(trace_file: Path, tmp_path: Path, capsys
     assert cli.main(arguments) == 0
     document = json.loads(out.read_text())
     assert set(document) == {
-        "planners", "trace", "model", "cluster", "schedule", "window_tokens", "windows", "streams", "seed", "command",
+        "planners", "trace", "model", "cluster", "profile", "phase", "schedule", "migration", "tokens_per_rank",
+        "sampled_passes", "passes_per_interval", "observe_tokens", "intervals", "streams", "groups", "reused", "split",
+        "seed", "command",
     }  # fmt: skip
     assert (document["trace"], document["cluster"], document["seed"]) == ("tiny", "h800-2x4", 7)
     assert (document["model"], document["schedule"]) == ("mixtral-8x7b", "drift")
-    assert (document["window_tokens"], document["windows"], document["streams"]) == (64, 2, 2)
+    assert (document["tokens_per_rank"], document["sampled_passes"], document["intervals"]) == (4, 2, 2)
+    assert (document["profile"], document["streams"], document["groups"], document["reused"]) == (
+        "sglang-decode", 2, 2, 0.0,
+    )  # fmt: skip
     assert shlex.split(document["command"]) == ["clustergym", *arguments]
     assert [p["planner"] for p in document["planners"]] == ["static", "eplb", "anneal"]
     for p in document["planners"]:
         assert set(p) == RESULT_KEYS
         assert p["total_us"] == pytest.approx(p["served_us"] + p["migration_us"])
         assert p["total_us"] == pytest.approx(np.mean(p["stream_totals_us"]))
-        assert (len(p["stream_totals_us"]), len(p["window_totals_us"])) == (2, 2)
+        assert (len(p["stream_totals_us"]), len(p["interval_totals_us"])) == (2, 2)
         assert 0 < p["balancedness"] <= 1
     static, eplb, anneal = document["planners"]
     assert (static["moves"], static["migration_us"]) == (0, 0)
@@ -136,8 +141,13 @@ def test_options_reach_the_simulator(trace_file: Path, tmp_path: Path) -> None:
         return planner
 
     base = eplb()
-    assert eplb("--passes-per-window", "1000")["migration_us"] == pytest.approx(base["migration_us"] / 10)
-    assert eplb("--comm", "per-expert")["served_us"] > base["served_us"]
+    assert eplb("--passes-per-interval", "10000")["migration_us"] == pytest.approx(base["migration_us"] / 10)
+    assert eplb("--migration", "async")["migration_us"] < base["migration_us"]
+    assert eplb("--profile", "vllm")["inter_node_mb"] > base["inter_node_mb"]
+    assert eplb("--engine", "tensorrt-llm")["served_us"] != base["served_us"]
+    assert eplb("--allow-reuse", "--intervals", "20")["reused"] > 0.5
+    assert eplb("--split", "test")["served_us"] != base["served_us"]
+    assert eplb("--rank-imbalance", "1.0")["served_us"] > base["served_us"]
     assert eplb("--slots", "1")["gpus_per_token"] == pytest.approx(2.0)  # eight experts, one on each GPU
     assert eplb("--layers", "1")["served_us"] != base["served_us"]
 
@@ -189,7 +199,9 @@ def test_missing_model_is_an_error_and_nothing_is_written(tmp_path: Path, capsys
         (["--planner", "eplb", "magic"], ["unknown planner 'magic'", "'all'", *PLANNERS]),
         (["--cluster", "h900-4x4"], ["unknown cluster 'h900-4x4'", *CLUSTERS]),
         (["--schedule", "often"], ["unknown schedule 'often'", "stationary, drift, switch, replay"]),
-        (["--comm", "pigeon"], ["unknown comm 'pigeon'", "dedup, per-expert, stay"]),
+        (["--profile", "pigeon"], ["unknown profile 'pigeon'", "sglang-prefill, sglang-decode"]),
+        (["--engine", "tgi"], ["unknown engine 'tgi'", "sglang, tensorrt-llm"]),
+        (["--intervals", "20"], ["fills", "tokens_per_rank=", "allow_reuse"]),
         (["--model", "gpt-9"], ["unknown model 'gpt-9'", *MODELS]),
         (["--model", "deepseek-v3"], ["top-2 of 8 experts", "top-8 of 256"]),
         (["--trace", "nosuch"], ["unknown trace 'nosuch'", "synthetic"]),
@@ -197,11 +209,11 @@ def test_missing_model_is_an_error_and_nothing_is_written(tmp_path: Path, capsys
         (["--cluster", "h800-2x4", "--slots", "0"], ["slots_per_gpu is 0: expected at least 1"]),
         (["--layers", "0", "2"], ["layers [0, 2] asked for, but the positions are 0 … 1"]),
         (["--layers", "1", "1"], ["layer_ids must be distinct"]),
-        (["--windows", "0"], ["windows is 0: expected at least 1"]),
+        (["--intervals", "0"], ["intervals is 0: expected at least 1"]),
         (["--holdout", "1"], ["holdout is 1.0"]),
-        (["--passes-per-window", "0"], ["passes_per_window is 0: expected at least 1"]),
+        (["--passes-per-interval", "0"], ["passes_per_interval is 0: expected at least 1"]),
         (["--plot", "picture.docx"], ["picture.docx", ".png, .svg, .pdf"]),
-        (["--planner", "exact", "--comm", "stay"], ["comm='stay'"]),
+        (["--planner", "exact"], ["the exact planner tries at most"]),
     ],
 )
 def test_wrong_input_is_a_one_line_error_and_leaves_no_file(

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym import TokenTrace, cli
-from clustergym.moe_placement import Simulator, Window
+from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.engines import (
     ENGINES,
     EnginePlan,
@@ -29,9 +29,23 @@ from clustergym.moe_placement.engines import (
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
 from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.planning import LoadWindow, Observed, fill_empty, make_plan, model_of
+from clustergym.moe_placement.planners.recorded import LoadInterval
+from clustergym.moe_placement.planning import (
+    DEFAULT_PLANNERS,
+    HeldOutPasses,
+    Observed,
+    Outcome,
+    Plan,
+    Sizes,
+    default_planner,
+    fill_empty,
+    make_plan,
+    model_of,
+)
+from clustergym.moe_placement.profiles import PROFILES, profiles_of
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec, get_cluster
+from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 MODEL = ModelSpec("toy", n_layers=3, n_experts=8, top_k=2, hidden=64, intermediate=32, n_dense=2)
@@ -222,7 +236,13 @@ def small_trace(**changes: Any) -> TokenTrace:
 
 
 CLUSTER = get_cluster("h800-2x4", slots_per_gpu=2)
-SIMULATOR = Simulator("mixtral-8x7b", CLUSTER, passes_per_window=PASSES_OF_A_PERMANENT_PLAN)
+SIMULATOR = Simulator("mixtral-8x7b", CLUSTER, "sglang-decode", PASSES_OF_A_PERMANENT_PLAN)
+TRAFFIC = Traffic("decode", tokens_per_rank=8, sampled_passes=2)
+SIZES = Sizes(plan_passes=8, passes=8, streams=4)
+
+
+def small_make_plan(trace: TokenTrace | LoadTrace, planner: str, **options: Any) -> Plan:
+    return make_plan(trace, SIMULATOR, planner, **({"traffic": TRAFFIC, "sizes": SIZES} | options))
 
 
 def test_split_without_seed_keeps_the_order_of_each_domain() -> None:
@@ -242,41 +262,115 @@ def test_split_without_seed_keeps_the_order_of_each_domain() -> None:
 def test_held_out_traffic_is_not_planned_on() -> None:
     """Other held-out traffic gives the same plans, but other times."""
     trace = small_trace()
-    before, after = trace.split(0.5, seed=None)
-    other = TokenTrace(
-        7 - after.experts.astype(int), n_experts=8, layer_ids=after.layer_ids, seq_lens=after.seq_lens,
-        domains=after.domains, model=after.model,
-    )  # fmt: skip
-    plans = []
-    for rest in (after, other):
-        joined = TokenTrace.concat([before, rest])
-        np.testing.assert_array_equal(joined.split(0.5, seed=None)[1].experts, rest.experts)
-        plans.append(make_plan(joined, SIMULATOR, "bottleneck", window_tokens=256, windows=2))
+    numbers = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
+    numbered = dataclasses.replace(trace, experts=numbers[:, None, None], n_experts=0, layer_ids=np.arange(1))
+    kept = np.isin(numbers, numbered.split(0.5, seed=0)[1].experts)
+    assert 0.4 < kept.mean() < 0.6
+    other = dataclasses.replace(trace, experts=np.where(kept[:, None, None], 7 - trace.experts, trace.experts))
+    plans = [small_make_plan(one, "bottleneck") for one in (trace, other)]
     for name in ("static", "eplb", "bottleneck"):
         np.testing.assert_array_equal(plans[0].outcomes[name].placement, plans[1].outcomes[name].placement)
-    assert plans[0].best.served_us != plans[1].best.served_us
+    assert plans[0].outcomes["eplb"].served_us != plans[1].outcomes["eplb"].served_us
 
 
 def test_results_match_the_simulator() -> None:
     trace = small_trace()
-    plan = make_plan(trace, SIMULATOR, "anneal", window_tokens=256, windows=3, seconds=0.5)
-    before, _ = trace.split(0.5, seed=None)
-    eplb = EPLB(SIMULATOR)
-    np.testing.assert_array_equal(plan.outcomes["eplb"].placement, eplb.pack(before.loads().astype(float)))
+    plan = small_make_plan(trace, "anneal", seconds=0.5, force=True)
+    before, after = trace.split(0.5, seed=0)
+    loads = Observed(before, SIMULATOR, TRAFFIC, SIZES).loads.loads(8)
+    assert loads.sum(1) == pytest.approx(2.0 * before.n_tokens, rel=0.1)  # nearly the whole planning part
+    np.testing.assert_array_equal(plan.outcomes["eplb"].placement, EPLB(SIMULATOR).pack(loads.astype(float)))
+    held_out = HeldOutPasses(after, SIMULATOR, TRAFFIC, SIZES)
+    assert [stream.rows.shape for stream in held_out.streams] == [(2, 64)] * 4
     for o in plan.outcomes.values():
-        assert len(o.window_us) == 3
+        times = [SIMULATOR.evaluate(stream, o.placement).time_us.mean() for stream in held_out.streams]
+        assert o.stream_us == pytest.approx(times)
         assert o.served_us == pytest.approx(o.layer_us.sum(1).mean())
-        assert o.pairs.sum(1) == pytest.approx(np.full(32, 512.0))
+        assert o.pairs.sum(1) == pytest.approx(np.full(32, 128.0))
         assert (o.placement >= 0).all()
-    mine, theirs = np.array(plan.best.window_us), np.array(plan.outcomes["eplb"].window_us)
-    assert plan.versus("eplb")[0] == pytest.approx((mine.mean() - theirs.mean()) / theirs.mean())
+    mine, theirs = np.array(plan.best.stream_us), np.array(plan.outcomes["eplb"].stream_us)
+    assert plan.versus("eplb")[0] == pytest.approx((mine / theirs).mean() - 1)
     assert plan.versus("anneal") == (0.0, 0.0)
     assert plan.best.served_us < plan.outcomes["static"].served_us
     assert 0.4 < plan.best.decision_s < 10
 
 
+def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> None:
+    plan = small_make_plan(small_trace(n_layers=4), "anneal", seconds=0.3)
+    assert plan.simulator.profile.name == "sglang-decode"
+    assert plan.other_profiles == ["sglang-prefill", "sglang-lp"]
+    _, after = small_trace(n_layers=4).split(0.5, seed=0)
+    prefill = Simulator("mixtral-8x7b", CLUSTER, "sglang-prefill", PASSES_OF_A_PERMANENT_PLAN)
+    passes = HeldOutPasses(after, prefill, Traffic("prefill"), SIZES)
+    for name, outcome in plan.outcomes.items():
+        assert outcome.times("sglang-prefill") == pytest.approx(passes.times(outcome.placement)), name
+    relative = np.divide(*(plan.outcomes[name].times("sglang-prefill") for name in ("anneal", "eplb"))) - 1
+    assert plan.versus("eplb", profile="sglang-prefill")[0] == pytest.approx(relative.mean())
+
+
+def test_every_profile_has_a_default_planner() -> None:
+    assert list(DEFAULT_PLANNERS) == list(PROFILES)
+    for profile in PROFILES.values():
+        assert default_planner(profile, small_trace(n_layers=1)) == DEFAULT_PLANNERS[profile.name]
+        assert default_planner(profile, counts_trace()) in planners_on_loads()
+        assert default_planner(profile.with_phase("prefill"), counts_trace()) in planners_on_loads()
+    assert {profile.engine for profile in PROFILES.values()} == set(ENGINES)
+
+
+def measured(planner_us: list[float], eplb_us: list[float], force: bool = False) -> Plan:
+    """A plan with given times in streams that share no sequence."""
+    static = SIMULATOR.static(1)
+    outcomes = {
+        name: Outcome(name, static, 0.0, 0, times, len(times), np.zeros((1, 3)), np.zeros((1, 8)), 1.0)
+        for name, times in (("static", eplb_us), ("eplb", eplb_us), ("anneal", planner_us))
+    }
+    return Plan(
+        "anneal", outcomes, SIMULATOR, np.arange(1), "t", "", "", 0.0, True, 64, np.zeros((1, 8)), force
+    )  # fmt: skip
+
+
+def test_plan_of_eplb_is_chosen_unless_a_gain_is_shown() -> None:
+    eplb_us = [100.0, 101.0, 99.0, 100.0]
+    clear = measured([90.0, 91.0, 89.5, 90.5], eplb_us)
+    assert clear.gain_shown()
+    assert clear.chosen == "anneal"
+    for planner_us in ([90.0, 130.0, 80.0, 95.0], [110.0, 111.0, 109.0, 110.0], eplb_us):
+        assert not measured(planner_us, eplb_us).gain_shown()
+        assert measured(planner_us, eplb_us).chosen == "eplb"
+        assert measured(planner_us, eplb_us, force=True).chosen == "anneal"
+    # One stream has no interval, so it shows nothing.
+    assert measured([50.0], [100.0]).chosen == "eplb"
+
+
+def test_interval_does_not_shrink_with_the_passes() -> None:
+    """Random routing, few tokens: more passes serve the same tokens again."""
+    rng = np.random.default_rng(0)
+    experts = rng.permuted(np.tile(np.arange(8), (1200, 1, 1)), axis=2)[:, :, :2]
+    trace = TokenTrace(experts, n_experts=8, seq_lens=[20] * 60, model="mixtral-8x7b")  # type: ignore[arg-type]
+    half = {}
+    for passes in (20, 640):
+        sizes = Sizes(plan_passes=4, passes=passes)
+        plan = make_plan(trace, SIMULATOR, "flashlb", traffic=TRAFFIC, sizes=sizes)
+        mean, half[passes] = plan.versus("eplb")
+        assert abs(mean) < half[passes]
+        assert plan.chosen == "eplb"
+        assert (plan.reused > 0.5) == (passes == 640)
+    assert half[640] > 0.4 * half[20]  # dividing by the number of passes would leave 0.18
+
+
 def observed_of(trace: TokenTrace, simulator: Simulator) -> Observed:
-    return Observed(trace, simulator, 256, 4096, 0)
+    return Observed(trace, simulator, TRAFFIC, Sizes(plan_passes=4))
+
+
+def test_tokens_to_plan_on_are_sampled_if_asked() -> None:
+    trace = small_trace(n_layers=2)
+    whole = Observed(trace, SIMULATOR, TRAFFIC, Sizes(plan_passes=4)).tokens
+    some = Observed(trace, SIMULATOR, TRAFFIC, Sizes(plan_passes=4, observe_tokens=50)).tokens
+    assert whole is not None
+    assert some is not None
+    assert whole.rows.shape == some.rows.shape == (4, 64)
+    assert len(np.unique(some.rows)) == 50
+    assert np.isin(some.rows, whole.rows).all()
 
 
 def test_empty_slot_gets_the_replica_that_helps_most() -> None:
@@ -288,13 +382,14 @@ def test_empty_slot_gets_the_replica_that_helps_most() -> None:
     filled = fill_empty(SIMULATOR, observed, placement)
     assert (filled >= 0).all()
     np.testing.assert_array_equal(np.delete(filled.reshape(4, -1), 7, 1), np.delete(placement.reshape(4, -1), 7, 1))
-    window = Window.whole(trace, SIMULATOR.n_gpus)
+    passes = observed.tokens
+    assert passes is not None
     times = np.full((4, 8), np.inf)
     for e in range(8):
         trial = placement.copy()
         trial[:, 3, 1] = e
         if e != placement[0, 3, 0]:
-            times[:, e] = SIMULATOR.evaluate(window, trial).time_us
+            times[:, e] = SIMULATOR.evaluate(passes, trial).time_us
     chosen = times[np.arange(4), filled[:, 3, 1]]
     np.testing.assert_allclose(chosen, times.min(1))
 
@@ -309,7 +404,7 @@ def test_filled_placements_are_legal(seed: int, empty: int, counts: bool) -> Non
     placement = np.concatenate([placement, np.roll(placement, 3, axis=1)], axis=2)
     for l in range(2):
         placement[l, rng.permutation(8)[:empty], 1] = -1
-    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, 256, 4096, 0), placement)
+    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, TRAFFIC, SIZES), placement)
     assert (filled >= 0).all()
     assert (filled[placement >= 0] == placement[placement >= 0]).all()
     SIMULATOR.check(filled)
@@ -317,13 +412,13 @@ def test_filled_placements_are_legal(seed: int, empty: int, counts: bool) -> Non
 
 def test_planners_of_few_operations_start_from_eplb(tmp_path: Path) -> None:
     trace = small_trace(n_layers=4, n_tokens=1200)
-    plan = make_plan(trace, SIMULATOR, "bottleneck", window_tokens=256, windows=2)
+    plan = small_make_plan(trace, "bottleneck", force=True)
     moved = (plan.best.placement != plan.outcomes["eplb"].placement).any(2).sum(1)
     assert (moved < SIMULATOR.n_gpus).all()  # most GPUs keep what EPLB gave them
-    policy = make_plan(trace, SIMULATOR, "policy", window_tokens=256, windows=2)
+    policy = small_make_plan(trace, "policy", force=True)
     assert (policy.best.placement >= 0).all()
     with pytest.raises(OSError, match="absent"):
-        make_plan(trace, SIMULATOR, "policy", options={"checkpoint": tmp_path / "absent.pt"})
+        small_make_plan(trace, "policy", options={"checkpoint": tmp_path / "absent.pt"})
 
 
 # Counts only
@@ -345,7 +440,7 @@ def test_planners_on_loads_accept_counts_and_others_say_what_is_missing() -> Non
             make_plan(counts_trace(), SIMULATOR, name)
         # A library user who passes such a window gets the same explanation.
         with pytest.raises(ValueError, match="only the load of each expert is known, not which experts"):
-            make_planner(name, SIMULATOR).plan([LoadWindow(counts_trace().loads(), 100)], SIMULATOR.static(32))
+            make_planner(name, SIMULATOR).plan([LoadInterval(counts_trace().counts, 100)], SIMULATOR.static(32))
 
 
 def test_times_on_counts_match_a_calculation_by_hand() -> None:
@@ -353,11 +448,11 @@ def test_times_on_counts_match_a_calculation_by_hand() -> None:
     model = ModelSpec("two", 1, 2, 1, 64, 32, kernel_start_us=10, kernel_expert_us=5, kernel_pair_us=1)
     simulator = Simulator(model, get_cluster("h800-1x8", slots_per_gpu=1))
     trace = LoadTrace(np.array([[[30, 10]], [[60, 20]], [[10, 30]]]), name="two")
-    plan = make_plan(trace, simulator, "eplb", share=0.67, window_tokens=80)
+    plan = make_plan(trace, simulator, "eplb", traffic=Traffic("prefill", 10), sizes=Sizes(share=0.67))
     # Planned on 90 : 30, so expert 0 gets six GPUs and expert 1 two. Held out: 20 and 60 of 80 tokens, so 20 / 6 and
     # 60 / 2 per GPU.
     assert np.bincount(plan.best.placement.reshape(-1)).tolist() == [6, 2]
-    assert plan.best.window_us == [pytest.approx(10 + 5 + 30)]
+    assert plan.best.stream_us == [pytest.approx(10 + 5 + 30)]
     assert not plan.exact
     assert plan.best.copies is None
 
@@ -398,8 +493,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_trace().save(tmp_path_factory.mktemp("traces") / "tiny.npz")
 
 
-SMALL = ["--cluster", "h800-2x4", "--window-tokens", "128", "--windows", "2", "--plan-tokens", "512"]
-SMALL += ["--seconds", "0.3"]
+SMALL = ["--cluster", "h800-2x4", "--tokens-per-rank", "8", "--passes", "8", "--plan-passes", "4", "--seconds", "0.3"]
 
 
 @pytest.mark.parametrize("engine", list(ENGINES))
@@ -418,11 +512,49 @@ def test_command_writes_what_the_engine_reads(
         assert all(len(set(gpu)) == len(gpu) for gpu in gpus.tolist())
     document = json.loads(results.read_text())
     assert [p["planner"] for p in document["planners"]] == ["static", "eplb", "anneal"]
+    default, *others = (profile.name for profile in profiles_of(engine))
+    assert (document["profile"], list(document["other_profiles"])) == (default, others)
+    assert document["written"] == ("anneal" if document["gain_shown"] else "eplb")
     shown = " ".join(capsys.readouterr().out.split())
     mean = document["versus"]["eplb"]["mean"]
     assert f"anneal against EPLB on held-out traffic: {100 * mean:+.1f}" in shown
+    assert f"% time, profile {default}" in shown
+    assert ("no gain over EPLB is shown: EPLB's plan is written" in shown) == (not document["gain_shown"])
     assert str(out) in shown.replace(" ", "")
     assert sorted(p.name for p in out.parent.iterdir()) == sorted(["results.json", out.name])
+
+
+def test_command_without_a_gain_writes_the_plan_of_eplb(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The static placement of a skewed trace is slower than EPLB's on all-gather, where only balance matters."""
+    maps = {}
+    for name, flags in {"eplb": ["--planner", "eplb"], "static": ["--planner", "static"]}.items():
+        for force in ([], ["--force"]):
+            command = ["plan", str(trace_file), *SMALL, "--engine", "vllm", *flags, *force]
+            assert cli.main([*command, "-o", str(tmp_path / "p.json")]) == 0
+            maps[name, bool(force)] = json.loads((tmp_path / "p.json").read_text())
+            said = " ".join(capsys.readouterr().out.split())
+            assert ("no gain over EPLB is shown" in said) == (name == "static")
+            assert ("is written anyway (--force)" in said) == (name == "static" and bool(force))
+    assert maps["static", False] == maps["eplb", False] == maps["eplb", True]
+    assert maps["static", True] != maps["eplb", True]
+
+
+@pytest.mark.parametrize(
+    ("flags", "profile"),
+    [
+        ([], "sglang-prefill"),
+        (["--phase", "decode"], "sglang-decode"),
+        (["--profile", "sglang-decode"], "sglang-decode"),
+        (["--profile", "sglang-decode", "--phase", "prefill"], "sglang-decode (prefill)"),
+        (["--engine", "vllm", "--phase", "prefill"], "vllm (prefill)"),
+    ],
+)
+def test_profile_follows_engine_and_phase(flags: list[str], profile: str, trace_file: Path, tmp_path: Path) -> None:
+    command = ["plan", str(trace_file), *SMALL, "--planner", "eplb", *flags, "--json", str(tmp_path / "r.json")]
+    assert cli.main([*command, "-o", str(tmp_path / "p.json")]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["profile"] == profile
 
 
 def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,7 +581,10 @@ def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--report", "r.pdf"], r"expected a file that ends in \.html"),
         (["--model", "deepseek-v3"], "top-8 of 256"),
         (["--share", "1"], "share is 1.0"),
-        (["--windows", "0"], "windows is 0"),
+        (["--passes", "0"], "passes is 0"),
+        (["--observe-tokens", "0"], "observe_tokens is 0"),
+        (["--profile", "sglang"], "unknown profile 'sglang'; the profiles are: sglang-prefill"),
+        (["--profile", "vllm"], "profile 'vllm' is of engine 'vllm', not of 'sglang'"),
         (["--slots", "0"], "slots_per_gpu is 0"),
     ],
 )

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.planning import Plan, make_plan
+from clustergym.moe_placement.planning import Plan, Sizes, make_plan
 from clustergym.moe_placement.report.html import render, write_report
 from clustergym.moe_placement.specs import get_cluster
+from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 CHROMIUM = Path("/usr/bin/chromium")
@@ -40,7 +41,10 @@ def plan() -> Plan:
         model="mixtral-8x7b",
     )
     simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
-    made = make_plan(synthetic_trace(config, seed=0), simulator, "anneal", window_tokens=128, windows=3, seconds=0.3)
+    made = make_plan(
+        synthetic_trace(config, seed=0), simulator, "anneal", traffic=Traffic("prefill", 16),
+        sizes=Sizes(passes=4, streams=2), seconds=0.3, force=True,
+    )  # fmt: skip
     return dataclasses.replace(made, trace=NASTY)
 
 
@@ -95,8 +99,13 @@ def test_all_charts_are_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
         mean, half = plan.versus("eplb")
         word = "less" if mean < 0 else "more"
         said = f"anneal: {100 * abs(mean):.1f} % (± {100 * half:.1f}) {word} time than EPLB on held-out traffic"
-        assert page.locator("#headline").inner_text() == said
-        rows = page.locator("tbody tr")
+        assert page.locator("#headline").inner_text().startswith(f"{said}, sglang-prefill")
+        heads = page.locator("#profiles thead th").all_inner_texts()
+        assert heads == ["planner", "sglang-prefill", "sglang-decode", "sglang-lp"]
+        mean, half = plan.versus("eplb", profile="sglang-decode")
+        cells = page.locator("#profiles tbody tr").nth(2).locator("td").all_inner_texts()
+        assert cells[1] == f"{100 * mean:+.1f} ± {100 * half:.1f} %"
+        rows = page.locator("#planners tbody tr")
         assert rows.count() == 3
         for i, o in enumerate(plan.outcomes.values()):
             assert f"{o.served_us:.1f}" in rows.nth(i).inner_text()
@@ -163,7 +172,7 @@ def test_planners_differ_in_more_than_colour(plan: Plan, browser: Any, tmp_path:
 def test_report_on_counts_shows_no_traffic(browser: Any, tmp_path: Path) -> None:
     counts = np.random.default_rng(0).integers(1, 50, (4, 3, 8))
     simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
-    made = make_plan(LoadTrace(counts, top_k=2, model="mixtral-8x7b"), simulator, "eplb", window_tokens=128)
+    made = make_plan(LoadTrace(counts, top_k=2, model="mixtral-8x7b"), simulator, "eplb")
     with Visit(browser, open_report(made, tmp_path / "r.html")) as page:
         assert page.locator("#traffic").count() == 0
         assert page.locator("#bars rect title").count() == 8 * 2

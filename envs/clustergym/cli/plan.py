@@ -32,7 +32,7 @@ from clustergym.traces import load_any_trace
 
 @dataclass
 class Command:
-    """Choose a placement on the first part of a trace, measure it on the rest, and write a plan file for an engine.
+    """Choose a placement on one part of a trace, measure it on the rest, and write a plan file for an engine.
 
     All rules of the engine are checked, so it does not refuse the plan. Slots that the planner leaves empty are filled
     with the replicas that help most.
@@ -64,7 +64,7 @@ class Command:
     slots: int | None = None
     """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
     share: float = 0.5
-    """Share of the trace, from its beginning, to plan on. The rest is held out."""
+    """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     seconds: float = 30.0
     """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
     tokens_per_rank: int | None = None

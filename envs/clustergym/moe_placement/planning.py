@@ -1,4 +1,4 @@
-"""Plans for engines: choose a placement on the first part of a trace, measure it on the rest, fill every slot."""
+"""Plans for engines: choose a placement on one part of a trace, measure it on the rest, fill every slot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sizes:
     """How much traffic a plan is made and measured on."""
 
     share: float = 0.5
-    """Share of the trace, from its beginning, to plan on. The rest is held out."""
+    """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     plan_passes: int = 16
     """Most passes of the planning part for planners that look at tokens. Planners on loads use the whole part."""
     observe_tokens: int | None = None
@@ -286,7 +286,7 @@ def make_plan(
     options: dict[str, Any] | None = None,
     progress: Callable[[str, float | None], None] = lambda step, seconds: None,
 ) -> Plan:
-    """Plan on the first part of the trace, and serve passes of the rest. Baselines are static and EPLB.
+    """Plan on one part of the trace, and serve passes of the rest. Baselines are static and EPLB.
 
     Args:
         simulator: model, cluster and profile. An engine loads a plan once, so migration costs nothing.
@@ -309,7 +309,8 @@ def make_plan(
     held_out: HeldOutPasses | HeldOutCounts
     others: dict[str, HeldOutPasses] = {}
     if isinstance(trace, TokenTrace):
-        before, after = trace.split(sizes.share, seed=None)
+        # At random, because many traces have one domain after the other: a plan must see all of them.
+        before, after = trace.split(sizes.share, seed=sizes.seed)
         said = [f"{part.n_tokens} tokens in {part.n_sequences} sequences" for part in (before, after)]
         held_out = HeldOutPasses(after, simulator, traffic, sizes)
         others = _other_profiles(after, simulator, traffic, sizes)
