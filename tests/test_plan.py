@@ -343,19 +343,20 @@ def test_plan_of_eplb_is_chosen_unless_a_gain_is_shown() -> None:
 
 
 def test_interval_does_not_shrink_with_the_passes() -> None:
-    """Random routing, few tokens: more passes serve the same tokens again."""
+    """Random routing and one slot per GPU, so that all placements are equally good. More passes serve tokens again."""
+    simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=1), "sglang-decode")
     rng = np.random.default_rng(0)
     experts = rng.permuted(np.tile(np.arange(8), (1200, 1, 1)), axis=2)[:, :, :2]
     trace = TokenTrace(experts, n_experts=8, seq_lens=[20] * 60, model="mixtral-8x7b")  # type: ignore[arg-type]
     half = {}
     for passes in (20, 640):
         sizes = Sizes(plan_passes=4, passes=passes)
-        plan = make_plan(trace, SIMULATOR, "flashlb", traffic=TRAFFIC, sizes=sizes)
+        plan = make_plan(trace, simulator, "static", traffic=TRAFFIC, sizes=sizes)
         mean, half[passes] = plan.versus("eplb")
         assert abs(mean) < half[passes]
         assert plan.chosen == "eplb"
         assert (plan.reused > 0.5) == (passes == 640)
-    assert half[640] > 0.4 * half[20]  # dividing by the number of passes would leave 0.18
+    assert half[640] > 0.3 * half[20]  # dividing by the number of passes would leave 0.18
 
 
 def observed_of(trace: TokenTrace, simulator: Simulator) -> Observed:
