@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import CLUSTERS, MODELS, ClusterSpec, ModelSpec, Simulator, get_cluster, get_model
-from clustergym.moe_placement.specs import Costs, Network
+from clustergym.moe_placement.costs import MEASURED, KernelCosts, costs_of, kernel_costs
+from clustergym.moe_placement.kernels.state import Costs
+from clustergym.moe_placement.profiles import PROFILES, get_profile, profiles_of
 
 MODEL = ModelSpec("m", 2, 8, 2, 1000, 10, kernel_start_us=10, kernel_expert_us=5, kernel_pair_us=1)
 CLUSTER = ClusterSpec("c", 2, 4, 3)
@@ -60,9 +62,11 @@ def test_more_slots_than_experts_would_stay_empty() -> None:
 def test_model_presets(name: str, shape: tuple[int, int, int]) -> None:
     spec = get_model(name)
     assert (spec.n_layers, spec.n_experts, spec.top_k) == shape
-    assert spec.kernel_start_us > 0
-    assert spec.kernel_expert_us > 0
-    assert spec.kernel_pair_us > 0
+    for profile in PROFILES.values():
+        costs = kernel_costs(spec, profile)
+        assert costs.start_us > 0
+        assert costs.expert_us > 0
+        assert costs.pair_us + costs.block_us > 0
 
 
 def test_a_spec_is_returned_as_it_is() -> None:
@@ -159,80 +163,108 @@ def test_expert_bytes_counts_three_projections() -> None:
     assert MODELS["deepseek-v3"].expert_bytes == 44_040_192
 
 
-def test_kernel_constants_come_from_sizes_only_when_none_is_given() -> None:
-    derived = ModelSpec("m", 1, 8, 2, 1000, 10)
+def test_kernel_constants_of_a_model_come_first_then_measured_then_derived_ones() -> None:
+    own = replace(MODEL, name="deepseek-v3")
+    profile = get_profile("sglang-decode")
+    assert kernel_costs(own, profile) == KernelCosts(10, 0, 0, 5, 0, 64, 1)
+    # The first kernel of the profile that was measured for the model.
+    assert kernel_costs(get_model("deepseek-v3"), profile) is MEASURED["deepep-decode", "deepseek-v3"]
+    assert kernel_costs(get_model("gpt-oss-20b"), profile) is MEASURED["sglang", "gpt-oss-20b"]
+    derived = kernel_costs(ModelSpec("m", 1, 8, 2, 1000, 10), profile)
     # 60 kB at 0.92 of the time that 3350 GB/s × 0.8 needs; 6·1000·10 FLOP at 0.45 of 989 TFLOP/s.
-    assert derived.kernel_start_us == 40
-    assert derived.kernel_expert_us == pytest.approx(60e3 / 2.68e6 * 0.92)
-    assert derived.kernel_pair_us == pytest.approx(60e3 / 445.05e6)
-    assert ModelSpec("m", 1, 8, 2, 1000, 10, weight_bytes=1).kernel_pair_us == pytest.approx(60e3 / 890.1e6)
-    assert ModelSpec("m", 1, 8, 2, 1000, 10, kernel_pair_us=1).kernel_start_us == 0
+    assert derived[:5] == (40, 0, 0, pytest.approx(60e3 / 2.68e6 * 0.92), 0)
+    assert derived.pair_us == pytest.approx(60e3 / 445.05e6)
+    fp8 = kernel_costs(ModelSpec("m", 1, 8, 2, 1000, 10, weight_bytes=1), profile)
+    assert fp8.pair_us == pytest.approx(60e3 / 890.1e6)
+
+
+def test_measured_constants_are_of_models_and_kernels_that_exist() -> None:
+    kernels = {kernel for profile in PROFILES.values() for kernel in profile.kernels}
+    for (kernel, model), costs in MEASURED.items():
+        assert kernel in kernels
+        assert model in MODELS
+        assert costs.block_tokens in (64, 128)
+        assert min(costs) >= 0
+        assert costs.expert_us > 0
 
 
 def test_costs_by_hand() -> None:
     model = replace(MODEL, dispatch_bytes=1, combine_bytes=4)
     cluster = ClusterSpec("c", 2, 2, 4, intra_gb_s=100, inter_gb_s=10, intra_latency_us=1, inter_latency_us=2)
-    # 1000 B at 100 GB/s = 0.01 µs; 60 kB of weights = 0.6 and 6 µs, in 3 passes.
-    known = [3, 0.01, 0.1, 3, 0.04, 0.4, 10, 5, 1, 0.2, 2]
-    np.testing.assert_allclose(Costs.of(model, cluster, 3), known, rtol=1e-12)
+    found = costs_of(model, cluster, get_profile("sglang-prefill"), 512, 3)
+    # DeepEP starts in 26.7 and 39.5 µs, links add 3. 1000 B at 100 GB/s = 0.01 µs; 60 kB of weights = 0.6 and 6 µs, in
+    # 3 passes.
+    known = Costs(
+        dispatch_us=29.7, dispatch_intra_us=0.01, dispatch_inter_us=0.1, combine_us=42.5, combine_intra_us=0.04,
+        combine_inter_us=0.4, kernel_us=10, kernel_floor_us=0, token_us=0, expert_us=5, block_us=0, block_tokens=64,
+        pair_us=1, receive_intra_us=0.2, receive_inter_us=2, background_share=-1,
+    )  # fmt: skip
+    np.testing.assert_allclose(found, known, rtol=1e-12)
 
 
-def test_kernels_scale_with_the_gpu() -> None:
-    """An H20 reads weights 4000/3350 times as fast as an H100 and computes 148/989 times as fast."""
-    h100, h20 = (Costs.of(MODEL, get_cluster(f"{gpu}-2x8"), 1) for gpu in ("h100", "h20"))
-    assert h20.expert_us == pytest.approx(h100.expert_us * 3350 / 4000)
-    assert h20.pair_us == pytest.approx(h100.pair_us * 989 / 148)
-    assert (h100.expert_us, h100.pair_us) == (MODEL.kernel_expert_us, MODEL.kernel_pair_us)
+def test_measured_costs_scale_with_the_gpu() -> None:
+    profile, model = get_profile("sglang-prefill"), get_model("deepseek-v3")
+    cluster = ClusterSpec("c", 1, 8, hbm_gb_s=6700.0, bf16_tflops=989 / 4)
+    found, known = costs_of(model, cluster, profile, 1, 1), MEASURED["deepep-prefill", "deepseek-v3"]
+    assert (found.kernel_us, found.kernel_floor_us, found.block_tokens) == (174, 405, 128)
+    assert (found.expert_us, found.token_us) == (known.expert_us / 2, known.token_us / 2)
+    assert (found.block_us, found.pair_us) == (known.block_us * 4, 0)
 
 
-@pytest.mark.parametrize(("nodes", "per_node", "start"), [(1, 1, 0), (1, 4, 1), (3, 1, 2), (2, 2, 3)])
-def test_latency_is_paid_on_the_links_that_exist(nodes: int, per_node: int, start: float) -> None:
+@pytest.mark.parametrize(("nodes", "per_node", "links"), [(1, 1, 0), (1, 4, 1), (3, 1, 2), (2, 2, 3)])
+def test_latency_is_paid_on_the_links_that_exist(nodes: int, per_node: int, links: float) -> None:
+    """One GPU exchanges nothing, so that there is not even a start."""
     cluster = ClusterSpec("c", nodes, per_node, 8, intra_latency_us=1, inter_latency_us=2)
-    costs = Costs.of(MODEL, cluster, 1)
-    assert (costs.dispatch_us, costs.combine_us) == (start, start)
+    costs = costs_of(MODEL, cluster, get_profile("sglang-decode"), 64, 1)
+    starts = (11.7, 11.4) if nodes * per_node > 1 else (0, 0)
+    assert (costs.dispatch_us, costs.combine_us) == (starts[0] + links, starts[1] + links)
 
 
-@pytest.mark.parametrize("passes", [0, -1])
-def test_passes_must_be_positive(passes: int) -> None:
-    with pytest.raises(ValueError, match=f"passes_per_window is {passes}: expected at least 1"):
-        Costs.of(MODEL, CLUSTER, passes)
+@pytest.mark.parametrize(("nodes", "per_node", "share", "gb_s"), [(1, 4, 0.75, 100), (4, 2, 0.75, 10), (2, 1, 0.5, 10)])
+def test_all_gather_moves_all_tokens(nodes: int, per_node: int, share: float, gb_s: float) -> None:
+    """To every GPU those of all other GPUs, or to every node those of all other nodes."""
+    cluster = ClusterSpec("c", nodes, per_node, 8, intra_gb_s=100, inter_gb_s=10, inter_latency_us=0)
+    costs = costs_of(replace(MODEL, combine_bytes=4), cluster, get_profile("vllm"), 64, 1)
+    assert costs.dispatch_us == pytest.approx(12.2 + 64 * share * 2000 / (gb_s * 1e3))
+    assert costs.combine_us == pytest.approx(11.0 + 64 * share * 4000 / (gb_s * 1e3))
 
 
 def test_weigh_tokens_scales_only_what_each_token_costs() -> None:
-    costs = Costs(*(float(x) for x in range(1, 12)))
-    assert tuple(costs.weigh_tokens(0.5)) == (1, 1, 1.5, 4, 2.5, 3, 7, 8, 4.5, 10, 11)
+    costs = Costs(*(float(x) for x in range(1, 17)))
+    scaled = costs.weigh_tokens(0.5)
+    changed = {name for name in Costs._fields if getattr(scaled, name) != getattr(costs, name)}
+    links = {f"{way}_{link}_us" for way in ("dispatch", "combine") for link in ("intra", "inter")}
+    assert changed == links | {"token_us", "block_us", "pair_us"}
+    assert all(getattr(scaled, name) == getattr(costs, name) / 2 for name in changed)
 
 
-def test_network_packs_whole_nodes_into_words() -> None:
-    # Counts up to 6 take 3 bits, 21 GPUs per word: two nodes of ten.
-    network = Network.of(ClusterSpec("c", 3, 10), 6, 0)
-    assert network.node_of.tolist() == [g // 10 for g in range(30)]
-    assert (network.field_bits, network.gpus_per_node, network.words_per_node, network.n_words) == (3, 10, 1, 2)
-    assert network.word_of.tolist() == [0] * 20 + [1] * 10
-    assert network.shift_of.tolist() == [3 * (g % 20) for g in range(30)]
-    masks = network.node_mask[[0, 10, 29]]
-    assert [hex(mask) for mask in masks] == ["0x3fffffff", "0xfffffffc0000000", "0x3fffffff"]
+# Profiles
 
 
-def test_network_gives_large_nodes_words_of_their_own() -> None:
-    # 4 bits, 15 GPUs per word.
-    network = Network.of(ClusterSpec("c", 2, 16), 8, 0)
-    assert network.word_of.tolist() == [0] * 15 + [1] + [2] * 15 + [3]
-    assert network.shift_of.tolist() == ([4 * g for g in range(15)] + [0]) * 2
-    assert (network.words_per_node, network.n_words) == (2, 4)
+def test_profiles_are_those_of_the_engines() -> None:
+    found = {p.name: (p.engine, p.phase, p.dispatch, p.transport) for p in PROFILES.values()}
+    assert found == {
+        "sglang-prefill": ("sglang", "prefill", "rank-nearest", "dedup"),
+        "sglang-decode": ("sglang", "decode", "rank-nearest", "per-expert"),
+        "sglang-lp": ("sglang", "prefill", "lp", "dedup"),
+        "vllm": ("vllm", "decode", "token-hash", "allgather"),
+        "vllm-deepep": ("vllm", "decode", "token-hash", "per-expert"),
+        "tensorrt-llm": ("tensorrt-llm", "decode", "round-robin", "dedup"),
+        "vllm-ascend": ("vllm-ascend", "decode", "rank-mod", "per-expert"),
+    }
+    assert [p.name for p in profiles_of("vllm")] == ["vllm", "vllm-deepep"]
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 7, 8, 15, 16, 255])
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (4, 4), (4, 8), (3, 21), (31, 2), (2, 127)])
-def test_network_fields_never_overlap(nodes: int, per_node: int, top_k: int) -> None:
-    network = Network.of(ClusterSpec("c", nodes, per_node), top_k, 0)
-    words: dict[int, int] = {}
-    for word, shift in zip(network.word_of.tolist(), network.shift_of.tolist(), strict=True):
-        assert words.get(word, 0) & (((1 << network.field_bits) - 1) << shift) == 0
-        words[word] = words.get(word, 0) | top_k << shift
-    assert sorted(words) == list(range(network.n_words))
-    # Never negative, as an int64.
-    assert all(w < 2**63 for w in words.values())
+def test_profiles_are_found_by_name() -> None:
+    profile = get_profile("vllm")
+    assert get_profile(profile) is profile
+    assert profile.with_phase("decode") is profile
+    assert profile.with_phase("prefill") == replace(profile, name="vllm (prefill)", phase="prefill")
+    with pytest.raises(ValueError, match="unknown profile 'sglang'; the profiles are: sglang-prefill"):
+        get_profile("sglang")
+
+
+# Clusters by name
 
 
 def test_clusters_of_any_shape_have_a_name() -> None:
@@ -241,8 +273,6 @@ def test_clusters_of_any_shape_have_a_name() -> None:
     for name, spec in CLUSTERS.items():
         assert get_cluster(name) == spec
     assert get_cluster("h800-40x8").n_gpus == 320
-    with pytest.raises(ValueError, match="cluster 'h800-40x8' has 320 GPUs: this simulator takes at most 254"):
-        Network.of(get_cluster("h800-40x8"), 8, 0)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +283,15 @@ def test_a_name_that_is_no_shape_is_refused(name: str) -> None:
         get_cluster(name)
 
 
-@pytest.mark.parametrize("other", [{"comm": "stay"}, {"passes_per_window": 7}, {"cluster": "h800-2x8"}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"profile": "vllm"},
+        {"passes_per_interval": 7},
+        {"cluster": "h800-2x8"},
+        {"migration": "async"},
+    ],
+)
 def test_simulators_are_equal_when_their_arguments_are(other: dict[str, Any]) -> None:
     arguments = {"model": "deepseek-v2-lite", "cluster": "h800-4x4"}
     assert Simulator(**arguments) == Simulator(**arguments)
