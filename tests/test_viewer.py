@@ -35,8 +35,8 @@ def make(nodes: int = 2, per_node: int = 4, slots_per_gpu: int = 3, experts: int
         layer=2,
         n_layers=24,
         layer_id=3,
-        window=1,
-        n_windows=8,
+        interval=1,
+        n_intervals=8,
         op=3,
         ops_per_layer=16,
         layer_time_us=700.0,
@@ -297,7 +297,7 @@ def test_smoke_empty_cluster_and_long_history():
     zeros = {name: np.zeros_like(getattr(make(), name)) for name in ("expert_load", "gpu_pairs", "traffic_bytes")}
     empty = make(**zeros, slots=np.full((8, 3), -1, np.int16), saved=[], static_time_us=0.0, start_time_us=0.0)
     assert not has(draw(empty), layout(2, 4, 3).gpus[0], ORANGE)
-    draw(make(saved=[0.01 * (i % 7 - 3) for i in range(1000)], n_windows=1000))
+    draw(make(saved=[0.01 * (i % 7 - 3) for i in range(1000)], n_intervals=1000))
 
 
 def test_window_shows_frames_and_stays_closed_after_quit(monkeypatch):
