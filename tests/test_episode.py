@@ -1,0 +1,424 @@
+"""Batched episodes: traffic, rewards, times, look-ahead, masks and memory against the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clustergym.moe_placement import (
+    PROFILES,
+    ClusterSpec,
+    EngineProfile,
+    Interval,
+    IntervalStream,
+    ModelSpec,
+    Placement,
+    PlacementBatch,
+    PlacementConfig,
+    Simulator,
+)
+from clustergym.moe_placement.environment import episode_info
+from clustergym.moe_placement.kernels.eplb import eplb_slots
+from clustergym.moe_placement.kernels.operations import resolve
+from clustergym.moe_placement.kernels.state import (
+    CLOCK_DONE,
+    CLOCK_INTERVAL,
+    CLOCK_LAYER,
+    CLOCK_OPERATION,
+    CLOCK_REUSE,
+    OP_ILLEGAL,
+    OP_NOTHING,
+    PART_MIGRATION,
+    PART_SMOOTH,
+    PART_TRUE,
+    SCHEDULES,
+    TIME_OBSERVED,
+    TIME_OBSERVED_START,
+    SimulationState,
+)
+from instances import made_profile, random_trace
+
+EXPERTS, GPUS, SLOTS, LAYERS, OPS = 8, 4, 3, 2, 3
+MODEL = ModelSpec("tiny", LAYERS, EXPERTS, 2, 512, 256, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
+CLUSTER = ClusterSpec("tiny", 2, 2, SLOTS, intra_gb_s=4, inter_gb_s=1, intra_latency_us=1, inter_latency_us=2)
+TRACE = random_trace(np.random.default_rng(0), [20 + i % 30 for i in range(60)], EXPERTS, 2, LAYERS, pads=0.1)
+OTHERS = [
+    made_profile(dispatch, transport, phase)
+    for dispatch, transport, phase in (
+        ("rank-nearest", "stay", "decode"), ("local-hash", "stay", "prefill"), ("random", "dedup", "decode"),
+        ("local-hash", "per-expert", "prefill"), ("round-robin", "allgather", "prefill"),
+    )
+]  # fmt: skip
+EVERY_PROFILE = [*(profile for profile in PROFILES.values() if profile.dispatch != "lp"), *OTHERS]
+
+
+def name_of(profile: EngineProfile) -> str:
+    return f"{profile.name}, {profile.dispatch}, {profile.transport}, {profile.phase}"
+
+
+every_profile = pytest.mark.parametrize("profile", EVERY_PROFILE, ids=name_of)
+
+
+def config(**options: Any) -> PlacementConfig:
+    sizes = {"tokens_per_rank": 6, "sampled_passes": 2, "ops_per_layer": OPS, "passes_per_interval": 50, "intervals": 2}
+    return PlacementConfig(TRACE, cluster=CLUSTER, model=MODEL, split="all", **(sizes | options))
+
+
+def started(task: PlacementConfig, seeds: list[int]) -> PlacementBatch:
+    batch = PlacementBatch(task, len(seeds))
+    batch.seed(np.array(seeds))
+    batch.reset()
+    return batch
+
+
+def streams(task: PlacementConfig, seeds: list[int]) -> list[list[Interval]]:
+    """The intervals that environments with these seeds observe first, and serve then."""
+    return [IntervalStream(TRACE, GPUS, task.traffic, seed).take(task.intervals + 1) for seed in seeds]
+
+
+def random_actions(batch: PlacementBatch, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mostly legal, sometimes out of range."""
+    choices = []
+    for mask in batch.obs["joint_mask"].numpy():
+        choices.append(rng.choice(np.argwhere(mask)) if rng.random() < 0.85 else rng.integers(-2, 40, 2))
+    expert, node = np.array(choices, dtype=np.int64).T
+    return torch.from_numpy(expert.copy()), torch.from_numpy(node.copy())
+
+
+def play(batch: PlacementBatch, rng: np.random.Generator) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
+    """A whole episode with random actions: the sum of rewards (B,), and the placement of each interval (B, L, G, S)."""
+    placements, total = [batch.episode["slots"].numpy().copy()], np.zeros(batch.num_envs)
+    while not batch.done.all():
+        before = int(batch.episode["clock"][0, CLOCK_INTERVAL])
+        _, reward, _ = batch.step(*random_actions(batch, rng))
+        total += reward.numpy()
+        if batch.episode["clock"][0, CLOCK_INTERVAL] > before:
+            placements.append(batch.episode["slots"].numpy().copy())
+    return total, placements
+
+
+def eplb(interval: Interval) -> Placement:
+    """EPLB for each layer of an interval."""
+    slots = np.zeros((LAYERS, GPUS, SLOTS), np.int16)
+    for layer, loads in zip(slots, interval.loads(EXPERTS).astype(np.float64), strict=True):
+        eplb_slots(layer, loads, 1, 0, np.zeros((3, EXPERTS), np.int32), np.zeros(EXPERTS + GPUS))
+    return slots
+
+
+@every_profile
+@pytest.mark.parametrize("migration", ["blocking", "async"])
+@settings(max_examples=4, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    schedule=st.sampled_from(SCHEDULES),
+    start=st.sampled_from(["static", "eplb"]),
+    imbalance=st.sampled_from([0.0, 0.7]),
+    intervals=st.integers(1, 3),
+    share=st.floats(0, 1),
+)
+def test_rewards_add_up_to_the_time_saved_against_the_start(
+    profile: EngineProfile, migration: str, seed: int, schedule: str, start: str, imbalance: float, intervals: int,
+    share: float,
+) -> None:  # fmt: skip
+    """And every time that an episode reports is what the simulator computes from the stream of its seed."""
+    if profile.transport == "stay" and migration == "async":
+        pytest.skip("layers depend on each other")
+    task = config(
+        profile=profile, migration=migration, schedule=schedule, start=start, rank_imbalance=imbalance,
+        intervals=intervals, background_share=share,
+    )  # fmt: skip
+    seeds = [seed, seed + 1]
+    batch, simulator = started(task, seeds), Simulator(MODEL, CLUSTER, profile, 50, migration, share)
+    total, placements = play(batch, np.random.default_rng(seed))
+    assert len(placements) == intervals + 1
+    static_us = batch.rules_host.static_us
+    for b, stream in enumerate(streams(task, seeds)):
+        first = placements[0][b]
+        np.testing.assert_array_equal(first, eplb(stream[0]) if start == "eplb" else simulator.static(LAYERS))
+        served_us = migration_us = start_us = eplb_us = 0.0
+        eplb_before = first
+        for k in range(1, intervals + 1):
+            served = simulator.evaluate(stream[k], placements[k][b], placements[k - 1][b])
+            served_us += served.time_us.sum()
+            migration_us += served.migration_us.sum()
+            start_us += simulator.evaluate(stream[k], first).time_us.sum()
+            eplb_now = eplb(stream[k - 1])
+            eplb_us += simulator.evaluate(stream[k], eplb_now, eplb_before).total_us.sum()
+            eplb_before = eplb_now
+        saved = (start_us - served_us - migration_us) / (static_us * intervals)
+        assert total[b] == pytest.approx(saved, rel=1e-9, abs=1e-12)
+        assert float(batch.saved[b]) == pytest.approx(total[b], rel=1e-12, abs=1e-15)
+        info, per = episode_info(batch, b), LAYERS * intervals
+        known = {
+            "time_us": served_us + migration_us, "served_us": served_us, "migration_us": migration_us,
+            "start_us": start_us, "eplb_us": eplb_us,
+        }  # fmt: skip
+        for name, value in known.items():
+            assert info[name] == pytest.approx(value / per, rel=1e-9, abs=1e-12), name
+        assert info["saved_vs_start"] == pytest.approx(saved, rel=1e-9, abs=1e-12)
+        assert info["saved_vs_eplb"] == pytest.approx(
+            (eplb_us - served_us - migration_us) / (static_us * intervals), rel=1e-9, abs=1e-12
+        )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("profile", ["sglang-decode", "sglang-prefill"])
+def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(profile: str, schedule: str) -> None:
+    task, seeds = config(profile=profile, schedule=schedule, intervals=4, ops_per_layer=1), [100, 7, 102]
+    batch, known, nothing = started(task, seeds), streams(task, seeds), torch.zeros(3, dtype=torch.int64)
+    for step in range(4 * LAYERS):
+        for b in range(3):
+            for part, interval in enumerate(known[b][step // LAYERS : step // LAYERS + 2]):
+                passes = slice(2 * part, 2 * part + 2)
+                np.testing.assert_array_equal(batch.sim["rows"][b, passes], interval.rows)
+                np.testing.assert_array_equal(batch.sim["rank_start"][b, passes], interval.rank_start)
+        batch.step(nothing, nothing)
+    assert batch.done.all()
+    # The next episode has another stream.
+    rows = batch.sim["rows"].clone()
+    batch.reset()
+    assert (batch.sim["rows"] != rows).any()
+
+
+def everything(batch: PlacementBatch, b: int) -> dict[str, npt.NDArray[Any]]:
+    parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.buffers}
+    found = {}
+    for part, tensors in parts.items():
+        found |= {f"{part}/{name}": tensor[b].numpy().copy() for name, tensor in tensors.items()}
+    return found
+
+
+@every_profile
+def test_a_batch_equals_single_environments(profile: EngineProfile) -> None:
+    task = config(profile=profile, schedule="drift", start="eplb", lookahead=profile.name == "vllm", memory=True)
+    seeds = [40, 41, 42]
+    batch, singles = started(task, seeds), [started(task, [seed]) for seed in seeds]
+    rng = np.random.default_rng(1)
+    while not batch.done.all():
+        expert, node = random_actions(batch, rng)
+        looked = torch.from_numpy(rng.integers(0, EXPERTS, (3, 2)))
+        parts = batch.lookahead(looked)
+        _, reward, _ = batch.step(expert, node)
+        for b, single in enumerate(singles):
+            torch.testing.assert_close(single.lookahead(looked[b : b + 1]), parts[b : b + 1], rtol=0, atol=0)
+            assert single.step(expert[b : b + 1], node[b : b + 1])[1][0] == reward[b]
+            mine, theirs = everything(batch, b), everything(single, 0)
+            for name, array in mine.items():
+                np.testing.assert_array_equal(theirs[name], array, err_msg=name)
+
+
+def test_an_episode_that_is_over_does_not_change() -> None:
+    batch = started(config(intervals=1), [3])
+    play(batch, np.random.default_rng(0))
+    before = everything(batch, 0)
+    _, reward, done = batch.step(torch.tensor([1]), torch.tensor([2]))
+    assert reward[0] == 0
+    assert done[0]
+    for name, array in everything(batch, 0).items():
+        np.testing.assert_array_equal(array, before[name], err_msg=name)
+
+
+def test_reuse_is_noted_only_when_a_token_was_served_twice() -> None:
+    """60 sequences hold 497 decode pieces of four tokens; an interval of the task needs 24."""
+    pieces = len(config(profile="sglang-decode", sampled_passes=4).traffic.cut(TRACE).piece_row)
+    fits = pieces // (6 * GPUS)
+    for intervals, reused in ((fits - 1, 0), (fits, 1)):
+        task = config(profile="sglang-decode", sampled_passes=4, intervals=intervals, ops_per_layer=1)
+        batch = started(task, [1])
+        play(batch, np.random.default_rng(0))
+        assert batch.episode["clock"][0, CLOCK_REUSE] == episode_info(batch, 0)["reused"] == reused
+
+
+def test_the_unit_of_rewards_is_the_static_placement_s_time() -> None:
+    task = config(profile="tensorrt-llm")
+    simulator = Simulator(MODEL, CLUSTER, "tensorrt-llm", 50)
+    times = np.mean(
+        [
+            simulator.evaluate(interval, simulator.static(LAYERS)).time_us
+            for interval in IntervalStream(TRACE, GPUS, task.traffic).take(4)
+        ],
+        axis=0,
+    )
+    batch = PlacementBatch(task, 1)
+    assert batch.rules_host.static_us == pytest.approx(times.sum(), rel=1e-12)
+    assert [batch.static_layer_us(layer) for layer in range(LAYERS)] == pytest.approx(times.tolist(), rel=1e-12)
+
+
+# What the agents see
+
+
+def observed(batch: PlacementBatch, b: int) -> Interval:
+    n = batch.rules_host.n_passes
+    pieces = batch.traffic.cut(TRACE)
+    return Interval(pieces.experts, batch.sim["rows"][b, :n].numpy(), batch.sim["rank_start"][b, :n].numpy())
+
+
+def state_of(batch: PlacementBatch) -> SimulationState:
+    return SimulationState(**{name: tensor.numpy() for name, tensor in batch.sim.items()})
+
+
+def after_operation(
+    slots: npt.NDArray[np.int16], e: int, source: int, target: int, victim: int
+) -> npt.NDArray[np.int16]:
+    """The slots (G, S) with an operation applied, from sets."""
+    held = [{int(x) for x in gpu if x >= 0} for gpu in slots]
+    for x, leaves, enters in ((e, source, target), (victim, target, source)):
+        if x >= 0:
+            if leaves >= 0:
+                held[leaves].discard(x)
+            if enters >= 0:
+                held[enters].add(x)
+    return np.array([[*sorted(gpu), *[-1] * (SLOTS - len(gpu))] for gpu in held], np.int16)
+
+
+def times_of_layer(
+    simulator: Simulator, interval: Interval, placement: Placement, before: Placement, layer: int
+) -> tuple[float, float]:
+    """(served, migration)"""
+    found = simulator.evaluate(interval, placement, before)
+    return float(found.time_us[layer]), float(found.migration_us[layer])
+
+
+@every_profile
+def test_look_ahead_is_the_difference_that_the_operation_makes(profile: EngineProfile) -> None:
+    """Of the observed interval: in the smooth norm, in true time, and in migration."""
+    batch, rng = started(config(profile=profile, lookahead_norm=8, memory=True), [5]), np.random.default_rng(2)
+    blind = started(config(profile=profile, lookahead_norm=8, memory=True), [5])
+    simulator = batch.simulator
+    for _ in range(2 * OPS + 1):
+        layer = int(batch.episode["clock"][0, CLOCK_LAYER])
+        start_us = float(batch.episode["times_us"][0, TIME_OBSERVED_START])
+        placement, before = batch.episode["slots"][0].numpy().copy(), batch.episode["slots"][0].numpy().copy()
+        placement[layer] = batch.sim["slots"][0].numpy()
+        interval, sim = observed(batch, 0), state_of(batch)
+        n = interval.n_passes
+
+        now = times_of_layer(simulator, interval, placement, before, layer)
+        assert float(batch.episode["times_us"][0, TIME_OBSERVED]) == pytest.approx(now[0], rel=1e-12)
+        e = int(rng.integers(EXPERTS))
+        parts = batch.lookahead(torch.tensor([[e]]))[0, 0].numpy()
+        best = 0.0
+        for node in range(3 * GPUS):
+            kind, *operation = (int(x) for x in resolve(sim, 0, e, node, n))
+            if kind in (OP_NOTHING, OP_ILLEGAL):
+                assert (parts[node] == 0).all()
+                continue
+            whole = placement.copy()
+            whole[layer] = after_operation(placement[layer], e, *operation)
+            then = times_of_layer(simulator, interval, whole, before, layer)
+            assert parts[node, PART_TRUE] == pytest.approx((now[0] - then[0]) / start_us, rel=1e-5, abs=1e-6)
+            assert parts[node, PART_MIGRATION] == pytest.approx((now[1] - then[1]) / start_us, rel=1e-5, abs=1e-6)
+            best = max(best, parts[node, PART_SMOOTH] + parts[node, PART_MIGRATION])
+        assert batch.obs["memory"][0, e].tolist() == [pytest.approx(best), 1.0]
+        # Looking leaves no trace but the memory.
+        action = random_actions(batch, rng)
+        rewards = [one.step(*action)[1][0] for one in (batch, blind)]
+        assert rewards[0] == rewards[1]
+        mine, theirs = everything(batch, 0), everything(blind, 0)
+        for name in (
+            "sim/visits", "sim/copies", "sim/kernel_us", "sim/received", "episode/times_us", "obs/experts", "obs/gpus",
+            "obs/traffic", "obs/joint_mask",
+        ):  # fmt: skip
+            np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+    assert simulator.profile == profile
+
+
+def test_smooth_look_ahead_without_a_norm_is_the_true_one() -> None:
+    batch = started(config(lookahead=True), [1])
+    parts = batch.lookahead(torch.arange(EXPERTS)[None]).numpy()[0]
+    np.testing.assert_array_equal(parts[..., PART_SMOOTH], parts[..., PART_TRUE])
+    np.testing.assert_allclose(
+        batch.obs["lookahead"][0].numpy(), parts[..., PART_TRUE] + parts[..., PART_MIGRATION], atol=1e-6
+    )
+    assert (parts[..., PART_MIGRATION] <= 0).all()
+    assert (parts[..., PART_TRUE] > 0).any()
+
+
+def test_memory_lasts_while_the_agents_work_on_a_layer() -> None:
+    batch, nothing = started(config(memory=True), [1]), torch.tensor([0])
+    batch.lookahead(torch.tensor([[3, 5]]))
+    for op in range(OPS):
+        assert batch.obs["memory"][0, :, 1].tolist() == [float(e in (3, 5)) for e in range(EXPERTS)], op
+        batch.step(nothing, nothing)
+    assert (batch.obs["memory"] == 0).all()
+    assert "memory" not in started(config(), [1]).obs
+
+
+@every_profile
+def test_masks_are_exact(profile: EngineProfile) -> None:
+    """With full and with empty slots."""
+    roomy = ClusterSpec("roomy", 2, 2, 5, intra_gb_s=4, inter_gb_s=1)
+    for cluster in (CLUSTER, roomy):
+        task = PlacementConfig(
+            TRACE, cluster=cluster, model=MODEL, split="all", profile=profile, tokens_per_rank=6, sampled_passes=2,
+            ops_per_layer=4,
+        )  # fmt: skip
+        batch, rng = started(task, [1, 2]), np.random.default_rng(3)
+        while not batch.done.all():
+            sim = state_of(batch)
+            for b in range(2):
+                kinds = np.array([[resolve(sim, b, e, node, 2)[0] for node in range(3 * GPUS)] for e in range(EXPERTS)])
+                legal, changes = kinds != OP_ILLEGAL, (kinds != OP_ILLEGAL) & (kinds != OP_NOTHING)
+                np.testing.assert_array_equal(batch.obs["joint_mask"][b], legal)
+                np.testing.assert_array_equal(batch.obs["gpu_mask"][b], legal.any(0))
+                np.testing.assert_array_equal(batch.obs["expert_mask"][b], changes.any(1))
+            batch.step(*random_actions(batch, rng))
+
+
+def test_experts_that_were_left_alone_are_masked_until_the_placement_changes() -> None:
+    batch = started(config(memory=True, ops_per_layer=8), [1])
+
+    def home(e: int) -> int:
+        return int(batch.obs["placement"][0, e].argmax())
+
+    def act(e: int, node: int) -> list[int]:
+        batch.step(torch.tensor([e]), torch.tensor([node]))
+        return torch.nonzero(batch.obs["expert_mask"][0] == 0).ravel().tolist()
+
+    assert act(2, home(2)) == [2]
+    # An illegal action leaves the expert alone, too.
+    assert act(5, 99) == [2, 5]
+    assert act(2, home(2)) == [2, 5]
+    changes = batch.obs["joint_mask"][0, 5, :GPUS].bool() & (batch.obs["placement"][0, 5] == 0)
+    assert act(5, int(changes.int().argmax())) == []
+    # If all were left alone, all are open again.
+    for e in range(4):
+        act(e, home(e))
+    assert batch.episode["clock"][0, CLOCK_OPERATION] == 0
+    assert batch.episode["clock"][0, CLOCK_LAYER] == 1
+    assert batch.episode["clock"][0, CLOCK_DONE] == 0
+    for e in range(EXPERTS - 1):
+        assert act(e, home(e)) == list(range(e + 1))
+
+
+def test_an_expert_mask_is_never_empty() -> None:
+    batch = started(config(memory=True, ops_per_layer=EXPERTS + 1), [1])
+    for e in range(EXPERTS):
+        batch.step(torch.tensor([e]), batch.obs["placement"][0, e].argmax()[None])
+        assert batch.obs["expert_mask"].any()
+    assert batch.obs["expert_mask"].all()
+
+
+def test_a_state_is_restored_bit_for_bit() -> None:
+    batch, rng = started(config(schedule="drift"), [1, 2]), np.random.default_rng(0)
+    batch.step(*random_actions(batch, rng))
+    kept, actions = batch.get_state(), [random_actions(batch, rng) for _ in range(2 * OPS * LAYERS)]
+    first = [batch.step(*action)[1].clone() for action in actions]
+    end = [everything(batch, b) for b in range(2)]
+    other = started(config(schedule="drift"), [8, 9])
+    other.set_state(kept)
+    assert all(torch.equal(other.step(*action)[1], reward) for action, reward in zip(actions, first, strict=True))
+    for b in range(2):
+        for name, array in everything(other, b).items():
+            np.testing.assert_array_equal(array, end[b][name], err_msg=name)
+
+
+def test_linear_programs_are_refused() -> None:
+    with pytest.raises(ValueError, match="profile 'sglang-lp' splits tokens by a linear program, which is only for"):
+        PlacementBatch(config(profile="sglang-lp"), 1)
