@@ -12,7 +12,8 @@ import numpy.typing as npt
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.kernels import anneal as kernels
-from clustergym.moe_placement.planners.kernels.launch import Objective
+from clustergym.moe_placement.planners.kernels.launch import Objective, over_layers
+from clustergym.moe_placement.planners.kernels.trial import allocate, prepare
 from clustergym.moe_placement.planners.search import Search
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
@@ -34,6 +35,7 @@ class Anneal(Search):
     """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
     heat: tuple[float, float] = (3e-4, 1e-5)
     """First and last temperature, as shares of the time of the layer."""
+    shares: tuple[float, float, float, float] = (0.2, 0.3, 0.2, 0.1)
     restart: bool = True
     """Start each layer from EPLB's or the static placement if that is better, migration included."""
 
@@ -82,12 +84,16 @@ class Anneal(Search):
         """Anneal from the state ``sim``. A share ``guide`` of the steps starts at experts from ``prior`` (L, E)."""
         layers = interval.n_layers
         best, best_cost, key = sim.slots.copy(), np.full(layers, np.inf), self.random_keys(layers)
+        scratch = allocate(sim, self.simulator.topology)
+        over_layers(prepare, 0, layers, scratch, sim, interval.experts, self.simulator.topology)
+        shares = np.array(self.shares)
         weights = np.ones((layers, 1)) if prior is None else prior
         cumulative = np.cumsum(weights, axis=1) / weights.sum(1, keepdims=True)
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
             kernels.anneal(
-                first, last, sim, objective, key, np.array(heat), iterations, best, best_cost, cumulative, guide
+                first, last, sim, scratch, objective, key, np.array(heat), iterations, best, best_cost,
+                interval.experts, shares, cumulative, guide,
             )
 
         def search(first: int, last: int) -> None:

@@ -10,9 +10,13 @@ import numpy.typing as npt
 
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.passes import change
-from clustergym.moe_placement.kernels.replicas import holds
+from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.kernels.launch import Objective, draw, objective_us, over_layers
+from clustergym.moe_placement.planners.kernels.trial import can_try, try_change
+
+# Shares of the kinds of steps; EMPTY is the part of the first kind that empties a slot.
+SPARE, TOGETHER, BUSY, EMPTY = range(4)
 
 
 @device
@@ -38,72 +42,119 @@ def _keep_best(sim, b, cost, best, best_cost):
 
 
 @device
-def anneal_layer(sim, b, objective, key, heat, iterations, best, best_cost, prior, guide):
+def _random_use(sim, b, key, experts):
+    """(pass, row, place among the row's experts) of a random use of an expert: busy experts are drawn more often."""
+    row = int(sim.rows[b, int(draw(key, b) * sim.rows.shape[1]), int(draw(key, b) * sim.rows.shape[2])])
+    return row, int(draw(key, b) * experts.shape[2])
+
+
+@device
+def _replica_of(sim, b, key, e):
+    """GPU of a random replica."""
+    return int(sim.replicas[b, e, int(draw(key, b) * sim.n_replicas[b, e])])
+
+
+@device
+def _busiest(sim, b, w):
+    best = 0
+    for g in range(sim.slots.shape[1]):
+        if sim.kernel_us[b, w, g] > sim.kernel_us[b, w, best]:
+            best = g
+    return best
+
+
+@device
+def _propose(sim, b, key, experts, shares, prior, guide, per_node):
+    """A random legal change: (e, from, to, v, from, to), or e = −1 if the draw is not legal.
+
+    A replica of e moves, and one of v in exchange; a GPU of −1 means none. The kinds: replace a spare replica (or fill
+    or empty a slot), move an expert to the node of another that a token uses too, move an expert off the busiest GPU of
+    a pass, and swap two slots.
+    """
+    n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.replicas.shape[1]
+    kind, layer = draw(key, b), experts[b]
+    g, s = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
+    h, t = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
+    if kind < shares[SPARE]:
+        here = int(sim.slots[b, g, s])
+        if here >= 0 and sim.n_replicas[b, here] < 2:
+            return -1, -1, -1, -1, -1, -1
+        if draw(key, b) < shares[EMPTY]:
+            return (here, g, -1, -1, -1, -1) if here >= 0 else (-1, -1, -1, -1, -1, -1)
+        row, k = _random_use(sim, b, key, experts)
+        e = int(layer[row, k])
+        if e < 0 or holds(sim, b, e, g):
+            return -1, -1, -1, -1, -1, -1
+        return e, -1, g, here, g, -1
+    wanted = -1
+    if guide > 0.0 and draw(key, b) < guide:
+        wanted = _draw_expert(key, b, prior)
+    elif kind < shares[SPARE] + shares[TOGETHER]:
+        row, k = _random_use(sim, b, key, experts)
+        other = int(layer[row, int(draw(key, b) * experts.shape[2])])
+        wanted = int(layer[row, k])
+        if wanted < 0 or other < 0 or wanted == other:
+            return -1, -1, -1, -1, -1, -1
+        h = _replica_of(sim, b, key, other)
+        if draw(key, b) < 0.5:
+            h += int(draw(key, b) * per_node) - h % per_node
+    elif kind < shares[SPARE] + shares[TOGETHER] + shares[BUSY]:
+        g = _busiest(sim, b, int(draw(key, b) * sim.rows.shape[1]))
+    if wanted >= 0:
+        g = _replica_of(sim, b, key, wanted)
+        s = slot_of(sim, b, wanted, g)
+    here, there = int(sim.slots[b, g, s]), int(sim.slots[b, h, t])
+    if g == h or here == there:
+        return -1, -1, -1, -1, -1, -1
+    if here < 0:
+        here, there, g, h = there, here, h, g
+    if holds(sim, b, here, h) or (there >= 0 and holds(sim, b, there, g)):
+        return -1, -1, -1, -1, -1, -1
+    return here, g, h, there, h, g
+
+
+@device
+def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_cost, experts, shares, prior, guide):
     """Anneal from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best placement found.
 
-    A step swaps two replicas, moves one to an empty slot, replaces a spare replica by one of another expert, or deletes
-    it (each active expert costs kernel time, so fewer replicas can be faster). ``heat`` has the temperatures of the
-    first and the last iteration, as shares of the cost. A share ``guide`` of the steps starts at an expert drawn from
-    ``prior`` (E,), which is cumulative; the others start at a random slot.
+    ``heat`` has the temperatures of the first and the last iteration, as shares of the cost. A share ``guide`` of the
+    moves is of an expert drawn from ``prior`` (E,), which is cumulative.
     """
-    n_gpus, n_slots, n_experts, n_passes = (
-        sim.slots.shape[1],
-        sim.slots.shape[2],
-        sim.replicas.shape[1],
-        sim.rows.shape[1],
-    )
-    topology, costs = objective.topology, objective.costs
+    n_passes, topology, costs = sim.rows.shape[1], objective.topology, objective.costs
     cost = objective_us(sim, b, objective)
     first_cost = cost
     _keep_best(sim, b, cost, best, best_cost)
     for i in range(iterations):
-        g, s = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
-        if guide > 0.0 and draw(key, b) < guide:
-            wanted = _draw_expert(key, b, prior)
-            g = int(sim.replicas[b, wanted, int(draw(key, b) * sim.n_replicas[b, wanted])])
-            s = 0
-            while sim.slots[b, g, s] != wanted:
-                s += 1
-        # A replica of e moves, and one of v in exchange; a GPU of -1 means none.
-        e, e_from, e_to, v, v_from, v_to = -1, -1, -1, -1, -1, -1
-        here = sim.slots[b, g, s]
-        if draw(key, b) < 0.3:
-            # Another expert, or none, replaces a spare replica or fills an empty slot.
-            if here >= 0 and sim.n_replicas[b, here] < 2:
-                continue
-            e = int(draw(key, b) * (n_experts + 1))
-            if e == n_experts:
-                if here < 0:
-                    continue
-                e, e_from = here, g
-            elif holds(sim, b, e, g):
-                continue
-            else:
-                e_to, v, v_from = g, here, g
-        else:
-            h, t = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
-            there = sim.slots[b, h, t]
-            if g == h or here == there:
-                continue
-            if here < 0:
-                here, there, g, h = there, here, h, g
-            if holds(sim, b, here, h) or (there >= 0 and holds(sim, b, there, g)):
-                continue
-            e, e_from, e_to, v, v_from, v_to = here, g, h, there, h, g
-        change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
-        after = objective_us(sim, b, objective)
+        e, e_from, e_to, v, v_from, v_to = _propose(
+            sim, b, key, experts, shares, prior, guide, topology.gpus_per_node
+        )
+        if e < 0:
+            continue
         temperature = first_cost * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
-        if after <= cost or draw(key, b) < math.exp((cost - after) / temperature):
-            cost = after
-            _keep_best(sim, b, cost, best, best_cost)
+        limit = cost - temperature * math.log(1.0 - draw(key, b))
+        if can_try(sim, b, e, e_from, e_to, v, v_from, v_to, topology):
+            if try_change(sim, scratch, b, e, e_from, e_to, v, v_from, v_to, objective) > limit:
+                continue
+            change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
+            cost = objective_us(sim, b, objective)
         else:
-            change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
+            change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
+            after = objective_us(sim, b, objective)
+            if after > limit:
+                change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
+                continue
+            cost = after
+        _keep_best(sim, b, cost, best, best_cost)
 
 
 @device
-def _anneal_layers(first, last, sim, objective, key, heat, iterations, best, best_cost, prior, guide):
+def _anneal_layers(
+    first, last, sim, scratch, objective, key, heat, iterations, best, best_cost, experts, shares, prior, guide
+):
     for b in range(first, last):
-        anneal_layer(sim, b, objective, key, heat, iterations, best[b], best_cost, prior[b], guide)
+        anneal_layer(
+            sim, scratch, b, objective, key, heat, iterations, best[b], best_cost, experts, shares, prior[b], guide
+        )
 
 
 @device
