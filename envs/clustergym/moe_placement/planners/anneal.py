@@ -29,13 +29,16 @@ class Anneal(Search):
 
     norm: int = 16
     """See :class:`Search`. The 16-norm generalizes better to the next passes than the true time."""
-    iterations: int = 6000
+    iterations: int = 20000
     """Number of steps per layer."""
     seconds: float | None = None
     """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
-    heat: tuple[float, float] = (3e-4, 1e-5)
+    heat: tuple[float, float] = (1e-3, 1e-5)
     """First and last temperature, as shares of the time of the layer."""
     shares: tuple[float, float, float, float] = (0.2, 0.3, 0.2, 0.1)
+    """Share of the steps that replace a spare replica, that move an expert next to one that the same token uses, and
+    that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first kind
+    that empties a slot instead."""
     restart: bool = True
     """Start each layer from EPLB's or the static placement if that is better, migration included."""
 
@@ -92,8 +95,20 @@ class Anneal(Search):
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
             kernels.anneal(
-                first, last, sim, scratch, objective, key, np.array(heat), iterations, best, best_cost,
-                interval.experts, shares, cumulative, guide,
+                first,
+                last,
+                sim,
+                scratch,
+                objective,
+                key,
+                np.array(heat),
+                iterations,
+                best,
+                best_cost,
+                interval.experts,
+                shares,
+                cumulative,
+                guide,
             )
 
         def search(first: int, last: int) -> None:

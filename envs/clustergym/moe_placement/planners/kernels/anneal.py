@@ -71,7 +71,7 @@ def _propose(sim, b, key, experts, shares, prior, guide, per_node):
     or empty a slot), move an expert to the node of another that a token uses too, move an expert off the busiest GPU of
     a pass, and swap two slots.
     """
-    n_gpus, n_slots, n_experts = sim.slots.shape[1], sim.slots.shape[2], sim.replicas.shape[1]
+    n_gpus, n_slots = sim.slots.shape[1], sim.slots.shape[2]
     kind, layer = draw(key, b), experts[b]
     g, s = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
     h, t = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
@@ -125,9 +125,7 @@ def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_c
     first_cost = cost
     _keep_best(sim, b, cost, best, best_cost)
     for i in range(iterations):
-        e, e_from, e_to, v, v_from, v_to = _propose(
-            sim, b, key, experts, shares, prior, guide, topology.gpus_per_node
-        )
+        e, e_from, e_to, v, v_from, v_to = _propose(sim, b, key, experts, shares, prior, guide, topology.gpus_per_node)
         if e < 0:
             continue
         temperature = first_cost * heat[0] * (heat[1] / heat[0]) ** (i / iterations)

@@ -7,22 +7,31 @@ scratch, and leaves the state as it was, which is several times cheaper than a c
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, index
 from clustergym.moe_placement.kernels.cost import migration_time, with_migration
 from clustergym.moe_placement.kernels.replicas import count_received, write_choices
-from clustergym.moe_placement.kernels.state import RECEIVED_INTER, RECEIVED_INTRA, SENT_INTER, SENT_INTRA
-from clustergym.moe_placement.kernels.token_sets import add_all, clear, count_range, range_word
+from clustergym.moe_placement.kernels.state import (
+    PIECE_RANK,
+    PIECE_WORD,
+    RECEIVED_INTER,
+    RECEIVED_INTRA,
+    SENT_INTER,
+    SENT_INTRA,
+    SimulationState,
+    Topology,
+)
+from clustergym.moe_placement.kernels.token_sets import add_all, clear, popcount
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANK_MOD, RANK_NEAREST, STAY
 
 NOW, THEN = range(2)
 
 
-def inlined(function):
-    """Compile a function into its callers: to pass a state of dozens of arrays takes longer than most functions here."""
+def inlined(function: Any) -> Any:
+    """Compile a function into its callers: to pass a state of dozens of arrays takes longer than its work."""
     compiled = device(function)
     if hasattr(compiled, "targetoptions"):
         compiled.targetoptions["forceinline"] = True
@@ -52,8 +61,9 @@ class Scratch(NamedTuple):
     """(B, 2 · G) float64"""
 
 
-def allocate(sim, topology) -> Scratch:
-    layers, passes, n_tokens = sim.rows.shape
+def allocate(sim: SimulationState, topology: Topology) -> Scratch:
+    """Tables to be filled by :func:`prepare`."""
+    layers, passes = sim.rows.shape[:2]
     n_gpus, n_experts, words = sim.slots.shape[1], sim.replicas.shape[1], sim.visitors.shape[3]
     whole = topology.transport == DEDUP
     return Scratch(
@@ -178,12 +188,22 @@ def _add_uses(sim, scratch, b, w, which, x, g, near):
         if served_by[0] == g:
             add_all(near, uses)
         return
-    for home in range(sim.slots.shape[1]):
-        if served_by[home] == g:
-            start, last = int(sim.rank_start[b, w, home]), int(sim.rank_start[b, w, home + 1])
-            if last > start:
-                for word in range(start >> 6, (last + 63) >> 6):
-                    near[index(word)] |= uses[index(word)] & range_word(start, last, word)
+    at, mask = sim.piece_at[b, w], sim.piece_mask[b, w]
+    for piece in range(sim.n_pieces[b, w]):
+        if served_by[index(at[piece, PIECE_RANK])] == g:
+            word = index(at[piece, PIECE_WORD])
+            near[word] |= uses[word] & mask[piece]
+
+
+@inlined
+def _count_by_home(sim, b, w, tokens):
+    """Write to ``by_home`` how many tokens of a set each rank has."""
+    by_home, at, mask = sim.by_home[b], sim.piece_at[b, w], sim.piece_mask[b, w]
+    for home in range(by_home.shape[0]):
+        by_home[home] = 0
+    for piece in range(sim.n_pieces[b, w]):
+        held = popcount(tokens[index(at[piece, PIECE_WORD])] & mask[piece])
+        by_home[index(at[piece, PIECE_RANK])] += np.int64(held)
 
 
 @inlined
@@ -198,10 +218,11 @@ def _count_gpu(sim, scratch, b, w, g, e, v, topology):
     _add_uses(sim, scratch, b, w, 0, e, g, near)
     if v >= 0:
         _add_uses(sim, scratch, b, w, 1, v, g, near)
-    local, per_node = g % topology.gpus_per_node, topology.gpus_per_node
-    first = g - local
+    per_node = topology.gpus_per_node
+    first = g - g % per_node
+    _count_by_home(sim, b, w, near)
     for home in range(sim.slots.shape[1]):
-        visits = count_range(near, int(sim.rank_start[b, w, home]), int(sim.rank_start[b, w, home + 1]))
+        visits = sim.by_home[b, home]
         total += visits
         relay = first + home % per_node
         if g != relay:
@@ -224,10 +245,10 @@ def _count_nodes(sim, scratch, b, w, topology):
         clear(near)
         for g in range(first, first + per_node):
             add_all(near, scratch.visitors[b, g] if scratch.touched[b, g] else sim.visitors[b, w, g])
+        _count_by_home(sim, b, w, near)
         for home in range(sim.slots.shape[1]):
             if topology.node_of[home] != node:
-                visits = count_range(near, int(sim.rank_start[b, w, home]), int(sim.rank_start[b, w, home + 1]))
-                difference = visits - sim.node_visits[b, w, home, node]
+                difference = sim.by_home[b, home] - sim.node_visits[b, w, home, node]
                 copies[SENT_INTER, home] += difference
                 copies[RECEIVED_INTER, first + home % per_node] += difference
 
