@@ -46,7 +46,7 @@ def serving_gpu(
     n, rank = len(holders), token.rank
     near = [g for g in holders if g // per_node == rank // per_node]
     if dispatch == "token-hash":
-        return holders[token.position * 2654435761 % 2**32 % n]
+        return holders[token.position * 2654435769 % 2**32 % n]
     if dispatch == "round-robin":
         return holders[(earlier + rank) % n]
     if dispatch == "rank-mod":
@@ -59,12 +59,15 @@ def serving_gpu(
         candidates = near or holders
         return candidates[token_hash(token.row) * len(candidates) >> 31]
     assert dispatch == "rank-nearest"
-    if near:
-        return near[0]
-    # Ranks without a replica on their node are dealt over all replicas, beginning with another one for each expert.
     nodes = {g // per_node for g in holders}
-    far = [g for g in range(n_gpus) if g // per_node not in nodes]
-    return holders[(expert + far.index(rank)) % n]
+    if near and len(nodes) > 1:
+        return near[0]
+    # Other ranks are dealt over all replicas, beginning with another one for each expert.
+    if len(nodes) == 1:
+        others = [g for g in range(n_gpus) if g not in holders]
+    else:
+        others = [g for g in range(n_gpus) if g // per_node not in nodes]
+    return holders[(expert + others.index(rank)) % n]
 
 
 def copies_of(at: int, ran: list[int], per_node: int, transport: str) -> list[tuple[int, int]]:

@@ -91,8 +91,8 @@ def norm_log2(norm: int) -> int:
     """The base-2 logarithm of a norm's order; −1 for norm 0, which is the maximum."""
     if norm == 0:
         return -1
-    if norm < 2 or norm > 64 or norm & (norm - 1):
-        raise ValueError(f"a norm is 0 (the max over GPUs) or a power of two from 2 to 64, found {norm}")
+    if norm < 2 or norm > 32 or norm & (norm - 1):
+        raise ValueError(f"a norm is 0 (the max over GPUs) or a power of two from 2 to 32, found {norm}")
     return norm.bit_length() - 1
 
 

@@ -29,6 +29,17 @@ def device(function: Any) -> Any:
     return compiler(_fingerprint(Path(function.__code__.co_filename)))(function)
 
 
+def inlined(function: Any) -> Any:
+    """As :func:`device`, but compiled into its callers.
+
+    Passing a state of dozens of arrays to a function takes longer than most functions of the simulator.
+    """
+    compiled = device(function)
+    if hasattr(compiled, "targetoptions"):
+        compiled.targetoptions["forceinline"] = True
+    return compiled
+
+
 @cache
 def _fingerprint(path: Path) -> str:
     """A function is compiled again only if its file, or one that this file imports, has changed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.state import (
     FROM_OTHER_NODE,
     FROM_OWN_NODE,
@@ -37,7 +37,7 @@ def _root(total, norm_log2):
     return total
 
 
-@device
+@inlined
 def gpu_kernel_time(state, b, w, g, topology, costs):
     """µs of the GPU's expert kernel without its start."""
     # Whole numbers first: their sum does not depend on the order of the slots.
@@ -57,7 +57,7 @@ def gpu_kernel_time(state, b, w, g, topology, costs):
     return costs.token_us * tokens + costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
 
 
-@device
+@inlined
 def _exchange_time(copies, intra_us, inter_us, norm_log2):
     """µs that the busiest GPU needs for its copies: inside the node, plus between nodes."""
     intra, inter = 0.0, 0.0
@@ -69,7 +69,7 @@ def _exchange_time(copies, intra_us, inter_us, norm_log2):
     return _root(intra, norm_log2) + _root(inter, norm_log2)
 
 
-@device
+@inlined
 def compute_time(state, b, w, costs, norm_log2):
     """µs of the slowest expert kernel."""
     longest = 0.0
@@ -80,7 +80,7 @@ def compute_time(state, b, w, costs, norm_log2):
     return max(costs.kernel_floor_us, time) if norm_log2 < 0 else time
 
 
-@device
+@inlined
 def pass_times(state, b, w, topology, costs, norm_log2):
     """(dispatch, compute, combine) of a pass, µs."""
     dispatch, combine = costs.dispatch_us, costs.combine_us
@@ -92,7 +92,7 @@ def pass_times(state, b, w, topology, costs, norm_log2):
     return dispatch, compute_time(state, b, w, costs, norm_log2), combine
 
 
-@device
+@inlined
 def pass_time(state, b, w, topology, costs, norm_log2):
     """Dispatch + compute + combine of a pass, µs: the sum of :func:`pass_times`, with one look at the copies."""
     if topology.transport == STAY:
@@ -106,7 +106,7 @@ def pass_time(state, b, w, topology, costs, norm_log2):
     return time
 
 
-@device
+@inlined
 def mean_pass_time(state, b, first, last, topology, costs, norm_log2):
     """Mean time of the passes ``first`` … ``last``−1, µs. Each is set by its own slowest GPU."""
     total = 0.0
@@ -115,7 +115,7 @@ def mean_pass_time(state, b, first, last, topology, costs, norm_log2):
     return total / (last - first)
 
 
-@device
+@inlined
 def migration_time(state, b, costs):
     """µs per pass until the GPU that receives most experts has them, spread over the passes of the interval."""
     longest = 0.0
@@ -125,7 +125,7 @@ def migration_time(state, b, costs):
     return longest
 
 
-@device
+@inlined
 def with_migration(serve_us, migration_us, before_us, costs):
     """µs per pass of an interval with a migration at its start.
 
@@ -147,7 +147,7 @@ def smooth_and_true_time(state, b, n_passes, topology, costs, norm_log2):
     return mean_pass_time(state, b, 0, n_passes, topology, costs, norm_log2), true
 
 
-@device
+@inlined
 def add_links(state, b, w, topology, links):
     """Add to ``links`` (G, G) the copies dispatched from row to column in a pass."""
     n_gpus, node_of, per_node = state.slots.shape[1], topology.node_of, topology.gpus_per_node

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.cost import add_links, migration_time
 from clustergym.moe_placement.kernels.operations import slot_pairs
 from clustergym.moe_placement.kernels.state import (
@@ -120,7 +120,7 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
             obs.memory[b, i, f] = 0.0
 
 
-@device
+@inlined
 def expert_load(sim, b, e, n_passes):
     """Tokens that use the expert in the observed passes."""
     total = 0
@@ -165,7 +165,7 @@ def _write_hot_coactivation(episode, obs, b):
             hot[e] += obs.coactivation[b, best, e] / HOT_EXPERTS
 
 
-@device
+@inlined
 def update_local_coactivation(episode, sim, obs, b, e):
     """Sum the expert's co-activation with all experts on its GPUs."""
     total, together = 0.0, obs.coactivation[b, e]

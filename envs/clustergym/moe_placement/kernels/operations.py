@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.passes import change
 from clustergym.moe_placement.kernels.replicas import free_slot, holds
 from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, OP_ILLEGAL, OP_NOTHING, OP_PLACE, OP_SWAP
 
 
-@device
+@inlined
 def slot_pairs(sim, b, g, s, n_passes):
     """Token-expert pairs of the slot's expert that the GPU computes in the first passes. The slot must not be empty."""
     total = 0
@@ -17,7 +17,7 @@ def slot_pairs(sim, b, g, s, n_passes):
     return total
 
 
-@device
+@inlined
 def gpu_pairs(sim, b, g, n_passes):
     """Token-expert pairs that the GPU computes in the first passes."""
     total = 0
@@ -27,7 +27,7 @@ def gpu_pairs(sim, b, g, n_passes):
     return total
 
 
-@device
+@inlined
 def _source_of(sim, b, e, n_passes):
     """The replica of ``e`` that moves: the one on the GPU with most pairs."""
     best, most = sim.replicas[b, e, 0], -1
@@ -40,7 +40,7 @@ def _source_of(sim, b, e, n_passes):
     return best
 
 
-@device
+@inlined
 def _victim_on(sim, b, g, e, source, n_passes):
     """The replica on GPU ``g`` with fewest tokens that can go to ``source`` in exchange for ``e``; −1 if there is none.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.cost import gpu_kernel_time
 from clustergym.moe_placement.kernels.replicas import choose, count_received, insert, remove, slot_of, write_choices
 from clustergym.moe_placement.kernels.state import (
@@ -131,14 +131,14 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
                 _restore_tokens(state, b, w, v, v_to, 1)
 
 
-@device
+@inlined
 def _touch(state, b, e):
     """Mark the GPUs that hold ``e``."""
     for i in range(state.n_replicas[b, e]):
         state.touched[b, state.replicas[b, e, i]] = 1
 
 
-@device
+@inlined
 def _collect_tokens(state, b, w, e, which):
     """Collect the tokens of all replicas of ``e`` in ``moved_tokens``."""
     tokens = state.moved_tokens[b, w, which]
@@ -148,7 +148,7 @@ def _collect_tokens(state, b, w, e, which):
         add_all(tokens, state.slot_tokens[b, w, g, slot_of(state, b, e, g)])
 
 
-@device
+@inlined
 def _save_tokens(state, b, w, e, g, which):
     """Keep what the replica of ``e`` on ``g`` runs in a pass that is not updated: an undo may give it another slot."""
     if g >= 0:
@@ -157,7 +157,7 @@ def _save_tokens(state, b, w, e, g, which):
         state.moved_pairs[b, w, which] = state.slot_pairs[b, w, g, s]
 
 
-@device
+@inlined
 def _restore_tokens(state, b, w, e, g, which):
     if g >= 0:
         s = slot_of(state, b, e, g)
@@ -165,7 +165,7 @@ def _restore_tokens(state, b, w, e, g, which):
         state.slot_pairs[b, w, g, s] = state.moved_pairs[b, w, which]
 
 
-@device
+@inlined
 def _write_second_choice(state, b, w, topology):
     """Write which tokens choose the second of two replicas."""
     chosen = state.second_choice[b, w]
@@ -177,7 +177,7 @@ def _write_second_choice(state, b, w, topology):
                 chosen[index(t >> 6)] |= index(1) << index(t & 63)
 
 
-@device
+@inlined
 def _assign_tokens(state, b, w, e, which, topology):
     """Give each replica of ``e`` its part of the tokens in ``moved_tokens``."""
     tokens, replicas, n = state.moved_tokens[b, w, which], state.replicas[b, e], int(state.n_replicas[b, e])
@@ -219,7 +219,7 @@ def _assign_tokens(state, b, w, e, which, topology):
         state.slot_pairs[b, w, replicas[i], state.replica_slot[b, i]] = count_common(run, run)
 
 
-@device
+@inlined
 def _assign_rank(state, b, w, e, rank, tokens, topology):
     """Send the tokens that rank ``rank`` holds, of those in ``tokens``, to the replicas of ``e`` that they choose."""
     stay, replicas = topology.transport == STAY, state.replicas[b, e]
@@ -251,7 +251,7 @@ def _assign_rank(state, b, w, e, rank, tokens, topology):
             state.slot_tokens[b, w, g, slot_of(state, b, e, g), word] |= token
 
 
-@device
+@inlined
 def _batch_start(state, b, w, t):
     """First token of the rank that token ``t`` belongs to."""
     rank = 0
@@ -260,7 +260,7 @@ def _batch_start(state, b, w, t):
     return int(state.rank_start[b, w, rank])
 
 
-@device
+@inlined
 def _write_pieces(state, b, w):
     """Cut the tokens of a pass where a rank or a word ends."""
     n = 0
@@ -275,7 +275,7 @@ def _write_pieces(state, b, w):
     state.n_pieces[b, w] = n
 
 
-@device
+@inlined
 def _add_by_home(state, b, w, tokens, topology):
     """Add to ``by_home`` how many tokens of a set each GPU holds."""
     by_home = state.by_home[b]
@@ -289,7 +289,7 @@ def _add_by_home(state, b, w, tokens, topology):
         by_home[index(at[piece, PIECE_RANK])] += np.int64(held)
 
 
-@device
+@inlined
 def _count_touched(state, b, w, topology, costs):
     """Update all that follows from ``slot_tokens`` for the GPUs that are marked in ``touched``."""
     n_gpus, per_node, transport = state.slots.shape[1], topology.gpus_per_node, topology.transport
@@ -321,7 +321,7 @@ def _count_touched(state, b, w, topology, costs):
         _count_return(state, b, w, topology)
 
 
-@device
+@inlined
 def _count_visits(state, b, w, g, topology):
     """Update who visits GPU ``g``, and the copies that follow from it."""
     n_slots, node, per_node = state.slots.shape[2], topology.node_of[g], topology.gpus_per_node
@@ -351,7 +351,7 @@ def _count_visits(state, b, w, g, topology):
             copies[RECEIVED_INTRA if near else RECEIVED_INTER, g] += difference
 
 
-@device
+@inlined
 def _count_return(state, b, w, topology):
     """Where the tokens are after the layer with transport ``stay``, and the copies that return there."""
     n_gpus, per_node = state.slots.shape[1], topology.gpus_per_node

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
 from clustergym.moe_placement.profiles import RANDOM, RANK_MOD, RANK_NEAREST, ROUND_ROBIN, TOKEN_HASH
 
 MASK31 = 0x7FFFFFFF
-# Knuth's multiplicative hash of 32-bit integers.
-_KNUTH, _MASK32 = 2654435761, 0xFFFFFFFF
+# Multiplicative hash of 32-bit integers, with vLLM's constant.
+_KNUTH, _MASK32 = 2654435769, 0xFFFFFFFF
 
 
 @device
@@ -19,7 +19,7 @@ def hash31(x):
     return x ^ (x >> 16)
 
 
-@device
+@inlined
 def choose(topology, row, position, rank, ordinal, count):
     """Which of ``count`` replicas a token takes.
 
@@ -33,11 +33,12 @@ def choose(topology, row, position, rank, ordinal, count):
     return hash31(row) * count >> 31
 
 
-@device
+@inlined
 def write_choices(state, b, e, topology):
     """Derive from the replicas of ``e`` which of them a token of each rank chooses from.
 
-    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas.
+    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas. If
+      all replicas are on one node, its ranks are dealt too (SGLang, expert_location.py).
     * rank-mod: replica number rank modulo the number of replicas.
     * local-hash: the one on the rank's GPU, else those on its node, else all.
     * random, token-hash, round-robin: all.
@@ -53,15 +54,19 @@ def write_choices(state, b, e, topology):
         for g in range(n_gpus):
             choice[g] = g % n | 1 << 16
         return
+    # SGLang prefers the own node only if that leaves out other nodes.
+    one_node = dispatch == RANK_NEAREST and node_of[replicas[0]] == node_of[replicas[n - 1]]
     # Replicas on one node are neighbours in the ascending list.
     first = 0
-    for i in range(n):
+    for i in range(0 if one_node else n):
         node = node_of[replicas[i]]
         if node_of[replicas[first]] != node:
             first = i
         count = 1 if dispatch == RANK_NEAREST else i - first + 1
         for g in range(node * per_node, (node + 1) * per_node):
             choice[g] = first | count << 16
+    for i in range(n):
+        choice[replicas[i]] = i | 1 << 16
     if dispatch == RANK_NEAREST:
         # Begin with another replica for each expert, so that the first ones do not get all remainders.
         dealt = int(e % n)
@@ -69,8 +74,6 @@ def write_choices(state, b, e, topology):
             if choice[g] >> 16 == n:
                 choice[g] = dealt | 1 << 16
                 dealt = dealt + 1 if dealt + 1 < n else 0
-    for i in range(n):
-        choice[replicas[i]] = i | 1 << 16
 
 
 @device
@@ -114,7 +117,7 @@ def set_placement(state, b, slots, topology):
         count_received(state, b, e, 1, topology)
 
 
-@device
+@inlined
 def count_received(state, b, e, sign, topology):
     """Add (1) or take away (−1) what the current replicas of ``e`` make GPUs receive."""
     for i in range(state.n_replicas[b, e]):
@@ -127,7 +130,7 @@ def count_received(state, b, e, sign, topology):
             state.received[b, g, source] += sign
 
 
-@device
+@inlined
 def slot_of(state, b, e, g):
     """Slot of GPU ``g`` that holds ``e``."""
     s = 0
@@ -136,7 +139,7 @@ def slot_of(state, b, e, g):
     return s
 
 
-@device
+@inlined
 def insert(state, b, e, g):
     """Put ``e`` on GPU ``g``, which has an empty slot and does not hold it."""
     state.slots[b, g, slot_of(state, b, -1, g)] = e
@@ -148,7 +151,7 @@ def insert(state, b, e, g):
     state.n_replicas[b, e] += 1
 
 
-@device
+@inlined
 def remove(state, b, e, g):
     """Take ``e`` off GPU ``g``, which holds it."""
     state.slots[b, g, slot_of(state, b, e, g)] = -1
@@ -160,7 +163,7 @@ def remove(state, b, e, g):
     state.n_replicas[b, e] -= 1
 
 
-@device
+@inlined
 def holds(state, b, e, g):
     for i in range(state.n_replicas[b, e]):
         if state.replicas[b, e, i] == g:
@@ -168,7 +171,7 @@ def holds(state, b, e, g):
     return False
 
 
-@device
+@inlined
 def free_slot(state, b, g):
     """Index of an empty slot on the GPU, −1 if it is full."""
     for s in range(state.slots.shape[2]):

@@ -20,7 +20,7 @@ class Search(Planner):
     """Counts the observed passes once, then works on all layers."""
 
     norm: int = 0
-    """0 minimizes the true time, set by the busiest GPU. p = 2 … 64 minimizes the smooth p-norm over GPUs."""
+    """0 minimizes the true time, set by the busiest GPU. p = 2 … 32 minimizes the smooth p-norm over GPUs."""
     intervals: int = 1
     """Number of the last intervals to plan on, joined."""
     migration_weight: float = 1.0
