@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -21,11 +22,13 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 
 import clustergym
 from clustergym import TokenTrace, moe_placement_v0, synthetic_trace
-from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, Simulator, Window
-from clustergym.moe_placement.environment import MoEPlacementEnv, MoEPlacementVectorEnv
+from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, PlacementBatch, Simulator
+from clustergym.moe_placement.environment import STEP_INFO, MoEPlacementEnv, MoEPlacementVectorEnv
 from clustergym.moe_placement.kernels import state as kernel_state
-from clustergym.moe_placement.kernels.operations import resolve
-from reference import LayerResult, serve
+from clustergym.moe_placement.profiles import TRANSPORTS
+from clustergym.moe_placement.streams import layer_first
+from instances import made_profile
+from reference import PassResult, kernel_us, migration_us, serve, times_us
 
 MODEL = ModelSpec("tiny", 3, 8, 2, 512, 256, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
 CLUSTER = ClusterSpec("tiny", 2, 2, 3, intra_gb_s=4, inter_gb_s=1, intra_latency_us=1, inter_latency_us=2)
@@ -44,7 +47,8 @@ TRACE = padded(
     0.1,
 )
 TINY: dict[str, Any] = {
-    "trace": TRACE, "model": MODEL, "cluster": CLUSTER, "window_tokens": 64, "ops_per_layer": OPS, "passes_per_window": 5
+    "trace": TRACE, "split": "all", "model": MODEL, "cluster": CLUSTER, "tokens_per_rank": 6, "sampled_passes": 2,
+    "ops_per_layer": OPS, "passes_per_interval": 5,
 }  # fmt: skip
 IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0")
 
@@ -69,7 +73,7 @@ def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
 
 
-# -- contracts -------------------------------------------------------------------------------------------------------
+# Contracts
 
 
 @pytest.mark.parametrize("env_id", IDS)
@@ -90,21 +94,22 @@ def test_defaults_pass_check_env_too() -> None:
     assert (env.batch.cluster.name, env.batch.n_slots, env.batch.model.name) == ("h800-4x4", 5, "tiny-moe")
 
 
-def test_drift_id_serves_eight_drifting_windows_from_eplb() -> None:
+def test_drift_id_serves_eight_drifting_intervals_from_eplb() -> None:
     config = gymnasium.make("MoEPlacementDrift-v0", **TINY).unwrapped.batch.config  # type: ignore[attr-defined]
-    assert (config.windows, config.schedule, config.start) == (8, "drift", "eplb")
+    assert (config.intervals, config.schedule, config.start) == (8, "drift", "eplb")
 
 
 def test_module_prefix_imports_the_package() -> None:
     program = """
 import sys, gymnasium
 assert "clustergym" not in sys.modules and "MoEPlacement-v0" not in gymnasium.registry
-env = gymnasium.make("clustergym:MoEPlacement-v0", window_tokens=32)
+env = gymnasium.make("clustergym:MoEPlacement-v0", tokens_per_rank=8)
 obs, _ = env.reset(seed=1)
 print(sorted(obs), env.step([0, 0])[1:4])
 """
     found = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
-    assert found.stderr == ""
+    # Where the kernels have not been compiled yet, a line says so.
+    assert [line for line in found.stderr.splitlines() if not line.startswith("compiling the simulator")] == []
     assert found.stdout.strip() == (
         "['affinity', 'coactivation', 'expert_mask', 'experts', 'gpu_mask', 'gpus', 'joint_mask', 'placement', "
         "'progress', 'traffic'] (0.0, False, False)"
@@ -145,7 +150,7 @@ def test_importing_twice_registers_once() -> None:
         importlib.reload(clustergym)
 
 
-# -- the same from the same seed -------------------------------------------------------------------------------------
+# The same from the same seed
 
 
 def play(env: gymnasium.Env[Any, Any], seed: int, episodes: int = 2) -> Iterator[tuple[Any, ...]]:
@@ -160,9 +165,10 @@ def play(env: gymnasium.Env[Any, Any], seed: int, episodes: int = 2) -> Iterator
             yield result
 
 
-@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
-def test_same_seed_same_everything(comm: str) -> None:
-    options = TINY | {"windows": 2, "schedule": "drift", "comm": comm, "lookahead": True}
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_same_seed_same_everything(transport: str) -> None:
+    profile = made_profile(transport=transport)
+    options = TINY | {"intervals": 2, "schedule": "drift", "profile": profile, "lookahead": True}
     first, second = (list(play(MoEPlacementEnv(**options), 11)) for _ in range(2))
     other = list(play(MoEPlacementEnv(**options), 12))
     # Steps and reset of two episodes: the second is another one.
@@ -175,9 +181,9 @@ def test_same_seed_same_everything(comm: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"windows": 2, "schedule": "drift", "lookahead": True, "lookahead_norm": 16},
-        {"windows": 1, "comm": "stay", "start": "eplb"},
-        {"windows": 3, "comm": "per-expert", "schedule": "switch", "credit": "stream", "reward_window": "observed"},
+        {"intervals": 2, "schedule": "drift", "lookahead": True, "lookahead_norm": 16},
+        {"intervals": 1, "profile": made_profile(transport="stay"), "start": "eplb", "memory": True},
+        {"intervals": 3, "profile": "sglang-decode", "schedule": "switch", "migration": "async", "compare_eplb": False},
     ],
 )
 def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
@@ -189,7 +195,7 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
     mine = [env.reset(seed=40 + i)[0] for i, env in enumerate(singles)]
     assert info == {}
     rng = np.random.default_rng(0)
-    length, ended = options["windows"] * LAYERS * OPS, 0
+    length, ended = options["intervals"] * LAYERS * OPS, 0
     for step in range(2 * length + 5):
         assert obs in vector.observation_space
         for i in range(3):
@@ -202,7 +208,7 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
             assert rewards[i] == reward
             assert terminated[i] == done == ((step + 1) % length == 0)
             mine[i] = last
-            for name in ("operation", "legal", "layer_time_us"):
+            for name in STEP_INFO:
                 assert infos[f"_{name}"][i] == (not done)
                 assert infos[name][i] == (0 if done else info[name])
             if done:
@@ -210,7 +216,8 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
                 assert infos["_final_info"][i]
                 assert same(infos["final_obs"][i], last)
                 assert {name: infos["final_info"][name][i] for name in info} == info
-                assert {"served_us", "migration_us", "saved", "legal"} <= info.keys()
+                assert {"time_us", "served_us", "migration_us", "saved_vs_start", "legal"} <= info.keys()
+                assert ("saved_vs_eplb" in info) == options.get("compare_eplb", True)
                 assert infos["final_info"]["legal"].dtype == bool
                 mine[i] = env.reset()[0]
                 ended += 1
@@ -220,7 +227,7 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
 
 
 def test_vector_env_never_writes_into_what_somebody_holds() -> None:
-    vector = MoEPlacementVectorEnv(4, **(TINY | {"windows": 2}))
+    vector = MoEPlacementVectorEnv(4, **(TINY | {"intervals": 2}))
     rng = np.random.default_rng(0)
     held: list[tuple[Any, Any]] = []
 
@@ -255,57 +262,29 @@ def test_vector_env_gives_out_memory_again() -> None:
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("length", [1, 40])
-@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
-def test_counts_of_a_walk_equal_the_simulator_s(length: int, comm: str) -> None:
-    """With sequences of one token each window has an index of its own, with long ones all share the trace's."""
-    rng = np.random.default_rng(length)
-    experts = np.argsort(rng.random((400, LAYERS, EXPERTS)), axis=2)[:, :, :2].astype(np.int16)
-    trace = TokenTrace(experts, n_experts=EXPERTS, seq_lens=np.full(400 // length, length))
-    env = MoEPlacementEnv(**(TINY | {"trace": trace, "windows": 3, "comm": comm}))
-    batch, simulator = env.batch, env.batch.simulator
-    assert bool(batch.sim["own_index"][0]) == (length == 1)
-    obs, done = env.reset(seed=1)[0], False
-    while not done:
-        obs, _, done, _, _ = env.step(legal_action(obs, rng))
-        layer = int(batch.episode["clock"][0, kernel_state.CLOCK_LAYER])
-        if comm == "stay" and layer > 0:
-            continue
-        for w in range(2):
-            window = Window(
-                batch._trace.experts[layer : layer + 1],
-                batch.sim["rows"][0, w].numpy(),
-                batch.sim["origin"][0, w].numpy().astype(np.int16),
-            )
-            fresh = simulator.count(window, batch.sim["slots"].numpy())
-            # With the trace's index, mode dedup counts by sets of tokens and does not use ``gpu_uses``.
-            names = ["visits", "node_visits", "return_visits", "return_node_visits", "pairs", "load"]
-            if comm != "dedup" or length == 1:
-                names.append("gpu_uses")
-            for name in names:
-                np.testing.assert_array_equal(batch.sim[name][0, w].numpy(), getattr(fresh, name)[0, 0], err_msg=name)
+@pytest.mark.parametrize("copy", [deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("make", [MoEPlacementEnv, moe_placement_v0.parallel_env])
+def test_a_copy_continues_bit_for_bit(make: Any, copy: Any) -> None:
+    env = make(**(TINY | {"intervals": 2, "schedule": "drift"}))
+    env.reset(seed=4)
+    rng = np.random.default_rng(0)
 
+    def act(one: Any, choice: np.ndarray) -> Any:
+        return one.step(choice if make is MoEPlacementEnv else {"expert": choice[0], "gpu": choice[1]})
 
-@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
-def test_looking_ahead_leaves_no_trace(comm: str) -> None:
-    """Not in the window to come either, which is not counted meanwhile, nor where slots are empty."""
-    rng = np.random.default_rng(3)
-    experts = np.argsort(rng.random((400, LAYERS, EXPERTS)), axis=2)[:, :, :2].astype(np.int16)
-    trace = TokenTrace(experts, n_experts=EXPERTS, seq_lens=np.full(10, 40))
-    spacious = ClusterSpec("spacious", 2, 2, EXPERTS)
-    options = TINY | {"trace": trace, "cluster": spacious, "windows": 4, "comm": comm, "ops_per_layer": 6}
-    looks, blind = MoEPlacementEnv(**options), MoEPlacementEnv(**options)
-    assert not looks.batch.sim["own_index"][0]
-    obs, done = looks.reset(seed=2)[0], False
-    assert same(obs, blind.reset(seed=2)[0])
-    while not done:
-        for e in range(EXPERTS):
-            looks.lookahead(e)
-        action = legal_action(obs, rng)
-        obs, reward, done, _, _ = looks.step(action)
-        other, same_reward, *_ = blind.step(action)
-        assert reward == same_reward
-        assert same(obs, other)
+    for choice in rng.integers(0, [EXPERTS, 3 * GPUS], (5, 2)):
+        act(env, choice)
+    twin, kept = copy(env), env.get_state()
+    choices = rng.integers(0, [EXPERTS, 3 * GPUS], (2 * LAYERS * OPS - 5, 2))
+    first = [act(env, choice) for choice in choices]
+    second = [act(twin, choice) for choice in choices]
+    env.set_state(kept)
+    env.agents = ["expert", "gpu"]
+    third = [act(env, choice) for choice in choices]
+    for results in zip(first, second, third, strict=True):
+        for a, b, c in zip(*results, strict=True):
+            assert same(a, b)
+            assert same(a, c)
 
 
 def test_vector_env_takes_a_list_of_seeds() -> None:
@@ -327,7 +306,7 @@ def test_vector_env_of_one_equals_the_single_environment() -> None:
 
 
 def test_parallel_env_is_the_gymnasium_one_split_in_two() -> None:
-    options = TINY | {"windows": 2, "lookahead": True}
+    options = TINY | {"intervals": 2, "lookahead": True}
     single, parallel = MoEPlacementEnv(**options), moe_placement_v0.parallel_env(**options)
     obs, _ = single.reset(seed=3)
     seen, infos = parallel.reset(seed=3)
@@ -354,11 +333,11 @@ def test_parallel_env_is_the_gymnasium_one_split_in_two() -> None:
     assert parallel.agents == []
 
 
-# -- actions -----------------------------------------------------------------------------------------------------------
+# Actions
 
 
 def test_illegal_actions_change_nothing_and_are_marked() -> None:
-    env = MoEPlacementEnv(**TINY, windows=2, lookahead=True)
+    env = MoEPlacementEnv(**TINY, intervals=2, lookahead=True)
     obs, _ = env.reset(seed=0)
     rng = np.random.default_rng(0)
     state = env.batch
@@ -405,25 +384,21 @@ def test_place_where_the_expert_lies_is_the_no_op() -> None:
     assert all(np.array_equal(obs[name], after[name]) for name in obs if name != "progress")
 
 
-@pytest.mark.parametrize("comm", ["dedup", "stay"])
-@pytest.mark.parametrize("slots", [2, 3, 8])
-def test_masks_say_what_the_operations_would(slots: int, comm: str) -> None:
-    cluster = ClusterSpec("tiny", 2, 2, slots)
-    env = MoEPlacementEnv(**(TINY | {"cluster": cluster, "comm": comm, "ops_per_layer": 20}))
-    obs, _ = env.reset(seed=5)
-    rng = np.random.default_rng(0)
-    seen: set[int] = set()
-    for _ in range(40):
-        kinds = np.array([[resolve(env.batch._sim, 0, e, n)[0] for n in range(3 * GPUS)] for e in range(EXPERTS)])
-        seen |= set(kinds.ravel().tolist())
-        legal = kinds != kernel_state.OP_ILLEGAL
-        np.testing.assert_array_equal(obs["joint_mask"], legal)
-        np.testing.assert_array_equal(obs["gpu_mask"], legal.any(0))
-        np.testing.assert_array_equal(obs["expert_mask"], (legal & (kinds != kernel_state.OP_NOTHING)).any(1))
-        obs = env.step(legal_action(obs, rng))[0]
-    # With as many slots as experts every GPU may hold all of them; with just enough, nothing can be added at first.
-    assert {kernel_state.OP_NOTHING, kernel_state.OP_ILLEGAL, kernel_state.OP_SWAP} <= seen or slots == 8
-    assert kernel_state.OP_DELETE in seen or slots == 2
+@pytest.mark.parametrize("profile", ["sglang-decode", "vllm", made_profile(transport="stay")], ids=str)
+def test_noop_actions_change_nothing(profile: Any) -> None:
+    """A whole episode of them serves with the start placement, and saves exactly nothing."""
+    options = TINY | {"intervals": 2, "schedule": "drift", "profile": profile}
+    env, vector = MoEPlacementEnv(**options), MoEPlacementVectorEnv(2, **options)
+    env.reset(seed=3)
+    vector.reset(seed=3)
+    done = False
+    while not done:
+        _, reward, done, _, info = env.step(env.noop_action())
+        _, rewards, *_ = vector.step(vector.noop_actions())
+        assert reward == rewards[0] == rewards[1] == 0
+        assert info["operation"] == kernel_state.OP_NOTHING
+    assert info["migration_us"] == info["saved_vs_start"] == 0
+    assert info["time_us"] == info["start_us"]
 
 
 def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
@@ -435,150 +410,127 @@ def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
     assert (reward, info["legal"]) == (0.0, True)
 
 
-# -- rewards -----------------------------------------------------------------------------------------------------------
+# Rewards
 
 
-def window_of(batch: PlacementBatch, w: int) -> Window:
-    """A copy of the observed (0) or the next (1) window of environment 0."""
-    rows, home = batch.sim["rows"][0, w].numpy().copy(), batch.homes[0, w].numpy().astype(np.int16)
-    return Window(np.ascontiguousarray(TRACE.experts.transpose(1, 0, 2)), rows, home)
-
-
-@pytest.mark.parametrize("start", ["static", "eplb"])
-@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
-@pytest.mark.parametrize(("windows", "credit"), [(1, "operation"), (1, "stream"), (4, "operation"), (4, "stream")])
-def test_rewards_add_up_to_the_time_saved(windows: int, credit: str, comm: str, start: str) -> None:
-    options = TINY | {"windows": windows, "credit": credit, "comm": comm, "start": start, "schedule": "drift"}
-    env = MoEPlacementEnv(**options)
-    batch, simulator = env.batch, Simulator(MODEL, CLUSTER, comm, passes_per_window=5)
-    obs, _ = env.reset(seed=21)
-    rng = np.random.default_rng(1)
-    first = batch.episode["slots"][0].numpy().copy()
-    if start == "static":
-        np.testing.assert_array_equal(first, simulator.static(LAYERS))
-    used, total, saved, served, migrated = first, 0.0, 0.0, 0.0, 0.0
-    for _ in range(windows):
-        served_next, before = window_of(batch, 1), used
-        for _ in range(LAYERS * OPS):
-            obs, reward, done, _, info = env.step(legal_action(obs, rng))
-            total += reward
-        used = simulator.check(batch.episode["slots"][0].numpy().copy())
-        paid = simulator.evaluate(served_next, used, before)
-        against = first if credit == "stream" else before
-        served += paid.time_us.sum()
-        migrated += paid.migration_us.sum()
-        saved += simulator.evaluate(served_next, against).time_us.sum() - paid.time_us.sum() - paid.migration_us.sum()
-    assert done
-    assert migrated > 0
-    assert abs(saved) > 1e-3 * served
-    static_us = batch.rules_host.static_us
-    assert total == pytest.approx(saved / static_us, rel=1e-9)
-    assert info["saved"] == pytest.approx(total, rel=1e-9)
-    assert info["served_us"] == pytest.approx(served / (windows * LAYERS), rel=1e-12)
-    assert info["migration_us"] == pytest.approx(migrated / (windows * LAYERS), rel=1e-12)
+def interval_of(batch: PlacementBatch, which: int) -> Interval:
+    """A copy of the observed (0) or the next (1) interval of environment 0."""
+    n = batch.rules_host.n_passes
+    passes = slice(which * n, (which + 1) * n)
+    arrays = (batch.sim[name][0, passes].numpy().copy() for name in ("rows", "rank_start"))
+    return Interval(layer_first(batch.trace), *arrays)
 
 
 def test_each_reward_is_what_its_operation_saves() -> None:
     env = MoEPlacementEnv(**TINY)
-    batch, simulator = env.batch, Simulator(MODEL, CLUSTER, "dedup", passes_per_window=5)
+    batch, simulator = env.batch, Simulator(MODEL, CLUSTER, passes_per_interval=5)
     obs, _ = env.reset(seed=2)
     rng = np.random.default_rng(1)
-    window, first = window_of(batch, 1), batch.episode["slots"][0].numpy().copy()
+    interval, first = interval_of(batch, 1), batch.episode["slots"][0].numpy().copy()
     placement = first.copy()
     for step in range(LAYERS * OPS):
         layer = step // OPS
-        before = simulator.evaluate(window, placement, first)
+        before = simulator.evaluate(interval, placement, first).total_us
         old_slots = batch.sim["slots"][0].numpy().copy()
         np.testing.assert_array_equal(np.sort(old_slots), np.sort(placement[layer]))
-        obs, reward, done, _, _ = env.step(legal_action(obs, rng))
+        obs, reward, done, _, info = env.step(legal_action(obs, rng))
         at_end = (step + 1) % OPS == 0
         placement[layer] = (batch.episode["slots"][0, layer] if at_end else batch.sim["slots"][0]).numpy()
-        after = simulator.evaluate(window, placement, first)
-        saved = (before.time_us + before.migration_us - after.time_us - after.migration_us).sum()
+        saved = (before - simulator.evaluate(interval, placement, first).total_us).sum()
         assert reward == pytest.approx(saved / batch.rules_host.static_us, rel=1e-9, abs=1e-12)
+        assert info["operation_reward"] == pytest.approx(reward, rel=1e-12, abs=1e-15)
     assert done
 
 
-def test_observed_reward_window_pays_on_what_is_seen() -> None:
-    env = MoEPlacementEnv(**TINY, reward_window="observed", lookahead=True)
-    obs, _ = env.reset(seed=2)
-    rng = np.random.default_rng(1)
-    paid = 0
-    for step in range(LAYERS * OPS):
-        action = legal_action(obs, rng)
-        start_us = float(env.batch.episode["times_us"][0, kernel_state.TIME_OBSERVED_START])
-        foretold = float(obs["lookahead"][tuple(action)]) * start_us / env.batch.rules_host.static_us
-        obs, reward, *_ = env.step(action)
-        assert reward == pytest.approx(foretold, rel=1e-5, abs=1e-7), step
-        paid += reward != 0
-    assert paid > 4
+def test_what_earlier_operations_save_is_credited_when_the_layer_is_reached() -> None:
+    """In later intervals the first reward of a layer has two parts; ``operation_reward`` is the operation's own."""
+    env = MoEPlacementEnv(**(TINY | {"intervals": 3, "schedule": "drift"}))
+    obs, _ = env.reset(seed=6)
+    rng, credited, done = np.random.default_rng(0), [], False
+    while not done:
+        obs, reward, done, _, info = env.step(legal_action(obs, rng))
+        credited.append(reward - info["operation_reward"])
+    found = np.abs(np.array(credited)) > 1e-12
+    # A credit comes with the last operation on the layer before, in all intervals but the first.
+    reached = np.zeros(3 * LAYERS * OPS, bool)
+    reached[LAYERS * OPS - 1 : -1 : OPS] = True
+    np.testing.assert_array_equal(found, reached)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_the_end_of_an_episode_in_numbers(env_id: str) -> None:
+    """The return is the time saved against the start placement; all times are means of a layer and pass."""
+    env = gymnasium.make(env_id, **TINY)
+    obs, _ = env.reset(seed=21)
+    rng, total, done = np.random.default_rng(1), 0.0, False
+    while not done:
+        obs, reward, done, _, info = env.step(legal_action(obs, rng))
+        total += reward
+    static_us = env.unwrapped.batch.rules_host.static_us / LAYERS
+    assert info["time_us"] == info["served_us"] + info["migration_us"]
+    assert info["migration_us"] > 0
+    assert info["saved_vs_start"] == pytest.approx(total, rel=1e-9)
+    assert info["saved_vs_start"] == pytest.approx((info["start_us"] - info["time_us"]) / static_us, rel=1e-9)
+    assert info["saved_vs_eplb"] == pytest.approx((info["eplb_us"] - info["time_us"]) / static_us, rel=1e-9)
+    assert info["reused"] == float(env_id == "MoEPlacementDrift-v0" and 9 * 48 > 600)
 
 
 def test_lookahead_agrees_with_the_method() -> None:
     env = MoEPlacementEnv(**TINY, lookahead=True)
     obs, _ = env.reset(seed=2)
     for e in range(EXPERTS):
-        np.testing.assert_array_equal(env.lookahead(e), obs["lookahead"][e])
+        parts = env.lookahead(e)
+        saved = parts[:, kernel_state.PART_TRUE] + parts[:, kernel_state.PART_MIGRATION]
+        np.testing.assert_allclose(saved, obs["lookahead"][e], atol=1e-6)
     assert (obs["lookahead"] != 0).any()
     assert (obs["lookahead"][obs["joint_mask"] == 0] == 0).all()
 
 
-def test_static_time_is_the_mean_over_windows_of_the_trace() -> None:
-    env = MoEPlacementEnv(**TINY)
-    simulator = Simulator(MODEL, CLUSTER, "dedup", 5)
-    experts = np.ascontiguousarray(TRACE.experts.transpose(1, 0, 2))
-    homes = np.repeat(np.arange(TRACE.n_sequences) % GPUS, TRACE.seq_lens).astype(np.int16)
-    times = []
-    for i in range(8):  # 600 tokens hold nine windows of 64; eight are used
-        part = np.arange(64 * i, 64 * (i + 1), dtype=np.int32)
-        times.append(simulator.evaluate(Window(experts, part, homes[part]), simulator.static(LAYERS)).time_us)
-    assert env.batch.rules_host.static_us == pytest.approx(np.sum(times) / 8, rel=1e-12)
-    assert env.batch.static_layer_us(1) == pytest.approx(np.mean(times, axis=0)[1], rel=1e-12)
+# Observations
 
 
-# -- observations ------------------------------------------------------------------------------------------------------
+def tokens_of(interval: Interval, layer: int) -> list[set[int]]:
+    """Experts of each token of all passes."""
+    return [{int(e) for e in interval.experts[layer, row] if e >= 0} for row in interval.rows.ravel()]
 
 
-def tokens_of(window: Window, layer: int) -> list[set[int]]:
-    return [{int(e) for e in window.experts[layer, row] if e >= 0} for row in window.rows]
-
-
-def reference_layer(batch: PlacementBatch, window: Window, comm: str, layer: int) -> LayerResult:
-    """The observed window under the placement as it is now, up to and including the layer."""
+def reference_layer(batch: PlacementBatch, interval: Interval, transport: str, layer: int) -> list[PassResult]:
+    """Each pass of the observed interval on a layer, under the placement as it is now."""
     placement = batch.episode["slots"][0].numpy().copy()
     placement[layer] = batch.sim["slots"][0].numpy()
-    return serve(
-        window.experts.tolist(), window.rows.tolist(), window.home.tolist(), placement.tolist(), MODEL, CLUSTER, comm, 5
-    )[layer]  # fmt: skip
+    return serve(interval, placement, 2, "rank-nearest", transport)[layer]
 
 
-@pytest.mark.parametrize("comm", ["dedup", "per-expert", "stay"])
-def test_observations_mean_what_the_table_says(comm: str) -> None:
-    env = MoEPlacementEnv(**(TINY | {"windows": 2, "comm": comm}))
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_observations_mean_what_the_table_says(transport: str) -> None:
+    env = MoEPlacementEnv(**(TINY | {"intervals": 2, "profile": made_profile(transport=transport)}))
     obs, _ = env.reset(seed=8)
     rng = np.random.default_rng(2)
     average: dict[int, np.ndarray] = {}
     batch = env.batch
+    costs = batch.simulator.costs(24)
     for step in range(2 * LAYERS * OPS):
-        window_index, layer, op = step // (LAYERS * OPS), step // OPS % LAYERS, step % OPS
-        window = window_of(batch, 0)
-        tokens = tokens_of(window, layer)
+        interval_index, layer, op = step // (LAYERS * OPS), step // OPS % LAYERS, step % OPS
+        interval = interval_of(batch, 0)
+        tokens = tokens_of(interval, layer)
         count = np.array([sum(e in t for t in tokens) for e in range(EXPERTS)])
         share = count / count.sum()
+        truth = reference_layer(batch, interval, transport, layer)
+        time_us = np.mean([sum(times_us(one, GPUS, 2, costs, transport)) for one in truth])
         if op == 0:
             known = average.get(layer)
             drift = np.zeros(EXPERTS) if known is None else share - known
             average[layer] = share if known is None else (known + share) / 2
-            start_us = reference_layer(batch, window, comm, layer).time_us
-        truth = reference_layer(batch, window, comm, layer)
+            start_us = time_us
         held = [{int(e) for e in gpu if e >= 0} for gpu in batch.sim["slots"][0].numpy()]
         replicas = np.array([[e in held[g] for g in range(GPUS)] for e in range(EXPERTS)])
         np.testing.assert_array_equal(obs["placement"], replicas)
-        pairs = np.zeros((EXPERTS, GPUS))
-        for (e, g), n in truth.pairs.items():
-            pairs[e, g] = n
-        load, mean = pairs.sum(0), count.sum() / GPUS
-        kernels = (pairs > 0).sum(0) * MODEL.kernel_expert_us + load * MODEL.kernel_pair_us
+        pairs = np.zeros((2, EXPERTS, GPUS))
+        for w, one in enumerate(truth):
+            for (e, g), n in one.pairs.items():
+                pairs[w, e, g] = n
+        load, mean = pairs.sum((0, 1)), count.sum() / GPUS
+        kernels = np.mean([kernel_us(one, GPUS, costs, transport) for one in truth], axis=0)
         slowest = int(np.argmax(kernels))
 
         both = np.array([[sum(i in t and j in t for t in tokens) for j in range(EXPERTS)] for i in range(EXPERTS)])
@@ -587,7 +539,7 @@ def test_observations_mean_what_the_table_says(comm: str) -> None:
         np.testing.assert_allclose(obs["coactivation"], together, rtol=1e-6)
         affinity = np.zeros((EXPERTS, EXPERTS))
         if layer > 0:
-            past = tokens_of(window, layer - 1)
+            past = tokens_of(interval, layer - 1)
             for i in range(EXPERTS):
                 users = [t for t, p in zip(tokens, past, strict=True) if i in p]
                 affinity[i] = [sum(j in t for t in users) / max(1, len(users)) for j in range(EXPERTS)]
@@ -599,7 +551,7 @@ def test_observations_mean_what_the_table_says(comm: str) -> None:
             1: average[layer] * EXPERTS,
             2: drift * EXPERTS,
             3: replicas.sum(1) / GPUS,
-            4: pairs.max(1) / np.maximum(count, 1),
+            4: pairs.sum(0).max(1) / np.maximum(count, 1),
             5: [max(load[g] for g in range(GPUS) if e in held[g]) / mean for e in range(EXPERTS)],
             6: [sum(e in held[g] and e not in old[g] for g in range(GPUS)) for e in range(EXPERTS)],
             7: [
@@ -616,20 +568,23 @@ def test_observations_mean_what_the_table_says(comm: str) -> None:
             [[copy_bytes / (4e3 if g // 2 == h // 2 else 1e3) for h in range(GPUS)] for g in range(GPUS)]
         )
         traffic = np.zeros((GPUS, GPUS))
-        for (g, h), n in truth.links.items():
-            traffic[g, h] = n * link_us[g, h] / truth.time_us
+        for one in truth:
+            for (g, h), n in one.links.items():
+                traffic[g, h] += n * link_us[g, h] / time_us / 2
         np.testing.assert_allclose(obs["traffic"], traffic, rtol=1e-5)
+        # All-gather costs the same on every link.
+        traffic *= transport != "allgather"
         near = np.array([[g // 2 == h // 2 for h in range(GPUS)] for g in range(GPUS)])
         hot = np.argsort(-count, kind="stable")[:8]
         gpus = {
             3: load / mean,
-            4: kernels / truth.time_us,
+            4: kernels / time_us,
             5: [1 - len(held[g]) / 3 for g in range(GPUS)],
             6: (traffic * near).sum(1),
             7: (traffic * near).sum(0),
             8: (traffic * ~near).sum(1),
             9: (traffic * ~near).sum(0),
-            10: (pairs > 0).sum(0) / 3,
+            10: (pairs > 0).sum((0, 1)) / (2 * 3),
             11: [sum(together[e, x] for e in hot for x in held[g]) / 8 for g in range(GPUS)],
             12: np.arange(GPUS) == slowest,
             13: np.repeat(load.reshape(2, 2).mean(1), 2) / mean,
@@ -641,42 +596,50 @@ def test_observations_mean_what_the_table_says(comm: str) -> None:
             np.testing.assert_array_equal(rows[:, :3], np.tile(np.eye(3)[kind], (GPUS, 1)))
             for column, known in gpus.items():
                 np.testing.assert_allclose(rows[:, column], known, rtol=1e-5, atol=1e-6, err_msg=f"{column}")
-        received = batch.sim["received"][0].numpy() @ [MODEL.expert_bytes / 4e3, MODEL.expert_bytes / 1e3]
         progress = [
-            layer / LAYERS, op / OPS, window_index / 2, truth.time_us / start_us, kernels.max() / truth.time_us,
-            received.max() / 5 / truth.time_us,
+            layer / LAYERS, op / OPS, interval_index / 2, time_us / start_us, kernels.max() / time_us,
+            migration_us(batch.sim["slots"][0].tolist(), old.tolist(), 2, costs) / time_us,
         ]  # fmt: skip
         np.testing.assert_allclose(obs["progress"], progress, rtol=1e-5)
         obs = env.step(legal_action(obs, rng))[0]
 
 
-def test_affinity_of_a_long_window_comes_from_at_most_256_tokens() -> None:
-    env = MoEPlacementEnv(**(TINY | {"window_tokens": 1000, "ops_per_layer": 1}))
+def test_coactivation_and_affinity_of_many_tokens_come_from_samples() -> None:
+    """Every second token of 1200 for co-activation (at most 1024), every fifth for affinity (at most 256)."""
+    env = MoEPlacementEnv(**(TINY | {"tokens_per_rank": 150, "ops_per_layer": 1}))
     env.reset(seed=0)
     obs = env.step([0, 0])[0]
-    window = window_of(env.batch, 0)
-    here, past = tokens_of(window, 1)[::4], tokens_of(window, 0)[::4]
+    interval = interval_of(env.batch, 0)
+    here, past = tokens_of(interval, 1), tokens_of(interval, 0)
+    assert len(here) == 1200
     for i in range(EXPERTS):
-        users = [t for t, p in zip(here, past, strict=True) if i in p]
+        users = [t for t in here[::2] if i in t]
+        known = [sum(j in t for t in users) / len(users) * (i != j) for j in range(EXPERTS)]
+        np.testing.assert_allclose(obs["coactivation"][i], known, rtol=1e-6)
+        users = [t for t, p in zip(here[::5], past[::5], strict=True) if i in p]
         known = [sum(j in t for t in users) / len(users) for j in range(EXPERTS)]
         np.testing.assert_allclose(obs["affinity"][i], known, rtol=1e-6)
 
 
-def test_the_next_window_is_never_seen() -> None:
-    """Two traces that agree on the first window served only: the agents see the same until that window is served."""
-    n_sequences, length, seed = 10, 64, 4
-    rng = np.random.default_rng(0)
+def test_the_next_interval_is_never_seen() -> None:
+    """Two traces that agree on the first interval only: the agents see the same until the second is served."""
+    seed, rng = 4, np.random.default_rng(0)
     first, second = (np.argsort(rng.random((640, LAYERS, EXPERTS)), axis=2)[:, :, :2] for _ in range(2))
-    lens = np.full(n_sequences, length)
-    options = TINY | {"windows": 2, "schedule": "replay", "credit": "stream", "comm": "stay", "lookahead": True}
+    options = TINY | {
+        "intervals": 2,
+        "schedule": "replay",
+        "profile": made_profile(transport="stay"),
+        "lookahead": True,
+    }
 
     def environment(experts: np.ndarray) -> MoEPlacementEnv:
-        env = MoEPlacementEnv(**(options | {"trace": TokenTrace(experts, EXPERTS, seq_lens=lens)}))
+        trace = TokenTrace(experts, EXPERTS, seq_lens=np.full(10, 64))
+        env = MoEPlacementEnv(**(options | {"trace": trace}))
         env.reset(seed=seed)
         return env
 
-    start = int(environment(first).batch.sim["rows"][0, 0, 0])
-    second[start : start + length] = first[start : start + length]
+    seen_rows = interval_of(environment(first).batch, 0).rows
+    second[seen_rows] = first[seen_rows]
     pair = [environment(first), environment(second)]
     seen = [env.reset(seed=seed)[0] for env in pair]
     actions = np.random.default_rng(1)
@@ -686,14 +649,14 @@ def test_the_next_window_is_never_seen() -> None:
         results = [env.step(action) for action in [legal_action(seen[0], actions)] for env in pair]
         seen = [result[0] for result in results]
         paid.append([result[1] * env.batch.rules_host.static_us for result, env in zip(results, pair, strict=True)])
-    # The window to come paid, and now it has been served it is seen.
+    # The next interval paid, and now that it has been served it is seen.
     assert np.ptp(paid, axis=1).max() > 0
     assert not same(*seen)
 
 
 @pytest.mark.parametrize("kind", ["single", "vector", "parallel"])
 def test_returned_arrays_are_never_written_again(kind: str) -> None:
-    options = TINY | {"windows": 2, "lookahead": True}
+    options = TINY | {"intervals": 2, "lookahead": True}
     rng = np.random.default_rng(0)
     env: Any
     if kind == "single":
@@ -714,7 +677,7 @@ def test_returned_arrays_are_never_written_again(kind: str) -> None:
             assert same(a, b)
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
+# Pictures
 
 
 def test_rgb_array_shows_the_last_operation() -> None:
@@ -755,22 +718,27 @@ def test_vector_env_renders_each_environment() -> None:
     assert (pictures[0] != pictures[1]).any()
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# Errors
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"schedule": "random"}, "unknown schedule 'random'; expected one of: stationary, drift, switch, replay"),
-        ({"comm": "fast"}, "unknown comm 'fast'; expected one of: dedup, per-expert, stay"),
+        ({"profile": "fast"}, "unknown profile 'fast'; the profiles are: sglang-prefill, sglang-decode, sglang-lp, vllm"),
+        ({"profile": "sglang-lp"}, "splits tokens by a linear program, which is only for evaluation and planning"),
+        ({"phase": "train"}, "unknown phase 'train'; expected one of: decode, prefill"),
+        ({"split": "half"}, "unknown split 'half'; expected one of: train, validation, test, all"),
         ({"start": "best"}, "unknown start 'best'; expected one of: static, eplb"),
-        ({"credit": "all"}, "unknown credit 'all'; expected one of: operation, stream"),
-        ({"reward_window": "last"}, "unknown reward_window 'last'; expected one of: next, observed"),
-        ({"windows": 0}, "windows is 0: expected at least 1"),
-        ({"window_tokens": 0}, "window_tokens is 0: expected at least 1"),
+        ({"migration": "lazy"}, "unknown migration 'lazy'; expected one of: blocking, async"),
+        ({"intervals": 0}, "intervals is 0: expected at least 1"),
+        ({"tokens_per_rank": 0}, "tokens_per_rank is 0: expected at least 1"),
+        ({"sampled_passes": -1}, "sampled_passes is -1: expected at least 1"),
         ({"ops_per_layer": -1}, "ops_per_layer is -1: expected at least 1"),
-        ({"passes_per_window": 0}, "passes_per_window is 0: expected at least 1"),
-        ({"drift_rate": 1.5}, "drift_rate is 1.5: expected 0 … 1"),
+        ({"passes_per_interval": 0}, "passes_per_interval is 0: expected at least 1"),
+        ({"drift_rate": 1.5}, "rate is 1.5: expected 0 … 1"),
+        ({"background_share": -0.5}, "background_share is -0.5: expected 0 … 1"),
+        ({"intervals": 12, "allow_reuse": False}, "which fills 12 intervals, but 13 are needed"),
         ({"lookahead_norm": 3}, "a norm is 0 (the max over GPUs) or a power of two from 2 to 32, found 3"),
         ({"reward_norm": 128}, "power of two from 2 to 32, found 128"),
         ({"render_mode": "ansi"}, "unknown render_mode 'ansi'"),
@@ -791,8 +759,10 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 
 def test_unknown_arguments_raise_a_type_error() -> None:
     for make in (MoEPlacementEnv, moe_placement_v0.parallel_env, lambda **o: MoEPlacementVectorEnv(2, **o)):
-        with pytest.raises(TypeError, match="unknown argument 'window_token'; the environment takes: cluster, comm,"):
-            make(**TINY, window_token=5)
+        with pytest.raises(
+            TypeError, match="unknown argument 'token_per_rank'; the environment takes: allow_reuse, background_share,"
+        ):
+            make(**TINY, token_per_rank=5)
 
 
 def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
@@ -800,14 +770,17 @@ def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
     with pytest.raises(
         ValueError, match=r"mine: the trace does not say which model.*mixtral-8x7b has the trace's 8 experts"
     ):
-        MoEPlacementEnv(trace=trace)
-    assert MoEPlacementEnv(trace=trace, model="mixtral-8x7b", window_tokens=16).batch.model.name == "mixtral-8x7b"
+        MoEPlacementEnv(trace=trace, split="all")
+    assert (
+        MoEPlacementEnv(trace=trace, split="all", model="mixtral-8x7b", tokens_per_rank=1).batch.model.name
+        == "mixtral-8x7b"
+    )
 
 
 def test_vector_env_refuses_wrong_shapes_and_lengths() -> None:
     with pytest.raises(ValueError, match="num_envs is 0: expected at least 1"):
         MoEPlacementVectorEnv(0, **TINY)
-    with pytest.raises(ValueError, match="episodes have a fixed length: set windows"):
+    with pytest.raises(ValueError, match="episodes have a fixed length: set intervals"):
         MoEPlacementVectorEnv(2, max_episode_steps=5, **TINY)
     env = MoEPlacementVectorEnv(2, **TINY)
     env.reset(seed=0)
