@@ -768,7 +768,7 @@ def test_unknown_arguments_raise_a_type_error() -> None:
 def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
     trace = TokenTrace(np.argsort(np.random.default_rng(0).random((50, 2, 8)), axis=2)[:, :, :2], name="mine")
     with pytest.raises(
-        ValueError, match=r"mine: the trace does not say which model.*; mixtral-8x7b, mixtral-8x22b has the trace's 8 experts"
+        ValueError, match=r"mine: the trace does not say which model.*; mixtral-8x7b, .* has the trace's 8 experts"
     ):
         MoEPlacementEnv(trace=trace, split="all")
     assert (
