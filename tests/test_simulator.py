@@ -737,7 +737,13 @@ def published_eplb(load: list[int], n_gpus: int, n_slots: int) -> list[set[int]]
     return gpus
 
 
-def test_eplb_equals_the_published_algorithm() -> None:
+def busiest(load: np.ndarray, gpus: list[set[int]]) -> Fraction:
+    """Load of the busiest GPU if the replicas of an expert share its load."""
+    copies = [sum(e in gpu for gpu in gpus) for e in range(len(load))]
+    return max(sum((Fraction(int(load[e]), copies[e]) for e in gpu), Fraction(0)) for gpu in gpus)
+
+
+def test_eplb_equals_the_published_algorithm_or_is_better_balanced() -> None:
     rng = np.random.default_rng(0)
     equal = 0
     for _ in range(1500):
@@ -746,8 +752,10 @@ def test_eplb_equals_the_published_algorithm() -> None:
         load = rng.integers(0, rng.choice([3, 1000]), n_experts)
         known = published_eplb(load.tolist(), n_gpus, n_slots)
         if known is not None:
-            assert [set(gpu) for gpu in eplb(load, n_gpus, n_slots).tolist()] == known
-            equal += 1
+            found = [set(gpu) - {-1} for gpu in eplb(load, n_gpus, n_slots).tolist()]
+            # Slots are changed only where that lowers the load of the busiest GPU.
+            assert found == known or busiest(load, found) < busiest(load, known)
+            equal += found == known
     assert equal > 1000
 
 
@@ -755,7 +763,7 @@ def test_eplb_equals_the_published_algorithm() -> None:
 @given(
     st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.booleans(), st.data()
 )  # fmt: skip
-def test_eplb_fills_every_slot_without_twins(
+def test_eplb_places_every_expert_and_none_twice_on_a_gpu(
     n_nodes: int,
     per_node: int,
     groups_per_node: int,
@@ -770,13 +778,13 @@ def test_eplb_fills_every_slot_without_twins(
     n_slots = min(room, -(-n_experts // n_gpus) + spare)
     load = np.array(data.draw(st.lists(st.integers(0, 50), min_size=n_experts, max_size=n_experts)))
     slots = eplb(load, n_gpus, n_slots, n_nodes, n_groups if hierarchical else 0)
-    assert set(slots.ravel().tolist()) == set(range(n_experts))
+    assert set(slots.ravel().tolist()) - {-1} == set(range(n_experts))
     for gpu in slots.tolist():
-        assert len(set(gpu)) == n_slots
+        held = [e for e in gpu if e >= 0]
+        assert len(set(held)) == len(held)
     if hierarchical:
-        node_groups = [
-            set((slots[n * per_node : (n + 1) * per_node] // group_size).ravel().tolist()) for n in range(n_nodes)
-        ]
+        nodes = slots.reshape(n_nodes, -1)
+        node_groups = [set((node[node >= 0] // group_size).tolist()) for node in nodes]
         assert all(len(groups) == groups_per_node for groups in node_groups)
         assert sum(len(groups) for groups in node_groups) == len(set().union(*node_groups)) == n_groups
 
