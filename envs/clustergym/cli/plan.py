@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from clustergym.cli.common import prepare_files
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.engines import EnginePlan, check_layers, check_path, how_to_load, write_plan
+from clustergym.moe_placement.engines import EnginePlan, check_layers, check_path, launch, memory_use, write_plan
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.planning import Plan, Sizes, default_planner, make_plan, model_of
 from clustergym.moe_placement.report.html import write_report
@@ -63,7 +63,7 @@ class Command:
     """Cluster preset GPU-NODESxGPUS, for example h800-4x4."""
     slots: int | None = None
     """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
-    share: float = 0.5
+    share: float = 0.75
     """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     seconds: float = 30.0
     """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
@@ -210,11 +210,14 @@ def run(args: Command, console: Console, line: str) -> None:
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
     write_plan(args.output, chosen, args.engine)
     explain(plan, console)
-    usage = how_to_load(args.output, chosen, args.engine)
-    console.print(escape(f"plan of {plan.chosen}: {args.output}"))
-    console.print(escape(f"load it with: {usage}"), highlight=False, soft_wrap=True)
+    # A profile of another phase is started like the one it is made from.
+    start = launch(args.output, chosen, args.engine, profile.name.split(" (")[0], cluster.n_nodes)
+    console.print(escape(f"plan of {plan.chosen}: {args.output} ({memory_use(chosen).describe()})"), soft_wrap=True)
+    console.print(escape(f"load it with: {start.command}"), highlight=False, soft_wrap=True)
+    for warning in start.warnings:
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
     if args.report is not None:
-        write_report(args.report, plan, args.engine, usage, line)
+        write_report(args.report, plan, args.engine, start.command, line)
         console.print(escape(f"report: {args.report}"))
     if args.json is not None:
         write_atomically(args.json, json.dumps(results(plan, args, line), indent=2) + "\n")

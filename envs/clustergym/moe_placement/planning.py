@@ -40,7 +40,7 @@ _OTHER_PROFILES_LAYERS = 6
 class Sizes:
     """How much traffic a plan is made and measured on."""
 
-    share: float = 0.5
+    share: float = 0.75
     """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     plan_passes: int = 16
     """Most passes of the planning part for planners that look at tokens. Planners on loads use the whole part."""
