@@ -1,4 +1,4 @@
-"""Train and evaluate variants of the policy. Window size and passes per window of the evaluation are the variant's.
+"""Train and evaluate variants of the policy. Passes per interval of the evaluation are the variant's.
 
 python benchmarks/moe_marl/ablations.py --seeds 1 2
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from common import CONSOLE, EPLBS, Args, halves, interval, measure_all, model_of, run, stage_planners, train_one
+from common import CONSOLE, EPLBS, Args, halves, interval, measure_all, run, stage_planners, train_one
 from rich.table import Table
 
-from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.planner_registry import make_planner
 
 VARIANTS: dict[str, list[str]] = {
@@ -19,19 +18,17 @@ VARIANTS: dict[str, list[str]] = {
     "MLP encoder": ["--encoder", "mlp"],
     "two rounds of messages": ["--graph-layers", "2"],
     "simultaneous choice": ["--simultaneous"],
-    "reward on the observed window": ["--reward-window", "observed"],
     "decentralised critics": ["--no-centralised"],
     "no look-ahead": ["--no-lookahead"],
     "true time in look-ahead": ["--lookahead-norm", "0"],
     "16-norm in look-ahead": ["--lookahead-norm", "16"],
     "16-norm in look-ahead and reward": ["--lookahead-norm", "16", "--reward-norm", "16"],
-    "homes as served": ["--homes", "served"],
     "no supervised phase": ["--pretrain-states", "0"],
     "stream credit": ["--credit", "stream"],
     "horizon 1": ["--horizon", "1"],
-    "windows of 512": ["--window-tokens", "512"],
-    "windows of 8192": ["--window-tokens", "8192"],
-    "1000 passes a window": ["--passes-per-window", "1000"],
+    "one sampled pass": ["--sampled-passes", "1"],
+    "32 operations": ["--ops-per-layer", "32"],
+    "100 passes per interval": ["--passes-per-interval", "100"],
 }
 """Flags of each variant. Names are folder names, so results are found again only under the same name."""
 
@@ -55,9 +52,8 @@ def main(args: AblationArgs) -> None:
     for name, flags in VARIANTS.items():
         folder = args.output / "ablations" / name.replace(" ", "-")
         given = dict(zip(flags[::2], flags[1::2], strict=False))
-        passes = int(given.get("--passes-per-window", 100))
-        simulator = Simulator(model_of(args, model), cluster, passes_per_window=passes)
-        protocol = args.protocol(window_tokens=int(given.get("--window-tokens", 2048)))
+        simulator = args.simulator(model, cluster, int(given.get("--passes-per-interval", 1000)))
+        protocol = args.protocol()
         eplbs = {eplb: partial(make_planner, eplb, simulator) for eplb in (*EPLBS, "eplb-threshold")}
         best_us = min(item["total_us"] for item in measure_all(folder, eplbs, test, protocol).values())
         planners = {}

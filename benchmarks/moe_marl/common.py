@@ -1,8 +1,8 @@
 """Shared parts of the studies in this folder: arguments, traces, trainings and tables.
 
-Every study writes one JSON file per item to ``--output`` and does not measure an item again, so a study can be interrupted
-and started again. The traces of DeepSeek-V2-Lite and gpt-oss-20b are expected in ``--data``. Without them a study uses the
-bundled trace.
+Every study writes one JSON file per item to ``--output`` and does not measure an item again, so a study can be
+interrupted and started again. The traces of DeepSeek-V2-Lite and gpt-oss-20b are expected in ``--data``. Without them a
+study uses the bundled trace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy, read_policy
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.planner import Policy
+from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
+from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import load_traces
+from clustergym.traces.splits import split_trace
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "cleanrl_ppo" / "ppo_moe_marl.py"
@@ -58,8 +61,10 @@ class Args:
     """Training seeds."""
     streams: int = 20
     """Held-out streams."""
-    windows: int = 7
-    """Windows per stream."""
+    intervals: int = 4
+    """Intervals per stream."""
+    profile: str = DEFAULT_PROFILE
+    """Engine profile."""
     layers: int = 4
     """Number of evenly spaced layers to evaluate on."""
     clusters: tuple[str, ...] = ("h800-4x4", "h800-2x8", "h800-4x8")
@@ -67,11 +72,15 @@ class Args:
     models: tuple[str, ...] = tuple(TRACE_FILES)
     """Models to evaluate on. Training uses the first."""
     trainer_flags: str = ""
-    """More arguments of the trainer, as in --trainer-flags="--layers 2 --window-tokens 512"."""
+    """More arguments of the trainer, as in --trainer-flags="--layers 2 --tokens-per-rank 32"."""
 
     def protocol(self, **changes: Any) -> Protocol:
         """Held-out streams with drift."""
-        return replace(Protocol("drift", self.windows, streams=self.streams), **changes)
+        traffic = Traffic(get_profile(self.profile).phase, schedule="drift", allow_reuse=True)
+        return replace(Protocol(traffic, self.intervals, self.streams), **changes)
+
+    def simulator(self, model: str, cluster: str, passes_per_interval: int = 1000) -> Simulator:
+        return Simulator(model_of(self, model), cluster, self.profile, passes_per_interval)
 
 
 def run(main: Callable[[Any], None], args_class: type[Args], description: str | None) -> None:
@@ -117,9 +126,9 @@ def evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
 
 
 def halves(args: Args, model: str, layers: int) -> tuple[TokenTrace, TokenTrace]:
-    """(training part, held-out part) of a model's traces, split by sequence as the trainer splits them."""
-    train, test = load_traces(sources(args, model)).split(0.5, seed=0)
-    return evenly_spaced(train, layers), evenly_spaced(test, layers)
+    """(training part, held-out part) of a model's traces, split as the trainer splits them."""
+    trace = evenly_spaced(load_traces(sources(args, model)), layers)
+    return split_trace(trace, "train"), split_trace(trace, "test")
 
 
 # Trainings
@@ -132,8 +141,8 @@ def train_one(
     if not (folder / "policy.pt").exists():
         model = args.models[0]
         command = [
-            sys.executable, str(TRAINER), "--trace", *(traces or sources(args, model)), "--model", model_of(args, model),
-            "--cluster", args.clusters[0], "--seed", str(seed), "--total-timesteps", str(timesteps),
+            sys.executable, str(TRAINER), "--trace", *(traces or sources(args, model)), "--model",
+            model_of(args, model), "--cluster", args.clusters[0], "--profile", args.profile, "--seed", str(seed), "--total-timesteps", str(timesteps),
             "--run-dir", str(folder), "--eval-streams", "0", *shlex.split(args.trainer_flags), *flags, "--resume",
         ]  # fmt: skip
         CONSOLE.print(" ".join(command), highlight=False, soft_wrap=True)
@@ -242,8 +251,8 @@ def comparison_table(found: dict[str, Any], title: str) -> Table:
     best = min(eplbs, key=lambda name: found[name]["total_us"])
     streams = {name: np.array(item["streams"]) for name, item in found.items()}
     table = Table(
-        "planner", "total µs", "÷ best EPLB (streams)", "÷ best EPLB (seeds)", "÷ EPLB every window", "migration", "moves",
-        "ms", title=f"{title}; best EPLB: {best}",
+        "planner", "total µs", "÷ best EPLB (streams)", "÷ best EPLB (seeds)", "÷ EPLB every interval", "migration",
+        "moves", "ms", title=f"{title}; best EPLB: {best}",
         caption="means, ± half width of the 95 % interval over streams or training seeds",
     )  # fmt: skip
 

@@ -8,29 +8,29 @@ Run train.py first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from common import CONSOLE, Args, cached, halves, model_of, run, seed_folder, stage_policy
+from common import CONSOLE, Args, cached, halves, run, seed_folder, stage_policy
 from rich.table import Table
 
 from clustergym import TokenTrace
-from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.policy.planner import Policy
 
 
-def decision_ms(make: Callable[[], Planner], name: str, trace: TokenTrace) -> float:
+def decision_ms(make: Callable[[], Planner], name: str, trace: TokenTrace, protocol: Protocol) -> float:
     planner = make()
-    evaluate_planner(planner, name, trace, trace, Protocol("drift", 1, 2048))  # compiles the kernels
-    return evaluate_planner(planner, name, trace, trace, Protocol("drift", 4, 2048, streams=1, seed=0)).decision_ms
+    evaluate_planner(planner, name, trace, trace, replace(protocol, intervals=1))  # compiles the kernels
+    return evaluate_planner(planner, name, trace, trace, protocol).decision_ms
 
 
 def main(args: Args) -> None:
     model = args.models[0]
     _, test = halves(args, model, 26)
-    simulator = Simulator(model_of(args, model), args.clusters[0])
+    simulator = args.simulator(model, args.clusters[0])
     policy = stage_policy(seed_folder(args, args.seeds[0]), args.seeds[0], "policy")
     planners: dict[str, Callable[[], Planner]] = {
         "policy": partial(Policy, simulator, policy=policy),
@@ -39,7 +39,9 @@ def main(args: Args) -> None:
     }
     table = Table("planner", "ms per layer", title=f"decision time, {test.n_layers} layers of {model}")
     for name, make in planners.items():
-        found = cached(args.output / "decision" / f"{name}.json", partial(decision_ms, make, name, test))
+        found = cached(
+            args.output / "decision" / f"{name}.json", partial(decision_ms, make, name, test, args.protocol(streams=1))
+        )
         table.add_row(name, f"{found:.2f}")
     CONSOLE.print(table)
 

@@ -15,7 +15,6 @@ from common import (
     comparison_table,
     evenly_spaced,
     measure_all,
-    model_of,
     run,
     sources,
     stage_planners,
@@ -23,7 +22,7 @@ from common import (
 )
 
 from clustergym import TokenTrace
-from clustergym.moe_placement import Simulator
+from clustergym.traces.splits import split_trace
 
 
 @dataclass
@@ -37,9 +36,9 @@ def main(args: DomainArgs) -> None:
     files = sources(args, model)
     if len(files) < 2:
         raise SystemExit(f"{model}: expected the traces of two domains in {args.data}, found {len(files)}")
-    train = evenly_spaced(TokenTrace.load(files[0]).split(0.5, seed=0)[0], args.layers)
+    train = evenly_spaced(split_trace(TokenTrace.load(files[0]), "train"), args.layers)
     test = evenly_spaced(TokenTrace.load(files[1]), args.layers)
-    simulator = Simulator(model_of(args, model), cluster)
+    simulator = args.simulator(model, cluster)
     folder = args.output / "domains"
     planners = baselines(args, simulator, train, folder)
     for seed in args.seeds:

@@ -12,12 +12,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from clustergym.moe_placement.policy.view import PolicyView
 from common import CONSOLE, Args, cached, new_agent, run
 
 from clustergym import SyntheticConfig, synthetic_trace
 from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
+from clustergym.moe_placement.policy.inputs import PER_CENT, policy_inputs, same_node_weights, similar_experts
 from clustergym.moe_placement.specs import MODELS
 
 BASE = {"experts": 64, "gpus": 16, "tokens": 2048, "environments": 64}
@@ -31,28 +31,33 @@ def step_us(experts: int, gpus: int, tokens: int, environments: int) -> dict[str
     """Median µs of one step per environment, of the policy and of the simulator."""
     hidden = MODELS["deepseek-v2-lite"].hidden
     model = ModelSpec("grown", 2, experts, min(6, experts), hidden, 1408)
-    shape = SyntheticConfig(n_tokens=16384, n_layers=2, n_experts=experts, top_k=model.top_k)
+    shape = SyntheticConfig(n_tokens=65536, n_layers=2, n_experts=experts, top_k=model.top_k)
     cluster = ClusterSpec("grown", max(1, gpus // 4), min(4, gpus))
     config = PlacementConfig(
-        trace=synthetic_trace(shape, seed=0), model=model, cluster=cluster, windows=4, window_tokens=tokens,
-        schedule="drift", start="eplb",
+        trace=synthetic_trace(shape, seed=0), model=model, cluster=cluster, intervals=4,
+        tokens_per_rank=tokens // gpus, sampled_passes=1, schedule="drift", start="eplb", memory=True,
     )  # fmt: skip
-    view = PolicyView(PlacementBatch(config, environments))
-    view.reset()
+    batch, rows, same_node = (
+        PlacementBatch(config, environments),
+        torch.arange(environments),
+        same_node_weights(cluster),
+    )
+    obs = batch.reset()
     agent = new_agent().eval()
     spent: dict[str, list[float]] = {"policy": [], "simulator": []}
     with torch.no_grad():
         for i in range(max(12, 64 // environments) + 1):
             started = time.perf_counter()
-            inputs = view.inputs()
+            inputs = policy_inputs(obs, similar_experts(obs["affinity"]), same_node)
             encoded = agent.encode(inputs)
             expert = agent.expert_logits(inputs, encoded).argmax(-1)
             expert_chosen = time.perf_counter()
-            parts = view.look(expert)
+            parts = batch.lookahead(expert[:, None])[:, 0] * PER_CENT
             simulated = time.perf_counter()
-            node = agent.node_logits(inputs, encoded, expert, parts, view.legal(expert)).argmax(-1)
+            legal = obs["joint_mask"][rows, expert].bool()
+            node = agent.node_logits(inputs, encoded, expert, parts, legal).argmax(-1)
             node_chosen = time.perf_counter()
-            view.step(expert, node)
+            batch.step(expert, node)
             if i:  # the first step compiles
                 spent["policy"].append(expert_chosen - started + node_chosen - simulated)
                 spent["simulator"].append(simulated - expert_chosen + time.perf_counter() - node_chosen)

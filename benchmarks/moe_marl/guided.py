@@ -19,14 +19,12 @@ from common import (
     interval,
     measure,
     measure_all,
-    model_of,
     run,
     seed_folder,
     stage_policy,
 )
 from rich.table import Table
 
-from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.policy.planner import PolicyGuided
 
@@ -40,7 +38,7 @@ class GuidedArgs(Args):
 def main(args: GuidedArgs) -> None:
     for model in args.models:
         _, test = halves(args, model, args.layers)
-        simulator = Simulator(model_of(args, model), args.clusters[0])
+        simulator = args.simulator(model, args.clusters[0])
         folder = args.output / "guided" / model
         policy = stage_policy(seed_folder(args, args.seeds[0]), args.seeds[0], "policy")
         table = Table(
@@ -50,7 +48,6 @@ def main(args: GuidedArgs) -> None:
             seconds = budget / 1000 * test.n_layers
             planners = {
                 f"anneal-{budget}": partial(make_planner, "anneal", simulator, seconds=seconds),
-                f"anneal-even-{budget}": partial(make_planner, "anneal-even", simulator, seconds=seconds),
                 f"policy-guided-{budget}": partial(PolicyGuided, simulator, policy=policy, seconds=seconds),
             }
             found = measure_all(folder, planners, test, args.protocol())

@@ -18,14 +18,12 @@ from common import (
     comparison_table,
     halves,
     measure_all,
-    model_of,
     run,
     seed_folder,
     stage_planners,
     stage_policy,
 )
 
-from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 
 
@@ -41,7 +39,7 @@ def main(args: HoldoutArgs) -> None:
     for model in args.models:
         train, test = halves(args, model, args.layers)
         for cluster in args.clusters:
-            simulator = Simulator(model_of(args, model), cluster)
+            simulator = args.simulator(model, cluster)
             folder = args.output / "holdout" / f"{model}-{cluster}"
             planners = baselines(args, simulator, train, folder)
             for seed in args.seeds:

@@ -1,4 +1,4 @@
-"""Measure how far search gets without a policy: ``anneal-even`` with its default steps and with ten times as many.
+"""Measure how far search gets without a policy: ``anneal`` with its default steps and with ten times as many.
 
     python benchmarks/moe_marl/limit.py --clusters h800-2x8
 
@@ -11,10 +11,9 @@ import json
 from functools import partial
 
 import numpy as np
-from common import CONSOLE, Args, cached, halves, interval, measure, model_of, run
+from common import CONSOLE, Args, cached, halves, interval, measure, run
 from rich.table import Table
 
-from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.planner_registry import make_planner
 
 
@@ -23,7 +22,7 @@ def main(args: Args) -> None:
     for model in args.models:
         _, test = halves(args, model, args.layers)
         for cluster in args.clusters:
-            simulator = Simulator(model_of(args, model), cluster)
+            simulator = args.simulator(model, cluster)
             folder = args.output / "holdout" / f"{model}-{cluster}"
             eplbs = [json.loads(path.read_text()) for path in sorted(folder.glob("eplb*.json"))]
             if not eplbs:
@@ -31,10 +30,10 @@ def main(args: Args) -> None:
             best = np.array(min(eplbs, key=lambda item: item["total_us"])["streams"])
             for iterations in (6000, 60_000):
                 path = args.output / "limit" / f"{model}-{cluster}-{iterations}.json"
-                make = partial(make_planner, "anneal-even", simulator, iterations=iterations)
-                found = cached(path, partial(measure, make, "anneal-even", test, args.protocol()))
+                make = partial(make_planner, "anneal", simulator, iterations=iterations)
+                found = cached(path, partial(measure, make, "anneal", test, args.protocol()))
                 streams = np.array(found["streams"])
-                name = f"anneal-even, {iterations:,} steps"
+                name = f"anneal, {iterations:,} steps"
                 table.add_row(model, cluster, name, f"{streams.mean():.1f}", interval(streams / best))
     CONSOLE.print(table)
 

@@ -16,12 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from clustergym.moe_placement.policy.view import LAYER_KEYS, STEP_KEYS, PolicyView
 from common import CONSOLE, Args, load_trainer, model_of, run, sources
 from rich.table import Table
 
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.kernels.state import CLOCK_OPERATION
+from clustergym.moe_placement.policy.inputs import (
+    LAYER_KEYS,
+    PER_CENT,
+    STEP_KEYS,
+    policy_inputs,
+    same_node_weights,
+    similar_experts,
+)
 
 
 @dataclass
@@ -30,26 +38,29 @@ class ThroughputArgs(Args):
     """Torch threads of both updates."""
 
 
-def serve(pipe: Any, config: PlacementConfig, settings: tuple[str, int], seed: int) -> None:
+def serve(pipe: Any, config: PlacementConfig, seed: int) -> None:
     """One environment in its own process: numpy in, numpy out."""
     torch.set_num_threads(1)
-    view = PolicyView(PlacementBatch(config, 1), *settings)
-    view.batch.seed(np.array([seed]))
-    view.reset()
+    batch = PlacementBatch(config, 1)
+    batch.seed(np.array([seed]))
+    obs, same_node = batch.reset(), same_node_weights(batch.cluster)
     while True:
         command, *arguments = pipe.recv()
         if command == "inputs":
-            pipe.send({key: x.numpy() for key, x in view.inputs().items()})
+            inputs = policy_inputs(obs, similar_experts(obs["affinity"]), same_node)
+            pipe.send({key: x.numpy() for key, x in inputs.items()})
         elif command == "look":
-            expert = torch.tensor(arguments)
-            pipe.send((view.look(expert).numpy(), view.legal(expert).numpy()))
+            expert = arguments[0]
+            parts = batch.lookahead(torch.tensor([[expert]]))[:, 0] * PER_CENT
+            pipe.send((parts.numpy(), obs["joint_mask"][:, expert].bool().numpy()))
         elif command == "step":
             expert, node = (torch.tensor([choice]) for choice in arguments)
-            reward, visit_end = view.step(expert, node)
-            done = bool(view.batch.done)
+            _, reward, _ = batch.step(expert, node)
+            done = bool(batch.done)
+            visit_end = done or int(batch.episode["clock"][0, CLOCK_OPERATION]) == 0
             if done:
-                view.reset()
-            pipe.send((float(reward), bool(visit_end) or done))
+                batch.reset()
+            pipe.send((float(reward), visit_end))
         else:
             return
 
@@ -57,12 +68,12 @@ def serve(pipe: Any, config: PlacementConfig, settings: tuple[str, int], seed: i
 class ProcessPerEnvironment:
     """One environment per process behind pipes. Observations are stacked from numpy arrays at every step."""
 
-    def __init__(self, config: PlacementConfig, size: int, settings: tuple[str, int]) -> None:
+    def __init__(self, config: PlacementConfig, size: int) -> None:
         self.pipes, self.processes = [], []
         context = multiprocessing.get_context("spawn")
         for seed in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, config, settings, seed), daemon=True)
+            process = context.Process(target=serve, args=(theirs, config, seed), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -104,11 +115,11 @@ def collect(marl: Any, envs: ProcessPerEnvironment, agent: Any, ppo: Any) -> Any
         seen.append(inputs)
         encoded = agent.encode(inputs)
         expert, expert_logprob = marl.sample(agent.expert_logits(inputs, encoded))
-        values = agent.values(inputs, encoded).mean(-1)
+        values = agent.values(inputs, encoded)[:, 0]
         parts, legal = envs.look(expert)
         node, node_logprob = marl.sample(agent.node_logits(inputs, encoded, expert, parts, legal))
         reward, end = envs.step(expert, node)
-        taken.append((expert, node, parts, legal, expert_logprob + node_logprob, values, reward, end))
+        taken.append((expert, node, parts, legal, torch.stack([expert_logprob, node_logprob], -1), values, reward, end))
     expert, node, parts, legal, logprobs, values, rewards, ends = (torch.stack(x) for x in zip(*taken, strict=True))
     last, final = torch.zeros(len(envs.pipes)), torch.zeros_like(values)
     advantages, returns = marl.compute_gae(rewards, values, ends, ends, last, final, ppo.gamma, ppo.gae_lambda)
@@ -116,7 +127,8 @@ def collect(marl: Any, envs: ProcessPerEnvironment, agent: Any, ppo: Any) -> Any
         {key: torch.stack([inputs[key] for inputs in seen]).flatten(0, 1) for key in keys}
         for keys in (STEP_KEYS, LAYER_KEYS)
     )
-    columns = (expert, node, parts, legal, logprobs, advantages, returns, values)
+    critic = (x[..., None] for x in (advantages, returns, values))
+    columns = (expert, node, parts, legal, logprobs, *critic)
     return marl.Batch(steps, graphs, seen[0]["same_node"], *(x.flatten(0, 1) for x in columns))
 
 
@@ -131,7 +143,8 @@ def main(args: ThroughputArgs) -> None:
     optimizer = marl.make_optimizer(agent, 1e-4)
     rollouts = marl.Rollouts(batched, agent, made, world.device)
     rollouts.restart(1)
-    envs = ProcessPerEnvironment(made.config, plain.ppo.num_envs, (batched.task.homes, batched.task.lookahead_norm))
+    config = PlacementConfig(**marl.environment_options(batched, made))
+    envs = ProcessPerEnvironment(config, plain.ppo.num_envs)
     rounds: dict[str, list[dict[str, float]]] = {"batched": [], "one process each": []}
     try:
         for i in range(5):
