@@ -142,8 +142,8 @@ def train_one(
         model = args.models[0]
         command = [
             sys.executable, str(TRAINER), "--trace", *(traces or sources(args, model)), "--model",
-            model_of(args, model), "--cluster", args.clusters[0], "--profile", args.profile, "--seed", str(seed), "--total-timesteps", str(timesteps),
-            "--run-dir", str(folder), "--eval-streams", "0", *shlex.split(args.trainer_flags), *flags, "--resume",
+            model_of(args, model), "--cluster", args.clusters[0], "--profile", args.profile, "--seed",
+            str(seed), "--total-timesteps", str(timesteps), "--run-dir", str(folder), "--eval-streams", "0", *shlex.split(args.trainer_flags), *flags, "--resume",
         ]  # fmt: skip
         CONSOLE.print(" ".join(command), highlight=False, soft_wrap=True)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -172,7 +172,7 @@ def new_agent(seed: int = 1, **options: Any) -> Any:
 
 
 def stage_policy(folder: Path, seed: int, stage: str) -> tuple[PolicyNetwork, PolicySettings]:
-    """The policy of a training: ``untrained``, ``supervised`` (after the supervised phase) or ``policy`` (at the end)."""
+    """The policy of a training: ``untrained``, ``supervised`` (after that phase) or ``policy`` (at the end)."""
     network, settings = load_policy(folder if stage == "policy" else folder / "supervised")
     if stage == "untrained":
         options = read_policy(folder / "supervised")["network"]
