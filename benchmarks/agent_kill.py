@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Load, Server, agent_server, run_load
-from clustergym.agent.learner import CHECKPOINT_KIND
+from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
 
 ACCEPTED = 'clustergym_feedback_total{status="accepted"}'

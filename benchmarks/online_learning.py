@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Connection, StubGpu, agent_server
+from clustergym.agent.traffic import pressure_of
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import state
@@ -75,12 +76,6 @@ def play_rule(name: str, index: int, decisions: int) -> np.ndarray:
         rule.learn()
         rewards[i] = float(batch.reward[0])
     return rewards
-
-
-def pressure_of(ask: list[float], out: list[float]) -> float:
-    """The pressure that monitoring would report for a pod: the larger of load and latency / objective."""
-    latency = out[state.OUTCOME_LATENCY]
-    return max(ask[state.ASK_RATE] / ask[state.ASK_BATCH] * latency, latency / ask[state.ASK_SLO])
 
 
 async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tuple[np.ndarray, int]:
