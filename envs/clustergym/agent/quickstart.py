@@ -15,16 +15,15 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
-import clustergym
 from clustergym.agent.traffic import SimulatedNode
 
 SCRIPT_NAME = "ppo_gpu_alloc_online.py"
+PACKAGE = Path(__file__).parents[1]
 
 
 def find_script() -> Path:
     """The agent's program: in the checkout, in the wheel, or in the container image."""
-    package = Path(clustergym.__file__).parent
-    places = [package.parents[1] / "cleanrl_ppo" / SCRIPT_NAME, package / "agent" / SCRIPT_NAME]
+    places = [PACKAGE.parents[1] / "cleanrl_ppo" / SCRIPT_NAME, PACKAGE / "agent" / SCRIPT_NAME]
     places.append(Path(sys.prefix) / "agent.py")
     for place in places:
         if place.is_file():
@@ -38,8 +37,7 @@ def running_agent(store: Path, port: int, shadow: bool) -> Iterator[subprocess.P
     store.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, find_script(), "--port", port, "--store", store, "--init-checkpoint", "pretrained"]
     command += ["--shadow"] if shadow else []
-    path = str(Path(clustergym.__file__).parents[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     with (store / "agent.log").open("ab") as log:
         process = subprocess.Popen([str(part) for part in command], stdout=log, stderr=log, env=environment)
     try:
