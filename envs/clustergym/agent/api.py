@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from clustergym.agent import messages
 from clustergym.agent.messages import PROBLEMS, AllocateRequest, FeedbackRequest
 from clustergym.agent.service import Refused, Service
+from clustergym.agent.status import page
 from clustergym.agent.store import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -29,9 +30,9 @@ Endpoint = Callable[[Any, str | None], Awaitable[Response]]
 Endpoints = dict[str, tuple[type[BaseModel], Endpoint]]
 """Path to (request model, endpoint). An endpoint also gets the allocation id of a feedback credential, or None."""
 
-PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics")
-"""Can be read without a token, because probes and scrapers have none."""
-DOCUMENT_PATHS = ("/docs", "/openapi.json")
+PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics", "/ui")
+"""Can be read without a token, because probes and scrapers have none, and the page itself shows nothing."""
+DOCUMENT_PATHS = ("/docs", "/openapi.json", "/status.json")
 FEEDBACK_PATH = "/feedback"
 
 
@@ -190,6 +191,7 @@ def _type_of(content: dict[str, Any]) -> str:
 def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """The FastAPI application of a service."""
     app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, docs_url=None, redoc_url=None)
+    status_page = page()
     security: dict[str, Any] = {"security": [{"bearer": []}]} if service.tokens.path is not None else {}
 
     @app.post("/allocate", response_model=messages.AllocateResponse, responses=PROBLEMS, openapi_extra=security)
@@ -234,6 +236,15 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         text = "not ready" if status == 503 else "degraded" if reasons else "ready"
         document = {"status": text, "reasons": reasons, "policy_version": service.policy.version}
         return JSONResponse(document, status)
+
+    @app.get("/ui", response_class=HTMLResponse, include_in_schema=False)
+    async def ui() -> HTMLResponse:
+        policy = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+        return HTMLResponse(status_page, headers={"content-security-policy": policy, "x-frame-options": "DENY"})
+
+    @app.get("/status.json", include_in_schema=False)
+    async def status() -> JSONResponse:
+        return JSONResponse(service.status.document(service))
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

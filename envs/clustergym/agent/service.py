@@ -22,6 +22,7 @@ from clustergym.agent.metrics import Metrics
 from clustergym.agent.owners import LEVELS, OwnerState
 from clustergym.agent.rails import Bounds, bound, limit
 from clustergym.agent.settings import ServerSettings
+from clustergym.agent.status import Status
 from clustergym.agent.store import Allocation, Experience, Feedback, Store, needed_memory_mb
 from clustergym.agent.telemetry import GpuLoad, Telemetry
 from clustergym.agent.versions import SequentialTest, request_rollback, write_champion
@@ -107,6 +108,7 @@ class Service:
         """The last version that passed the test against its predecessor."""
         self.test = SequentialTest()
         self.metrics = Metrics(self)
+        self.status = Status()
 
     def problems(self) -> list[str]:
         """Why the service is degraded; empty if it is not."""
@@ -267,6 +269,7 @@ class Service:
             if change is not None:
                 self.report_level(allocation.owner, change)
             self.metrics.add(allocation, outcome)
+            self.status.add(allocation, outcome)
         self.store.count(f"feedback:{status}")
         await self.store.committed()
         return status, reward
