@@ -61,6 +61,7 @@ def serve(
     from clustergym.agent.api import create_app
     from clustergym.agent.connections import ConnectionLimits, ConnectionPool, Loop, listen, reserve_files
     from clustergym.agent.credentials import BearerTokens
+    from clustergym.agent.relay import Relay
     from clustergym.agent.service import Service
 
     settings.check()
@@ -87,7 +88,7 @@ def serve(
         telemetry = Telemetry(settings.gpus, settings.telemetry_s)
         stack.callback(telemetry.stop)
         learner = None
-        if settings.explore != "off":
+        if settings.explore != "off" and settings.leader is None:
             learner = LearnerProcess(settings, learn_once, open_logger)
             stack.callback(learner.stop)
         service = Service(settings, store, telemetry, make_policy(state), learner, tokens, pool, seed)
@@ -103,7 +104,12 @@ def serve(
                 asyncio.create_task(repeat(service, "credentials", 0.25, lambda: refresh_credentials(service))),
                 asyncio.create_task(repeat(service, "maintenance", 1.0, lambda: run_maintenance(service))),
             ]
+            relay = Relay(settings, store) if settings.leader is not None else None
+            if relay is not None:
+                tasks.append(asyncio.create_task(repeat(service, "relay", 1.0, relay)))
             yield
+            if relay is not None:
+                await relay.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

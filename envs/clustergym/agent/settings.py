@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -77,6 +78,15 @@ class ServerSettings:
     accept_clock_jump: bool = False
     """Trust the system clock even if it is far from the last time in the store."""
 
+    leader: str | None = None
+    """URL of the agent that learns for the cluster. This agent then sends it experiences and uses its policy."""
+    leader_token_file: Path | None = None
+    """File with the bearer token of the leader."""
+    leader_ca: Path | None = None
+    """Certificate authority of the leader, for an https URL."""
+    node_name: str = field(default_factory=socket.gethostname)
+    """Name of this node for the leader. Each node needs its own."""
+
     batch_size: int = 32
     """Number of experiences that an update waits for."""
     max_batch: int = 1024
@@ -106,6 +116,8 @@ class ServerSettings:
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (self.client_ca and not self.tls_cert):
             raise ValueError("--tls-cert and --tls-key must be given together, and --client-ca requires both")
+        if self.leader is not None and not self.leader.startswith(("http://", "https://")):
+            raise ValueError(f"--leader is {self.leader!r}: expected a URL, such as https://clustergym-leader:8080")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}: expected 0 to 65535")
         check_positive(

@@ -464,6 +464,11 @@ class Store:
         """Add a statement to the next transaction."""
         self._statements.append((sql, values))
 
+    def remember_relayed(self, seq: int) -> None:
+        """Record up to which feedback the leader has everything."""
+        self._add_statement("INSERT OR REPLACE INTO meta VALUES ('relayed', ?)", seq)
+        self.flush()
+
     def count(self, name: str) -> None:
         """Increment a counter that survives restarts."""
         self._counts[name] += 1
