@@ -4,8 +4,8 @@ To use it, install clustergym into vLLM's environment, set ``CLUSTERGYM_EPLB=1``
 ``--enable-expert-parallel --enable-eplb``. vLLM calls :func:`register` in each of its processes (entry point
 ``vllm.general_plugins``).
 
-With ``CLUSTERGYM_EPLB_PLAN=plan.json`` the policy returns a plan of ``clustergym plan --engine vllm`` instead. vLLM asks
-for it after ``step_interval`` steps for the first time; a small one applies the plan early.
+With ``CLUSTERGYM_EPLB_PLAN=plan.json`` the policy returns a plan of ``clustergym plan --engine vllm`` instead. vLLM
+asks for it after ``step_interval`` steps for the first time; a small one applies the plan early.
 """
 
 from __future__ import annotations
