@@ -292,8 +292,8 @@ def _fill(slots, first, last, load, members, n_members, light, noise, copies, or
 def _pack(slots, first, last, load, members, n_members, copies, order, weight, target):
     """Fill the slots of GPUs first … last−1 with the ``members`` so that no GPU gets more load than ``target``.
 
-    If one does, other plans are tried: with fewer copies of heavy members, because two of them on one GPU are worse than
-    a larger share of one, and copies of light members instead; then with changed loads. The best one is kept.
+    If one does, other plans are tried: with fewer copies of heavy members, because two of them on one GPU are worse
+    than a larger share of one, and copies of light members instead; then with changed loads. The best one is kept.
     """
     plans = (last - first) * slots.shape[1] - n_members + 1  # number of light copies + 1
     best, best_try = 0.0, -1
