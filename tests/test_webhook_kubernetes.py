@@ -340,6 +340,10 @@ def test_the_real_agent_recommends_from_the_history_of_the_owner(setup: Setup, r
         assert 1 <= cores < 80
         assert cores == int(float(annotations["clustergym.io/recommended-cores"]))
         assert memory == int(float(annotations["clustergym.io/recommended-memory"]))
+        # In mode Off the agent says what it would grant, and the pod keeps its request.
+        watched = made(setup, hami_pod(owner="web", mode="Off"), "real-initial")
+        assert counted(watched) == (80, 4000)
+        assert float(watched["metadata"]["annotations"]["clustergym.io/recommended-cores"]) < 80
         # The credential in the pod is good for feedback on this allocation, without the token of the cluster.
         body = {"allocation_id": annotations["clustergym.io/recommendation-id"], "actual_usage": 10, "qos_met": True}
         status, answer = real_agent.post("/feedback", body, annotations["clustergym.io/recommendation-token"])
