@@ -1,8 +1,8 @@
 """A second device for tests on machines without a GPU.
 
-Tensors on it hold their numbers in ordinary memory, but torch sees another device: mixing them with CPU tensors, handing
-them to NumPy or drawing random numbers for them with a CPU generator fails as it does on a GPU. The results are equal to
-those on the CPU.
+Tensors on it hold their numbers in ordinary memory, but torch sees another device: mixing them with CPU tensors,
+handing them to NumPy or drawing random numbers for them with a CPU generator fails as it does on a GPU. The results are
+those of the CPU, up to the order of sums.
 
     with second_device() as device:
         agent.to(device)(torch.zeros(3, device=device))
@@ -88,12 +88,11 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     goes_there = torch.device(wanted).type == DEVICE.type if wanted is not None else bool(on_device)
     if func in COPIES and wanted is None:
         goes_there = isinstance(args[0], DeviceTensor)
-    for i, argument in enumerate(func._schema.arguments):
-        # An operator that changes its argument returns it.
-        if argument.alias_info is not None and argument.alias_info.is_write and i < len(args):
-            if func._schema.returns and func._schema.returns[0].alias_info is not None:
-                return args[i]
-    return tree_map(lambda each: DeviceTensor(each) if isinstance(each, torch.Tensor) else each, out) if goes_there else out
+    if func._schema.returns and func._schema.returns[0].alias_info is not None:
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                return given  # an operator that changes its argument returns it
+    return tree_map(wrap, out) if goes_there else out
 
 
 def check_devices(func: Any, args: Any, tensors: list[Any], on_device: list[Any]) -> None:
@@ -104,6 +103,10 @@ def check_devices(func: Any, args: Any, tensors: list[Any], on_device: list[Any]
     others = [each for each in tensors if not isinstance(each, DeviceTensor)]
     if any(each.dim() > 0 or func in STRICT for each in others):
         raise DeviceError(f"{func}: expected all tensors to be on the same device, found CPU and device")
+
+
+def wrap(value: Any) -> Any:
+    return DeviceTensor(value) if isinstance(value, torch.Tensor) else value
 
 
 def unwrap(value: Any) -> Any:
@@ -145,6 +148,10 @@ class Generators(TorchFunctionMode):
                 place = "cpu" if first is None else first.device
             if torch.device(place).type != generator.device.type:
                 raise DeviceError(f"expected a generator on {place}, found one on {generator.device}")
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], DeviceTensor):
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            indices = tuple(torch.tensor(each) if isinstance(each, list) else each for each in places)
+            return func(args[0], indices, *args[2:])
         if func is torch.tensor and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)

@@ -6,7 +6,7 @@ The second device is a stand-in that needs no GPU (``second_device.py``). Its re
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,9 @@ class Trainer:
         return self.name
 
     def args(self, folder: Path, **changes: Any) -> Any:
-        known = {key: value for key, value in (SMALL | self.settings | changes).items() if hasattr(self.module.Args, key)}
+        known = {
+            key: value for key, value in (SMALL | self.settings | changes).items() if hasattr(self.module.Args, key)
+        }
         return self.module.Args(**known, run_dir=folder)
 
     def train(self, folder: Path, device: torch.device, **changes: Any) -> dict[str, Any]:
@@ -91,16 +93,17 @@ class LanguageModel(Trainer):
 
 
 TRAINERS = [
-    Trainer("ppo", total_timesteps=96, eval_episodes=2),
-    Trainer("ppo", total_timesteps=96, eval_episodes=2, env_id="ScriptMasked-v0"),
-    Trainer("ppo", total_timesteps=96, eval_episodes=2, env_id="ScriptNextStep-v0", target_kl=0.1),
+    Trainer("ppo", env_id="ScriptMasked-v0", total_timesteps=96, eval_episodes=2),
+    Trainer("ppo", env_id="ScriptNextStep-v0", total_timesteps=96, eval_episodes=2, target_kl=0.1),
     Trainer("ppo_atari", AtariCase().scripted, total_timesteps=24, num_envs=2, num_steps=4, eval_episodes=2),
     Trainer("ppo_gpu_alloc", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, norm_reward=True),
     Trainer("ppo_lstm", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, eval_interval=1),
-    Federation("ppo_federated", total_timesteps=96, n_agents=2, local_updates=1, eval_episodes=2),
-    Federation("ppo_federated", total_timesteps=96, n_agents=2, local_updates=1, eval_episodes=2, env_id="ScriptBox-v0"),
+    Federation("ppo_federated", env_id="Script-v0", total_timesteps=96, n_agents=2, local_updates=1, eval_episodes=2),
+    Federation(
+        "ppo_federated", env_id="ScriptBox-v0", total_timesteps=96, n_agents=2, local_updates=1, eval_episodes=2
+    ),
     LanguageModel("ppo_llm"),
-]  # fmt: skip
+]
 # torch takes the stand-in for a device without numbers.
 pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
 each_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: f"{each}-{TRAINERS.index(each)}")
@@ -110,7 +113,8 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     """Places where two nested states differ."""
     if isinstance(a, torch.Tensor):
         # The sums of a language model are added in another order on a device.
-        same = a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+        a, b = a.cpu().double(), b.cpu().double()
+        same = a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
         return [] if same else [where]
     if isinstance(a, Mapping):
         assert a.keys() == b.keys(), where
@@ -159,14 +163,11 @@ def test_run_on_a_device_equals_the_run_on_the_cpu(
     assert not differences(trainer.final(tmp_path / "cut"), final)
 
 
-def test_checkpoint_of_a_device_resumes_on_the_cpu(tmp_path: Path) -> None:
-    """Also the other way round: a run can move."""
-    for name in ("ppo_gpu_alloc", "ppo_lstm"):
-        trainer = next(each for each in TRAINERS if each.name == name)
-        with second_device() as device:
-            trainer.train(tmp_path / name, device)
-        result = trainer.train(tmp_path / name, CPU, resume=True)
-        assert result["reward"] == pytest.approx(trainer.train(tmp_path / f"{name}-cpu", CPU)["reward"])
+def test_run_can_move_from_a_device_to_the_cpu(tmp_path: Path) -> None:
+    trainer = next(each for each in TRAINERS if each.name == "ppo_lstm")
+    with second_device() as device:
+        expected = trainer.train(tmp_path, device)
+    same_results(trainer.train(tmp_path, CPU, resume=True), expected)
 
 
 def test_online_update_on_a_device_equals_the_update_on_the_cpu(tmp_path: Path) -> None:
@@ -181,7 +182,8 @@ def test_online_update_on_a_device_equals_the_update_on_the_cpu(tmp_path: Path) 
     acted = [policy.act(each.numpy(), rng) for each in obs]
     batch = Experiences(
         obs, torch.tensor(np.array([action for action, _ in acted])).float(),
-        torch.tensor([logprob for _, logprob in acted]), torch.rand(40), 40,
+        torch.tensor([logprob for _, logprob in acted]), torch.rand(40), torch.zeros(40), obs.flip(0),
+        torch.zeros(40, dtype=torch.bool), 40,
     )  # fmt: skip
     on_cpu = on_device = state
     for _ in range(2):

@@ -689,7 +689,7 @@ def chunks(order: list[int], count: int) -> list[list[int]]:
 
 
 class OnlineCase(GpuAllocCase):
-    """The agent of a node learns from experiences in the order of their feedback, as one long roll-out."""
+    """The agent of a node learns from single experiences, each with the observation at its feedback."""
 
     name = "ppo_gpu_alloc_online"
     small = {"minibatch_size": 6, "update_epochs": 3, "gamma": 0.9, "action_scale": 0.3, "target_kl": None,
@@ -710,16 +710,20 @@ class OnlineCase(GpuAllocCase):
         args = self.args(**changes)
         agent = self.make_agent(args)
         columns = self.made_up(agent, self.made_up_obs(), self.made_up_actions())
-        rewards = torch.randn(self.rows) + 1.5
-        batch = Experiences(columns["obs"], columns["actions"], columns["logprobs"], rewards, 99, skipped=4)
+        batch = Experiences(
+            columns["obs"], columns["actions"], columns["logprobs"], rewards=torch.randn(self.rows) + 1.5,
+            values=columns["values"], next_obs=torch.randn(self.rows, 5), dones=torch.arange(self.rows) % 4 == 0,
+            through=99, skipped=4,
+        )  # fmt: skip
         with torch.no_grad():
             values = [float(self.value(agent, x)) for x in batch.obs]
-        # The state after the last feedback is unknown: its value is that of the last state.
-        following = [*values[1:], values[-1]]
-        steps = [Transition(None, None, None, 0.0, False, False, None, None, False) for _ in values]
-        chain = list(zip(steps, rewards.tolist(), values, following, strict=True))
-        advantages = advantages_of(chain, args.gamma, args.gae_lambda, True)
-        targets = [a + v for a, v in zip(advantages, values, strict=True)]
+            following = [float(self.value(agent, x)) for x in batch.next_obs]
+        goes_on = (~batch.dones).tolist()
+        targets = [
+            reward + args.gamma * after * on
+            for reward, after, on in zip(batch.rewards.tolist(), following, goes_on, strict=True)
+        ]
+        advantages = [target - value for target, value in zip(targets, values, strict=True)]
 
         def sample(i: int) -> Sample:
             distribution = self.distribution(agent, batch.obs[i], None)
@@ -739,7 +743,7 @@ class OnlineCase(GpuAllocCase):
         def more_metrics(outcome: Any) -> dict[str, float]:
             std = [args.action_scale * math.exp(number) for number in agent.log_std.tolist()]
             return {
-                "charts/reward": float(rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4,
+                "charts/reward": float(batch.rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4,
                 "charts/std_cores": std[0], "charts/std_memory": std[1],
             }  # fmt: skip
 
@@ -936,7 +940,9 @@ class LLMCase(Case):
 
     def run_args(self, folder: Path, iterations: int, **changes: Any) -> Any:
         sizes = {"pretrain_steps": 1, "pretrain_batch": 2, "pretrain_length": 16, "eval_prompts": 2, "show": 0}
-        more = {"model": self.config, "checkpoint_interval": 0, "iterations": iterations}
+        text = folder.with_suffix(".txt")
+        text.write_text("\n\n".join(f"Paragraph {i} has some words, and {i * i} more." for i in range(60)))
+        more = {"model": self.config, "checkpoint_interval": 0, "iterations": iterations, "text": [text]}
         return self.args(**sizes, **more, run_dir=folder, **changes)
 
     def make_policy(self) -> Any:
