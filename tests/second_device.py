@@ -148,6 +148,9 @@ class Generators(TorchFunctionMode):
                 place = "cpu" if first is None else first.device
             if torch.device(place).type != generator.device.type:
                 raise DeviceError(f"expected a generator on {place}, found one on {generator.device}")
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], DeviceTensor):
+            args[0].inner = unwrap(args[1])
+            return None
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(args[0], DeviceTensor):
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             indices = tuple(torch.tensor(each) if isinstance(each, list) else each for each in places)
