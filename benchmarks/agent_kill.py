@@ -1,7 +1,8 @@
 """Kill the agent under load again and again: no acknowledged feedback may be lost or counted twice.
 
 Each round starts the agent on the store of the previous round, puts it under load and kills it (SIGKILL) at a random
-time, while requests are in flight and updates run. Then the store and the checkpoint are checked.
+time, while requests are in flight and updates run. In every other round a rollback is requested shortly before the
+kill. Then the store, the checkpoint and the kept versions are checked.
 
     python benchmarks/agent_kill.py
 """
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Load, Server, agent_server, run_load
-from clustergym.agent.learner import CHECKPOINT_KIND
+from clustergym.agent.versions import CHECKPOINT_KIND, kept_versions, request_rollback, version_path
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
 
 ACCEPTED = 'clustergym_feedback_total{status="accepted"}'
@@ -47,10 +48,22 @@ class Args:
     """JSON file for the results."""
 
 
-def kill_under_load(server: Server, after_s: float, connections: int, seed: int) -> Load:
-    """Run a load and kill the server during it."""
+def ask_for_rollback(store: Path) -> None:
+    """Ask for the oldest version that is kept."""
+    kept = kept_versions(store)
+    if kept:
+        request_rollback(store, kept[0], "benchmark")
+
+
+def kill_under_load(
+    server: Server, after_s: float, connections: int, seed: int, rollback_of: Path | None = None
+) -> Load:
+    """Run a load and kill the server during it, and perhaps during a rollback of this store."""
     timer = threading.Timer(after_s, server.kill)
     timer.start()
+    if rollback_of is not None:
+        # Up to 0.3 s before the kill: the learner looks for requests five times per second.
+        threading.Timer(max(after_s - 0.3 * random.Random(seed).random(), 0.0), ask_for_rollback, [rollback_of]).start()
     load = asyncio.run(run_load(server.port, connections, after_s + 30, seed))
     timer.join()
     return load
@@ -59,6 +72,8 @@ def kill_under_load(server: Server, after_s: float, connections: int, seed: int)
 def check_store(store: Path, acknowledged: set[str], unanswered: set[str]) -> dict[str, Any]:
     """Check the store of a killed agent. Raises RuntimeError if something is lost or counted twice."""
     state = load_checkpoint(store / CHECKPOINT_NAME, CHECKPOINT_KIND)
+    for version in kept_versions(store):
+        load_checkpoint(version_path(store, version), CHECKPOINT_KIND)
     with sqlite3.connect(store / "store.db") as connection:
         (integrity,) = connection.execute("PRAGMA integrity_check").fetchone()
         rows = connection.execute(
@@ -84,7 +99,7 @@ def check_store(store: Path, acknowledged: set[str], unanswered: set[str]) -> di
         raise RuntimeError(f"{store}: {broken}")
     return {
         "acknowledged": len(acknowledged), "stored": len(stored), "version": state["version"],
-        "experiences": state["experiences"],
+        "experiences": state["experiences"], "rolled_back_to": state.get("rolled_back_to"),
     }  # fmt: skip
 
 
@@ -107,7 +122,8 @@ def run_rounds(args: Args, store: Path) -> list[dict[str, Any]]:
                     status, found = server.post("/feedback", body)
                     if (status, found["status"]) != (200, "duplicate"):
                         raise RuntimeError(f"round {i}: repeated feedback on {old} got {status} {found}")
-            load = kill_under_load(server, rng.uniform(args.shortest, args.longest), args.connections, seed=i)
+            after_s = rng.uniform(args.shortest, args.longest)
+            load = kill_under_load(server, after_s, args.connections, i, store if i % 2 else None)
         acknowledged |= set(load.accepted)
         unanswered |= set(load.unanswered)
         rows.append(check_store(store, acknowledged, unanswered) | {"in_flight": len(load.unanswered)})
@@ -121,10 +137,11 @@ def main() -> None:
         rows = run_rounds(args, Path(folder) / "store")
     table = Table(
         "round", "acknowledged", "stored", "in flight at the kill", "policy version", "experiences learned",
+        "rolled back to",
         title=f"{args.rounds} kills: no feedback lost, none counted twice, every checkpoint valid",
     )  # fmt: skip
     for i, row in enumerate(rows):
-        keys = ("acknowledged", "stored", "in_flight", "version", "experiences")
+        keys = ("acknowledged", "stored", "in_flight", "version", "experiences", "rolled_back_to")
         table.add_row(str(i + 1), *(str(row[key]) for key in keys))
     console.print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,18 @@
-"""Online learning of the allocation agent over HTTP: its reward, compared with VPA and the offline-trained policy.
+"""The allocation agent in a closed loop with the simulator, over HTTP: rewards, and QoS compared with full grants.
 
 Each node is one long stream of pods of six owners. For each pod, the simulator asks the agent (POST /allocate), applies
 the grant and reports the outcome (POST /feedback). The agent reads the load of the GPU from a libnvidia-ml stub, which
-reads what the simulator wrote. All arms use the same streams:
+reads what the simulator wrote. The rails are on. All arms use the same streams:
 
     cold      an untrained agent that learns
-    warm      the policy of ppo_gpu_alloc.py, which continues to learn
+    warm      the policy that comes with clustergym, which continues to learn
     offline   the same policy without learning (--explore off)
     rules     grant, vpa, vpa-fraction, and the oracle
 
-    python benchmarks/online_learning.py --checkpoint runs/ppo_gpu_alloc__GPUAllocationHistory-v0__1/checkpoint.pt
+QoS of latency-sensitive pods is compared with that under ``grant`` in every window of 200 pods, and in every window of
+200 latency-sensitive pods.
+
+    python benchmarks/online_learning.py --nodes 4 --decisions 1500
 """
 
 from __future__ import annotations
@@ -30,107 +33,105 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Connection, StubGpu, agent_server
+from clustergym.agent.traffic import SimulatedNode
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.baselines import RULES
-from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
-from clustergym.gpu_allocation.space import MAX_MEMORY_MB, MAX_PODS, inverse_transform
 
 RULE_NAMES = ("grant", "vpa", "vpa-fraction", "oracle")
+AGENT_NAMES = ("cold", "offline", "warm")
 FIRST_NODE = 2**41
 """Seed of the first stream. The offline trainer and its evaluation use other seeds."""
+QOS_WINDOW = 200
 
 
 @dataclass
 class Args:
-    checkpoint: Path | None = None
-    """Checkpoint of ppo_gpu_alloc.py on GPUAllocationHistory-v0. Without it, there are no arms warm and offline."""
+    checkpoint: Path = Path("pretrained")
+    """Checkpoint of ppo_gpu_alloc.py on GPUAllocationHistory-v0 for the arms warm and offline."""
     nodes: int = 5
     """Number of nodes. Each has its own owners and stream."""
-    decisions: int = 20_000
+    decisions: int = 5_000
     """Number of pods per node."""
-    frozen_decisions: int = 5_000
-    """Number of pods per node for the offline arm, which does not change."""
-    window: int = 1000
+    window: int = 500
     """Number of decisions per point of the curve."""
+    rails: bool = True
+    """Whether the agents have their rails."""
     output: Path = Path("runs/online_learning")
     """Path of the .json and .png files, without the suffix."""
 
 
-def make_node(index: int, decisions: int) -> AllocationBatch:
-    """The simulator of one node."""
-    batch = AllocationBatch(AllocationConfig(history=True, arrivals=decisions + 1), 1)
-    batch.seed([FIRST_NODE + index])
-    batch.reset()
-    return batch
+@dataclass
+class Played:
+    """What happened to the pods of a stream."""
+
+    rewards: np.ndarray
+    met: np.ndarray
+    """Whether each pod met its objective."""
+    sensitive: np.ndarray
+    share: np.ndarray
+    """Granted / requested cores."""
+    updates: int = 0
 
 
-def play_rule(name: str, index: int, decisions: int) -> np.ndarray:
-    """Rewards (decisions,) of a rule."""
-    batch = make_node(index, decisions)
-    rule, rewards = RULES[name](batch), np.zeros(decisions)
-    for i in range(decisions):
-        batch.step(rule.act(), autoreset=False)
+def play_rule(name: str, index: int, decisions: int) -> Played:
+    node = SimulatedNode(FIRST_NODE + index, decisions)
+    rule, rows = RULES[name](node.batch), []
+    for _ in range(decisions):
+        sensitive = node.sensitive
+        node.batch.step(rule.act(), autoreset=False)
         rule.learn()
-        rewards[i] = float(batch.reward[0])
-    return rewards
+        out = node.batch.outcome[0].tolist()
+        share = out[state.OUTCOME_CORES] / out[state.OUTCOME_REQUEST]
+        rows.append((out[state.OUTCOME_REWARD], out[state.OUTCOME_MET] > 0.5, sensitive, share))
+    return Played(*(np.array(column) for column in zip(*rows, strict=True)))
 
 
-def pressure_of(ask: list[float], out: list[float]) -> float:
-    """The pressure that monitoring would report for a pod: the larger of load and latency / objective."""
-    latency = out[state.OUTCOME_LATENCY]
-    return max(ask[state.ASK_RATE] / ask[state.ASK_BATCH] * latency, latency / ask[state.ASK_SLO])
-
-
-async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> tuple[np.ndarray, int]:
-    """Rewards (decisions,) of the agent, compared with those of the simulator, and the last policy version."""
-    batch, rewards, version = make_node(index, decisions), np.zeros(decisions), 0
+async def play_agent(port: int, gpu: StubGpu, index: int, decisions: int) -> Played:
+    """The agent's rewards are compared with those of the simulator."""
+    node, rows, version = SimulatedNode(FIRST_NODE + index, decisions, f"node-{index}"), [], 0
     async with Connection(port) as connection:
-        for i in range(decisions):
-            ask = batch.state["ask"][0].tolist()
-            _, _, gpu_util, mem_util, pods, *_ = batch.obs[0].tolist()
-            gpu.set(round(100 * gpu_util), round(MAX_MEMORY_MB * mem_util), mps=round(MAX_PODS * pods))
-            body = {
-                "owner": f"node-{index}/owner-{ask[state.ASK_OWNER]:g}", "cores": ask[state.ASK_CORES],
-                "memory": ask[state.ASK_MEMORY],
-                "qos_class": "latency-sensitive" if ask[state.ASK_SENSITIVE] > 0.5 else "best-effort",
-            }  # fmt: skip
-            status, granted = await connection.post("/allocate", body)
+        for _ in range(decisions):
+            util, used_mb, pods = node.gpu_load
+            gpu.set(util, used_mb, mps=pods)
+            request, sensitive = node.request(), node.sensitive
+            status, granted = await connection.post("/allocate", request)
             if status != 200:
                 raise RuntimeError(f"/allocate {status} {granted}")
             version = granted["policy_version"]
-            batch.step([inverse_transform(granted["cores"], granted["memory"])], autoreset=False)
-            out = batch.outcome[0].tolist()
-            if granted["cores"] != out[state.OUTCOME_CORES]:
-                raise RuntimeError(f"the agent granted {granted}, the simulator {out[state.OUTCOME_CORES]}")
-            body = {
-                "allocation_id": granted["allocation_id"], "actual_usage": out[state.OUTCOME_USAGE],
-                "qos_met": out[state.OUTCOME_MET] > 0.5, "pods": int(out[state.OUTCOME_PODS]),
-                "pressure": min(pressure_of(ask, out), 1000.0), "memory_used": out[state.OUTCOME_USED_MB],
-                "oom": out[state.OUTCOME_OOM] > 0.5,
-            }  # fmt: skip
-            status, found = await connection.post("/feedback", body)
-            if status != 200 or abs(found["reward"] - out[state.OUTCOME_REWARD]) > 1e-4:
-                raise RuntimeError(f"/feedback {status} {found}, expected the reward {out[state.OUTCOME_REWARD]}")
-            rewards[i] = found["reward"]
-    return rewards, version
+            outcome, reward = node.apply(granted["cores"], granted["memory"])
+            status, found = await connection.post("/feedback", outcome | {"allocation_id": granted["allocation_id"]})
+            if status != 200 or abs(found["reward"] - reward) > 1e-4:
+                raise RuntimeError(f"/feedback {status} {found}, expected the reward {reward}")
+            rows.append((reward, outcome["qos_met"], sensitive, granted["cores"] / request["cores"]))
+    return Played(*(np.array(column) for column in zip(*rows, strict=True)), version)
 
 
-def run_arm(arm: str, index: int, args: Args) -> dict[str, Any]:
-    """Rewards and number of updates of one arm on one node."""
-    decisions = args.frozen_decisions if arm == "offline" else args.decisions
-    start = time.perf_counter()
+def worst_windows(arm: Played, grant: Played) -> tuple[float, float]:
+    """Largest loss of QoS of latency-sensitive pods against ``grant``, in points: per 200 pods, per 200 of them."""
+    lost = np.where(arm.sensitive, grant.met.astype(float) - arm.met, 0.0)
+    ones = np.ones(QOS_WINDOW)
+    count = np.convolve(arm.sensitive.astype(float), ones, "valid")
+    per_pods = np.convolve(lost, ones, "valid") / np.maximum(count, 1.0)
+    own = lost[arm.sensitive]
+    size = min(QOS_WINDOW, len(own))
+    per_sensitive = np.convolve(own, np.ones(size) / size, "valid")
+    return 100 * float(per_pods.max()), 100 * float(per_sensitive.max())
+
+
+def run_arm(arm: str, index: int, args: Args) -> Played:
+    """One arm on one node."""
     if arm in RULE_NAMES:
-        return {"rewards": play_rule(arm, index, decisions), "updates": 0}
+        return play_rule(arm, index, args.decisions)
     flags: list[object] = ["--telemetry-s", 0, "--seed", index, "--update-interval-s", 0.05]
     flags += [] if arm == "cold" else ["--init-checkpoint", args.checkpoint]
     flags += ["--explore", "off"] if arm == "offline" else []
+    flags += [] if args.rails else ["--no-rails"]
     with tempfile.TemporaryDirectory() as folder:
         gpu = StubGpu(Path(folder))
         with agent_server(Path(folder) / "store", *flags, **gpu.environment) as server:
-            rewards, updates = asyncio.run(play_agent(server.port, gpu, index, decisions))
-    return {"rewards": rewards, "updates": updates, "seconds": time.perf_counter() - start}
+            return asyncio.run(play_agent(server.port, gpu, index, args.decisions))
 
 
 def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
@@ -173,41 +174,56 @@ def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    console = Console(width=130)
+    console, begin = Console(width=150), time.perf_counter()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    arms = [*RULE_NAMES, "cold", *(["offline", "warm"] if args.checkpoint is not None else [])]
-    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    arms = [*RULE_NAMES, *AGENT_NAMES]
+    found: dict[str, list[Played]] = {arm: [] for arm in arms}
+    worst: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for index in range(args.nodes):
         for arm in arms:
-            found[arm].append(run_arm(arm, index, args))
-            rewards = found[arm][-1]["rewards"]
+            played = run_arm(arm, index, args)
+            found[arm].append(played)
+            worst[arm].append(worst_windows(played, found["grant"][index]))
             console.print(
-                f"node {index} {arm:12s} first {rewards[: args.window].mean():.3f} "
-                f"last {rewards[-args.window :].mean():.3f} updates {found[arm][-1]['updates']}"
+                f"node {index} {arm:12s} reward {played.rewards.mean():.3f} share {played.share.mean():.2f} "
+                f"worst windows {worst[arm][-1][0]:.2f} {worst[arm][-1][1]:.2f} points, {played.updates} updates"
             )
-    table = Table(title=f"mean reward, {args.nodes} nodes ± 95 %; first and last {args.window} decisions")
-    for column in ("", "first", "last", "all", "last − vpa", "updates"):
+    table = Table(title=f"{args.nodes} nodes ± 95 %, {args.decisions} pods each; first and last {args.window}")
+    columns = (
+        "",
+        "first",
+        "last",
+        "granted share",
+        "LS QoS",
+        "BE QoS",
+        "worst of 200 pods",
+        "worst of 200 LS",
+        "updates",
+    )
+    for column in columns:
         table.add_column(column, justify="right" if column else "left")
-    curves = {arm: np.stack([one["rewards"] for one in each]) for arm, each in found.items()}
 
-    def shown(values: np.ndarray) -> str:
-        return f"{values.mean():.3f} ± {ci95(values.tolist()):.3f}"
+    def shown(values: list[float]) -> str:
+        return f"{np.mean(values):.3f} ± {ci95(values):.3f}"
 
     figures: dict[str, Any] = {}
-    ends = {arm: values[:, -args.window :].mean(1) for arm, values in curves.items()}
-    for arm, values in curves.items():
-        first = values[:, : args.window].mean(1)
-        updates = np.mean([one["updates"] for one in found[arm]])
-        gain = ends[arm] - ends["vpa"]
-        table.add_row(arm, shown(first), shown(ends[arm]), shown(values.mean(1)), shown(gain), f"{updates:.0f}")
-        figures[arm] = {
-            "first": first.tolist(), "last": ends[arm].tolist(), "mean": values.mean(1).tolist(), "updates": updates,
-            "curve": values[:, : values.shape[1] // args.window * args.window]
-            .reshape(len(values), -1, args.window).mean(2).tolist(),
-        }  # fmt: skip
+    for arm, each in found.items():
+        one = {
+            "first": [float(p.rewards[: args.window].mean()) for p in each],
+            "last": [float(p.rewards[-args.window :].mean()) for p in each],
+            "share": [float(p.share.mean()) for p in each],
+            "qos_sensitive": [float(p.met[p.sensitive].mean()) for p in each],
+            "qos_best_effort": [float(p.met[~p.sensitive].mean()) for p in each],
+        }
+        pods, own = (max(column) for column in zip(*worst[arm], strict=True))
+        updates = float(np.mean([p.updates for p in each]))
+        table.add_row(arm, *map(shown, one.values()), f"{pods:.2f}", f"{own:.2f}", f"{updates:.0f}")
+        figures[arm] = one | {"worst_of_200_pods": pods, "worst_of_200_sensitive": own, "updates": updates}
     console.print(table)
-    document = {"command": shlex.join(sys.argv), "nodes": args.nodes, "decisions": args.decisions, "arms": figures}
+    seconds = time.perf_counter() - begin
+    document = {"command": shlex.join(sys.argv), "seconds": seconds, "arms": figures}
     args.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    curves = {arm: np.stack([p.rewards for p in each]) for arm, each in found.items()}
     plot(curves, args.window, args.output.with_suffix(".png"))
     console.print(f"results: {args.output.with_suffix('.json')}, plot: {args.output.with_suffix('.png')}")
 

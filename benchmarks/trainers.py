@@ -1,10 +1,11 @@
-"""Steps per second of the trainers and of well-known training loops: one torch thread, the same network.
+"""Steps per second of the trainers beside CleanRL's loop and Stable-Baselines3, like with like, on one torch thread.
 
-Each comparison is a function that returns the steps/s of every repetition by name, the baseline first. The loops run in
-turns, so that a slow machine affects both.
+For each task there are two settings. "same": the number of environments, steps, minibatches and epochs of CleanRL, for
+all three loops. "default": the settings of this project's trainer, for all three loops, and CleanRL with its own. The
+loops run in turns, so that a slow machine affects all. The last table shows where the time of the trainers goes.
 
     python benchmarks/trainers.py
-    python benchmarks/trainers.py --comparisons classic --repeats 5
+    python benchmarks/trainers.py --tasks CartPole-v1 --repeats 5
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -25,18 +29,45 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import nn
-from torch.distributions import Categorical
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
 
 from clustergym.training import World
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 
-Rates = dict[str, list[float]]
-"""Name → steps/s of every repetition. The first is the baseline."""
+
+@dataclass(frozen=True)
+class Setting:
+    num_envs: int
+    num_steps: int
+    num_minibatches: int
+    update_epochs: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    def __str__(self) -> str:
+        return f"{self.num_envs} × {self.num_steps}, {self.num_minibatches} minibatches, {self.update_epochs} epochs"
 
 
-def trainer(name: str) -> ModuleType:
+@dataclass(frozen=True)
+class Task:
+    trainer: str
+    cleanrl: Setting
+    """Settings of CleanRL's ppo.py and ppo_continuous_action.py."""
+    no_evaluation: dict[str, int]
+
+
+TASKS = {
+    "CartPole-v1": Task("ppo", Setting(4, 128, 4, 4), {"eval_episodes": 0}),
+    "Pendulum-v1": Task("ppo_continuous_action", Setting(1, 2048, 32, 10), {"eval_episodes": 0}),
+    "GPUAllocation-v0": Task("ppo_gpu_alloc", Setting(1, 2048, 32, 10), {"eval_streams": 0}),
+}
+
+
+def load(name: str) -> ModuleType:
     """The module of ``cleanrl_ppo/<name>.py``."""
     spec = importlib.util.spec_from_file_location(name, TRAINERS / f"{name}.py")
     if spec is None or spec.loader is None:
@@ -46,9 +77,194 @@ def trainer(name: str) -> ModuleType:
     return module
 
 
-def take_turns(runs: dict[str, Callable[[], float]], repeats: int) -> Rates:
-    """Run each function ``repeats`` times in turns, after one round that is not measured."""
-    rates: Rates = {name: [] for name in runs}
+# CleanRL
+
+
+class CleanRLAgent(nn.Module):
+    """The network of CleanRL: two MLPs with 64 units, and torch.distributions."""
+
+    def __init__(self, envs: gym.vector.VectorEnv) -> None:
+        super().__init__()
+        size, space = int(np.prod(envs.single_observation_space.shape)), envs.single_action_space
+        self.continuous = isinstance(space, gym.spaces.Box)
+        outputs = int(np.prod(space.shape)) if self.continuous else int(space.n)
+        self.actor, self.critic = (
+            nn.Sequential(nn.Linear(size, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, each))
+            for each in (outputs, 1)
+        )
+        self.logstd = nn.Parameter(torch.zeros(1, outputs))
+
+    def get_value(self, x: Tensor) -> Tensor:
+        return self.critic(x)
+
+    def get_action_and_value(self, x: Tensor, action: Tensor | None = None) -> tuple[Tensor, ...]:
+        if self.continuous:
+            mean = self.actor(x)
+            probs: Any = Normal(mean, torch.exp(self.logstd.expand_as(mean)))
+            action = probs.sample() if action is None else action
+            return action, probs.log_prob(action).sum(1), probs.entropy().sum(1), self.critic(x)
+        probs = Categorical(logits=self.actor(x))
+        action = probs.sample() if action is None else action
+        return action, probs.log_prob(action), probs.entropy(), self.critic(x)
+
+
+def cleanrl_env(env_id: str) -> gym.Env:
+    """One environment with the wrappers of CleanRL's ppo.py or ppo_continuous_action.py."""
+    env: gym.Env = gym.make(env_id)
+    if not isinstance(env.action_space, gym.spaces.Box):
+        return gym.wrappers.RecordEpisodeStatistics(env)
+    env = gym.wrappers.RecordEpisodeStatistics(gym.wrappers.FlattenObservation(env))
+    env = gym.wrappers.NormalizeObservation(gym.wrappers.ClipAction(env))
+    env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
+    env = gym.wrappers.NormalizeReward(env, gamma=0.99)
+    return gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
+
+
+def cleanrl(env_id: str, setting: Setting, iterations: int) -> float:
+    """Steps/s of CleanRL's loop, without its logging."""
+    num_envs, num_steps = setting.num_envs, setting.num_steps
+    envs = gym.vector.SyncVectorEnv([partial(cleanrl_env, env_id)] * num_envs)
+    agent = CleanRLAgent(envs)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
+    obs = torch.zeros((num_steps, num_envs, *envs.single_observation_space.shape))
+    actions = torch.zeros((num_steps, num_envs, *envs.single_action_space.shape))
+    logprobs, rewards, dones, values = (torch.zeros(num_steps, num_envs) for _ in range(4))
+    first, _ = envs.reset(seed=1)
+    next_obs, next_done = torch.Tensor(first), torch.zeros(num_envs)
+    began = time.perf_counter()
+    for _ in range(iterations):
+        for step in range(num_steps):
+            obs[step], dones[step] = next_obs, next_done
+            with torch.no_grad():
+                action, logprob, _, value = agent.get_action_and_value(next_obs)
+                values[step] = value.flatten()
+            actions[step], logprobs[step] = action, logprob
+            following, reward, terminations, truncations, _ = envs.step(action.cpu().numpy())
+            rewards[step] = torch.tensor(reward).view(-1)
+            next_obs, next_done = torch.Tensor(following), torch.Tensor(np.logical_or(terminations, truncations))
+        with torch.no_grad():
+            next_value = agent.get_value(next_obs).reshape(1, -1)
+            advantages = torch.zeros_like(rewards)
+            last: Any = 0
+            for t in reversed(range(num_steps)):
+                live = 1.0 - (next_done if t == num_steps - 1 else dones[t + 1])
+                ahead = next_value if t == num_steps - 1 else values[t + 1]
+                delta = rewards[t] + 0.99 * ahead * live - values[t]
+                advantages[t] = last = delta + 0.99 * 0.95 * live * last
+            returns = advantages + values
+        flat = [each.flatten(0, 1) for each in (obs, actions, logprobs, advantages, returns, values)]
+        b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values = flat
+        rows = np.arange(setting.batch_size)
+        size = setting.batch_size // setting.num_minibatches
+        for _ in range(setting.update_epochs):
+            np.random.default_rng().shuffle(rows)
+            for start in range(0, setting.batch_size, size):
+                mb = rows[start : start + size]
+                chosen = b_actions[mb] if agent.continuous else b_actions.long()[mb]
+                _, newlogprob, entropy, newvalue = agent.get_action_and_value(b_obs[mb], chosen)
+                logratio = newlogprob - b_logprobs[mb]
+                ratio = logratio.exp()
+                with torch.no_grad():
+                    _ = (-logratio).mean(), ((ratio - 1) - logratio).mean()
+                    _ = ((ratio - 1.0).abs() > 0.2).float().mean().item()
+                advantage = b_advantages[mb]
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                pg_loss = torch.max(-advantage * ratio, -advantage * torch.clamp(ratio, 0.8, 1.2)).mean()
+                newvalue = newvalue.view(-1)
+                clipped = b_values[mb] + torch.clamp(newvalue - b_values[mb], -0.2, 0.2)
+                errors = torch.max((newvalue - b_returns[mb]) ** 2, (clipped - b_returns[mb]) ** 2)
+                loss = pg_loss - 0.01 * entropy.mean() + 0.5 * 0.5 * errors.mean()
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+                optimizer.step()
+    rate = iterations * setting.batch_size / (time.perf_counter() - began)
+    envs.close()
+    return rate
+
+
+# Stable-Baselines3
+
+
+def stable_baselines(env_id: str, setting: Setting, iterations: int) -> float:
+    """Steps/s of Stable-Baselines3's PPO with the same network, with VecNormalize where CleanRL normalises too."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    envs: Any = make_vec_env(env_id, n_envs=setting.num_envs, seed=1)
+    if isinstance(envs.action_space, gym.spaces.Box):
+        envs = VecNormalize(envs)
+    layers = [64, 64]
+    model = PPO(
+        "MlpPolicy", envs, n_steps=setting.num_steps, batch_size=setting.batch_size // setting.num_minibatches,
+        n_epochs=setting.update_epochs, policy_kwargs={"net_arch": {"pi": layers, "vf": layers}}, device="cpu", seed=1,
+    )  # fmt: skip
+    steps = iterations * setting.batch_size
+    began = time.perf_counter()
+    model.learn(steps)
+    rate = steps / (time.perf_counter() - began)
+    envs.close()
+    return rate
+
+
+# This project
+
+
+def ours(module: ModuleType, task: Task, env_id: str, setting: Setting, iterations: int) -> float:
+    """Steps/s of a whole run of the trainer, including logs and checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        args = module.Args(
+            env_id=env_id, run_dir=Path(folder) / "run", total_timesteps=iterations * setting.batch_size,
+            **vars(setting), **task.no_evaluation,
+        )  # fmt: skip
+        return float(module.train(args, World())["steps_per_s"])
+
+
+@contextmanager
+def timed(owner: Any, name: str, spent: dict[str, float], key: str) -> Iterator[None]:
+    """Add the time of a function to ``spent``."""
+    plain = getattr(owner, name)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            spent[key] += time.perf_counter() - began
+
+    setattr(owner, name, wrapper)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Setting, iterations: int) -> dict[str, float]:
+    """Shares of the run time: environments, the rest of the roll-outs, updates, the rest."""
+    from clustergym.gpu_allocation.batch import AllocationBatch
+    from clustergym.training import VectorEnvs
+
+    owner = AllocationBatch if task.trainer == "ppo_gpu_alloc" else VectorEnvs
+    spent = dict.fromkeys(("environments", "roll-out", "update"), 0.0)
+    with (
+        timed(owner, "step", spent, "environments"),
+        timed(module.Rollouts, "collect", spent, "roll-out"),
+        timed(module, "update", spent, "update"),
+    ):
+        rate = ours(module, task, env_id, setting, iterations)
+    total = iterations * setting.batch_size / rate
+    return {
+        "environments": spent["environments"] / total,
+        "policy in roll-outs": (spent["roll-out"] - spent["environments"]) / total,
+        "updates": spent["update"] / total,
+        "logs and checkpoints": 1 - (spent["roll-out"] + spent["update"]) / total,
+    }
+
+
+def measure(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Steps/s of each function, ``repeats`` times in turns, after one round that is not measured."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
             rate = run()
@@ -57,138 +273,14 @@ def take_turns(runs: dict[str, Callable[[], float]], repeats: int) -> Rates:
     return rates
 
 
-def reference_loop(agent: nn.Module, env_id: str, iterations: int, num_envs: int = 4, num_steps: int = 128) -> float:
-    """Steps/s of the loop of CleanRL's ppo.py (4 environments, 128 steps, 4 minibatches, 4 epochs) without logging."""
-    envs = gym.vector.SyncVectorEnv([lambda: gym.make(env_id)] * num_envs)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=2.5e-4, eps=1e-5)
-    batch_size, minibatch_size = num_envs * num_steps, num_envs * num_steps // 4
-    size = int(np.prod(envs.single_observation_space.shape))
-    obs = torch.zeros(num_steps, num_envs, size)
-    actions = torch.zeros(num_steps, num_envs)
-    logprobs, rewards, dones, values = (torch.zeros(num_steps, num_envs) for _ in range(4))
-
-    def act(x: torch.Tensor, action: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        logits, value = agent(x)
-        distribution = Categorical(logits=logits)
-        if action is None:
-            action = distribution.sample()
-        return action, distribution.log_prob(action), distribution.entropy(), value
-
-    first, _ = envs.reset(seed=1)
-    next_obs, next_done = torch.Tensor(first), torch.zeros(num_envs)
-    began = time.perf_counter()
-    for _ in range(iterations):
-        for step in range(num_steps):
-            obs[step], dones[step] = next_obs, next_done
-            with torch.no_grad():
-                action, logprobs[step], _, values[step] = act(next_obs)
-            actions[step] = action
-            following, reward, terminations, truncations, _ = envs.step(action.numpy())
-            rewards[step] = torch.tensor(reward)
-            next_obs, next_done = torch.Tensor(following), torch.Tensor(np.logical_or(terminations, truncations))
-        with torch.no_grad():
-            next_value = agent(next_obs)[1]
-            advantages = torch.zeros_like(rewards)
-            last = torch.zeros(num_envs)
-            for t in reversed(range(num_steps)):
-                live = 1.0 - (next_done if t == num_steps - 1 else dones[t + 1])
-                ahead = next_value if t == num_steps - 1 else values[t + 1]
-                delta = rewards[t] + 0.99 * ahead * live - values[t]
-                advantages[t] = last = delta + 0.99 * 0.95 * live * last
-            returns = advantages + values
-        flat = [x.flatten(0, 1) for x in (obs, actions, logprobs, advantages, returns, values)]
-        b_obs, b_actions, b_logprobs, b_advantages, b_returns, b_values = flat
-        rows = np.arange(batch_size)
-        for _ in range(4):
-            np.random.default_rng().shuffle(rows)
-            for start in range(0, batch_size, minibatch_size):
-                mb = rows[start : start + minibatch_size]
-                _, new_logprobs, entropy, new_values = act(b_obs[mb], b_actions.long()[mb])
-                ratio = (new_logprobs - b_logprobs[mb]).exp()
-                advantage = b_advantages[mb]
-                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-                pg_loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2)).mean()
-                clipped = b_values[mb] + (new_values - b_values[mb]).clamp(-0.2, 0.2)
-                errors = torch.max((new_values - b_returns[mb]) ** 2, (clipped - b_returns[mb]) ** 2)
-                loss = pg_loss - 0.01 * entropy.mean() + 0.25 * errors.mean()
-                optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
-                optimizer.step()
-    rate = iterations * batch_size / (time.perf_counter() - began)
-    envs.close()
-    return rate
-
-
-def classic(repeats: int) -> Rates:
-    """``ppo.py`` on CartPole, including logs and checkpoints, compared with the reference loop."""
-    ppo = trainer("ppo")
-
-    def ours(**changes: int) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            args = ppo.Args(run_dir=Path(folder) / "run", eval_episodes=0, **changes)
-            return float(ppo.train(args, World())["steps_per_s"])
-
-    return take_turns(
-        {
-            "reference loop, 4 environments": lambda: reference_loop(ppo.Agent(4, 2), "CartPole-v1", 30),
-            "ppo.py, defaults (32 environments × 64 steps)": lambda: ours(total_timesteps=102_400),
-            "ppo.py, 4 environments × 128 steps": lambda: ours(total_timesteps=20_480, num_envs=4, num_steps=128),
-        },
-        repeats,
-    )
-
-
-def allocation(repeats: int) -> Rates:
-    """``ppo_gpu_alloc.py`` compared with PPO of Stable-Baselines3: same environment, networks, batch size and epochs.
-
-    Stable-Baselines3 runs with one environment and with the same number of environments in its DummyVecEnv.
-    """
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-
-    gpu = trainer("ppo_gpu_alloc")
-    defaults = gpu.Args()
-    num_envs, steps = defaults.num_envs, defaults.num_envs * defaults.num_steps
-
-    def ours() -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            args = gpu.Args(run_dir=Path(folder) / "run", eval_streams=0, total_timesteps=50 * steps)
-            return float(gpu.train(args, World())["steps_per_s"])
-
-    def theirs(num_envs: int) -> float:
-        envs = make_vec_env(defaults.env_id, n_envs=num_envs, seed=1)
-        layers = [defaults.hidden] * 2
-        network = {"net_arch": {"pi": layers, "vf": layers}, "activation_fn": nn.ReLU}
-        model = PPO(
-            "MlpPolicy", envs, n_steps=steps // num_envs, batch_size=steps // defaults.num_minibatches,
-            n_epochs=defaults.update_epochs, policy_kwargs=network, device="cpu", seed=1,
-        )  # fmt: skip
-        began = time.perf_counter()
-        model.learn(2 * steps)
-        rate = 2 * steps / (time.perf_counter() - began)
-        envs.close()
-        return rate
-
-    return take_turns(
-        {
-            f"Stable-Baselines3 PPO, {num_envs} environments": lambda: theirs(num_envs),
-            "Stable-Baselines3 PPO, 1 environment": lambda: theirs(1),
-            f"ppo_gpu_alloc.py, defaults ({num_envs} environments × {defaults.num_steps} steps)": ours,
-        },
-        repeats,
-    )
-
-
-COMPARISONS: dict[str, Callable[[int], Rates]] = {"classic": classic, "allocation": allocation}
-
-
 @dataclass
 class Args:
-    comparisons: tuple[str, ...] = tuple(COMPARISONS)
-    """Comparisons to run."""
+    tasks: tuple[str, ...] = tuple(TASKS)
+    """Tasks to run."""
     repeats: int = 3
     """Measured repetitions of each loop. The table has the medians."""
+    steps: int = 20_480
+    """Environment steps of a repetition, at least; rounded to whole iterations."""
     output: Path = Path("runs/trainers.json")
     """File for the results."""
 
@@ -196,19 +288,39 @@ class Args:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    table = Table("comparison", "loop", "steps/s, median (range)", "× the first")
-    results: dict[str, Rates] = {}
-    for name in args.comparisons:
-        if name not in COMPARISONS:
-            raise SystemExit(f"no comparison {name!r}: expected some of {', '.join(COMPARISONS)}")
-        rates = results[name] = COMPARISONS[name](args.repeats)
-        base = float(np.median(next(iter(rates.values()))))
-        for what, values in rates.items():
-            middle = float(np.median(values))
-            table.add_row(
-                name, what, f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})", f"{middle / base:.1f}"
-            )
-    Console().print(table)
+    table = Table("task", "loop", "settings", "steps/s, median (range)", "ours / this")
+    shares = Table("task", "settings", "environments", "policy in roll-outs", "updates", "logs and checkpoints")
+    results: dict[str, Any] = {}
+    for env_id in args.tasks:
+        if env_id not in TASKS:
+            raise SystemExit(f"no task {env_id!r}: expected some of {', '.join(TASKS)}")
+        task = TASKS[env_id]
+        module = load(task.trainer)
+        defaults = module.Args()
+        default = Setting(*(getattr(defaults, each) for each in Setting.__dataclass_fields__))
+        for name, setting in (("same", task.cleanrl), ("default", default)):
+            iterations = max(1, -(-args.steps // setting.batch_size))
+            runs: dict[str, Callable[[], float]] = {
+                "this project": partial(ours, module, task, env_id, setting, iterations),
+                "CleanRL": partial(cleanrl, env_id, setting, iterations),
+                "Stable-Baselines3": partial(stable_baselines, env_id, setting, iterations),
+            }
+            rates = measure(runs, args.repeats)
+            mine = float(np.median(rates["this project"]))
+            for loop, values in rates.items():
+                middle = float(np.median(values))
+                spread = f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})"
+                table.add_row(env_id, loop, f"{name}: {setting}", spread, f"{mine / middle:.1f}")
+            spent = where_time_goes(module, task, env_id, setting, iterations)
+            shares.add_row(env_id, name, *(f"{share:.0%}" for share in spent.values()))
+            results[f"{env_id} {name}"] = {"setting": str(setting), "steps_per_s": rates, "time": spent}
+        own = results[f"{env_id} default"]["steps_per_s"]["this project"]
+        for loop in ("CleanRL", "Stable-Baselines3"):
+            theirs = float(np.median(results[f"{env_id} same"]["steps_per_s"][loop]))
+            ratio = float(np.median(own)) / theirs
+            table.add_row(env_id, f"{loop}, its settings, beside our defaults", "", f"{theirs:,.0f}", f"{ratio:.1f}")
+    Console(width=150).print(table)
+    Console(width=150).print(shares)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1))
 

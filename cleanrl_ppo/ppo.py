@@ -1,13 +1,13 @@
-"""PPO for discrete actions: the core details 1–13 of "The 37 Implementation Details of PPO".
+"""PPO for discrete actions: the core details 1–13 and 37 of "The 37 Implementation Details of PPO".
 
     python cleanrl_ppo/ppo.py                                             # CartPole-v1
     python cleanrl_ppo/ppo.py --env-id Acrobot-v1 --total-timesteps 300000
     python cleanrl_ppo/ppo.py --resume                                    # continue after a crash
     torchrun --nproc-per-node 2 cleanrl_ppo/ppo.py                        # two processes, averaged gradients
 
-Works with any Gymnasium environment with a Discrete action space. Observations can be Box, Discrete, MultiBinary or a
-Dict of them. Invalid actions are masked if the observation or the info holds an ``action_mask``. docs/ppo.md explains
-every metric, and docs/37-details.md lists the line of code of every detail.
+Works with any Gymnasium environment with Discrete or MultiDiscrete actions. Observations can be Box, Discrete,
+MultiBinary or a Dict of them. Invalid actions are masked if the observation or the info holds an ``action_mask``.
+docs/ppo.md explains every metric, and docs/37-details.md lists the line of code of every detail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MASKED_LOGIT = -1e8
 @dataclass
 class Args(TrainArgs):
     env_id: str = "CartPole-v1"
-    """Gymnasium id of an environment with a Discrete action space. "module:Id-v0" imports the module first."""
+    """Gymnasium id, with Discrete or MultiDiscrete actions. "module:Id-v0" imports the module first."""
     checkpoint_interval: int = 50
     """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
     time limit), so that resuming is exact for every environment. Longer episodes are cut."""
@@ -182,8 +182,11 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 class Agent(nn.Module):
     """Policy and value function: two MLPs, or one MLP with two heads."""
 
-    def __init__(self, obs_size: int, num_actions: int, hidden: int = 64, share_network: bool = False) -> None:
+    def __init__(
+        self, obs_size: int, num_actions: int | list[int], hidden: int = 64, share_network: bool = False
+    ) -> None:
         super().__init__()
+        self.components = [num_actions] if isinstance(num_actions, int) else num_actions
 
         def trunk() -> nn.Sequential:
             return nn.Sequential(
@@ -192,7 +195,7 @@ class Agent(nn.Module):
 
         self.actor_trunk = trunk()
         self.critic_trunk = self.actor_trunk if share_network else trunk()
-        self.actor_head = layer_init(nn.Linear(hidden, num_actions), std=0.01)
+        self.actor_head = layer_init(nn.Linear(hidden, sum(self.components)), std=0.01)
         self.critic_head = layer_init(nn.Linear(hidden, 1), std=1.0)
         self.share_network = share_network
 
@@ -215,14 +218,20 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor, masks: Tensor | None, noise: Tensor | float) -> Tensor:
         """Sample actions (Gumbel-max trick: the argmax of logits plus Gumbel noise). Noise 0 gives the best actions."""
-        return (mask_logits(self.get_logits(obs), masks) + noise).argmax(-1)
+        scores = mask_logits(self.get_logits(obs), masks) + noise
+        return torch.stack([part.argmax(-1) for part in scores.split(self.components, -1)], -1).squeeze(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (log-probabilities of the actions, entropies, values)."""
+        """Returns (log-probabilities of the actions, entropies, values). Components of an action are independent."""
         logits, values = self(obs)
-        all_logprobs = mask_logits(logits, masks).log_softmax(-1)
-        logprobs = all_logprobs.gather(-1, actions[:, None]).squeeze(-1)
-        return logprobs, categorical_entropy(all_logprobs, masks), values
+        logprobs, entropies = torch.zeros_like(values), torch.zeros_like(values)
+        parts = mask_logits(logits, masks).split(self.components, -1)
+        masks_of_parts = [None] * len(parts) if masks is None else masks.split(self.components, -1)
+        for part, mask, chosen in zip(parts, masks_of_parts, actions.view(len(obs), -1).unbind(-1), strict=True):
+            all_logprobs = part.log_softmax(-1)
+            logprobs = logprobs + all_logprobs.gather(-1, chosen[:, None]).squeeze(-1)
+            entropies = entropies + categorical_entropy(all_logprobs, mask)
+        return logprobs, entropies, values
 
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
@@ -236,8 +245,8 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
     """Create the environments. With ``videos``, their first episodes are recorded to that folder."""
     envs = make_vector_env(env_id, num_envs, videos)
-    if not isinstance(envs.single_action_space, gym.spaces.Discrete):
-        raise TypeError(f"{env_id} has action space {envs.single_action_space}: ppo.py needs Discrete actions")
+    if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        raise TypeError(f"{env_id} has action space {envs.single_action_space}: ppo.py needs Discrete or MultiDiscrete")
     return envs
 
 
@@ -374,7 +383,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
     run = Run("ppo", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
     probe = make_envs(args.env_id, 1)
-    obs_size, num_actions = flat_size(probe.single_observation_space), int(probe.single_action_space.n)
+    obs_size, space = flat_size(probe.single_observation_space), probe.single_action_space
+    num_actions = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.nvec.tolist()
     probe.close()
     agent = Agent(obs_size, num_actions, args.hidden, args.share_network).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)

@@ -203,6 +203,7 @@ class Agent(nn.Module):
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
         )
+        self.components = [num_actions]
         self.actor_head = layer_init(nn.Linear(512, num_actions), std=0.01)
         self.critic_head = layer_init(nn.Linear(512, 1), std=1.0)
 
@@ -224,14 +225,20 @@ class Agent(nn.Module):
 
     def act(self, obs: Tensor, masks: Tensor | None, noise: Tensor | float) -> Tensor:
         """Sample actions (Gumbel-max trick: the argmax of logits plus Gumbel noise). Noise 0 gives the best actions."""
-        return (mask_logits(self.get_logits(obs), masks) + noise).argmax(-1)
+        scores = mask_logits(self.get_logits(obs), masks) + noise
+        return torch.stack([part.argmax(-1) for part in scores.split(self.components, -1)], -1).squeeze(-1)
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (log-probabilities of the actions, entropies, values)."""
+        """Returns (log-probabilities of the actions, entropies, values). Components of an action are independent."""
         logits, values = self(obs)
-        all_logprobs = mask_logits(logits, masks).log_softmax(-1)
-        logprobs = all_logprobs.gather(-1, actions[:, None]).squeeze(-1)
-        return logprobs, categorical_entropy(all_logprobs, masks), values
+        logprobs, entropies = torch.zeros_like(values), torch.zeros_like(values)
+        parts = mask_logits(logits, masks).split(self.components, -1)
+        masks_of_parts = [None] * len(parts) if masks is None else masks.split(self.components, -1)
+        for part, mask, chosen in zip(parts, masks_of_parts, actions.view(len(obs), -1).unbind(-1), strict=True):
+            all_logprobs = part.log_softmax(-1)
+            logprobs = logprobs + all_logprobs.gather(-1, chosen[:, None]).squeeze(-1)
+            entropies = entropies + categorical_entropy(all_logprobs, mask)
+        return logprobs, entropies, values
 
 
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:

@@ -39,17 +39,17 @@ class Args(TrainArgs):
     eval_episodes: int = 32
     """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
 
-    learning_rate: float = 2.5e-3
+    learning_rate: float = 1e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
-    num_envs: int = 32
+    num_envs: int = 16
     """Number of parallel environments per process."""
-    num_steps: int = 64
+    num_steps: int = 128
     """Number of steps per environment between updates."""
-    num_minibatches: int = 4
+    num_minibatches: int = 16
     """Number of minibatches per epoch."""
-    update_epochs: int = 4
+    update_epochs: int = 10
     """Number of epochs per update."""
     gamma: float = 0.99
     """Discount factor."""
@@ -69,7 +69,7 @@ class Args(TrainArgs):
     """Anneal the clip range linearly to 0."""
     clip_vloss: bool = True
     """Clip the value change as well."""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
     """Coefficient of the value loss."""

@@ -29,11 +29,13 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from clustergym.agent.learner import CHECKPOINT_KIND, Experiences, State
+import clustergym.agent
+from clustergym.agent.learner import Experiences, State
 from clustergym.agent.logs import setup_logging
 from clustergym.agent.server import serve
 from clustergym.agent.settings import ServerSettings, check_positive
 from clustergym.agent.store import STORE_SCHEMA
+from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.extras import MissingExtra
 from clustergym.gpu_allocation.history import N_FEATURES
 from clustergym.gpu_allocation.space import STATE_NAMES
@@ -50,6 +52,8 @@ from clustergym.training import (
 )
 
 NORM_CLIP = 10.0
+PRETRAINED = Path(clustergym.agent.__file__).with_name("pretrained.pt")
+"""ppo_gpu_alloc.py --total-timesteps 3000000 --seed 1 --save-model."""
 log = logging.getLogger("clustergym.agent")
 
 
@@ -58,7 +62,8 @@ class Args:
     server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
     """Settings of the server and of the learner process."""
     init_checkpoint: Path | None = None
-    """Checkpoint or model.pt of ppo_gpu_alloc.py to start from. It is ignored if the store has a checkpoint."""
+    """Checkpoint or model.pt of ppo_gpu_alloc.py to start from; pretrained is the policy that comes with clustergym. It
+    is ignored if the store has a checkpoint."""
     seed: int = 1
     """Seed of the initial weights, the updates and the exploration. A restarted server explores with other numbers."""
     run_dir: Path | None = None
@@ -282,12 +287,11 @@ class Policy:
         """V(obs) for one observation."""
         return float(self._run(self._critic, obs)[0])
 
-    def act(self, obs: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, float]:
-        """A sampled action and its log-probability, or the mean action if ``rng`` is None. Actions are not clipped."""
+    def sample(self, mean: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, float]:
+        """An action and its log-probability; the mean itself if ``rng`` is None. Actions are not clipped."""
         noise = np.zeros(2) if rng is None else rng.standard_normal(2)
-        action = self.mean(obs) + self.std * noise
         log_prob = float(-0.5 * (noise @ noise) - np.log(self.std).sum() - math.log(2 * math.pi))
-        return action, log_prob
+        return mean + self.std * noise, log_prob
 
 
 # Checkpoints
@@ -318,6 +322,7 @@ def untrained(action_scale: float) -> State:
 
 def pretrained(path: Path) -> State:
     """The policy of ppo_gpu_alloc.py. The value function is new, because there it was trained on other rewards."""
+    path = PRETRAINED if path == Path("pretrained") else path
     try:
         found = load_checkpoint(path, "ppo_gpu_alloc")
         statistics = found["rollouts"]["statistics"]

@@ -23,10 +23,10 @@ from clustergym.agent.server import serve
 from clustergym.agent.service import is_latency_sensitive
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import Allocation, Experience, Feedback, Store, StoreUnavailable, connect
+from clustergym.agent.traffic import pressure_of
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import dynamics, history
 from clustergym.gpu_allocation import state as columns
-from online_learning import pressure_of
 from trainers import load_trainer
 
 online = load_trainer("ppo_gpu_alloc_online")
@@ -107,18 +107,18 @@ def test_numpy_policy_matches_the_network() -> None:
         prepared = online.normalize_obs(torch.from_numpy(obs), statistics)
         with torch.no_grad():
             mean, _ = agent(prepared)
-            action, log_prob = policy.act(obs, rng)
+            action, log_prob = policy.sample(policy.mean(obs), rng)
             expected = online.gaussian_logprob(torch.from_numpy(action).float(), mean, agent.std())
         np.testing.assert_allclose(policy.mean(obs), mean.numpy(), atol=1e-5)
         assert math.isclose(log_prob, float(expected), abs_tol=1e-3)
         assert math.isclose(policy.value(obs), agent.get_value(prepared).item(), abs_tol=1e-4)
-        np.testing.assert_array_equal(policy.act(obs, None)[0], policy.mean(obs))
+        np.testing.assert_array_equal(policy.sample(policy.mean(obs), None)[0], policy.mean(obs))
 
 
 def experiences(policy: Any, n: int, rng: np.random.Generator, through: int) -> Any:
     """Decisions with a known optimum: the cores action should be 0.3 if the first feature is below 0.5, else 0.7."""
     obs = rng.random((n, 19)).astype(np.float32)
-    acted = [policy.act(row, rng) for row in obs]
+    acted = [policy.sample(policy.mean(row), rng) for row in obs]
     actions = np.array([action for action, _ in acted], np.float32)
     best = np.where(obs[:, 0] < 0.5, 0.3, 0.7)
     rewards = 1 - 10 * (actions[:, 0] - best) ** 2
@@ -235,7 +235,9 @@ def accept(store: Store, made: Allocation, reward: float = 1.0, learnable: bool 
     """Add accepted feedback: the pod used 30 % of the GPU and 2000 MB."""
     outcome = Feedback(
         received_s=time.time(), usage=30.0, qos_met=True, pods=1, memory_used_mb=2000.0, oom=False, reward=reward,
-        needed=0.375, advised_reward=reward, advised_qos=True, regret=0.0, next_obs=np.zeros(19, np.float32).tobytes(),
+        needed=0.375, advised_reward=reward, advised_qos=True,
+        recommended_reward=reward, recommended_qos=True, vpa_reward=reward, regret=0.0,
+        next_obs=np.zeros(19, np.float32).tobytes(),
         done=False,
     )  # fmt: skip
     store.add_feedback(made, "accepted", outcome, learnable)

@@ -19,8 +19,8 @@ import pytest
 
 from agent_client import Server, agent_server
 from clustergym.agent.clock import DAY_S, Clock
-from clustergym.agent.learner import CHECKPOINT_KIND
 from clustergym.agent.store import Allocation, Experience, Feedback, Store
+from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.checkpoints import load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import compute_reward
 from processes import wait_until
@@ -213,7 +213,7 @@ def add_row(store: Store, created_s: float) -> Allocation:
     made = Allocation(store.next_seq, "0" * 32, created_s, "a", 80.0, 4000.0, False, 60.0, 3000.0, 0, True)
     store.next_seq += 1
     store.add(made, Experience(np.zeros(19), np.zeros(2), 0.0, 0.0), None)
-    outcome = Feedback(created_s, 30.0, True, 1, 2000.0, False, 1.0, 0.375, 1.0, True, 0.0, b"", False)
+    outcome = Feedback(created_s, 30.0, True, 1, 2000.0, False, 1.0, 0.375, 1.0, True, 1.0, True, 1.0, 0.0, b"", False)
     store.add_feedback(made, "accepted", outcome, True)
     return made
 

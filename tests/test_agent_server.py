@@ -25,7 +25,7 @@ import torch
 
 import agent_kill
 from agent_client import SCRIPT, TOKEN, Connection, Server, StubGpu, agent_server, run_load
-from clustergym.agent.learner import CHECKPOINT_KIND
+from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.checkpoints import load_checkpoint
 from clustergym.gpu_allocation import compute_reward
 from processes import wait_until
@@ -366,7 +366,7 @@ def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) ->
         assert feedback(server, early["allocation_id"])["status"] == "stale"
         repeated = allocate(server, request_id="pod")
         before = feedback_counts(server)
-        assert before == {"accepted": 32, "duplicate": 32, "unknown": 0, "expired": 0, "stale": 1}
+        assert before == {"accepted": 32, "duplicate": 32, "unknown": 0, "expired": 0, "stale": 1, "sample": 0}
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert children
         server.kill()
@@ -404,7 +404,7 @@ def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) ->
 
 
 def test_late_feedback_is_expired(tmp_path: Path) -> None:
-    with agent_server(tmp_path, "--ttl-s", 0.3, "--explore", "best-effort") as server:
+    with agent_server(tmp_path, "--ttl-s", 0.3, "--explore", "best-effort", "--no-rails") as server:
         found = allocate(server)
         time.sleep(0.4)
         for _ in range(2):

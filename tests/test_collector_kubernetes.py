@@ -127,7 +127,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         files_port = files.server_address[1]
         recommender = AgentServer("127.0.0.1", 0)
         stack.enter_context(served(recommender))
-        agent = stack.enter_context(agent_server(folder / "agent", "--explore", "off"))
+        agent = stack.enter_context(agent_server(folder / "agent", "--explore", "off", ready_s=180))
         config, prometheus_port = folder / "prometheus.yml", free_port()
         scrape = {
             "job_name": "app",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from clustergym.cli import collector as collector_command
 from clustergym.cli import webhook as webhook_command
 from clustergym.webhook import LABEL, MODES
 from clustergym.webhook.names import MODE, PROTECTED_NAMESPACES
+from clustergym.webhook.patches import apply_patch
 from trainers import load_trainer
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
@@ -44,7 +46,7 @@ def test_kustomize_lists_every_file() -> None:
     files = {path.name for path in (DEPLOY / "base").glob("*.yaml")} - {"kustomization.yaml"}
     assert set(base["resources"]) == files
     assert base["images"][0]["newTag"] == __version__
-    for overlay in (DEPLOY, DEPLOY / "cert-manager"):
+    for overlay in (DEPLOY, DEPLOY / "cert-manager", DEPLOY / "nvml"):
         for resource in yaml.safe_load((overlay / "kustomization.yaml").read_text())["resources"]:
             assert (overlay / resource).exists(), resource
 
@@ -90,6 +92,18 @@ def test_the_webhook_can_only_get_pods_and_nodes() -> None:
     assert BASE["ClusterRole/clustergym-webhook"]["rules"] == [
         {"apiGroups": [""], "resources": ["pods", "nodes"], "verbs": ["get"]}
     ]
+
+
+def test_the_nvml_overlay_changes_only_where_the_usage_comes_from() -> None:
+    base = BASE["DaemonSet/clustergym-collector"]
+    patched = apply_patch(base, yaml.safe_load((DEPLOY / "nvml" / "collector.yaml").read_text()))
+    kubernetes_validate.validate(patched, "1.33", strict=True)
+    pods = [one["spec"]["template"]["spec"] for one in (base, patched)]
+    plain, nvml = (tyro.cli(collector_command.Command, args=one["containers"][0]["args"]) for one in pods)
+    assert (plain.nvml, nvml.nvml, nvml.metrics_url) == (False, True, None)
+    assert dataclasses.replace(nvml, nvml=False, metrics_url=plain.metrics_url) == plain
+    assert [one.get("hostPID", False) for one in pods] == [False, True]
+    assert pods[1]["containers"][0]["securityContext"] == pods[0]["containers"][0]["securityContext"]
 
 
 def test_the_collector_can_only_list_pods() -> None:
@@ -147,8 +161,8 @@ def test_the_webhook_requires_client_certificates_and_probes_use_the_plain_port(
 
 
 @pytest.mark.parametrize("name", ["DaemonSet/clustergym-agent", "StatefulSet/clustergym-recommender"])
-def test_agents_start_in_shadow_mode(name: str) -> None:
-    assert "--shadow" in pod_of(name)["containers"][0]["args"]
+def test_agents_start_in_shadow_mode_with_the_shipped_policy(name: str) -> None:
+    assert {"--shadow", "--init-checkpoint=pretrained"} <= set(pod_of(name)["containers"][0]["args"])
 
 
 def test_the_webhook_asks_the_recommender() -> None:

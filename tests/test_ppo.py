@@ -888,3 +888,75 @@ def test_cartpole_is_learned(tmp_path: Path) -> None:
     """A tenth of the default run is enough for a return above 150; a random policy has about 22."""
     args = ppo.Args(run_dir=tmp_path, total_timesteps=51_200, eval_episodes=16, checkpoint_interval=0)
     assert ppo.train(args, World())["mean_return"] > 150
+
+
+# 37: MultiDiscrete
+
+
+class TwoChoices(gym.Env[Any, Any]):
+    """Actions (0 … 1, 3 … 5). The reward counts the components that match the observation. One of them is invalid."""
+
+    observation_space = gym.spaces.Dict(x=gym.spaces.Box(0, 1, (2,)), action_mask=gym.spaces.Box(0, 1, (5,), np.int8))
+    action_space = gym.spaces.MultiDiscrete([2, 3], start=[0, 3])
+
+    def observe(self) -> dict[str, np.ndarray]:
+        self.best = self.np_random.integers(0, [2, 3])
+        mask = np.ones(5, np.int8)
+        mask[2 + (self.best[1] + 1) % 3] = 0
+        return {"x": (self.best / [1, 2]).astype(np.float32), "action_mask": mask}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action in self.action_space
+        assert action[1] - 3 != (self.best[1] + 1) % 3, "the action is invalid"
+        reward = float((action - [0, 3] == self.best).sum())
+        self.steps += 1
+        return self.observe(), reward, self.steps == 4, False, {}
+
+
+@pytest.fixture
+def _two_choices() -> Iterator[None]:
+    gym.register("TwoChoices-v0", TwoChoices)
+    yield
+    del gym.registry["TwoChoices-v0"]
+
+
+def test_log_probabilities_and_entropies_of_components_are_added() -> None:
+    agent = ppo.Agent(2, [2, 3], hidden=8)
+    with torch.no_grad():
+        agent.actor_head.weight.mul_(100)
+    obs, actions = torch.randn(50, 2), torch.stack([torch.arange(50) % 2, torch.arange(50) % 3], 1)
+    first, second = (torch.distributions.Categorical(logits=part) for part in agent.get_logits(obs).split([2, 3], -1))
+    logprobs, entropies, _ = agent.evaluate_actions(obs, actions, None)
+    torch.testing.assert_close(logprobs, first.log_prob(actions[:, 0]) + second.log_prob(actions[:, 1]))
+    torch.testing.assert_close(entropies, first.entropy() + second.entropy())
+    masks = torch.ones(50, 5, dtype=torch.bool)
+    masks[:, 4] = False
+    masked = torch.distributions.Categorical(logits=agent.get_logits(obs)[:, 2:4])
+    chosen = torch.stack([actions[:, 0], torch.arange(50) % 2], 1)
+    logprobs, entropies, _ = agent.evaluate_actions(obs, chosen, masks)
+    torch.testing.assert_close(logprobs, first.log_prob(chosen[:, 0]) + masked.log_prob(chosen[:, 1]))
+    torch.testing.assert_close(entropies, first.entropy() + masked.entropy())
+
+
+def test_every_component_is_sampled_from_its_own_distribution() -> None:
+    agent = ppo.Agent(2, [2, 3], hidden=8)
+    with torch.no_grad():
+        agent.actor_head.weight.zero_()
+        agent.actor_head.bias.copy_(torch.tensor([0.3, 0.7, 0.6, 0.3, 0.1]).log())
+        actions = agent.act(torch.zeros(4000, 2), None, agent.draw_noise(4000))
+    joint = torch.bincount(3 * actions[:, 0] + actions[:, 1], minlength=6) / 4000
+    expected = torch.outer(torch.tensor([0.3, 0.7]), torch.tensor([0.6, 0.3, 0.1])).flatten()
+    assert ((joint - expected).abs() < 5 * (expected * (1 - expected) / 4000).sqrt()).all()
+    assert agent.act(torch.zeros(1, 2), None, 0.0).tolist() == [[1, 0]]
+
+
+@pytest.mark.usefixtures("_two_choices")
+def test_multidiscrete_actions_are_learned(tmp_path: Path) -> None:
+    """The best return is 8; random valid actions have 4 · (1/2 + 1/2)."""
+    args = small(env_id="TwoChoices-v0", num_envs=8, num_steps=32, total_timesteps=8_000, eval_episodes=16)
+    assert ppo.train(dataclasses.replace(args, run_dir=tmp_path, gamma=0.0), World())["mean_return"] == 8

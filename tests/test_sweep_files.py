@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 from clustergym.sweeping import load_sweep
 from clustergym.sweeping.proposers import make_proposer
+from clustergym.training import parse_args
 from trainers import FOLDER, load_trainer
 
 ROOT = FOLDER.parent
@@ -61,13 +61,13 @@ def test_the_trainer_parses_the_proposed_flags(file: Path, tmp_path: Path, monke
     monkeypatch.chdir(ROOT)
     sweep = load_sweep(file)
     module = load_trainer(Path(sweep.program).stem)
-    parse = getattr(module, "parse_args", None) or (lambda argv: tyro.cli(module.Args, args=argv))
     for seed in range(2):
         proposed = make_proposer("sweeps", sweep, seed).propose([])
         assert proposed is not None
         assert proposed.keys() == sweep.config["parameters"].keys()
         command = sweep.command(proposed, tmp_path)
-        values = all_values(parse([*command[command.index(sweep.program) + 1 :], f"--run-dir={tmp_path}"]))
+        flags = [*command[command.index(sweep.program) + 1 :], f"--run-dir={tmp_path}"]
+        values = all_values(parse_args(module.Args, argv=flags))
         for name, value in proposed.items():
             found = values[name.replace("-", "_")]
             assert str(found) == str(value) or found == pytest.approx(value), name

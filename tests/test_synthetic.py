@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clustergym import cli
+from clustergym.moe_placement.presets.models import MODELS, get_model
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
-from clustergym.traces.synthetic import _persistent_topics
+from clustergym.traces.synthetic import _keep_best_groups, _persistent_topics
 
 SMALL = SyntheticConfig(n_tokens=4000, n_layers=4)
 ROOT = Path(__file__).resolve().parents[1]
@@ -263,3 +265,63 @@ class TestBadParameters:
     def test_every_parameter_is_explained_in_the_docs(self) -> None:
         page = (ROOT / "docs" / "traces.md").read_text()
         assert [f.name for f in fields(SyntheticConfig) if f"`{f.name}`" not in page] == []
+
+
+class TestModels:
+    """``for_model`` and ``trace synth --model`` take the sizes of a model."""
+
+    def test_group_limited_routing(self) -> None:
+        """DeepSeek-V3: 8 groups of 32 experts, the 8 experts of a token from at most 4 groups."""
+        config = SyntheticConfig.for_model(get_model("deepseek-v3"), n_tokens=500, n_layers=3, n_domains=2)
+        trace = synthetic_trace(config)
+        groups = trace.experts // 32
+        used = np.array([[len(set(row)) for row in token] for token in groups.tolist()])
+        assert used.max() == 4
+        assert len(np.unique(groups)) == 8
+        free = synthetic_trace(config, group_limit=0).experts // 32
+        assert np.mean([[len(set(row)) > 4 for row in token] for token in free.tolist()]) > 0.5
+
+    def test_best_groups_by_hand(self) -> None:
+        """A group scores its best two experts: (9 + 1), (6 + 5), (8 + 0): the first is chosen last."""
+        scores = np.array([[9, 1, 0, 6, 5, 4, 8, 0, -1]], np.float32)
+        _keep_best_groups(scores, 3, 1)
+        assert scores[0].tolist() == [-np.inf] * 3 + [6, 5, 4] + [-np.inf] * 3
+
+    @pytest.mark.parametrize("name", MODELS)
+    def test_every_preset(self, name: str) -> None:
+        model = get_model(name)
+        trace = synthetic_trace(SyntheticConfig.for_model(model, n_tokens=6, n_domains=1))
+        assert trace.layer_ids.tolist() == list(model.layer_ids)
+        assert (trace.n_experts, trace.top_k, trace.model) == (model.n_experts, model.top_k, name)
+
+    def test_command(self, tmp_path: Path) -> None:
+        path = tmp_path / "t.npz"
+        small = ["--n-tokens", "40", "--n-domains", "2"]
+        assert cli.main(["trace", "synth", str(path), "--model", "kimi-k2", *small]) == 0
+        trace = TokenTrace.load(path)
+        assert (trace.n_layers, trace.n_experts, trace.top_k, trace.model) == (60, 384, 8, "kimi-k2")
+        assert trace.layer_ids[0] == 1
+        assert cli.main(["trace", "synth", str(path), "--model=llama-4-maverick", "--n-layers=2", *small]) == 0
+        trace = TokenTrace.load(path)
+        assert (trace.layer_ids.tolist(), trace.n_experts) == ([1, 2], 128)
+        spec = tmp_path / "mine.yaml"
+        spec.write_text("n_layers: 2\nn_experts: 12\ntop_k: 3\nhidden: 64\nintermediate: 32\nlayers: [2, 5]\n")
+        assert cli.main(["trace", "synth", str(path), "--model", str(spec), *small]) == 0
+        trace = TokenTrace.load(path)
+        assert (trace.layer_ids.tolist(), trace.n_experts, trace.top_k, trace.model) == ([2, 5], 12, 3, "mine")
+        assert cli.main(["trace", "synth", str(path), *small, "--n-layers", "2"]) == 0
+        assert TokenTrace.load(path).model == "deepseek-v2-lite"
+        assert cli.main(["trace", "synth", str(path), "--model", "nope"]) == 2
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"n_groups": 5}, "n_groups must divide n_experts = 64, found 5"),
+            ({"n_groups": 8, "group_limit": 9}, "group_limit must be at most n_groups = 8"),
+            ({"n_groups": 32, "group_limit": 2}, "leave top_k = 6 experts, found 2"),
+            ({"layers": (1, 2)}, "layers must name n_layers = 26 layers, found 2"),
+        ],
+    )
+    def test_refused(self, change: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            SyntheticConfig(**change)

@@ -246,6 +246,9 @@ def test_owner_is_the_workload_in_its_namespace() -> None:
         return pod(labels=labels, ownerReferences=[{"kind": kind, "name": name, "controller": True}])
 
     assert owner_of(pod(), "team") == "team/Pod/train"
+    # The same before and after the API server has generated the name.
+    assert owner_of({"metadata": {"generateName": "run-"}}, "team") == "team/Pod/run-"
+    assert owner_of({"metadata": {"generateName": "run-", "name": "run-x7k2p"}}, "team") == "team/Pod/run-"
     assert owner_of(owned("Job", "nightly"), "team") == "team/Job/nightly"
     assert owner_of(owned("ReplicaSet", "web-5d8f", **{"pod-template-hash": "5d8f"}), "team") == "team/Deployment/web"
     assert owner_of(owned("ReplicaSet", "bare"), "team") == "team/ReplicaSet/bare"

@@ -141,7 +141,7 @@ def webhook_server(setup: Setup, name: str, backend: str, recommender_url: str |
         "--cert", certificates / "tls.crt", "--key", certificates / "tls.key",
         "--client-ca", certificates / "client-ca.crt", "--backend", backend,
         "--agent-url", f"http://{{ip}}:{setup.agent_port}", "--agent-token-file", setup.folder / "agent-token",
-        "--api-server", api.url, "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "1",
+        "--api-server", api.url, "--api-token-file", api.webhook_token, "--api-ca", api.ca, "--deadline-s", "2",
         *([] if recommender_url is None else ["--recommender-url", recommender_url]),
     ]  # fmt: skip
     with running(command, log) as process:
@@ -263,7 +263,7 @@ def real_agent(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """The real agent of node-real, which is also a recommender."""
     address = f"127.0.0.{10 + AGENT_MODES.index('real')}"
     store = tmp_path_factory.mktemp("agent")
-    with agent_server(store, "--explore", "off", host=address, port=setup.agent_port) as server:
+    with agent_server(store, "--explore", "off", host=address, port=setup.agent_port, ready_s=180) as server:
         yield server
 
 
@@ -340,6 +340,10 @@ def test_the_real_agent_recommends_from_the_history_of_the_owner(setup: Setup, r
         assert 1 <= cores < 80
         assert cores == int(float(annotations["clustergym.io/recommended-cores"]))
         assert memory == int(float(annotations["clustergym.io/recommended-memory"]))
+        # In mode Off the agent says what it would grant, and the pod keeps its request.
+        watched = made(setup, hami_pod(owner="web", mode="Off"), "real-initial")
+        assert counted(watched) == (80, 4000)
+        assert float(watched["metadata"]["annotations"]["clustergym.io/recommended-cores"]) < 80
         # The credential in the pod is good for feedback on this allocation, without the token of the cluster.
         body = {"allocation_id": annotations["clustergym.io/recommendation-id"], "actual_usage": 10, "qos_met": True}
         status, answer = real_agent.post("/feedback", body, annotations["clustergym.io/recommendation-token"])
@@ -523,7 +527,7 @@ def test_if_the_agent_fails_the_pod_is_bound_with_its_request(setup: Setup, mode
     created = made(setup, pod())
     began = time.monotonic()
     found = bound(setup, created, f"node-{mode}")
-    # The slow agent takes five seconds, but the deadline of the webhook is one second.
+    # The slow agent takes five seconds, but the deadline of the webhook is two seconds.
     assert time.monotonic() - began < 4.5
     assert environment(found) == {CORES: "80", MEMORY: "0=4000M"}
     assert reason in found["metadata"]["annotations"]["clustergym.io/status"]

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -73,7 +73,8 @@ class Problem:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
-    update: Callable[[World], dict[str, float]]
+    update: Callable[..., dict[str, float]]
+    """update(world), or update(world, rank) on every second row, starting with row ``rank``."""
     samples_of: Callable[[list[int]], tuple[list[Sample], Tensor | float]]
     split: Callable[[list[int]], list[list[int]]]
     """Minibatches of a shuffled list of rows."""
@@ -111,6 +112,10 @@ def scripts_in(envs: Any) -> list[Script]:
     return [env.unwrapped for env in envs.envs]
 
 
+def half(batch: Any, rank: int | None) -> Any:
+    return batch if rank is None else batch.take(slice(rank, None, 2))
+
+
 def equal_parts(order: list[int], count: int) -> list[list[int]]:
     cuts = [int(i * len(order) / count) for i in range(count + 1)]
     return [order[a:b] for a, b in pairwise(cuts)]
@@ -133,6 +138,11 @@ class Case:
     has_world = True
     has_early_stop = True
     has_schedule = True
+    logs_updates = True
+    losses: tuple[str, ...] = (
+        "policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm",
+    )  # fmt: skip
+    env_id = DISCRETE
     num_actions = 4
     rows = 20
 
@@ -254,7 +264,7 @@ class Case:
         return Problem(
             agent,
             optimizer,
-            lambda world: self.call_update(agent, optimizer, batch, args, s, world),
+            lambda world, rank=None: self.call_update(agent, optimizer, half(batch, rank), args, s, world),
             lambda rows: ([self.sample(agent, batch, i) for i in rows], 0.0),
             lambda order: equal_parts(order, args.num_minibatches),
             s,
@@ -266,7 +276,7 @@ class Case:
     def play(self, count: int = 3, **changes: Any) -> Played:
         """Play ``count`` roll-outs in scripted environments."""
         torch.manual_seed(0)
-        args = self.args(**({"env_id": DISCRETE} | changes))
+        args = self.args(**({"env_id": self.env_id} | changes))
         agent = self.make_agent(args)
         runner = self.trainer.Rollouts(args, agent, CPU)
         runner.restart(7)
@@ -309,9 +319,18 @@ class Case:
     def run_args(self, folder: Path, iterations: int, **changes: Any) -> Any:
         sizes = self.small["num_envs"] * self.small["num_steps"]
         more = {"eval_episodes": 0, "eval_streams": 0, "checkpoint_interval": 0, "final_std": None}
+        more |= {"run_dir": folder, "total_timesteps": iterations * sizes}
         if type(self).scripted is Case.scripted:
-            more["env_id"] = DISCRETE
-        return self.args(**more, run_dir=folder, total_timesteps=iterations * sizes, **changes)
+            more["env_id"] = self.env_id
+        return self.args(**(more | changes))
+
+    @property
+    def real_env_id(self) -> str:
+        """An environment whose state a checkpoint can hold."""
+        return self.env_id
+
+    def real_environments(self) -> AbstractContextManager[None]:
+        return self.scripted()
 
     def played_action(self, stored: Tensor) -> np.ndarray:
         """What the environment receives for an action of the batch."""
@@ -505,8 +524,38 @@ class ClusterView(View):
         return self.scale.scale(plain, np.array([each is not None and each.done for each in step])).tolist()
 
 
+class ContinuousCase(Case):
+    name = "ppo_continuous_action"
+    small = Case.small | {"hidden": 8}
+    env_id = BOX
+    num_actions = 2
+
+    def make_agent(self, args: Any) -> nn.Module:
+        agent = self.trainer.Agent(3, 2, args.hidden)
+        with torch.no_grad():
+            agent.actor_head.weight.mul_(100)
+            agent.log_std.copy_(torch.tensor([0.1, -0.4]))
+        return agent
+
+    def distribution(self, agent: Any, x: Tensor, mask: Any) -> Any:
+        return diagonal_normal(agent.actor_head(agent.actor_trunk(x)), torch.exp(agent.log_std))
+
+    def entropy(self, agent: Any, x: Tensor, mask: Any) -> Tensor:
+        return self.distribution(agent, x, mask).entropy()
+
+    def made_up_actions(self) -> Tensor:
+        return torch.randn(self.rows, 2)
+
+    def played_action(self, stored: Tensor) -> np.ndarray:
+        return np.clip(stored.numpy(), [-2, 0], [2, 3])
+
+    def view(self, played: Played) -> View:
+        return ClusterView(played)
+
+
 class GpuAllocCase(Case):
     name = "ppo_gpu_alloc"
+    logs_updates = False
     small = Case.small | {"gamma": 0.9, "hidden": 8, "num_envs": 4, "action_scale": 0.3}
     num_actions = 2
 
@@ -556,6 +605,13 @@ class GpuAllocCase(Case):
         journals = runner.envs.journals
         steps = cut([transitions(journal, False) for journal in journals], args.num_steps)
         return Played(args, agent, rollouts, steps, args.num_envs, [journal[0].obs for journal in journals])
+
+    @property
+    def real_env_id(self) -> str:
+        return "GPUAllocation-v0"
+
+    def real_environments(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def check_start(self, cluster: ScriptedCluster, args: Any) -> None:
         """Environments have different seeds and start in different phases of their episodes."""
@@ -651,10 +707,16 @@ class LSTMCase(GpuAllocCase):
                         getattr(batch, name)[t, env] += now
         s = self.settings(args)
         optimizer = self.trainer.make_optimizer(agent, args.learning_rate)
+
+        def update(world: World, rank: int | None = None) -> dict[str, float]:
+            envs = torch.arange(args.num_envs) if rank is None else torch.arange(rank, args.num_envs, 2)
+            fewer = dataclasses.replace(args, num_envs=len(envs))
+            return self.call_update(agent, optimizer, batch.take(envs), fewer, s, world)
+
         return Problem(
             agent,
             optimizer,
-            lambda world: self.call_update(agent, optimizer, batch, args, s, world),
+            update,
             lambda rows: ([sample for env in rows for sample in self.sequence(agent, batch, env)], 0.0),
             lambda order: chunks(order, args.num_minibatches),
             s,
@@ -689,7 +751,7 @@ def chunks(order: list[int], count: int) -> list[list[int]]:
 
 
 class OnlineCase(GpuAllocCase):
-    """The agent of a node learns from experiences in the order of their feedback, as one long roll-out."""
+    """The agent of a node learns from single experiences, each with the observation at its feedback."""
 
     name = "ppo_gpu_alloc_online"
     small = {"minibatch_size": 6, "update_epochs": 3, "gamma": 0.9, "action_scale": 0.3, "target_kl": None,
@@ -710,16 +772,20 @@ class OnlineCase(GpuAllocCase):
         args = self.args(**changes)
         agent = self.make_agent(args)
         columns = self.made_up(agent, self.made_up_obs(), self.made_up_actions())
-        rewards = torch.randn(self.rows) + 1.5
-        batch = Experiences(columns["obs"], columns["actions"], columns["logprobs"], rewards, 99, skipped=4)
+        batch = Experiences(
+            columns["obs"], columns["actions"], columns["logprobs"], rewards=torch.randn(self.rows) + 1.5,
+            values=columns["values"], next_obs=torch.randn(self.rows, 5), dones=torch.arange(self.rows) % 4 == 0,
+            through=99, skipped=4,
+        )  # fmt: skip
         with torch.no_grad():
             values = [float(self.value(agent, x)) for x in batch.obs]
-        # The state after the last feedback is unknown: its value is that of the last state.
-        following = [*values[1:], values[-1]]
-        steps = [Transition(None, None, None, 0.0, False, False, None, None, False) for _ in values]
-        chain = list(zip(steps, rewards.tolist(), values, following, strict=True))
-        advantages = advantages_of(chain, args.gamma, args.gae_lambda, True)
-        targets = [a + v for a, v in zip(advantages, values, strict=True)]
+            following = [float(self.value(agent, x)) for x in batch.next_obs]
+        goes_on = (~batch.dones).tolist()
+        targets = [
+            reward + args.gamma * after * on
+            for reward, after, on in zip(batch.rewards.tolist(), following, goes_on, strict=True)
+        ]
+        advantages = [target - value for target, value in zip(targets, values, strict=True)]
 
         def sample(i: int) -> Sample:
             distribution = self.distribution(agent, batch.obs[i], None)
@@ -739,7 +805,7 @@ class OnlineCase(GpuAllocCase):
         def more_metrics(outcome: Any) -> dict[str, float]:
             std = [args.action_scale * math.exp(number) for number in agent.log_std.tolist()]
             return {
-                "charts/reward": float(rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4,
+                "charts/reward": float(batch.rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4,
                 "charts/std_cores": std[0], "charts/std_memory": std[1],
             }  # fmt: skip
 
@@ -933,10 +999,14 @@ class LLMCase(Case):
     has_world = False
     has_early_stop = False
     has_rollout = False
+    logs_updates = False
+    losses = ("policy_loss", "value_loss", "approx_kl", "clipfrac", "grad_norm", "max_ratio")
 
     def run_args(self, folder: Path, iterations: int, **changes: Any) -> Any:
         sizes = {"pretrain_steps": 1, "pretrain_batch": 2, "pretrain_length": 16, "eval_prompts": 2, "show": 0}
-        more = {"model": self.config, "checkpoint_interval": 0, "iterations": iterations}
+        text = folder.with_suffix(".txt")
+        text.write_text("\n\n".join(f"Paragraph {i} has some words, and {i * i} more." for i in range(60)))
+        more = {"model": self.config, "checkpoint_interval": 0, "iterations": iterations, "text": [text]}
         return self.args(**sizes, **more, run_dir=folder, **changes)
 
     def make_policy(self) -> Any:
@@ -1095,5 +1165,6 @@ def approx(value: float) -> Any:
 
 
 CASES: list[Case] = [
-    Case(), AtariCase(), GpuAllocCase(), LSTMCase(), OnlineCase(), FederatedCase(), FederatedBoxCase(), LLMCase(),
+    Case(), ContinuousCase(), AtariCase(), GpuAllocCase(), LSTMCase(), OnlineCase(), FederatedCase(),
+    FederatedBoxCase(), LLMCase(),
 ]  # fmt: skip

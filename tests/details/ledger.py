@@ -76,7 +76,7 @@ DETAILS: list[Detail] = [
             ("nn.init.orthogonal_(layer.weight, std)", "nn.init.xavier_uniform_(layer.weight, std)"),
             ("nn.init.constant_(layer.bias, bias_const)", "pass"),
             ("std: float = 2**0.5", "std: float = 1.0"),
-            ("nn.Linear(hidden, num_actions), std=0.01", "nn.Linear(hidden, num_actions), std=1.0"),
+            ("nn.Linear(hidden, sum(self.components)), std=0.01", "nn.Linear(hidden, sum(self.components)), std=1.0"),
             ("nn.Linear(hidden, 1), std=1.0", "nn.Linear(hidden, 1), std=0.01"),
         ),
     ),
@@ -527,16 +527,20 @@ DETAILS: list[Detail] = [
     ),
     Detail(
         "37",
-        "actions with several components: log-probabilities are added",
-        "ppo_moe_marl",
-        "expert_logprobs.gather(-1, batch.expert[rows, None]) + node_logprobs.gather(-1, batch.node[rows, None])",
+        "MultiDiscrete: independent components, log-probabilities and entropies are added",
+        "ppo",
+        "logprobs = logprobs + all_logprobs.gather(-1, chosen[:, None]).squeeze(-1)",
         (
-            "test_ppo_details.py::test_log_probabilities_of_action_components_are_added",
-            "test_ppo_moe_marl.py::test_log_probabilities_of_both_choices_add_up_and_the_first_ratio_is_one",
+            "test_ppo.py::test_log_probabilities_and_entropies_of_components_are_added",
+            "test_ppo.py::test_every_component_is_sampled_from_its_own_distribution",
         ),
         (
-            ("expert_logprobs.gather(-1, batch.expert[rows, None]) + node_logprobs", "node_logprobs"),
-            ("legal, expert_logprob + node_logprob, values", "legal, expert_logprob, values"),
+            ("logprobs = logprobs + all_logprobs", "logprobs = all_logprobs"),
+            ("entropies = entropies + categorical_entropy", "entropies = categorical_entropy"),
+            (
+                "[part.argmax(-1) for part in scores.split(self.components, -1)]",
+                "[scores.argmax(-1)] * len(self.components)",
+            ),
         ),
     ),
     Detail(
@@ -592,15 +596,8 @@ DETAILS: list[Detail] = [
         (
             ("return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)", "return logits"),
             ("MASKED_LOGIT = -1e8", "MASKED_LOGIT = -1.0"),
-            (
-                "(mask_logits(self.get_logits(obs), masks) + noise).argmax(-1)",
-                "(self.get_logits(obs) + noise).argmax(-1)",
-            ),
-            ("mask_logits(logits, masks).log_softmax(-1)", "logits.log_softmax(-1)"),
-            (
-                "return logprobs, categorical_entropy(all_logprobs, masks)",
-                "return logprobs, categorical_entropy(all_logprobs, None)",
-            ),
+            ("scores = mask_logits(self.get_logits(obs), masks) + noise", "scores = self.get_logits(obs) + noise"),
+            ("parts = mask_logits(logits, masks).split", "parts = logits.split"),
             ("obs, masks = envs.obs, envs.masks", "obs, masks = envs.obs, None"),
         ),
     ),

@@ -41,17 +41,22 @@ from rich.console import Console
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
+VECTOR = ROOT / "envs" / "clustergym" / "training" / "vector.py"
 SURVIVORS = Path(__file__).with_name("survivors.yaml")
 
 # Functions that the mutants are in. A name that a trainer does not have is ignored. A function that is a copy of one in
 # an earlier trainer is left out: tests/test_trainers_agree.py compares the copies.
 TRAINERS = (
     "ppo", "ppo_continuous_action", "ppo_atari", "ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc_online", "ppo_federated",
-    "ppo_llm",
+    "ppo_llm", "vector",
 )  # fmt: skip
+"""Files in cleanrl_ppo, and training/vector.py, which steps the environments."""
 FUNCTIONS = (
     "anneal", "compute_gae", "normalize_advantages", "policy_loss", "value_loss", "kl_estimators", "mask_logits",
     "categorical_entropy", "explained_variance", "make_optimizer", "Batch.take", "update",
+    "Agent.draw_noise", "Agent.act", "Agent.evaluate_actions", "Agent.get_logits", "Agent.get_value", "Agent.forward",
+    "NormalizedEnvs.observe", "NormalizedEnvs.normalize", "NormalizedEnvs.step",
+    "VectorEnvs._observe", "VectorEnvs._tensor", "VectorEnvs.step", "VectorEnvs._final_obs", "VectorEnvs._add_recorded",
     "Rollouts.collect", "Rollouts._final_values", "Rollouts.normalize", "Rollouts._value", "episode_charts",
     "gaussian_logprob", "gaussian_entropy", "clip_action", "RunningMeanStd.update", "normalize_obs",
     "RewardScaler.__call__", "Agent.remember", "Agent.heads", "Agent.std",
@@ -179,7 +184,7 @@ def all_mutants(trainers: tuple[str, ...], functions: tuple[str, ...]) -> list[M
     known: set[tuple[str, str]] = set()
     out = []
     for trainer in TRAINERS:
-        path = ROOT / "cleanrl_ppo" / f"{trainer}.py"
+        path = VECTOR if trainer == "vector" else ROOT / "cleanrl_ppo" / f"{trainer}.py"
         if not path.exists():
             continue
         source = path.read_text()
@@ -207,7 +212,8 @@ def code_of(code: CodeType, name: str) -> CodeType:
 
 def apply(mutant: Mutant) -> None:
     """Swap the code of the function in the imported trainer."""
-    place: Any = sys.modules[f"cleanrl_ppo_{mutant.trainer}"]
+    is_trainer = mutant.trainer != "vector"
+    place: Any = sys.modules[f"cleanrl_ppo_{mutant.trainer}" if is_trainer else "clustergym.training.vector"]
     for part in mutant.function.split("."):
         place = getattr(place, part)
     unwrap(place).__code__ = code_of(compile(mutant.source, f"{mutant.trainer}.py", "exec"), mutant.function)
@@ -247,9 +253,17 @@ def in_a_child(mutant: Mutant | None, items: list[pytest.Item], timeout_s: int) 
 
 def tests_of(mutant: Mutant, items: list[pytest.Item]) -> list[pytest.Item]:
     """The tests of the trainer. Those of the mutated part come first."""
-    own = [item for item in items if mutant.trainer in trainers_of(item)]
     parts = ("update", "stops") if mutant.function in ("update", "Learner.learn", "Learner.loss") else ("rollout",)
-    return sorted(own, key=lambda item: not any(part in item.name for part in parts))
+    return sorted(
+        tests_of_trainer(mutant.trainer, items), key=lambda item: not any(part in item.name for part in parts)
+    )
+
+
+def tests_of_trainer(trainer: str, items: list[pytest.Item]) -> list[pytest.Item]:
+    if trainer == "vector":
+        names = {"ppo", "ppo_atari"}
+        return [item for item in items if trainers_of(item) & names and "rollout" in item.name]
+    return [item for item in items if trainer in trainers_of(item)]
 
 
 def trainers_of(item: pytest.Item) -> set[str]:
@@ -275,7 +289,7 @@ class MutationRun:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         console = Console(stderr=True)
         for trainer in sorted({mutant.trainer for mutant in self.mutants}):
-            own = [item for item in session.items if trainer in trainers_of(item)]
+            own = tests_of_trainer(trainer, session.items)
             # Once here, so that the children inherit what torch loads at first use.
             passes([item for item in own if "defaults" in item.name])
             if not in_a_child(None, own, 20 * self.timeout_s):
@@ -285,6 +299,8 @@ class MutationRun:
             if in_a_child(mutant, tests_of(mutant, session.items), self.timeout_s):
                 self.survivors.append(mutant)
                 console.print(f"{number}/{len(self.mutants)} survives: {mutant}", markup=False, highlight=False)
+            if number % 25 == 0:
+                console.print(f"{number}/{len(self.mutants)}", markup=False, highlight=False)
             taken = time.perf_counter() - began
             self.seconds[mutant.trainer] = self.seconds.get(mutant.trainer, 0.0) + taken
         return True

@@ -9,16 +9,17 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Header, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ValidationError
 
-from clustergym.agent import messages
+from clustergym.agent import messages, relay
 from clustergym.agent.messages import PROBLEMS, AllocateRequest, FeedbackRequest
 from clustergym.agent.service import Refused, Service
+from clustergym.agent.status import page
 from clustergym.agent.store import StoreUnavailable
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,10 @@ Endpoint = Callable[[Any, str | None], Awaitable[Response]]
 Endpoints = dict[str, tuple[type[BaseModel], Endpoint]]
 """Path to (request model, endpoint). An endpoint also gets the allocation id of a feedback credential, or None."""
 
-PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics")
-"""Can be read without a token, because probes and scrapers have none."""
-DOCUMENT_PATHS = ("/docs", "/openapi.json")
-FEEDBACK_PATH = "/feedback"
+PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics", "/ui")
+"""Can be read without a token, because probes and scrapers have none, and the page itself shows nothing."""
+DOCUMENT_PATHS = ("/docs", "/openapi.json", "/status.json", "/policy")
+FEEDBACK_PATH, RELAY_PATH = "/feedback", "/experiences"
 
 
 class Disconnected(Exception):
@@ -91,19 +92,19 @@ class AccessMiddleware:
         start = time.perf_counter()
         model, endpoint, seconds = self.endpoints[scope["path"]]
         try:
-            body = await self.read_body(headers, receive)
+            limit = relay.MAX_BODY_BYTES if scope["path"] == RELAY_PATH else self.service.settings.max_body_bytes
+            body = await self.read_body(headers, receive, limit)
         except Disconnected:
             return
         if body is None:
-            response = self.refuse(413, f"the body is longer than {self.service.settings.max_body_bytes} bytes")
+            response = self.refuse(413, f"the body is longer than {limit} bytes")
         else:
             response = await self.call(model, endpoint, body, credential_for)
         await response(scope, receive, send)
         seconds.observe(time.perf_counter() - start)
 
-    async def read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+    async def read_body(self, headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
         """The body, or None as soon as it is known to be too long."""
-        limit = self.service.settings.max_body_bytes
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > limit:
             return None
@@ -190,6 +191,7 @@ def _type_of(content: dict[str, Any]) -> str:
 def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """The FastAPI application of a service."""
     app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, docs_url=None, redoc_url=None)
+    status_page = page()
     security: dict[str, Any] = {"security": [{"bearer": []}]} if service.tokens.path is not None else {}
 
     @app.post("/allocate", response_model=messages.AllocateResponse, responses=PROBLEMS, openapi_extra=security)
@@ -209,6 +211,28 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
     async def feedback(request: FeedbackRequest) -> Response:
         """Report the outcome of an allocation. Only the first report has an effect."""
         raise NotImplementedError("called by the middleware")
+
+    @app.post(RELAY_PATH, response_model=relay.RelayResponse, responses=PROBLEMS, openapi_extra=security)
+    async def experiences(request: relay.RelayRequest) -> Response:
+        """Experiences of another node. Rows that are already stored are skipped."""
+        raise NotImplementedError("called by the middleware")
+
+    @app.get("/policy", include_in_schema=False)
+    async def policy(if_none_match: Annotated[str | None, Header()] = None) -> Response:
+        """The checkpoint in use, for agents that have this one as their leader."""
+        tag = f'"{service.policy.version}"'
+        if if_none_match == tag:
+            return Response(status_code=304)
+        content = relay.policy_bytes(service.settings.store)
+        return Response(content, media_type="application/octet-stream", headers={"etag": tag})
+
+    async def answer_experiences(request: relay.RelayRequest, _: str | None) -> Response:
+        try:
+            stored = relay.store_rows(service.store, request, service.policy.obs_size)
+        except ValueError as error:
+            raise Refused(422, str(error)) from None
+        await service.store.committed()
+        return json_response({"stored": stored, "policy_version": service.policy.version})
 
     async def answer_allocate(request: AllocateRequest, _: str | None) -> Response:
         return await allocate(request)
@@ -235,6 +259,15 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         document = {"status": text, "reasons": reasons, "policy_version": service.policy.version}
         return JSONResponse(document, status)
 
+    @app.get("/ui", response_class=HTMLResponse, include_in_schema=False)
+    async def ui() -> HTMLResponse:
+        policy = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+        return HTMLResponse(status_page, headers={"content-security-policy": policy, "x-frame-options": "DENY"})
+
+    @app.get("/status.json", include_in_schema=False)
+    async def status() -> JSONResponse:
+        return JSONResponse(service.status.document(service))
+
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
@@ -251,6 +284,7 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
     endpoints: Endpoints = {
         "/allocate": (AllocateRequest, answer_allocate),
         FEEDBACK_PATH: (FeedbackRequest, answer_feedback),
+        RELAY_PATH: (relay.RelayRequest, answer_experiences),
     }
     app.add_middleware(AccessMiddleware, service=service, endpoints=endpoints)
     return app

@@ -8,8 +8,6 @@ from typing import NamedTuple
 from clustergym.gpu_allocation.reward import compute_reward
 from clustergym.gpu_allocation.space import MIN_CORES
 
-OOM_GROWTH = 1.2
-"""A pod that ran out of memory is assumed to need this much more than it had."""
 MISS_GROWTH = 1.2
 """A pod that missed its objective, with no pressure measured, is assumed to need this much more than it had."""
 

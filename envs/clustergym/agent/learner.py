@@ -21,11 +21,11 @@ from torch import Tensor
 from clustergym.agent.logs import setup_logging
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import connect, exclusive_lock
-from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from clustergym.agent.versions import CHECKPOINT_KIND, LEARNER_LOCK_NAME, handle_request, keep_version, save_version
+from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_KIND = "ppo_gpu_alloc_online"
 PR_SET_PDEATHSIG = 1
 
 
@@ -84,6 +84,11 @@ class ExperienceReader:
         self.connection, self.settings = connection, settings
         self._position = 0
 
+    def newest(self) -> int:
+        """Number of the newest feedback."""
+        (seq,) = self.connection.execute("SELECT coalesce(max(seq), 0) FROM feedback").fetchone()
+        return int(seq)
+
     def read(self, learned_through: int, version: int) -> Experiences | None:
         """The next batch that has not been learned from, or None if there are not enough experiences yet."""
         rows = self.connection.execute(
@@ -122,16 +127,22 @@ def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: Op
     os.nice(10)
     torch.set_num_threads(1)
     checkpoint = settings.store / CHECKPOINT_NAME
-    with exclusive_lock(settings.store / "trainer.lock", wait=True), contextlib.ExitStack() as stack:
+    with exclusive_lock(settings.store / LEARNER_LOCK_NAME, wait=True), contextlib.ExitStack() as stack:
         state = load_checkpoint(checkpoint, CHECKPOINT_KIND)
         reader = ExperienceReader(connect(settings.store, settings.durability), settings)
         logger = None
+        keep_version(settings.store, state["version"])
         while os.getppid() == parent_pid:
+            state = handle_request(settings.store, state, reader.newest())
             batch = reader.read(state["learned_through"], state["version"])
             if batch is not None:
                 first_version = state["version"]
                 state, metrics = learn_once(state, batch)
-                save_checkpoint(checkpoint, CHECKPOINT_KIND, state)
+                save_version(settings.store, state)
+                log.info(
+                    "version %d: %d experiences, mean reward %.3f",
+                    state["version"], len(batch.rewards), float(batch.rewards.mean()),
+                )  # fmt: skip
                 # TensorBoard takes longer to load than an update takes: open it when there is something to log.
                 logger = logger or stack.enter_context(open_logger(first_version))
                 logger.scalars(metrics, state["version"])

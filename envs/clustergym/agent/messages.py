@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_REQUEST_MB = float(1 << 20)
 DEFAULT_OWNER = "default"
 Text = Annotated[str, Field(min_length=1, max_length=256)]
-FeedbackStatus = Literal["accepted", "duplicate", "unknown", "expired", "stale"]
+FeedbackStatus = Literal["accepted", "duplicate", "unknown", "expired", "stale", "sample"]
 
 
 class AllocateRequest(BaseModel):
@@ -57,13 +57,19 @@ class FeedbackRequest(BaseModel):
         default=None,
         description="Default: the allocation of the feedback token, otherwise the only open allocation of the owner",
     )
-    owner: Text = Field(default=DEFAULT_OWNER, description="Used only without an allocation id")
+    owner: Text | None = Field(
+        default=None, description="With an id: must be the owner of the allocation. Without one: default is meant"
+    )
     actual_usage: float = Field(
         ge=0, le=100, description="Share of the GPU (not of the allocation) that was used, in %"
     )
     qos_met: bool = Field(description="Whether the pod met its objective")
     pods: int = Field(default=1, ge=0, le=10_000, description="Number of pods on the GPU, including this one")
     memory_used: float | None = Field(default=None, ge=0, le=MAX_REQUEST_MB, description="GPU memory used in MB")
+    final: bool = Field(
+        default=True, description="False for a sample during the life of the pod: it updates the peaks, nothing else"
+    )
+    restarts: int = Field(default=0, ge=0, description="Number of restarts. Not part of the reward")
     oom: bool = Field(default=False, description="Whether the pod ran out of GPU memory and was killed")
     pressure: float | None = Field(
         default=None, ge=0, le=1000, description="max(load, latency / objective), if measured"

@@ -9,11 +9,23 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from clustergym.agent.messages import FeedbackStatus
+from clustergym.agent.owners import LEVELS
 from clustergym.agent.store import Allocation, Feedback
 
 if TYPE_CHECKING:
     from clustergym.agent.service import Service
 
+TEXTS = {
+    "reward": "Running mean of the rewards",
+    "qos": "Share of pods that met their objective",
+    "policy_reward": "Running mean of the rewards of the policy's advice, estimated where it was not granted",
+    "policy_qos": "Share of pods that would have met their objective with the policy's advice",
+    "recommended_reward": "Running mean of the rewards of recommendations, estimated in shadow mode",
+    "recommended_qos": "Share of pods that would have met their objective with the recommendation",
+    "regret": "Reward of the best allocation in hindsight minus that of the recommendation",
+    "granted_share": "Granted cores / requested cores",
+    "used_share": "Used cores / granted cores",
+}
 CLASSES = {True: "latency-sensitive", False: "best-effort"}
 
 
@@ -52,21 +64,13 @@ class Metrics:
         self.task_failures = Counter(
             "clustergym_task_failures", "Failures of background tasks", ("task",), registry=self.registry
         )
-        self._means = {
-            name: {sensitive: RunningMean() for sensitive in CLASSES}
-            for name in ("reward", "qos", "advised_reward", "advised_qos", "regret", "granted_share", "used_share")
-        }
-        texts = {
-            "reward": "Running mean of the rewards",
-            "qos": "Share of pods that met their objective",
-            "advised_reward": "Running mean of the rewards of advised allocations, estimated where not applied",
-            "advised_qos": "Share of pods that would have met their objective with the advised allocation",
-            "regret": "Reward of the best allocation in hindsight minus that of the advised one",
-            "granted_share": "Granted cores / requested cores",
-            "used_share": "Used cores / granted cores",
-        }
+        self.level_changes = Counter(
+            "clustergym_owner_level_changes", "Changes of the level of an owner", ("level",), registry=self.registry
+        )
+        self.rollbacks = Counter("clustergym_rollbacks", "Automatic rollbacks of the policy", registry=self.registry)
+        self._means = {name: {sensitive: RunningMean() for sensitive in CLASSES} for name in TEXTS}
         for name, by_class in self._means.items():
-            gauge = Gauge(f"clustergym_{name}_mean", texts[name], ("qos_class",), registry=self.registry)
+            gauge = Gauge(f"clustergym_{name}_mean", TEXTS[name], ("qos_class",), registry=self.registry)
             for sensitive, mean in by_class.items():
                 gauge.labels(CLASSES[sensitive]).set_function(lambda mean=mean: mean.value)  # type: ignore[misc]
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
@@ -74,6 +78,9 @@ class Metrics:
             "clustergym_degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),
             "clustergym_store_unavailable": (
                 "1 if the last transaction failed", lambda: service.store.problem is not None,
+            ),
+            "clustergym_good_version": (
+                "The last version that passed the test", lambda: service.champion.version if service.champion else -1,
             ),
             "clustergym_connections": ("Open connections", lambda: service.pool.open),
         }  # fmt: skip
@@ -86,8 +93,10 @@ class Metrics:
         values = {
             "reward": outcome.reward,
             "qos": outcome.qos_met,
-            "advised_reward": outcome.advised_reward,
-            "advised_qos": outcome.advised_qos,
+            "policy_reward": outcome.advised_reward,
+            "policy_qos": outcome.advised_qos,
+            "recommended_reward": outcome.recommended_reward,
+            "recommended_qos": outcome.recommended_qos,
             "regret": outcome.regret,
             "granted_share": allocation.cores / allocation.requested_cores,
             "used_share": outcome.usage / allocation.cores,
@@ -114,6 +123,11 @@ class ServiceCollector:
         for status in get_args(FeedbackStatus):
             feedback.add_metric([status], counters.get(f"feedback:{status}", 0))
         yield feedback
+        levels = GaugeMetricFamily("clustergym_owners", "Owners by who decides about their pods", labels=["level"])
+        states = [state for _, state in self.service.store.owner_states(10_000)]
+        for number, level in enumerate(LEVELS):
+            levels.add_metric([level], sum(state.level == number for state in states))
+        yield levels
         closed = CounterMetricFamily("clustergym_connections_closed", "Connections closed by limits", labels=["limit"])
         for limit, count in {"idle": pool.evicted, "refused": pool.refused, "timeout": pool.timed_out}.items():
             closed.add_metric([limit], count)

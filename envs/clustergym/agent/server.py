@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clustergym.agent.clock import DAY_S
-from clustergym.agent.learner import CHECKPOINT_KIND, LearnerProcess, LearnOnce, OpenLogger, State
+from clustergym.agent.learner import LearnerProcess, LearnOnce, OpenLogger, State
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import DATABASE_NAME, Store, exclusive_lock, set_aside_if_corrupt
 from clustergym.agent.telemetry import Telemetry
-from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from clustergym.agent.versions import CHECKPOINT_KIND, read_champion, version_path
+from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.common.extras import require
 from clustergym.common.tls import CertificateReloader
 
@@ -60,6 +61,7 @@ def serve(
     from clustergym.agent.api import create_app
     from clustergym.agent.connections import ConnectionLimits, ConnectionPool, Loop, listen, reserve_files
     from clustergym.agent.credentials import BearerTokens
+    from clustergym.agent.relay import Relay
     from clustergym.agent.service import Service
 
     settings.check()
@@ -78,15 +80,19 @@ def serve(
             save_checkpoint(checkpoint, CHECKPOINT_KIND, initial_state())
         state = load_checkpoint(checkpoint, CHECKPOINT_KIND)
         aside = set_aside_if_corrupt(settings.store)
-        store = Store(settings.store, settings.durability, DAY_S * settings.retention_days, settings.accept_clock_jump)
+        store = Store(
+            settings.store, settings.durability, DAY_S * settings.retention_days, settings.accept_clock_jump,
+            settings.guard_settings,
+        )  # fmt: skip
         store.number_feedback_after(state["learned_through"])
         telemetry = Telemetry(settings.gpus, settings.telemetry_s)
         stack.callback(telemetry.stop)
         learner = None
-        if settings.explore != "off":
+        if settings.explore != "off" and settings.leader is None:
             learner = LearnerProcess(settings, learn_once, open_logger)
             stack.callback(learner.stop)
         service = Service(settings, store, telemetry, make_policy(state), learner, tokens, pool, seed)
+        service.champion = load_champion(settings.store, make_policy) or service.policy
         if aside is not None:
             service.task_problems["store"] = f"the database was corrupt at the start and is now {aside}"
 
@@ -98,7 +104,12 @@ def serve(
                 asyncio.create_task(repeat(service, "credentials", 0.25, lambda: refresh_credentials(service))),
                 asyncio.create_task(repeat(service, "maintenance", 1.0, lambda: run_maintenance(service))),
             ]
+            relay = Relay(settings, store) if settings.leader is not None else None
+            if relay is not None:
+                tasks.append(asyncio.create_task(repeat(service, "relay", 1.0, relay)))
             yield
+            if relay is not None:
+                await relay.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -115,6 +126,18 @@ def serve(
         gc.freeze()
         log.info("listening on %s, port %s", settings.host, listener.getsockname()[1])
         run(config, listener)
+
+
+def load_champion(store: Path, make_policy: Callable[[State], Policy]) -> Policy | None:
+    """The last good version of the policy, or None if it is not known any more."""
+    version = read_champion(store)
+    if version is None:
+        return None
+    try:
+        return make_policy(load_checkpoint(version_path(store, version), CHECKPOINT_KIND))
+    except (FileNotFoundError, CheckpointError) as error:
+        log.warning("the last good version cannot be loaded, the newest takes its place: %s", error)
+        return None
 
 
 def make_config(settings: ServerSettings, app: Any, pool: ConnectionPool) -> uvicorn.Config:
@@ -184,12 +207,18 @@ class PolicyFollower:
     def __init__(self, service: Service, checkpoint: Path, make_policy: Callable[[State], Policy]) -> None:
         self.service, self.checkpoint, self.make_policy = service, checkpoint, make_policy
         self._loaded = checkpoint.stat().st_mtime_ns
+        self._rollback_id = load_checkpoint(checkpoint, CHECKPOINT_KIND).get("rollback_id")
 
     async def __call__(self) -> None:
         newest = self.checkpoint.stat().st_mtime_ns
         if newest != self._loaded:
-            self.service.policy = self.make_policy(load_checkpoint(self.checkpoint, CHECKPOINT_KIND))
+            state = load_checkpoint(self.checkpoint, CHECKPOINT_KIND)
+            self.service.policy = self.make_policy(state)
             self._loaded = newest
+            if self.service.champion is None or state.get("rollback_id") != self._rollback_id:
+                # After a rollback, the version with the old weights is the one to compare with.
+                self._rollback_id = state.get("rollback_id")
+                self.service.accept_version()
 
 
 async def refresh_credentials(service: Service) -> None:

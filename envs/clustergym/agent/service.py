@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -15,11 +17,15 @@ from clustergym.agent import hindsight
 from clustergym.agent.connections import ConnectionPool
 from clustergym.agent.credentials import BearerTokens, FeedbackCredentials
 from clustergym.agent.learner import LearnerProcess
-from clustergym.agent.messages import AllocateRequest, FeedbackRequest, FeedbackStatus
+from clustergym.agent.messages import DEFAULT_OWNER, AllocateRequest, FeedbackRequest, FeedbackStatus
 from clustergym.agent.metrics import Metrics
+from clustergym.agent.owners import LEVELS, OwnerState
+from clustergym.agent.rails import Bounds, bound, limit
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import Allocation, Experience, Feedback, Store
+from clustergym.agent.status import Status
+from clustergym.agent.store import Allocation, Experience, Feedback, Store, needed_memory_mb
 from clustergym.agent.telemetry import GpuLoad, Telemetry
+from clustergym.agent.versions import SequentialTest, request_rollback, write_champion
 from clustergym.common.tls import CertificateReloader
 from clustergym.gpu_allocation import space
 from clustergym.gpu_allocation.history import features
@@ -29,6 +35,7 @@ from clustergym.gpu_allocation.space import encode_state, grant
 log = logging.getLogger(__name__)
 
 BEST_EFFORT_CLASSES = {"be", "besteffort", "burstable"}
+MAX_LAST_SHARES = 50_000
 
 
 class Policy(Protocol):
@@ -37,8 +44,11 @@ class Policy(Protocol):
     version: int
     obs_size: int
 
-    def act(self, obs: NDArray[np.float32], rng: np.random.Generator | None) -> tuple[NDArray[np.float64], float]:
-        """A sampled action (2,) and its log-probability, or the mean action if ``rng`` is None."""
+    def mean(self, obs: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The mean action (2,)."""
+
+    def sample(self, mean: NDArray[np.float64], rng: np.random.Generator | None) -> tuple[NDArray[np.float64], float]:
+        """A sampled action and its log-probability; the mean action if ``rng`` is None."""
 
     def value(self, obs: NDArray[np.float32]) -> float:
         """V(obs)."""
@@ -55,6 +65,19 @@ class Refused(Exception):
 def is_latency_sensitive(qos_class: str) -> bool:
     """True for every class that is not known to be best-effort."""
     return re.sub(r"[^a-z]", "", qos_class.lower()) not in BEST_EFFORT_CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """A pod that waits for a decision."""
+
+    owner: str
+    requested_cores: float
+    requested_memory_mb: float
+    sensitive: bool
+    state: OwnerState
+    """What is known about the owner."""
+    gpu_memory_mb: float
 
 
 class Service:
@@ -79,7 +102,13 @@ class Service:
         """Background tasks that failed, and why."""
         # The time is part of the seed: a restarted server must not repeat the noise of the last run.
         self.rng = np.random.default_rng([seed, time.time_ns()])
+        self.rails = settings.rail_settings
+        self._last_shares: dict[str, tuple[float, float]] = {}
+        self.champion: Policy | None = None
+        """The last version that passed the test against its predecessor."""
+        self.test = SequentialTest()
         self.metrics = Metrics(self)
+        self.status = Status()
 
     def problems(self) -> list[str]:
         """Why the service is degraded; empty if it is not."""
@@ -122,22 +151,73 @@ class Service:
         explore = self.settings.explore
         sensitive = is_latency_sensitive(request.qos_class)
         sampled = explore == "all" or (explore == "best-effort" and not sensitive)
+        # In shadow mode nobody is harmed by exploration.
+        sampled |= explore != "off" and (self.settings.shadow or request.shadow)
         obs = self.observe(request.owner, request.cores, request.memory, sensitive, load)
-        action, log_prob = self.policy.act(obs, self.rng if sampled else None)
-        advised_cores, advised_memory = advise(action, request.cores, request.memory, load.memory_mb)
-        cores, memory, decided_by = advised_cores, advised_memory, "policy"
+        mean = self.policy.mean(obs)
+        action, log_prob = self.policy.sample(mean, self.rng if sampled else None)
+        owner = self.store.owner_state(request.owner)
+        pod = Pod(request.owner, request.cores, request.memory, sensitive, owner, load.memory_mb)
+        advised_cores, advised_memory = self.advise(pod, action)
+        cores, memory, decided_by = self.recommend(pod, advised_cores, advised_memory, bounds_of(request))
+        recommended = cores, memory
         if self.settings.shadow or request.shadow:
             cores, memory, decided_by = request.cores, request.memory, "shadow"
+        self._last_shares[request.owner] = recommended[0] / request.cores, recommended[1] / request.memory
+        if len(self._last_shares) > MAX_LAST_SHARES:
+            self._last_shares.pop(next(iter(self._last_shares)))
         allocation = Allocation(
             seq=self.store.next_seq, token=secrets.token_hex(16), created_s=self.store.clock.now(),
             owner=request.owner, requested_cores=request.cores, requested_memory_mb=request.memory,
             sensitive=sensitive, cores=cores, memory_mb=memory, version=self.policy.version, learnable=sampled,
-            gpu=gpu, advised_cores=advised_cores, advised_memory_mb=advised_memory, decided_by=decided_by,
+            gpu=gpu, advised_cores=advised_cores, advised_memory_mb=advised_memory,
+            recommended_cores=recommended[0], recommended_memory_mb=recommended[1], decided_by=decided_by,
+            champion=self.compare(pod, obs, mean),
         )  # fmt: skip
         self.store.next_seq += 1
         self.store.add(allocation, Experience(obs, action, log_prob, self.policy.value(obs)), request.request_id)
         await self.store.committed()
         return allocation
+
+    def advise(self, pod: Pod, action: NDArray[np.float64]) -> tuple[float, float]:
+        """What an action gives to a pod, within the rails."""
+        cores, memory = scale(action, pod.requested_cores, pod.requested_memory_mb, pod.gpu_memory_mb)
+        return self.limit(pod, cores, memory)
+
+    def limit(self, pod: Pod, cores: float, memory_mb: float) -> tuple[float, float]:
+        """Apply the rails."""
+        if not self.settings.rails:
+            return cores, memory_mb
+        last = self._last_shares.get(pod.owner, (0.0, 0.0))
+        return limit(
+            cores, memory_mb, pod.requested_cores, pod.requested_memory_mb, pod.sensitive, pod.state, *last, self.rails
+        )
+
+    def vpa(self, pod: Pod) -> tuple[float, float]:
+        """What the VPA rule gives to a pod, within the rails."""
+        return self.limit(pod, *vpa_amounts(pod.state, pod.requested_cores, pod.requested_memory_mb))
+
+    def recommend(
+        self, pod: Pod, advised_cores: float, advised_memory: float, bounds: Bounds
+    ) -> tuple[float, float, str]:
+        """Cores, memory and who decides, by the level of the owner."""
+        level = LEVELS[int(pod.state.level)] if self.settings.rails else "policy"
+        if level == "policy":
+            cores, memory = advised_cores, advised_memory
+        elif level == "vpa":
+            cores, memory = self.vpa(pod)
+        else:
+            cores, memory = pod.requested_cores, pod.requested_memory_mb
+        return *bound(cores, memory, pod.requested_cores, pod.requested_memory_mb, bounds), level
+
+    def compare(
+        self, pod: Pod, obs: NDArray[np.float32], mean: NDArray[np.float64]
+    ) -> tuple[float, float, float, float] | None:
+        """What this version and the last good one advise for the same pod, without exploration."""
+        champion = self.champion
+        if champion is None or champion.version == self.policy.version or champion.obs_size != len(obs):
+            return None
+        return *self.advise(pod, mean), *self.advise(pod, champion.mean(obs))
 
     def find_allocation(self, request: FeedbackRequest, credential_for: str | None, now_s: float) -> Allocation | None:
         """The allocation that feedback is about.
@@ -148,8 +228,10 @@ class Service:
             raise Refused(403, "the feedback token is for another allocation")
         allocation_id = request.allocation_id or credential_for
         if allocation_id is not None:
-            return self.store.find(allocation_id)
-        waiting = self.store.open_of(request.owner, now_s - self.settings.ttl_s)
+            found = self.store.find(allocation_id)
+            # A pod may carry the id of another one, for example in a copied annotation.
+            return None if found is not None and request.owner not in (None, found.owner) else found
+        waiting = self.store.open_of(request.owner or DEFAULT_OWNER, now_s - self.settings.ttl_s)
         if len(waiting) > 1:
             raise Refused(
                 409, "the owner has more than one open allocation: send allocation_id, or the feedback_token as bearer"
@@ -173,16 +255,92 @@ class Service:
             status = "duplicate"
         elif now - allocation.created_s > self.settings.ttl_s:
             status = "expired"
+        elif not request.final:
+            status = "sample"
+            outcome = self.score(allocation, request, now)
+            self.store.add_sample(allocation, outcome.needed, outcome.usage, outcome.memory_used_mb, bool(outcome.oom))
         else:
             lag = self.policy.version - allocation.version
             status = "accepted" if lag <= self.settings.max_policy_lag else "stale"
-            outcome = score(allocation, request, now, self.next_obs(allocation))
+            outcome = self.score(allocation, request, now)
             reward = outcome.reward
-            self.store.add_feedback(allocation, status, outcome, allocation.learnable and status == "accepted")
+            learnable = allocation.learnable and status == "accepted"
+            change = self.store.add_feedback(allocation, status, outcome, learnable)
+            if change is not None:
+                self.report_level(allocation.owner, change)
             self.metrics.add(allocation, outcome)
+            self.status.add(allocation, outcome)
         self.store.count(f"feedback:{status}")
         await self.store.committed()
         return status, reward
+
+    def report_level(self, owner: str, reason: str) -> None:
+        """Log that the level of an owner has changed, and count it."""
+        level = LEVELS[int(self.store.owner_state(owner).level)]
+        log.info("the pods of %s are now decided by %s: %s", owner, level, reason)
+        self.metrics.level_changes.labels(level).inc()
+
+    def score(self, allocation: Allocation, request: FeedbackRequest, now_s: float) -> Feedback:
+        """The rewards of the allocation and of the alternatives, and what the owner's history needs to know."""
+        a = allocation
+        qos_met = request.qos_met and not request.oom
+        usage = min(request.actual_usage, a.cores)
+        pods = max(request.pods, 1)
+        used_mb = a.memory_mb if request.memory_used is None else request.memory_used
+        # The cores that the pod needed: what it used, or what the measured pressure says it would have used.
+        needed = usage
+        if request.pressure is not None:
+            needed = min(request.pressure * a.cores, a.requested_cores)
+        elif not qos_met and not request.oom:
+            needed = min(hindsight.MISS_GROWTH * a.cores, a.requested_cores)
+        reward = compute_reward(a.cores, a.memory_mb, usage, qos_met, pods)
+        needed_mb = needed_memory_mb(a, used_mb, request.oom)
+        measured = hindsight.Measured(a.requested_cores, usage, needed, needed_mb, pods)
+
+        def would_be(cores: float, memory_mb: float) -> tuple[float, bool]:
+            if (cores, memory_mb) == (a.cores, a.memory_mb):
+                return reward, qos_met
+            return hindsight.would_be(measured, cores, memory_mb)
+
+        advised_reward, advised_qos = would_be(a.advised_cores, a.advised_memory_mb)
+        recommended_reward, recommended_qos = would_be(a.recommended_cores, a.recommended_memory_mb)
+        owner = self.store.owner_state(a.owner)
+        pod = Pod(a.owner, a.requested_cores, a.requested_memory_mb, bool(a.sensitive), owner, 0.0)
+        vpa_reward, _ = would_be(*self.vpa(pod))
+        if a.champion is not None and request.final:
+            cores, memory, champion_cores, champion_memory = a.champion
+            self.test_version(a.version, would_be(cores, memory)[0] - would_be(champion_cores, champion_memory)[0])
+        return Feedback(
+            received_s=now_s, usage=usage, qos_met=qos_met, pods=request.pods, memory_used_mb=used_mb,
+            oom=request.oom, reward=reward, needed=needed / a.requested_cores, advised_reward=advised_reward,
+            advised_qos=advised_qos, recommended_reward=recommended_reward, recommended_qos=recommended_qos,
+            vpa_reward=vpa_reward, regret=max(hindsight.best_reward(measured) - recommended_reward, 0.0),
+            next_obs=self.next_obs(a).tobytes(), done=False,
+        )  # fmt: skip
+
+    def test_version(self, version: int, difference: float) -> None:
+        """Add a comparison of a version with the last good one, and act on the result of the sequential test."""
+        champion = self.champion
+        if champion is None or version <= champion.version:
+            return
+        verdict = self.test.add(difference)
+        if verdict is None:
+            return
+        test, self.test = self.test, SequentialTest()
+        text = f"{test.samples} pods, mean difference {test.mean:+.3f}"
+        if verdict == "fine":
+            log.info("version %d is as good as version %d: %s", self.policy.version, champion.version, text)
+            self.accept_version()
+        elif self.settings.auto_rollback:
+            log.warning("versions after %d are worse: %s; rolling back", champion.version, text)
+            self.metrics.rollbacks.inc()
+            request_rollback(self.settings.store, champion.version, f"automatic, {text}")
+            self.champion = None  # no test until the policy has been replaced
+
+    def accept_version(self) -> None:
+        """Make the version in use the last good one."""
+        self.champion, self.test = self.policy, SequentialTest()
+        write_champion(self.settings.store, self.policy.version)
 
     def next_obs(self, allocation: Allocation) -> NDArray[np.float32]:
         """The observation of the same request now."""
@@ -192,7 +350,7 @@ class Service:
         )
 
 
-def advise(
+def scale(
     action: NDArray[np.float64], requested_cores: float, requested_memory_mb: float, gpu_memory_mb: float
 ) -> tuple[float, float]:
     """Cores (%) and memory (MB) of an action on a GPU with this much memory, at most what was requested."""
@@ -201,33 +359,20 @@ def advise(
     if requested_memory_mb > gpu_memory_mb:
         # The action cannot express that much memory: grant it in full.
         return cores, requested_memory_mb
-    return cores, min(float(np.ceil(memory * scale)), requested_memory_mb)
+    return cores, min(float(math.ceil(memory * scale - 1e-9)), requested_memory_mb)
 
 
-def score(allocation: Allocation, request: FeedbackRequest, now_s: float, next_obs: NDArray[np.float32]) -> Feedback:
-    """The reward of an allocation, that of the advised one, and what the owner's history needs to know."""
-    qos_met = request.qos_met and not request.oom
-    usage = min(request.actual_usage, allocation.cores)
-    pods = max(request.pods, 1)
-    used_mb = allocation.memory_mb if request.memory_used is None else request.memory_used
-    # The cores that the pod needed: what it used, or what the measured pressure says it would have used.
-    needed = usage
-    if request.pressure is not None:
-        needed = min(request.pressure * allocation.cores, allocation.requested_cores)
-    elif not qos_met and not request.oom:
-        needed = min(hindsight.MISS_GROWTH * allocation.cores, allocation.requested_cores)
-    reward = compute_reward(allocation.cores, allocation.memory_mb, usage, qos_met, pods)
-    needed_mb = max(hindsight.OOM_GROWTH * allocation.memory_mb, used_mb) if request.oom else used_mb
-    measured = hindsight.Measured(allocation.requested_cores, usage, needed, needed_mb, pods)
-    if (allocation.advised_cores, allocation.advised_memory_mb) == (allocation.cores, allocation.memory_mb):
-        advised_reward, advised_qos = reward, qos_met
-    else:
-        advised_reward, advised_qos = hindsight.would_be(
-            measured, allocation.advised_cores, allocation.advised_memory_mb
-        )
-    return Feedback(
-        received_s=now_s, usage=usage, qos_met=qos_met, pods=request.pods, memory_used_mb=used_mb, oom=request.oom,
-        reward=reward, needed=needed / allocation.requested_cores, advised_reward=advised_reward,
-        advised_qos=advised_qos, regret=max(hindsight.best_reward(measured) - advised_reward, 0.0),
-        next_obs=next_obs.tobytes(), done=False,
+def bounds_of(request: AllocateRequest) -> Bounds:
+    """The limits that the workload sets for itself."""
+    return Bounds(
+        request.min_cores or 0.0, request.max_cores or math.inf, request.min_memory or 0.0,
+        request.max_memory or math.inf,
     )  # fmt: skip
+
+
+def vpa_amounts(owner: OwnerState, requested_cores: float, requested_memory_mb: float) -> tuple[float, float]:
+    """Cores (%) and memory (MB) of the VPA rule."""
+    return (
+        min(float(math.ceil(owner.cores.recommend() * requested_cores)), requested_cores),
+        min(float(math.ceil(owner.memory.recommend() * requested_memory_mb)), requested_memory_mb),
+    )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from clustergym.agent.owners import GuardSettings
+from clustergym.agent.rails import RailSettings
 
 
 @dataclass
@@ -37,10 +41,30 @@ class ServerSettings:
     write_timeout_s: float = 10.0
     """Maximum seconds for which a client may leave an answer unread."""
 
-    explore: Literal["off", "best-effort", "all"] = "all"
-    """Pods whose allocations are sampled and learned from. All other pods get the mean action."""
+    explore: Literal["off", "best-effort", "all"] = "best-effort"
+    """Pods whose allocations are sampled and learned from. All other pods get the mean action. off: no learning."""
     shadow: bool = False
-    """Log the decisions, but grant every request in full."""
+    """Decide, score and learn, but grant every request in full."""
+    rails: bool = True
+    """Limit every grant, and let an owner's pods be decided by the VPA rule or get their request if QoS drops."""
+    memory_margin: float = RailSettings.memory_margin
+    """Rail: a grant is at least the owner's peak memory × this."""
+    cores_margin: float = RailSettings.cores_margin
+    """Rail: a grant is at least the largest need of the owner × this."""
+    cores_margin_sensitive: float = RailSettings.cores_margin_sensitive
+    """Rail: the same for latency-sensitive pods."""
+    grant_floor: float = RailSettings.floor
+    """Rail: a grant is at least this share of the request."""
+    grant_step: float = RailSettings.step
+    """Rail: a grant is at most this share of the request below the owner's last one."""
+    qos_guard: float = GuardSettings.qos
+    """Rail: fall back if the running QoS of an owner's latency-sensitive pods is below this."""
+    qos_guard_best_effort: float = GuardSettings.qos_best_effort
+    """Rail: the same for best-effort pods."""
+    warmup_pods: int = GuardSettings.warmup_pods
+    """Rail: the first pods of an owner get their request."""
+    auto_rollback: bool = True
+    """Go back to the last good version of the policy if a sequential test finds the new ones worse."""
     ttl_s: float = 86_400.0
     """Feedback is expired if it arrives more than this many seconds after the allocation."""
     telemetry_s: float = 0.5
@@ -54,6 +78,15 @@ class ServerSettings:
     accept_clock_jump: bool = False
     """Trust the system clock even if it is far from the last time in the store."""
 
+    leader: str | None = None
+    """URL of the agent that learns for the cluster. This agent then sends it experiences and uses its policy."""
+    leader_token_file: Path | None = None
+    """File with the bearer token of the leader."""
+    leader_ca: Path | None = None
+    """Certificate authority of the leader, for an https URL."""
+    node_name: str = field(default_factory=socket.gethostname)
+    """Name of this node for the leader. Each node needs its own."""
+
     batch_size: int = 32
     """Number of experiences that an update waits for."""
     max_batch: int = 1024
@@ -62,6 +95,16 @@ class ServerSettings:
     """Feedback is stale if its policy is more than this many updates old: it is stored, but not learned from."""
     update_interval_s: float = 0.2
     """Seconds between two checks for new experiences, and minimum seconds between two updates."""
+
+    @property
+    def rail_settings(self) -> RailSettings:
+        return RailSettings(
+            self.memory_margin, self.cores_margin, self.cores_margin_sensitive, self.grant_floor, self.grant_step
+        )
+
+    @property
+    def guard_settings(self) -> GuardSettings:
+        return GuardSettings(self.qos_guard, self.qos_guard_best_effort, self.warmup_pods)
 
     def check(self) -> None:
         """Raise ValueError for settings that cannot work or are not safe."""
@@ -73,12 +116,17 @@ class ServerSettings:
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (self.client_ca and not self.tls_cert):
             raise ValueError("--tls-cert and --tls-key must be given together, and --client-ca requires both")
+        if self.leader is not None and not self.leader.startswith(("http://", "https://")):
+            raise ValueError(f"--leader is {self.leader!r}: expected a URL, such as https://clustergym-leader:8080")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}: expected 0 to 65535")
         check_positive(
             self, "ttl_s", "batch_size", "max_body_bytes", "retention_days", "update_interval_s", "max_connections",
             "read_timeout_s", "write_timeout_s",
         )  # fmt: skip
+        for name in ("grant_floor", "grant_step", "qos_guard", "qos_guard_best_effort"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: expected 0 to 1")
         if self.max_batch < self.batch_size:
             raise ValueError(f"--max-batch {self.max_batch} is less than --batch-size {self.batch_size}")
 

@@ -15,7 +15,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clustergym.agent.clock import DAY_S, Clock
+from clustergym.agent.owners import GuardSettings, OwnerState
 from clustergym.gpu_allocation.history import new_history, remember
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ DATABASE_NAME = "store.db"
 STORE_SCHEMA = 2
 MAX_CACHED_ALLOCATIONS = 100_000
 MAX_CACHED_OWNERS = 50_000
+OOM_GROWTH, OOM_MORE_MB = 1.2, 100.0
 _ALLOCATION_ID = re.compile(r"([0-9a-f]{1,15})-([0-9a-f]{32})")
 
 
@@ -51,11 +53,16 @@ class Allocation:
     learnable: bool
     gpu: int = 0
     advised_cores: float = 0.0
-    """What the policy and its rails advise. The pod gets it unless something else decides (``decided_by``)."""
+    """What the policy, within its rails, advises."""
     advised_memory_mb: float = 0.0
+    recommended_cores: float = 0.0
+    """What the owner's level allows: the policy's advice, that of the VPA rule, or the request."""
+    recommended_memory_mb: float = 0.0
     decided_by: str = "policy"
     """What determined the grant: policy, vpa, request or shadow."""
     feedback: str | None = None
+    champion: tuple[float, float, float, float] | None = None
+    """Mean advice of this version and of the last good one (cores, memory, cores, memory). Not stored."""
 
     @property
     def id(self) -> str:
@@ -79,8 +86,13 @@ class Feedback(NamedTuple):
     """Reward of the advised allocation. It is an estimate where the pod got something else."""
     advised_qos: bool
     """Whether the pod would have met its objective with the advised allocation."""
+    recommended_reward: float
+    """The same for the recommended allocation."""
+    recommended_qos: bool
+    vpa_reward: float
+    """The same for the VPA rule."""
     regret: float
-    """Reward of the best allocation in hindsight minus ``advised_reward``."""
+    """Reward of the best allocation in hindsight minus ``recommended_reward``."""
     next_obs: bytes
     """Observation when the feedback arrived: the same request, the load and the history at that time."""
     done: bool
@@ -103,24 +115,26 @@ CREATE TABLE IF NOT EXISTS allocations (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, token TEXT NOT NULL, request_id TEXT, created_s REAL NOT NULL,
     owner TEXT NOT NULL, asked_cores REAL NOT NULL, asked_memory_mb REAL NOT NULL, sensitive INTEGER NOT NULL,
     obs BLOB NOT NULL, action BLOB NOT NULL, log_prob REAL NOT NULL, version INTEGER NOT NULL,
-    learnable INTEGER NOT NULL, cores REAL NOT NULL, memory_mb REAL NOT NULL, value REAL NOT NULL DEFAULT 0,
-    gpu INTEGER NOT NULL DEFAULT 0, advised_cores REAL NOT NULL DEFAULT 0, advised_memory_mb REAL NOT NULL DEFAULT 0,
-    decided_by TEXT NOT NULL DEFAULT 'policy');
+    learnable INTEGER NOT NULL, cores REAL NOT NULL, memory_mb REAL NOT NULL, value REAL NOT NULL,
+    gpu INTEGER NOT NULL, advised_cores REAL NOT NULL, advised_memory_mb REAL NOT NULL,
+    recommended_cores REAL NOT NULL, recommended_memory_mb REAL NOT NULL, decided_by TEXT NOT NULL);
 CREATE UNIQUE INDEX IF NOT EXISTS requests ON allocations (request_id) WHERE request_id IS NOT NULL;
 CREATE TABLE IF NOT EXISTS feedback (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, allocation INTEGER NOT NULL UNIQUE REFERENCES allocations (seq),
     received_s REAL NOT NULL, status TEXT NOT NULL, usage REAL NOT NULL, qos_met INTEGER NOT NULL,
     pods INTEGER NOT NULL, memory_used_mb REAL NOT NULL, oom INTEGER NOT NULL, reward REAL NOT NULL,
-    needed REAL NOT NULL, learnable INTEGER NOT NULL, advised_reward REAL NOT NULL DEFAULT 0,
-    advised_qos INTEGER NOT NULL DEFAULT 0, regret REAL NOT NULL DEFAULT 0, next_obs BLOB NOT NULL DEFAULT x'',
-    done INTEGER NOT NULL DEFAULT 0);
+    needed REAL NOT NULL, learnable INTEGER NOT NULL, advised_reward REAL NOT NULL,
+    advised_qos INTEGER NOT NULL, recommended_reward REAL NOT NULL, recommended_qos INTEGER NOT NULL,
+    vpa_reward REAL NOT NULL, regret REAL NOT NULL, next_obs BLOB NOT NULL, done INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, history BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, history BLOB NOT NULL, state BLOB NOT NULL)
+    WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 ALLOCATION_COLUMNS = (
     "a.seq, a.token, a.created_s, a.owner, a.asked_cores, a.asked_memory_mb, a.sensitive, a.cores, a.memory_mb, "
-    "a.version, a.learnable, a.gpu, a.advised_cores, a.advised_memory_mb, a.decided_by, f.status"
+    "a.version, a.learnable, a.gpu, a.advised_cores, a.advised_memory_mb, a.recommended_cores, "
+    "a.recommended_memory_mb, a.decided_by, f.status"
 )
 """Columns of an :class:`Allocation`, in the order of its fields."""
 INSERT_FEEDBACK = (
@@ -145,6 +159,10 @@ def connect(folder: Path, durability: str) -> sqlite3.Connection:
     return connection
 
 
+class InUse(ValueError):
+    """Another process has the lock."""
+
+
 @contextlib.contextmanager
 def exclusive_lock(path: Path, wait: bool = False) -> Iterator[None]:
     """Hold a lock that the kernel releases when the process ends, even if it is killed."""
@@ -152,7 +170,7 @@ def exclusive_lock(path: Path, wait: bool = False) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            raise ValueError(f"{path.parent} is in use by another agent") from None
+            raise InUse(f"{path.parent} is in use by another agent") from None
         yield
 
 
@@ -200,9 +218,14 @@ class Store:
     MAX_LOG_BYTES = 16 << 20
 
     def __init__(
-        self, folder: Path, durability: str, retention_s: float = 30 * DAY_S, accept_clock_jump: bool = False
+        self,
+        folder: Path,
+        durability: str,
+        retention_s: float = 30 * DAY_S,
+        accept_clock_jump: bool = False,
+        guard: GuardSettings | None = None,
     ) -> None:
-        self.folder, self.durability = folder, durability
+        self.folder, self.durability, self.guard = folder, durability, guard or GuardSettings()
         self.problem: str | None = None
         """Why the last transaction failed; None after one that succeeded."""
         self.connection = connect(folder, durability)
@@ -223,7 +246,7 @@ class Store:
         self.next_seq: int = 1 + (row[0] if row else 0)
         self._allocations: OrderedDict[int, Allocation] = OrderedDict()
         self._seq_by_request: OrderedDict[str, int] = OrderedDict()
-        self._histories: OrderedDict[str, list[float]] = OrderedDict()
+        self._owners: OrderedDict[str, tuple[list[float], OwnerState]] = OrderedDict()
         self._unsaved_owners: set[str] = set()
         self._statements: list[tuple[str, tuple[Any, ...]]] = []
         self._counts: Counter[str] = Counter()
@@ -256,10 +279,11 @@ class Store:
         """Add an allocation; call :meth:`committed` before it is answered."""
         a, e = allocation, experience
         self._add_statement(
-            "INSERT INTO allocations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO allocations VALUES ({', '.join('?' * 22)})",
             a.seq, a.token, request_id, a.created_s, a.owner, a.requested_cores, a.requested_memory_mb, a.sensitive,
             e.obs.astype(np.float32).tobytes(), e.action.astype(np.float32).tobytes(), e.log_prob, a.version,
-            a.learnable, a.cores, a.memory_mb, e.value, a.gpu, a.advised_cores, a.advised_memory_mb, a.decided_by,
+            a.learnable, a.cores, a.memory_mb, e.value, a.gpu, a.advised_cores, a.advised_memory_mb,
+            a.recommended_cores, a.recommended_memory_mb, a.decided_by,
         )  # fmt: skip
         _cache(self._allocations, a.seq, a)
         self._open.setdefault(a.owner, OrderedDict())[a.seq] = a.created_s
@@ -345,37 +369,76 @@ class Store:
 
     # Feedback and owner histories
 
-    def add_feedback(self, allocation: Allocation, status: str, feedback: Feedback, learnable: bool) -> None:
-        """Add the only feedback that an allocation can have (the table's UNIQUE would refuse a second one)."""
+    def add_feedback(self, allocation: Allocation, status: str, feedback: Feedback, learnable: bool) -> str | None:
+        """Add the only feedback that an allocation can have (the table's UNIQUE would refuse a second one).
+
+        Returns why the level of the owner has changed, or None.
+        """
         allocation.feedback = status
         self._close(allocation.owner, allocation.seq)
         self._add_statement(INSERT_FEEDBACK, allocation.seq, status, *feedback, learnable)
-        self._remember(allocation, feedback)
+        return self._remember(allocation, feedback)
+
+    def add_sample(self, allocation: Allocation, needed: float, usage: float, used_mb: float, oom: bool) -> None:
+        """Add what was measured of a running pod to its owner's peaks. A kill can lose those of the last second."""
+        a, needed_mb = allocation, needed_memory_mb(allocation, used_mb, oom)
+        self.owner_state(a.owner).sample(
+            self.clock.now(), needed, usage / a.requested_cores, needed_mb, needed_mb / a.requested_memory_mb
+        )
+        self._unsaved_owners.add(a.owner)
 
     def history(self, owner: str) -> list[float]:
         """History of an owner's pods. It is cached and saved about once per second; feedback can always rebuild it."""
-        if owner not in self._histories:
-            if len(self._histories) >= MAX_CACHED_OWNERS:
-                # The oldest saved history makes room. Unsaved ones are not in the database yet, so they stay.
-                oldest = next((name for name in self._histories if name not in self._unsaved_owners), None)
-                if oldest is not None:
-                    del self._histories[oldest]
-            row = self.connection.execute("SELECT history FROM owners WHERE owner = ?", (owner,)).fetchone()
-            self._histories[owner] = new_history() if row is None else np.frombuffer(row[0]).tolist()
-        return self._histories[owner]
+        return self._owner(owner)[0]
 
-    def _remember(self, allocation: Allocation, feedback: Feedback) -> None:
-        """Add the outcome of an allocation to the history of its owner."""
-        share = allocation.cores / allocation.requested_cores
-        memory = min(feedback.memory_used_mb / allocation.requested_memory_mb, 1.0)
-        history = self.history(allocation.owner)
-        remember(history, feedback.needed, share, bool(feedback.qos_met), bool(feedback.oom), memory)
-        self._unsaved_owners.add(allocation.owner)
+    def owner_state(self, owner: str) -> OwnerState:
+        """State of an owner. It is kept like the history."""
+        return self._owner(owner)[1]
+
+    def owner_states(self, n: int) -> list[tuple[str, OwnerState]]:
+        """The n owners whose pods were reported last, the newest first. Only cached ones."""
+        return [(owner, state) for owner, (_, state) in islice(reversed(self._owners.items()), n)]
+
+    def _owner(self, owner: str) -> tuple[list[float], OwnerState]:
+        if owner not in self._owners:
+            if len(self._owners) >= MAX_CACHED_OWNERS:
+                # The oldest saved owner makes room. Unsaved ones are not in the database yet, so they stay.
+                oldest = next((name for name in self._owners if name not in self._unsaved_owners), None)
+                if oldest is not None:
+                    del self._owners[oldest]
+            row = self.connection.execute("SELECT history, state FROM owners WHERE owner = ?", (owner,)).fetchone()
+            if row is None:
+                self._owners[owner] = new_history(), OwnerState()
+            else:
+                history, state = row
+                self._owners[owner] = (
+                    np.frombuffer(history).tolist(), OwnerState.from_array(np.frombuffer(state, np.float32))
+                )  # fmt: skip
+        return self._owners[owner]
+
+    def _remember(self, allocation: Allocation, feedback: Feedback) -> str | None:
+        """Add the outcome of an allocation to what is known about its owner."""
+        a, f = allocation, feedback
+        share, met, oom = a.cores / a.requested_cores, bool(f.qos_met), bool(f.oom)
+        memory = min(f.memory_used_mb / a.requested_memory_mb, 1.0)
+        history, state = self._owner(a.owner)
+        remember(history, f.needed, share, met, oom, memory)
+        needed_mb = needed_memory_mb(a, f.memory_used_mb, oom)
+        state.remember(
+            time_s=f.received_s, share=a.recommended_cores / a.requested_cores,
+            memory_share=a.recommended_memory_mb / a.requested_memory_mb, needed=f.needed,
+            usage_share=f.usage / a.requested_cores, needed_mb=needed_mb,
+            needed_memory_share=needed_mb / a.requested_memory_mb, oom=oom,
+        )  # fmt: skip
+        self._unsaved_owners.add(a.owner)
+        advantage = f.advised_reward - f.vpa_reward
+        return state.judge(bool(a.sensitive), met, bool(f.advised_qos), advantage, self.guard)
 
     def _save_histories(self) -> None:
-        sql = "INSERT INTO owners VALUES (?1, ?2) ON CONFLICT DO UPDATE SET history = ?2"
+        sql = "INSERT INTO owners VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET history = ?2, state = ?3"
         for owner in self._unsaved_owners:
-            self._add_statement(sql, owner, np.array(self._histories[owner]).tobytes())
+            history, state = self._owners[owner]
+            self._add_statement(sql, owner, np.array(history).tobytes(), state.to_array().tobytes())
         self._unsaved_owners.clear()
         self._add_statement("INSERT OR REPLACE INTO meta VALUES ('clock_s', ?)", int(self.clock.now()))
         # Committed together with the histories: a restart replays only feedback that was added later.
@@ -400,6 +463,11 @@ class Store:
     def _add_statement(self, sql: str, *values: Any) -> None:
         """Add a statement to the next transaction."""
         self._statements.append((sql, values))
+
+    def remember_relayed(self, seq: int) -> None:
+        """Record up to which feedback the leader has everything."""
+        self._add_statement("INSERT OR REPLACE INTO meta VALUES ('relayed', ?)", seq)
+        self.flush()
 
     def count(self, name: str) -> None:
         """Increment a counter that survives restarts."""
@@ -435,7 +503,7 @@ class Store:
             # Memory holds what was not committed: discard it and read the database again.
             self._allocations.clear()
             self._seq_by_request.clear()
-            self._histories.clear()
+            self._owners.clear()
             self._unsaved_owners.clear()
             with contextlib.suppress(sqlite3.Error):
                 self._find_open()
@@ -494,6 +562,11 @@ class Store:
             self._save_histories()
         self.flush()
         self.connection.close()
+
+
+def needed_memory_mb(allocation: Allocation, used_mb: float, oom: bool) -> float:
+    """Memory that a pod needed. One that ran out of memory needed more than it had; VPA's guess of how much more."""
+    return max(OOM_GROWTH * allocation.memory_mb, allocation.memory_mb + OOM_MORE_MB, used_mb) if oom else used_mb
 
 
 def _cache(cache: OrderedDict[Any, Any], key: Any, value: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,10 @@ class Info:
 
 @dataclass
 class Synth:
-    """Generate a synthetic trace with statistics like those of a real model."""
+    """Generate a synthetic trace with statistics like those of a real model.
+
+    --model takes a preset, a config.json or a YAML file, and gives the trace its layers, experts, top-k and groups.
+    """
 
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
     """The .npz file to write."""
@@ -50,8 +54,23 @@ def run_info(args: Info, console: Console, line: str) -> None:
     console.print(table)
 
 
+def synth_config(config: SyntheticConfig, words: list[str]) -> SyntheticConfig:
+    """``config`` with the sizes of the model that the command line names, except for sizes that it gives itself."""
+    given = {word.removeprefix("--").split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    if "model" not in given:
+        return config
+    from clustergym.moe_placement.presets.models import get_model
+
+    own = {f.name: getattr(config, f.name) for f in fields(config)}
+    sizes = {"n_layers", "layers", "first_layer", "n_experts", "top_k", "n_groups", "group_limit", "model"}
+    return SyntheticConfig.for_model(
+        get_model(config.model), **{name: own[name] for name in own if name not in sizes or name in given - {"model"}}
+    )
+
+
 def run_synth(args: Synth, console: Console, line: str) -> None:
-    path = synthetic_trace(args.config, seed=args.seed).save(args.output)
+    config = synth_config(args.config, shlex.split(line))
+    path = synthetic_trace(config, seed=args.seed).save(args.output)
     console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))
 
 

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from clustergym.traces.token_trace import MAX_EXPERTS, TokenTrace
+
+
+class RoutedModel(Protocol):
+    """What a synthetic trace needs to know of a model. :class:`clustergym.moe_placement.ModelSpec` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def layer_ids(self) -> tuple[int, ...]: ...
+    @property
+    def n_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def n_groups(self) -> int: ...
+    @property
+    def group_limit(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -30,6 +47,13 @@ class SyntheticConfig:
     """Experts per layer, from ``top_k`` to 32767."""
     top_k: int = 6
     """Experts per token and layer, from 1 to ``n_experts``."""
+    layers: tuple[int, ...] = ()
+    """Global indices of the recorded layers, if they do not follow each other. Empty: ``n_layers`` from
+    ``first_layer``."""
+    n_groups: int = 1
+    """Groups of consecutive experts, a divisor of ``n_experts``."""
+    group_limit: int = 0
+    """Groups that the experts of a token may come from, as in DeepSeek-V3 (4 of 8). 0: all."""
     mean_seq_len: float = 103.0
     """Mean tokens per sequence, 1 or more. The last sequence of each domain is cut to fit."""
     seq_len_spread: float = 0.86
@@ -63,8 +87,21 @@ class SyntheticConfig:
         _require_integer("n_topics", self.n_topics, 1)
         _require_integer("n_domains", self.n_domains, 1)
         _require_integer("n_tokens", self.n_tokens, 1)
+        _require_integer("n_groups", self.n_groups, 1)
+        _require_integer("group_limit", self.group_limit, 0)
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k must be at most n_experts = {self.n_experts}, found {self.top_k}")
+        if self.n_experts % self.n_groups:
+            raise ValueError(f"n_groups must divide n_experts = {self.n_experts}, found {self.n_groups}")
+        most = self.group_limit * (self.n_experts // self.n_groups)
+        if self.group_limit > self.n_groups or (self.group_limit and most < self.top_k):
+            raise ValueError(
+                f"group_limit must be at most n_groups = {self.n_groups} and leave top_k = {self.top_k} experts, "
+                f"found {self.group_limit}"
+            )
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.layers and len(self.layers) != self.n_layers:
+            raise ValueError(f"layers must name n_layers = {self.n_layers} layers, found {len(self.layers)}")
         if self.n_tokens < self.n_domains:
             raise ValueError(f"n_tokens must be at least n_domains = {self.n_domains}, found {self.n_tokens}")
         _require_number("mean_seq_len", self.mean_seq_len, 1.0)
@@ -86,6 +123,23 @@ class SyntheticConfig:
     def deepseek_v2_lite(cls) -> SyntheticConfig:
         """Prefill with DeepSeek-V2-Lite (the defaults): 26 layers, top-6 of 64, even loads, strong topics."""
         return cls()
+
+    @classmethod
+    def for_model(cls, model: RoutedModel, **overrides: Any) -> SyntheticConfig:
+        """The layers, experts and routing of a model, with the default statistics and the given fields replaced."""
+        sizes: dict[str, Any] = {
+            "n_layers": len(model.layer_ids),
+            "layers": model.layer_ids,
+            "first_layer": model.layer_ids[0],
+            "n_experts": model.n_experts,
+            "top_k": model.top_k,
+            "n_groups": model.n_groups,
+            "group_limit": model.group_limit,
+            "model": model.name,
+        }
+        if {"n_layers", "first_layer"} & set(overrides):
+            sizes["layers"] = ()
+        return cls(**(sizes | overrides))
 
     @classmethod
     def gpt_oss_20b(cls) -> SyntheticConfig:
@@ -120,6 +174,7 @@ def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **over
         popularity + √strength · (direction · topic) + √(1 − strength) · noise
 
     The token uses the ``top_k`` experts with the highest scores. Experts with similar directions are used together.
+    With ``group_limit``, the token first chooses that many groups of experts.
 
     Args:
         config: the parameters. Default: those of DeepSeek-V2-Lite.
@@ -168,18 +223,29 @@ def synthetic_trace(config: SyntheticConfig | None = None, seed: int = 0, **over
         scores = (shared_topic + own_share * own_topic) @ (topic_weight * directions).astype(np.float32)
         scores += noise_weight * noise
         scores += popularity.astype(np.float32)
+        if c.group_limit:
+            _keep_best_groups(scores, c.n_groups, c.group_limit)
         experts[:, l] = np.argpartition(scores, c.n_experts - c.top_k, axis=1)[:, c.n_experts - c.top_k :]
     # The order of the ids of a token has no meaning, and sorted ids compress better.
     experts.sort(axis=2)
     return TokenTrace(
         experts,
         n_experts=c.n_experts,
-        layer_ids=np.arange(c.first_layer, c.first_layer + c.n_layers),
+        layer_ids=np.array(c.layers) if c.layers else np.arange(c.first_layer, c.first_layer + c.n_layers),
         seq_lens=seq_lens,
         domains=np.array([f"domain{d}" for d in domain]),
         model=c.model or None,
         name="synthetic",
     )
+
+
+def _keep_best_groups(scores: npt.NDArray[np.float32], n_groups: int, limit: int) -> None:
+    """Set the scores (T, E) outside each token's ``limit`` best groups to −∞. A group scores the sum of its best two
+    experts, as in DeepSeek-V3."""
+    groups = scores.reshape(len(scores), n_groups, -1)
+    best = np.partition(groups, groups.shape[2] - min(2, groups.shape[2]), axis=2)[:, :, -2:].sum(2)
+    worst = np.argpartition(best, n_groups - limit, axis=1)[:, : n_groups - limit]
+    np.put_along_axis(groups, worst[:, :, None], -np.inf, axis=1)
 
 
 def _sequence_lengths(n_tokens: int, mean: float, spread: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -136,6 +136,7 @@ class VectorEnvs:
         self._mode = envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
         self._episodes = EpisodeStatistics(self.num_envs) if episodes is None else episodes
         self._episodes.restart()
+        self._action_shape = envs.single_action_space.shape or ()
         # Discrete(3, start=5) has the actions 5, 6 and 7.
         self._first_action = getattr(envs.single_action_space, "start", 0)
         self._ended = np.zeros(self.num_envs, bool)
@@ -159,7 +160,8 @@ class VectorEnvs:
     def step(self, actions: Tensor) -> Step:
         """Step all environments."""
         valid = ~self._ended if self._mode == AutoresetMode.NEXT_STEP else np.ones(self.num_envs, bool)
-        obs, rewards, terminated, truncated, infos = self.envs.step(actions.cpu().numpy() + self._first_action)
+        played = actions.cpu().numpy().reshape(self.num_envs, *self._action_shape) + self._first_action
+        obs, rewards, terminated, truncated, infos = self.envs.step(played)
         rewards = np.array(rewards, np.float64)
         self._ended = terminated | truncated
         self._observe(obs, infos)
@@ -208,13 +210,16 @@ def play_episodes(envs: VectorEnvs, act: Callable[[Tensor, Tensor | None], Tenso
     return found
 
 
-def make_vector_env(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv[Any, Any, Any]:
+def make_vector_env(
+    env_id: str, num_envs: int, videos: Path | None = None, same_step: bool = False
+) -> gym.vector.VectorEnv[Any, Any, Any]:
     """Create the vectorised version of an environment if it is registered. Otherwise step copies one after another.
 
-    With ``videos``, the first episode of each copy is recorded to that folder.
+    With ``videos``, the first episode of each copy is recorded to that folder. With ``same_step``, environments always
+    reset in the step that ends an episode.
     """
     spec = gym.spec(env_id)
-    if spec.vector_entry_point is not None and videos is None:
+    if spec.vector_entry_point is not None and videos is None and not same_step:
         return gym.make_vec(spec, num_envs=num_envs)
     options: dict[str, Any] = {}
     if videos is not None:

@@ -133,7 +133,8 @@ def owner_of(pod: Pod, namespace: str) -> str:
                 kind, name = "Deployment", name.removesuffix(f"-{revision}")
             chosen = f"{kind}/{name}"
         else:
-            chosen = f"Pod/{metadata.get('name') or metadata.get('generateName') or 'unnamed'}"
+            # A generated name is not known yet when the pod is created, and pods with one prefix belong together.
+            chosen = f"Pod/{metadata.get('generateName') or metadata.get('name') or 'unnamed'}"
     return f"{namespace}/{chosen}"[:MAX_OWNER_LENGTH]
 
 

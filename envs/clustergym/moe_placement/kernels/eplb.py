@@ -257,10 +257,10 @@ def _relieve(slots, first, last, load, members, n_members, copies, weight, targe
 
 
 @device
-def _fill(slots, first, last, load, members, n_members, extra, light, noise, copies, order, weight):
-    """Put the ``members`` and ``extra`` copies on GPUs first … last−1, heaviest first."""
+def _fill(slots, first, last, load, members, n_members, light, noise, copies, order, weight):
+    """Replicate the ``members`` until the slots of GPUs first … last−1 are full, then pack them, heaviest first."""
     n_gpus, n_slots = last - first, slots.shape[1]
-    _replicate(load, members, n_members, extra, light, n_gpus, noise, copies)
+    _replicate(load, members, n_members, n_gpus * n_slots - n_members, light, n_gpus, noise, copies)
     _sort(load, members, n_members, noise, copies, order)
     for g in range(first, last):
         weight[g] = 0.0
@@ -290,22 +290,17 @@ def _fill(slots, first, last, load, members, n_members, extra, light, noise, cop
 
 @device
 def _pack(slots, first, last, load, members, n_members, copies, order, weight, target):
-    """Put the ``members`` on GPUs first … last−1 so that no GPU gets more load than ``target``, if possible.
+    """Fill the slots of GPUs first … last−1 with the ``members`` so that no GPU gets more load than ``target``.
 
-    If one does, other plans are tried. First with fewer copies of heavy members, because two of them on one GPU are
-    worse than a larger share of one: slots are filled with copies of light members, or left empty. Then with changed
-    loads.
+    If one does, other plans are tried: with fewer copies of heavy members, because two of them on one GPU are worse
+    than a larger share of one, and copies of light members instead; then with changed loads. The best one is kept.
     """
-    n_extra = (last - first) * slots.shape[1] - n_members
-    plans = 2 * n_extra + 1  # light copies, then empty slots
+    plans = (last - first) * slots.shape[1] - n_members + 1  # number of light copies + 1
     best, best_try = 0.0, -1
     for k in range(_NOISES * plans + 1):
         if k == _NOISES * plans:  # none reached the target
             k = best_try
-        noise, plan = k // plans, k % plans
-        light = plan if plan <= n_extra else 0
-        extra = n_extra if plan <= n_extra else 2 * n_extra - plan
-        _fill(slots, first, last, load, members, n_members, extra, light, noise, copies, order, weight)
+        _fill(slots, first, last, load, members, n_members, k % plans, k // plans, copies, order, weight)
         busiest = _relieve(slots, first, last, load, members, n_members, copies, weight, target)
         if busiest <= target:
             return

@@ -1,0 +1,243 @@
+"""Planners inside engines: the interface of DeepSeek's EPLB, of vLLM's policies and of SGLang's algorithms."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import clustergym.integrations.sglang as for_sglang
+import clustergym.integrations.vllm as for_vllm
+from clustergym.integrations.eplb import keep_in_place, plan_slots, rebalance_experts
+from eplb_reference import balancedness, eplb
+
+SHAPES = [(12, 16, 4, 2, 8), (64, 80, 8, 4, 16), (32, 64, 32, 4, 32), (256, 288, 8, 4, 32), (64, 72, 1, 2, 8)]
+"""experts, replicas, groups, nodes, GPUs"""
+
+
+def loads(n_layers: int, n_experts: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).lognormal(0, 1, (n_layers, n_experts)) * 1000)
+
+
+def check_maps(result: tuple[torch.Tensor, ...], n_experts: int, n_replicas: int) -> None:
+    """The three maps of DeepSeek's interface describe the same placement."""
+    slots, where, count = (tensor.numpy() for tensor in result)
+    assert {tensor.dtype for tensor in result} == {torch.int64}
+    assert slots.shape[1] == n_replicas
+    assert (count.sum(1) == n_replicas).all()
+    assert (count >= 1).all()
+    assert where.shape == (*count.shape, count.max())
+    for l in range(len(slots)):
+        for e in range(n_experts):
+            assert sorted(where[l, e][where[l, e] >= 0]) == np.flatnonzero(slots[l] == e).tolist()
+            assert count[l, e] == (slots[l] == e).sum()
+
+
+@pytest.mark.parametrize(("experts", "replicas", "groups", "nodes", "gpus"), SHAPES)
+def test_drop_in_for_deepseeks_eplb(experts: int, replicas: int, groups: int, nodes: int, gpus: int) -> None:
+    weight = loads(3, experts)
+    result = rebalance_experts(weight, replicas, groups, nodes, gpus)
+    check_maps(result, experts, replicas)
+    for row, load in zip(result[0].numpy(), weight.float().numpy().astype(float), strict=True):
+        placed = row.reshape(gpus, -1)
+        assert all(len(set(gpu)) == len(gpu) for gpu in placed.tolist())
+        upstream = balancedness(eplb(load, replicas, groups, nodes, gpus), load)
+        assert balancedness(placed, load) >= upstream - 1e-6
+        if groups % nodes == 0:  # the experts of a group are on one node
+            size = experts // groups
+            for group in range(groups):
+                held = np.isin(placed, np.arange(group * size, (group + 1) * size))
+                assert len({g // (gpus // nodes) for g in np.flatnonzero(held.any(1))}) == 1
+
+
+def test_example_of_deepseeks_readme() -> None:
+    """Two layers, 12 experts, 16 replicas, 4 groups, 2 nodes, 8 GPUs. Their packing has busiest GPUs of 165 and 197."""
+    weight = torch.tensor(
+        [
+            [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+            [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+        ]
+    )
+    slots, _, count = rebalance_experts(weight, 16, 4, 2, 8)
+    for row, load, copies in zip(slots.numpy(), weight.numpy().astype(float), count.numpy(), strict=True):
+        ours = (load / copies)[row].reshape(8, 2).sum(1).max()
+        upstream = eplb(load, 16, 4, 2, 8)
+        theirs = (load / np.bincount(upstream.ravel(), minlength=12))[upstream].sum(1).max()
+        assert ours <= theirs + 1e-9
+
+
+def test_more_slots_than_experts_on_a_gpu() -> None:
+    check_maps(rebalance_experts(loads(2, 4), 16, 1, 1, 2), 4, 16)
+
+
+def test_zero_and_broken_loads() -> None:
+    check_maps(rebalance_experts(torch.zeros(2, 8), 12, 1, 1, 4), 8, 12)
+    check_maps(rebalance_experts(torch.full((2, 8), float("nan")), 12, 1, 1, 4), 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((13, 1, 1, 4), "num_replicas is 13: expected a multiple of num_gpus = 4"),
+        ((4, 1, 1, 4), "num_replicas is 4: .* at least 8 experts"),
+        ((12, 1, 3, 4), "num_gpus is 4: expected a multiple of num_nodes = 3"),
+        ((12, 0, 1, 4), "num_groups is 0"),
+        ((12, 3, 1, 4), "8 experts do not divide into num_groups = 3"),
+    ],
+)
+def test_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rebalance_experts(loads(1, 8), *arguments)
+
+
+def test_few_experts_move() -> None:
+    """The same loads give the same slots; a plan whose GPUs are renamed within their nodes moves nothing."""
+    weight = loads(4, 64).numpy()
+    slots = plan_slots(weight, 80, 8, 4, 16)
+    np.testing.assert_array_equal(plan_slots(weight, 80, 8, 4, 16, slots), slots)
+    rng = np.random.default_rng(0)
+    renamed = slots.reshape(4, 4, 4, 5)[:, :, rng.permutation(4)][..., rng.permutation(5)].reshape(4, 80)
+    np.testing.assert_array_equal(keep_in_place(slots, renamed, 4, 16), renamed)
+    drifted = weight * rng.lognormal(0, 0.1, weight.shape)
+    moved = [
+        int((plan != slots).sum())
+        for plan in (plan_slots(drifted, 80, 8, 4, 16), plan_slots(drifted, 80, 8, 4, 16, slots))
+    ]
+    assert moved[1] < 0.8 * moved[0]
+    kept = plan_slots(drifted, 80, 8, 4, 16, slots)
+    for row, load in zip(kept, drifted, strict=True):
+        plain = plan_slots(load[None], 80, 8, 4, 16)[0]
+        assert balancedness(row.reshape(16, 5), load) == pytest.approx(balancedness(plain.reshape(16, 5), load))
+
+
+class TestVLLM:
+    def test_policy(self) -> None:
+        weight = loads(2, 64)
+        old = torch.from_numpy(plan_slots(loads(2, 64, seed=1).numpy(), 80, 8, 4, 16))
+        slots = for_vllm.ClusterGymPolicy.rebalance_experts(weight, 80, 8, 4, 16, old)
+        assert slots.shape == (2, 80)
+        assert (slots == old).sum() > (for_vllm.ClusterGymPolicy.rebalance_experts(weight, 80, 8, 4, 16) == old).sum()
+
+    def test_plan_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        plan = plan_slots(loads(2, 64, seed=2).numpy(), 80, 1, 1, 16)
+        (tmp_path / "plan.json").write_text(json.dumps(plan.tolist()))
+        monkeypatch.setenv("CLUSTERGYM_EPLB_PLAN", str(tmp_path / "plan.json"))
+        slots = for_vllm.ClusterGymPolicy.rebalance_experts(loads(2, 64), 80, 8, 4, 16)
+        np.testing.assert_array_equal(slots.numpy(), plan)
+        again = for_vllm.ClusterGymPolicy.rebalance_experts(loads(2, 64), 80, 8, 4, 16, slots.flip(1).contiguous())
+        assert [set(gpu) for gpu in again.numpy()[0].reshape(16, 5).tolist()] == [
+            set(gpu) for gpu in plan[0].reshape(16, 5).tolist()
+        ]
+        # A draft model has other sizes: it is balanced as usual.
+        assert for_vllm.ClusterGymPolicy.rebalance_experts(loads(1, 32), 48, 1, 1, 16).shape == (1, 48)
+        plan[0, 0] = plan[0, 1]
+        (tmp_path / "plan.json").write_text(json.dumps(np.where(plan == 5, 6, plan).tolist()))
+        with pytest.raises(ValueError, match="does not hold each of the 64 experts"):
+            for_vllm.ClusterGymPolicy.rebalance_experts(loads(2, 64), 80, 8, 4, 16)
+
+    def test_registers_only_if_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        policy = types.ModuleType("vllm.distributed.eplb.policy")
+        policy.EPLB_POLICIES = {"default": object}  # type: ignore[attr-defined]
+        parent = types.ModuleType("vllm.distributed.eplb")
+        parent.policy = policy  # type: ignore[attr-defined]
+        for module in (types.ModuleType("vllm"), types.ModuleType("vllm.distributed"), parent, policy):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.delenv("CLUSTERGYM_EPLB", raising=False)
+        monkeypatch.delenv("CLUSTERGYM_EPLB_PLAN", raising=False)
+        for_vllm.register()
+        assert {"default": object} == policy.EPLB_POLICIES  # type: ignore[attr-defined]
+        monkeypatch.setenv("CLUSTERGYM_EPLB", "1")
+        for_vllm.register()
+        assert {"default": for_vllm.ClusterGymPolicy} == policy.EPLB_POLICIES  # type: ignore[attr-defined]
+
+
+class TestSGLang:
+    def test_algorithm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        counts = torch.stack([loads(2, 64, seed=s) for s in range(3)])
+        named = types.SimpleNamespace(name="deepseek_hierarchical")
+        arguments = {"tokens_per_expert": counts, "num_physical_experts": 80, "num_local_physical_experts": 5}
+        result = for_sglang.rebalance_experts(**arguments, num_groups=8, num_nodes=4, algorithm=named)
+        check_maps(result, 64, 80)
+        expected = rebalance_experts(counts.sum(0), 80, 8, 4, 16)
+        assert torch.equal(result[0], expected[0])
+        flat = types.SimpleNamespace(name="deepseek")
+        result = for_sglang.rebalance_experts(**arguments, num_groups=None, num_nodes=4, algorithm=flat)
+        assert torch.equal(result[0], rebalance_experts(counts.sum(0), 80, 1, 1, 16)[0])
+
+
+def arguments_of(source: Path, function: str) -> list[str]:
+    for node in ast.walk(ast.parse(source.read_text("utf-8-sig"))):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return [argument.arg for argument in node.args.args if argument.arg != "cls"]
+    raise AssertionError(f"{source} has no {function}")
+
+
+def own_arguments(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.skipif("CLUSTERGYM_VLLM_SOURCE" not in os.environ, reason="needs vLLM's sources")
+def test_interface_of_vllm() -> None:
+    """CLUSTERGYM_VLLM_SOURCE=…/vllm, a checkout or an installed wheel: fails when its interface changes."""
+    folder = Path(os.environ["CLUSTERGYM_VLLM_SOURCE"]) / "distributed" / "eplb" / "policy"
+    mine = own_arguments(for_vllm.ClusterGymPolicy.rebalance_experts)
+    for name in ("abstract", "default"):
+        assert arguments_of(folder / f"{name}.py", "rebalance_experts") == mine
+    assert "EPLB_POLICIES" in (folder / "__init__.py").read_text()
+    assert "EPLB_POLICIES[" in (folder.parent / "eplb_state.py").read_text()
+    # Their default policy itself, on the same loads.
+    package = types.ModuleType("vllm_policy")
+    package.__path__ = [str(folder)]
+    sys.modules["vllm_policy"] = package
+    spec = importlib.util.find_spec("vllm_policy.default")
+    assert spec is not None
+    assert spec.loader is not None
+    default = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(default)
+    for experts, replicas, groups, nodes, gpus in SHAPES:
+        weight = loads(2, experts)
+        theirs = default.DefaultEplbPolicy.rebalance_experts(weight, replicas, groups, nodes, gpus)
+        ours = for_vllm.ClusterGymPolicy.rebalance_experts(weight, replicas, groups, nodes, gpus)
+        assert theirs.shape == ours.shape
+        for one, other, load in zip(ours.numpy(), theirs.numpy(), weight.numpy(), strict=True):
+            assert balancedness(one.reshape(gpus, -1), load) >= balancedness(other.reshape(gpus, -1), load) - 1e-6
+
+
+@pytest.mark.skipif("CLUSTERGYM_SGLANG_SOURCE" not in os.environ, reason="needs SGLang's sources")
+def test_interface_of_sglang() -> None:
+    """CLUSTERGYM_SGLANG_SOURCE=…/python/sglang: fails when its interface changes."""
+    folder = Path(os.environ["CLUSTERGYM_SGLANG_SOURCE"]) / "srt"
+    mine = own_arguments(for_sglang.rebalance_experts)
+    assert arguments_of(folder / "eplb" / "eplb_algorithms" / "__init__.py", "rebalance_experts") == mine
+    assert "eplb_algorithms.rebalance_experts(" in (folder / "eplb" / "expert_location.py").read_text()
+    assert '"sglang.srt.plugins"' in (folder / "plugins" / "__init__.py").read_text()
+
+
+@pytest.mark.skipif("CLUSTERGYM_EPLB_SOURCE" not in os.environ, reason="needs DeepSeek's eplb.py")
+def test_interface_of_deepseek() -> None:
+    source = Path(os.environ["CLUSTERGYM_EPLB_SOURCE"])
+    assert arguments_of(source, "rebalance_experts") == own_arguments(rebalance_experts)
+    spec = importlib.util.spec_from_file_location("deepseek_eplb", source)
+    assert spec is not None
+    assert spec.loader is not None
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    for experts, replicas, groups, nodes, gpus in SHAPES:
+        weight = loads(2, experts)
+        upstream = theirs.rebalance_experts(weight, replicas, groups, nodes, gpus)
+        check_maps(upstream, experts, replicas)
+        for row, load in zip(upstream[0].numpy(), weight.numpy(), strict=True):
+            # The reference of the tests is their algorithm.
+            expected = balancedness(eplb(load, replicas, groups, nodes, gpus), load)
+            assert balancedness(row.reshape(gpus, -1), load) == pytest.approx(expected, rel=1e-6)
