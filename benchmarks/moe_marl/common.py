@@ -142,8 +142,9 @@ def train_one(
         model = args.models[0]
         command = [
             sys.executable, str(TRAINER), "--trace", *(traces or sources(args, model)), "--model",
-            model_of(args, model), "--cluster", args.clusters[0], "--profile", args.profile, "--seed",
-            str(seed), "--total-timesteps", str(timesteps), "--run-dir", str(folder), "--eval-streams", "0", *shlex.split(args.trainer_flags), *flags, "--resume",
+            model_of(args, model), "--cluster", args.clusters[0], "--profile", args.profile, "--seed", str(seed),
+            "--total-timesteps", str(timesteps), "--run-dir", str(folder), "--eval-streams", "0",
+            *shlex.split(args.trainer_flags), *flags, "--resume",
         ]  # fmt: skip
         CONSOLE.print(" ".join(command), highlight=False, soft_wrap=True)
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
