@@ -14,37 +14,48 @@ import pytest
 TOOLKITS = [Path(root) for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", "/usr/local/cuda-13.0") if root]
 
 
-def played(launcher: str, comm: str, norm: int) -> dict[str, np.ndarray]:
-    """Every array of three environments after a reset, steps that cross a window and an episode's end, and a look-ahead."""
+def played(launcher: str, dispatch: str, transport: str, norm: int) -> dict[str, np.ndarray]:
+    """Every array of three environments: reset, steps over the end of an interval and an episode, look-ahead, a plan."""
     import torch
 
     from clustergym import synthetic_trace
-    from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
+    from clustergym.moe_placement import (
+        ClusterSpec,
+        EngineProfile,
+        IntervalStream,
+        ModelSpec,
+        PlacementBatch,
+        PlacementConfig,
+    )
     from clustergym.moe_placement.launchers import cpu, cuda
 
-    trace = synthetic_trace(n_tokens=120, n_layers=2, n_experts=6, top_k=2, n_domains=2, mean_seq_len=12.0, seed=3)
+    trace = synthetic_trace(n_tokens=240, n_layers=2, n_experts=6, top_k=2, n_domains=2, mean_seq_len=12.0, seed=3)
     model = ModelSpec("tiny", 2, 6, 2, 64, 64, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
     # More than 16 GPUs would not fit into the bits of an int16, which plain Python must not be caught by.
     cluster = ClusterSpec("tiny", 3, 6, 2, intra_gb_s=0.4, inter_gb_s=0.1)
     config = PlacementConfig(
-        trace, cluster, model, windows=2, window_tokens=16, ops_per_layer=2, schedule="drift", start="eplb",
-        comm=comm, credit="stream", lookahead_norm=norm,
+        trace, split="all", cluster=cluster, model=model, intervals=2, tokens_per_rank=2, sampled_passes=1,
+        ops_per_layer=2, schedule="drift", start="eplb", lookahead_norm=norm, memory=True,
+        profile=EngineProfile("made", "sglang", "decode", dispatch, transport, (), "made by a test"),
     )  # fmt: skip
-    batch = PlacementBatch(config, 3)
-    batch.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
+    batches = {"play": PlacementBatch(config, 3), "plan": PlacementBatch(config, 2, observe_only=True)}
+    batch = batches["play"]
+    for one in batches.values():
+        one.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
     batch.seed(np.array([5, 6, 7]))
     batch.reset()
     rng = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {}
 
-    def note(when: str) -> None:
-        parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.buffers}
+    def note(when: str, which: str = "play") -> None:
+        one = batches[which]
+        parts = {"sim": one.sim, "episode": one.episode, "stream": one.stream, "obs": one.buffers}
         for part, tensors in parts.items():
             arrays.update({f"{when}/{part}/{name}": tensor.numpy().copy() for name, tensor in tensors.items()})
-        arrays[f"{when}/reward"] = batch.reward.numpy().copy()
+        arrays[f"{when}/reward"] = one.reward.numpy().copy()
 
     note("reset")
-    for step in range(10):
+    for step in range(9):
         mask = batch.obs["joint_mask"].numpy()
         choice = np.array([rng.choice(np.argwhere(m)) if rng.random() < 0.9 else [-1, 99] for m in mask])
         batch.step(*(torch.from_numpy(np.ascontiguousarray(column)) for column in choice.T))
@@ -53,11 +64,16 @@ def played(launcher: str, comm: str, norm: int) -> dict[str, np.ndarray]:
             # Only some begin anew: the others must stay as they are.
             batch.reset(torch.tensor([True, False, True]))
             note(f"reset{step}")
-    arrays["lookahead"] = batch.lookahead(torch.tensor([0, 3, 5])).numpy().copy()
+    arrays["lookahead"] = batch.lookahead(torch.tensor([[0, 2], [3, 1], [5, 0]])).numpy().copy()
     # Once, and not as an observation of every step: the simulator takes seconds for it.
     arrays["lookahead_all"] = np.zeros((3, 6, 3 * 18), np.float32)
-    batch.launcher.look_ahead_all(arrays["lookahead_all"], batch._episode, batch._sim, batch._rules)
+    batch.launcher.look_ahead_all(arrays["lookahead_all"], batch._state)
     note("end")
+    plan = batches["plan"]
+    plan.load_placement(plan.simulator.static(2), next(IntervalStream(trace, 18, config.traffic, seed=9)))
+    note("loaded", "plan")
+    plan.finish_layer(torch.tensor([0, 3]), torch.tensor([7, 1]))
+    note("finished", "plan")
     return arrays
 
 
@@ -75,16 +91,24 @@ import numpy as np
 from numba import config
 from test_cuda_launcher import played
 assert config.ENABLE_CUDASIM
-np.savez(sys.argv[1], **played("cuda", sys.argv[2], int(sys.argv[3])))
+np.savez(sys.argv[1], **played("cuda", sys.argv[2], sys.argv[3], int(sys.argv[4])))
 """
 
 
-@pytest.mark.parametrize(("comm", "norm"), [("dedup", 16), ("per-expert", 0), ("stay", 0)])
-def test_cuda_simulator_plays_the_same(comm: str, norm: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "transport", "norm"),
+    [
+        ("rank-nearest", "dedup", 16),
+        ("token-hash", "per-expert", 0),
+        ("round-robin", "allgather", 0),
+        ("local-hash", "stay", 0),
+    ],
+)
+def test_cuda_simulator_plays_the_same(dispatch: str, transport: str, norm: int, tmp_path: Path) -> None:
     file = tmp_path / "played.npz"
-    found = run(SIMULATE, str(file), comm, str(norm), NUMBA_ENABLE_CUDASIM="1")
+    found = run(SIMULATE, str(file), dispatch, transport, str(norm), NUMBA_ENABLE_CUDASIM="1")
     assert found.returncode == 0, found.stderr
-    mine: dict[str, Any] = played("cpu", comm, norm)
+    mine: dict[str, Any] = played("cpu", dispatch, transport, norm)
     with np.load(file) as theirs:
         assert set(theirs) == set(mine)
         for name, array in mine.items():
@@ -120,17 +144,21 @@ from clustergym import synthetic_trace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
 from clustergym.moe_placement.launchers import cuda as launcher
 
-trace = synthetic_trace(n_tokens=64, n_layers=2, n_experts=8, top_k=2, n_domains=2)
-config = PlacementConfig(trace, ClusterSpec("c", 2, 2, 3), ModelSpec("m", 2, 8, 2, 64, 64), window_tokens=16)
+trace = synthetic_trace(n_tokens=256, n_layers=2, n_experts=8, top_k=2, n_domains=2)
+config = PlacementConfig(
+    trace, split="all", cluster=ClusterSpec("c", 2, 2, 3), model=ModelSpec("m", 2, 8, 2, 64, 64), tokens_per_rank=4
+)
 batch = PlacementBatch(config, 2)
-index, flag, ahead = np.zeros(2, np.int64), np.zeros(2, bool), np.zeros((2, 12), np.float32)
-state = (batch._episode, batch._sim)
-rest = (batch._trace, batch._rules)
+episode, sim, _, obs, trace, rules = batch._state
+choice, flag, reward = np.zeros((2, 2), np.int64), np.zeros(2, bool), batch.reward.numpy()
+slots, rows = np.zeros((2, 4, 3), np.int16), np.zeros((2, 16), np.int32)
 kernels = {
-    "_advance": (index, index, batch.reward.numpy(), *state, batch._stream, batch._obs, *rest),
-    "_reset": (flag, *state, batch._stream, batch._obs, *rest),
-    "_look_ahead": (index, ahead, *state, batch._rules),
-    "_look_ahead_all": (np.zeros((2, 8, 12), np.float32), *state, batch._rules),
+    "_step": (choice, reward, *batch._state),
+    "_reset": (flag, *batch._state),
+    "_look_ahead": (choice, np.zeros((2, 2, 12, 3), np.float32), episode, sim, obs, rules),
+    "_look_ahead_all": (np.zeros((2, 8, 12), np.float32), episode, sim, rules),
+    "_load": (slots, rows, rows, episode, sim, obs, trace, rules),
+    "_finish": (choice, episode, sim, obs, rules),
 }
 for name, arguments in kernels.items():
     signature = tuple(typeof(argument) for argument in arguments)
@@ -150,9 +178,5 @@ def test_kernels_compile_for_a_device() -> None:
         pytest.skip(f"no libnvvm under {', '.join(map(str, TOOLKITS))}: install the CUDA toolkit or set CUDA_HOME")
     found = run(COMPILE, CUDA_HOME=str(homes[0]))
     assert found.returncode == 0, found.stderr[-4000:]
-    assert [line.split()[0] for line in found.stdout.splitlines()] == [
-        "_advance",
-        "_reset",
-        "_look_ahead",
-        "_look_ahead_all",
-    ]
+    names = [line.split()[0] for line in found.stdout.splitlines()]
+    assert names == ["_step", "_reset", "_look_ahead", "_look_ahead_all", "_load", "_finish"]
