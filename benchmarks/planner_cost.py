@@ -1,19 +1,24 @@
-"""Decision time of the planners that need only loads, at the size of a large deployment, with EPLB in the same run.
+"""Decision time of the planners at the size of a large deployment, and the memory that they need.
 
-    python benchmarks/planner_cost.py                    # 58 layers × 256 experts × 64 GPUs, 320 slots
+    python benchmarks/planner_cost.py                    # planners on loads: 58 layers × 256 experts × 64 GPUs
+    python benchmarks/planner_cost.py --anneal 60        # also annealing on 32k tokens, 60 s, against EPLB
     python benchmarks/planner_cost.py --repeats 5 --json out.json
 
-Loads are synthetic: a lognormal popularity per layer and expert that changes a little from window to window, so that
-planners that keep good layers have something to keep. Every planner (``static`` too) starts from the EPLB plan of the
-first window and sees the same windows. The first decision compiles: not counted. ``balance`` is the mean load over
-that of the busiest GPU on the window after the plan, ``moves`` the replicas that some GPU must fetch per layer and
+Loads are synthetic: a lognormal popularity per layer and expert that changes a little from interval to interval, so
+that planners that keep good layers have something to keep. Every planner (``static`` too) starts from EPLB's plan of the
+first interval and sees the same intervals. The first decision compiles: not counted. ``balance`` is the mean load over
+that of the busiest GPU in the interval after the plan, ``moves`` the replicas that some GPU must fetch per layer and
 decision.
+
+Annealing plans on one half of the sequences of a synthetic trace with DeepSeek-V3's routing and serves passes of the
+other half, profile sglang-prefill.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -21,22 +26,29 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator
+from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Placement, Simulator, Traffic
+from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
 from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
-from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.planners.flashlb import balance
-from clustergym.moe_placement.planning import LoadWindow
+from clustergym.moe_placement.planners.eplb import EPLB, balance
+from clustergym.moe_placement.planners.recorded import LoadInterval
+from clustergym.moe_placement.streams import sample_passes
+from clustergym.traces import SyntheticConfig, synthetic_trace
+
+PASSES = 4
+TOKENS = 8192
+"""Per pass"""
 
 
-def windows(layers: int, experts: int, n: int, skew: float, change: float, seed: int) -> list[LoadWindow]:
-    """``n`` windows of 32k tokens with 8 experts each, as counts."""
+def intervals(layers: int, experts: int, n: int, skew: float, change: float, seed: int) -> list[Interval]:
+    """``n`` intervals of counts of four passes with 8 experts per token."""
     rng = np.random.default_rng(seed)
     heat = rng.normal(0, skew, (layers, experts))
-    found = []
+    found: list[Interval] = []
     for _ in range(n):
         heat = heat + rng.normal(0, change, heat.shape)
         share = np.exp(heat)
-        found.append(LoadWindow(rng.poisson(share / share.sum(1, keepdims=True) * 8 * 32768), 32768))
+        mean = share / share.sum(1, keepdims=True) * 8 * TOKENS
+        found.append(LoadInterval(rng.poisson(mean, (PASSES, layers, experts)), TOKENS))
     return found
 
 
@@ -49,26 +61,16 @@ def moves(plan: Placement, before: Placement, n_experts: int) -> float:
     return float((held[0] & ~held[1])[..., :-1].sum() / len(plan))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=58)
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=5, help="slots per GPU")
-    parser.add_argument("--skew", type=float, default=0.8, help="standard deviation of the logarithm of the loads")
-    parser.add_argument("--change", type=float, default=0.1, help="the same of its change from window to window")
-    parser.add_argument("--repeats", type=int, default=3, help="decisions that are measured per planner")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
+def peak_gb() -> float:
+    """The most memory that this process has used."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
-    model = ModelSpec("large", args.layers, args.experts, 8, 7168, 2048, weight_bytes=1, n_groups=8)
-    sim = Simulator(model, ClusterSpec("large", args.nodes, args.gpus_per_node, args.slots))
-    history = windows(args.layers, args.experts, args.repeats + 2, args.skew, args.change, args.seed)
+
+def measure_on_loads(sim: Simulator, args: argparse.Namespace) -> list[dict[str, object]]:
+    history = intervals(args.layers, args.experts, args.repeats + 2, args.skew, args.change, args.seed)
     eplb = EPLB(sim)
     start = eplb.pack(eplb.loads(history[0]))
-    rows = []
+    rows: list[dict[str, object]] = []
     for name in planners_on_loads():
         make_planner(name, sim).plan(history[:1], sim.static(args.layers))  # compile
         planner, placement = make_planner(name, sim), start
@@ -80,16 +82,48 @@ def main() -> None:
             balances.append(float(balance(eplb.loads(history[i + 1]), sim.check(plan)).mean()))
             fetched.append(moves(plan, placement, args.experts))
             placement = plan
-        rows.append(
-            {
-                "planner": name,
-                "seconds": seconds,
-                "median_s": float(np.median(seconds)),
-                "balance": float(np.mean(balances)),
-                "moves": float(np.mean(fetched)),
-            }
-        )
+        rows.append({"planner": name, "seconds": seconds, "balance": np.mean(balances), "moves": np.mean(fetched)})
+    return rows
 
+
+def measure_annealing(sim: Simulator, args: argparse.Namespace) -> dict[str, float]:
+    """Plan on one half of a synthetic trace, serve the other half."""
+    config = SyntheticConfig(n_tokens=4 * args.tokens, n_layers=args.layers, n_experts=args.experts, top_k=8)
+    before, after = synthetic_trace(config, seed=args.seed).split(0.5, seed=args.seed)
+    sim = sim.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
+    traffic = Traffic("prefill", tokens_per_rank=args.tokens // 4 // sim.n_gpus, sampled_passes=2)
+    seen = sample_passes(before, sim.n_gpus, traffic, 4, args.seed)
+    to_serve = sample_passes(after, sim.n_gpus, traffic, 4, args.seed)
+    static = sim.static(args.layers)
+    make_planner("anneal", sim, iterations=10).plan([compile_on(before, sim)], static)
+    found = {"tokens": float(seen.rows.size)}
+    for name, options in (("eplb", {}), ("anneal", {"seconds": args.anneal})):
+        began, cpu = time.perf_counter(), time.process_time()
+        plan = make_planner(name, sim, **options).plan([seen], static)
+        found[f"{name}_s"], found[f"{name}_cpu_s"] = time.perf_counter() - began, time.process_time() - cpu
+        found[f"{name}_us"] = float(sim.evaluate(to_serve, sim.check(plan)).time_us.mean())
+    return {**found, "share": found["anneal_us"] / found["eplb_us"], "peak_gb": peak_gb()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=58)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=5, help="slots per GPU")
+    parser.add_argument("--skew", type=float, default=0.8, help="standard deviation of the logarithm of the loads")
+    parser.add_argument("--change", type=float, default=0.1, help="the same of its change from interval to interval")
+    parser.add_argument("--repeats", type=int, default=3, help="decisions that are measured per planner")
+    parser.add_argument("--anneal", type=float, default=0.0, help="seconds for annealing; 0 leaves it out")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens that annealing plans on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+
+    model = ModelSpec("large", args.layers, args.experts, 8, 7168, 2048, weight_bytes=1, n_groups=8)
+    sim = Simulator(model, ClusterSpec("large", args.nodes, args.gpus_per_node, args.slots))
+    console, rows = Console(), measure_on_loads(sim, args)
     size = f"{args.layers} layers × {args.experts} experts × {sim.n_gpus} GPUs, {sim.n_gpus * sim.n_slots} slots"
     table = Table(title=f"Decision time for all layers ({args.repeats} decisions)\n{size}")
     for column in ("planner", "median ms", "least ms", "most ms", "balance", "moves per layer"):
@@ -100,9 +134,17 @@ def main() -> None:
             str(row["planner"]), f"{np.median(ms):.1f}", f"{ms.min():.1f}", f"{ms.max():.1f}",
             f"{row['balance']:.3f}", f"{row['moves']:.1f}",
         )  # fmt: skip
-    Console().print(table)
+    console.print(table)
+    annealing = measure_annealing(sim, args) if args.anneal > 0 else {}
+    if annealing:
+        console.print(
+            f"annealing on {annealing['tokens']:.0f} tokens: {annealing['anneal_s']:.1f} s "
+            f"({annealing['anneal_cpu_s']:.1f} s of CPU), {annealing['share']:.3f} of EPLB's time "
+            f"({annealing['anneal_us']:.1f} of {annealing['eplb_us']:.1f} µs); EPLB {annealing['eplb_s']:.2f} s; "
+            f"peak memory {annealing['peak_gb']:.2f} GB"
+        )
     if args.json:
-        args.json.write_text(json.dumps({"size": size, "planners": rows}, indent=1))
+        args.json.write_text(json.dumps({"size": size, "planners": rows, "annealing": annealing}, indent=1))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Anneal(Search):
     """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
     heat: tuple[float, float] = (1e-3, 1e-5)
     """First and last temperature, as shares of the time of the layer."""
-    shares: tuple[float, float, float, float] = (0.2, 0.3, 0.2, 0.1)
+    shares: tuple[float, float, float, float] = (0.3, 0.35, 0.2, 0.1)
     """Share of the steps that replace a spare replica, that move an expert next to one that the same token uses, and
     that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first kind
     that empties a slot instead."""
