@@ -5,10 +5,10 @@
     python benchmarks/planner_cost.py --repeats 5 --json out.json
 
 Loads are synthetic: a lognormal popularity per layer and expert that changes a little from interval to interval, so
-that planners that keep good layers have something to keep. Every planner (``static`` too) starts from EPLB's plan of the
-first interval and sees the same intervals. The first decision compiles: not counted. ``balance`` is the mean load over
-that of the busiest GPU in the interval after the plan, ``moves`` the replicas that some GPU must fetch per layer and
-decision.
+that planners that keep good layers have something to keep. Every planner (``static`` too) starts from EPLB's plan of
+the first interval and sees the same intervals. The first decision compiles: not counted. ``balance`` is the mean load
+over that of the busiest GPU in the interval after the plan, ``moves`` the replicas that some GPU must fetch per layer
+and decision.
 
 Annealing plans on one half of the sequences of a synthetic trace with DeepSeek-V3's routing and serves passes of the
 other half, profile sglang-prefill.
