@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import tyro
 
@@ -37,14 +38,18 @@ from clustergym.moe_placement.evaluation import (
     evaluate_planner,
 )
 from clustergym.moe_placement.planner_registry import PLANNERS, make_planner, planner_class
+from clustergym.moe_placement.planners.anneal import Anneal
+from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planning import spread_layers
 from clustergym.moe_placement.profiles import PROFILES
-from clustergym.moe_placement.streams import Traffic
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval, Traffic
 
 SEARCHES = ("anneal-max", "anneal", "anneal-4", "forecast", "oracle")
 UNEVEN = 1.5
 """Spread of the ranks' shares in the study of the trap: a few GPUs send most of the tokens."""
 SAMPLES = (1024, 256, 64)
+FROM_STATISTICS = "anneal, loads + co-activation"
 
 
 @dataclass
@@ -145,11 +150,26 @@ def protocol_of(args: Args, cell: Cell, trace: TokenTrace, n_gpus: int) -> Proto
         )
 
 
-def options_of(args: Args, name: str, stationary: bool, n_layers: int) -> dict[str, Any]:
-    if name not in SEARCHES:
+def options_of(args: Args, name: str, stationary: bool) -> dict[str, Any]:
+    if name not in (*SEARCHES, FROM_STATISTICS):
         return {}
     steps = args.iterations * (10 if stationary and name != "oracle" else 1)
     return {"iterations": steps}
+
+
+class FromStatistics(Anneal):
+    """Annealing on made-up tokens with the loads and the co-activation of the observed ones."""
+
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        from clustergym.moe_placement.planners.recorded import interval_from_statistics
+
+        seen, n_experts = history[-1], self.simulator.n_experts
+        pairs = np.stack([seen.coactivation(layer, n_experts) for layer in range(seen.n_layers)])
+        made = interval_from_statistics(
+            seen.loads(n_experts), pairs, seen.experts.shape[2], self.simulator.n_gpus, seen.n_tokens, seen.n_passes,
+            self.seed,
+        )  # fmt: skip
+        return super().plan([made], placement)
 
 
 def variants(args: Args, protocol: Protocol) -> dict[str, tuple[str, Protocol]]:
@@ -159,10 +179,17 @@ def variants(args: Args, protocol: Protocol) -> dict[str, tuple[str, Protocol]]:
         return {name: (name, protocol) for name in names}
     if args.study == "observe":
         tokens = {f"anneal, {n} tokens": ("anneal", replace(protocol, observe_tokens=n)) for n in SAMPLES}
-        coactivation = {"anneal, loads + co-activation": ("anneal-coactivation", protocol)}
-        rows = {"eplb": ("eplb", protocol), "anneal, all tokens": ("anneal", protocol), **tokens, **coactivation}
-        return {label: row for label, row in rows.items() if row[0] in PLANNERS}
+        return {
+            "eplb": ("eplb", protocol),
+            "anneal, all tokens": ("anneal", protocol),
+            **tokens,
+            FROM_STATISTICS: (FROM_STATISTICS, protocol),
+        }
     return {name: (name, protocol) for name in args.planners}
+
+
+def planner_of(name: str, simulator: Simulator, options: dict[str, Any]) -> Planner:
+    return FromStatistics(simulator, **options) if name == FROM_STATISTICS else make_planner(name, simulator, **options)
 
 
 def run_cell(args: Args, cell: Cell, trace: TokenTrace, done: set[str]) -> Iterator[dict[str, Any]]:
@@ -174,13 +201,12 @@ def run_cell(args: Args, cell: Cell, trace: TokenTrace, done: set[str]) -> Itera
     for label, (name, own) in variants(args, protocol).items():
         if label in done:
             continue
-        options = options_of(args, name, protocol.stationary, trace.n_layers)
+        options = options_of(args, name, protocol.stationary)
         began = time.perf_counter()
-        warm_up = make_planner(name, simulator, **({"iterations": 1} if options else {}))
+        warm_up = planner_of(name, simulator, {"iterations": 1} if options else {})
         warm_up.plan([compile_on(test, simulator)], simulator.static(test.n_layers))
-        result = evaluate_planner(
-            make_planner(name, simulator, seed=args.seed, **options), label, train, test, own
-        )  # fmt: skip
+        planner = planner_of(name, simulator, {"seed": args.seed, **options})
+        result = evaluate_planner(planner, label, train, test, own)
         passes, tokens = protocol.traffic.sizes
         yield {
             **key_of(args, cell), "label": label, "sampled_passes": passes, "tokens_per_rank": tokens,
