@@ -87,7 +87,7 @@ def agent_server(
     *flags: object,
     host: str = "127.0.0.1",
     port: int | None = None,
-    ready_s: float = 60.0,
+    ready_s: float = 300.0,
     ca: Path | None = None,
     **environment: str,
 ) -> Iterator[Server]:

@@ -238,6 +238,7 @@ def test_four_frames_are_stacked_oldest_first() -> None:
     first, _ = env.reset(seed=3)
     assert first.shape == (4, 84, 84)
     assert first.dtype == np.uint8
+    assert all(np.array_equal(frame, first[3]) for frame in first), "the first frame fills the stack"
     second = env.step(2)[0]
     third = env.step(2)[0]
     assert np.array_equal(second[:3], first[1:])

@@ -47,6 +47,9 @@ class Detail:
 
 
 UPDATE = "test_ppo.py::test_update_matches_a_reference"
+SLOW = "test_trainer_updates.py::test_update_matches_the_reference"
+STOPS = "test_trainer_updates.py::test_update_stops_after_an_epoch_whose_last_kl_exceeds_the_target"
+SCHEDULES = "test_trainer_updates.py::test_schedules_reach_the_update"
 ROLLOUT = "test_ppo.py::test_advantages_of_a_rollout_match_a_reference"
 WRAPPERS = "test_ppo_atari.py::test_wrappers_of_training_and_evaluation_games"
 
@@ -85,8 +88,8 @@ DETAILS: list[Detail] = [
         "Adam's epsilon 1e-5",
         "ppo",
         "lr=learning_rate, eps=1e-5",
-        ("test_ppo.py::test_adam_epsilon_is_1e_5",),
-        (("eps=1e-5", "eps=1e-8"),),
+        ("test_ppo.py::test_adam_epsilon_is_1e_5", f"{SLOW}[ppo-defaults]"),
+        (("eps=1e-5", "eps=1e-8"), ("eps=1e-5", "eps=1e-5, betas=(0.9, 0.99)")),
     ),
     Detail(
         "4",
@@ -96,8 +99,13 @@ DETAILS: list[Detail] = [
         (
             "test_ppo.py::test_learning_rate_and_clip_range_are_annealed",
             "test_ppo.py::test_anneal_start_middle_and_end",
+            f"{SCHEDULES}[annealed-ppo]",
         ),
         (
+            (
+                "anneal(args.learning_rate, iteration, run.num_iterations)",
+                "max(anneal(args.learning_rate, iteration, run.num_iterations), 1e-5)",
+            ),
             ('optimizer.param_groups[0]["lr"] = anneal(', "_ = anneal("),
             ("(1.0 - (iteration - 1) / num_iterations)", "(1.0 - iteration / num_iterations)"),
         ),
@@ -125,8 +133,12 @@ DETAILS: list[Detail] = [
         "minibatches: shuffled, every index once per epoch",
         "ppo",
         "shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))",
-        ("test_ppo.py::test_epoch_uses_every_row_once_in_a_new_order",),
+        ("test_ppo.py::test_epoch_uses_every_row_once_in_a_new_order", f"{SLOW}[ppo-defaults]"),
         (
+            (
+                "torch.randperm(len(batch), device=batch.obs.device)",
+                "torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))",
+            ),
             ("batch.take(torch.randperm(len(batch), device=batch.obs.device))", "batch"),
             ("torch.randperm(len(batch), device=batch.obs.device)", "torch.randint(len(batch), (len(batch),))"),
             ("mb = shuffled.take(slice(start, end))", "mb = shuffled.take(slice(0, end - start))"),
@@ -137,8 +149,10 @@ DETAILS: list[Detail] = [
         "advantages normalised in each minibatch",
         "ppo",
         "advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages",
-        ("test_ppo.py::test_advantages_are_normalised", UPDATE),
+        ("test_ppo.py::test_advantages_are_normalised", UPDATE, f"{SLOW}[ppo-defaults]"),
         (
+            ("advantages.std() + 1e-8", "advantages.std(correction=0) + 1e-8"),
+            ("advantages.std() + 1e-8", "advantages.std() + 1e-5"),
             ("normalize_advantages(mb.advantages) if args.norm_adv", "mb.advantages if args.norm_adv"),
             (
                 "normalize_advantages(mb.advantages) if args.norm_adv",
@@ -168,6 +182,7 @@ DETAILS: list[Detail] = [
         "return 0.5 * torch.max(unclipped, (clipped_values - returns) ** 2).mean()",
         ("test_ppo.py::test_value_loss_is_the_larger_of_unclipped_and_clipped", UPDATE),
         (
+            ("old_values + (new_values - old_values).clamp", "old_values + (new_values - returns).clamp"),
             ("0.5 * torch.max(unclipped, (clipped_values", "0.5 * torch.min(unclipped, (clipped_values"),
             ("0.5 * torch.max(unclipped, (clipped_values - returns) ** 2)", "0.5 * ((clipped_values - returns) ** 2)"),
             ("clip_coef if args.clip_vloss else None", "None"),
@@ -192,6 +207,7 @@ DETAILS: list[Detail] = [
         "grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)",
         ("test_ppo.py::test_gradients_are_clipped_before_the_step", UPDATE),
         (
+            ("clip_grad_norm_(agent.parameters(), args", "clip_grad_norm_(agent.actor_head.parameters(), args"),
             ("clip_grad_norm_(agent.parameters(), args.max_grad_norm)", "clip_grad_norm_(agent.parameters(), 1e9)"),
             ("max_grad_norm: float = 0.5", "max_grad_norm: float = 5.0"),
         ),
@@ -307,7 +323,10 @@ DETAILS: list[Detail] = [
         "ppo_atari",
         "return FrameStackObservation(env, 4)",
         ("test_ppo_atari.py::test_four_frames_are_stacked_oldest_first",),
-        (("FrameStackObservation(env, 4)", "FrameStackObservation(env, 3)"),),
+        (
+            ("FrameStackObservation(env, 4)", "FrameStackObservation(env, 3)"),
+            ("FrameStackObservation(env, 4)", 'FrameStackObservation(env, 4, padding_type="zero")'),
+        ),
     ),
     Detail(
         "21",
@@ -364,6 +383,7 @@ DETAILS: list[Detail] = [
         (
             ("- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).mean(-1)"),
             ("0.5 * np.log(2 * np.pi) + std.log()).sum(-1)", "0.5 * np.log(2 * np.pi) + std.log()).mean(-1)"),
+            ("0.5 * np.log(2 * np.pi) + std.log()).sum(-1)", "0.5 * np.log(2 * np.pi) + std.log())[..., 0]"),
         ),
     ),
     Detail(
@@ -504,8 +524,9 @@ DETAILS: list[Detail] = [
         "minibatches of whole sequences, by environment",
         "ppo_lstm",
         "for envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):",
-        ("test_ppo_details.py::test_minibatches_hold_whole_sequences",),
+        ("test_ppo_details.py::test_minibatches_hold_whole_sequences", f"{SLOW}[ppo_lstm-defaults]"),
         (
+            ("torch.randperm(args.num_envs).chunk", "torch.arange(args.num_envs).chunk"),
             ("torch.randperm(args.num_envs).chunk", "torch.randint(args.num_envs, (args.num_envs,)).chunk"),
             ("torch.randperm(args.num_envs).chunk(args.num_minibatches)", "[torch.randperm(args.num_envs)]"),
             ("if args.num_envs % args.num_minibatches:", "if False:"),
@@ -551,8 +572,13 @@ DETAILS: list[Detail] = [
         (
             "test_ppo.py::test_learning_rate_and_clip_range_are_annealed",
             "test_ppo.py::test_learning_rate_and_clip_range_are_constant_without_annealing",
+            f"{SCHEDULES}[annealed-ppo]",
         ),
         (
+            (
+                "anneal(args.clip_coef, iteration, run.num_iterations) if",
+                "max(anneal(args.clip_coef, iteration, run.num_iterations), 1e-3) if",
+            ),
             (
                 "anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef",
                 "args.clip_coef",
@@ -565,8 +591,14 @@ DETAILS: list[Detail] = [
         "gradients averaged over all processes of torchrun",
         "ppo",
         "world.average_gradients(agent.parameters())",
-        ("test_ppo.py::test_two_processes_train_one_network",),
+        ("test_ppo.py::test_two_processes_train_one_network", f"{SLOW}[ppo-two_ranks]"),
         (
+            (
+                "            world.average_gradients(agent.parameters())\n"
+                "            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)\n",
+                "            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)\n"
+                "            world.average_gradients(agent.parameters())\n",
+            ),
             ("world.average_gradients(agent.parameters())", "pass"),
             ("derive_seed(args.seed, iteration, world.rank)", "derive_seed(args.seed, iteration, 0)"),
         ),
@@ -576,8 +608,15 @@ DETAILS: list[Detail] = [
         "update stops after an epoch whose KL exceeds target_kl",
         "ppo",
         "if args.target_kl is not None and world.mean(approx_kl.item()) > args.target_kl:",
-        ("test_ppo.py::test_target_kl_stops_the_update_after_an_epoch",),
         (
+            "test_ppo.py::test_target_kl_stops_the_update_after_an_epoch",
+            f"{STOPS}[one_rank-ppo]",
+            f"{STOPS}[two_ranks-ppo]",
+        ),
+        (
+            ("world.mean(approx_kl.item())", "world.mean(seen[0][4].item())"),
+            ("world.mean(approx_kl.item())", "world.mean(seen[-args.num_minibatches][4].item())"),
+            ("world.mean(approx_kl.item())", "approx_kl.item()"),
             ("world.mean(approx_kl.item()) > args.target_kl", "False"),
             ("world.mean(approx_kl.item()) > args.target_kl", "True"),
         ),

@@ -24,7 +24,7 @@ def test_code_and_tests_of_a_detail_exist(detail: Detail) -> None:
     assert detail.line()
     assert detail.tests
     for test in detail.tests:
-        file, _, function = test.partition("::")
+        file, _, function = test.partition("[")[0].partition("::")
         tree = ast.parse((TESTS / file).read_text())
         assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
 

@@ -331,6 +331,8 @@ class Service:
         if verdict == "fine":
             log.info("version %d is as good as version %d: %s", self.policy.version, champion.version, text)
             self.accept_version()
+        elif self.settings.leader is not None:
+            log.warning("versions of the leader after %d are worse on this node: %s", champion.version, text)
         elif self.settings.auto_rollback:
             log.warning("versions after %d are worse: %s; rolling back", champion.version, text)
             self.metrics.rollbacks.inc()
