@@ -103,4 +103,5 @@ def _rounded(load: npt.NDArray[np.float64], total: int, most: int) -> npt.NDArra
     counts = np.floor(exact).astype(np.int64)
     left = int(min(total, round(exact.sum())) - counts.sum())
     counts[np.argsort(counts - exact, kind="stable")[:left]] += 1
-    return np.minimum(counts, most)
+    limited: npt.NDArray[np.int64] = np.minimum(counts, most)
+    return limited
