@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from clustergym.common.extras import require
+from clustergym.common.yaml_files import parse_yaml
 from clustergym.moe_placement.presets.cluster_spec import ClusterSpec
 from clustergym.moe_placement.presets.model_spec import ModelSpec
 
@@ -32,15 +32,7 @@ def read_text(path: Path) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    yaml = require("yaml", "engines")
-    text = read_text(path)
-    try:
-        # An alias can make a document of a few bytes unfold to gigabytes, and no spec needs one.
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text)):
-            raise ValueError(f"{path}: YAML aliases are not allowed")
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    document = parse_yaml(read_text(path), str(path), aliases=False)
     if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
         raise ValueError(f"{path}: expected a mapping of names to values")
     return document

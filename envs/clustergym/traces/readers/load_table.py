@@ -81,8 +81,8 @@ def _roles(names: Sequence[str], path: Path) -> dict[str, str]:
     roles = {role: name for role, name in found.items() if name is not None}
     if "layer" not in roles or not ("lists" in roles or {"expert", "count"} <= set(roles)):
         raise ValueError(
-            f"{path}: columns {', '.join(names[:12])}: expected {LAYER[0]}, {EXPERT[0]} and {COUNT[0]}, or {LAYER[0]} "
-            f"and {LISTS[0]}"
+            f"{path}: columns {', '.join(names[:12])[:200]}: expected {LAYER[0]}, {EXPERT[0]} and {COUNT[0]}, or "
+            f"{LAYER[0]} and {LISTS[0]}"
         )
     return roles
 

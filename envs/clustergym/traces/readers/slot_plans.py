@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clustergym.common.extras import require
+from clustergym.common.yaml_files import parse_yaml
 from clustergym.traces.token_trace import MAX_EXPERTS
 
 SlotRows = dict[int, list[int]]
@@ -41,13 +41,12 @@ def checked_rows(rows: Any, path: Path) -> SlotRows:
 
 def read_tensorrt_llm_plan(path: Path) -> SlotRows:
     """The initial assignments in a load balancer config of TensorRT-LLM, by global layer index."""
-    yaml = require("yaml", "engines")
     try:
-        # The loader in C is ten times as fast.
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise PlanError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+        document = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{path}: not valid YAML: {error}") from error
+    except ValueError as error:
+        raise PlanError(str(error)) from error
     if not isinstance(document, dict) or set(document) != _TENSORRT_LLM_KEYS:
         raise PlanError(f"{path}: expected exactly the keys {', '.join(sorted(_TENSORRT_LLM_KEYS))}")
     rows = checked_rows(document["initial_global_assignments"], path)
