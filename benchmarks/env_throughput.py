@@ -1,7 +1,7 @@
-"""Steps per second of the batched environment, next to the same environment in Gymnasium's Sync and Async vector wrappers.
+"""Steps per second of the batched environment, of Gymnasium's Sync and Async vector wrappers, and of one environment.
 
-All are measured in one run, in turns, with random actions and full observations. The growth with tokens, experts, GPUs and
-layers is measured on the batched environment. Writes a JSON file and a plot.
+All are measured in one run, in turns, with random actions and full observations. The growth with passes, tokens,
+experts, GPUs and layers is measured on the batched environment. Writes a JSON file and a plot.
 
     python benchmarks/env_throughput.py
     python benchmarks/env_throughput.py --against ../other-checkout   # only the ratio of speeds of two revisions
@@ -27,9 +27,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-import clustergym
 from clustergym import SyntheticConfig, synthetic_trace
-from clustergym.moe_placement import ClusterSpec, Simulator, Stream
+from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig
 from clustergym.moe_placement.batch import DEFAULT_TRACE, load_cached
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,11 +42,12 @@ class Args:
     """Number of measurements; the median and the spread are reported."""
     steps: int = 64
     """Steps per round at the smallest batches; large batches take fewer."""
-    window_tokens: int = 2048
+    profile: str = "sglang-decode"
+    """Engine profile of the comparison."""
     trace: str = DEFAULT_TRACE
     """Trace of the comparison, of 64 experts; by default the environment's own."""
     sizes: bool = True
-    """Also measure the growth with tokens, experts, GPUs and layers."""
+    """Also measure the growth with passes, tokens, experts, GPUs and layers."""
     largest_wrapper: int = 1024
     """Largest batch for the wrappers, which need one Python object per environment."""
     largest_async: int = 64
@@ -76,6 +76,24 @@ def rate(env: Any, steps: int, rng: np.random.Generator) -> float:
     return env.num_envs * steps / (time.perf_counter() - began)
 
 
+def single_rate(options: dict[str, Any], steps: int, rng: np.random.Generator) -> float:
+    """Steps per second of one environment without a vector wrapper."""
+    env = gymnasium.make("MoEPlacement-v0", disable_env_checker=True, **options)
+    env.reset(seed=0)
+    experts, nodes = env.action_space.nvec  # type: ignore[attr-defined]
+    began, done = time.perf_counter(), False
+    for expert, node in rng.integers(0, [experts, nodes // 3], (steps, 2)):
+        if done:
+            env.reset()
+        done = env.step(np.array([expert, node]))[2]
+    return steps / (time.perf_counter() - began)
+
+
+def tokens_counted(batch: Any) -> int:
+    """Tokens whose counts a step updates: those of the observed and of the next interval's sampled passes."""
+    return batch.sim["rows"][0].numel()
+
+
 def steps_for(batch: int, args: Args) -> int:
     # A multiple of ops_per_layer, so that every round holds its share of layer changes.
     return max(16, args.steps // max(1, batch // 64) // 8 * 8)
@@ -99,43 +117,50 @@ def compare(batch: int, options: dict[str, Any], args: Args) -> dict[str, Any]:
     for _ in range(args.rounds):
         for name, env in envs.items():
             rates[name].append(rate(env, steps_for(batch, args), rng))
-    memory = envs["batched"].batch.bytes_allocated
+    task = envs["batched"].batch
+    result = {"batch": batch, "rates": rates, "state_bytes": task.bytes_allocated, "tokens": tokens_counted(task)}
     for env in envs.values():
         env.close()
-    return {"batch": batch, "rates": rates, "state_bytes": memory}
+    if batch == 1:
+        single_rate(options, 8, rng)
+        rates["single"] = [single_rate(options, args.steps, rng) for _ in range(args.rounds)]
+    return result
+
+
+GROWTH = {
+    "passes": (1, 2, 4, 8, 16),
+    "tokens": (8, 16, 32, 64, 128),
+    "experts": (16, 32, 64, 128, 256),
+    "GPUs": (4, 8, 16, 32),
+    "layers": (2, 8, 26),
+}
 
 
 def growth(args: Args) -> list[dict[str, Any]]:
-    """The batched rate as one size at a time is varied around 64 experts, 16 GPUs, 2048 tokens, 8 layers."""
-    base = {"experts": 64, "nodes": 4, "tokens": 2048, "layers": 8}
-    cases = [
-        *({"what": "tokens", "tokens": t} for t in (512, 1024, 2048, 4096, 8192)),
-        *({"what": "experts", "experts": e} for e in (16, 32, 64, 128, 256)),
-        *({"what": "GPUs", "nodes": n} for n in (1, 2, 4, 8)),
-        *({"what": "layers", "layers": l} for l in (2, 8, 26)),
-    ]
+    """The batched rate as one size at a time is varied around 4 passes of 32 tokens per GPU, 64 experts, 16 GPUs."""
+    base = {"passes": 4, "tokens": 32, "experts": 64, "GPUs": 16, "layers": 8}
     rows = []
-    for case in cases:
-        size = base | case
+    for what, value in [(what, value) for what, values in GROWTH.items() for value in values]:
+        size = base | {what: value}
         trace = synthetic_trace(
             SyntheticConfig(n_tokens=12_000, n_layers=size["layers"], n_experts=size["experts"]), seed=0
         )
-        spec = clustergym.moe_placement.ModelSpec("bench", size["layers"], size["experts"], trace.top_k, 2048, 1408)
         env = gymnasium.make_vec(
-            "MoEPlacement-v0", num_envs=128, vectorization_mode="vector_entry_point", trace=trace, model=spec,
-            cluster=ClusterSpec("bench", size["nodes"], 4), window_tokens=size["tokens"],
+            "MoEPlacement-v0", num_envs=128, vectorization_mode="vector_entry_point", trace=trace, split="all",
+            model=ModelSpec("bench", size["layers"], size["experts"], trace.top_k, 2048, 1408),
+            cluster=ClusterSpec("bench", size["GPUs"] // 4, 4), profile=args.profile, tokens_per_rank=size["tokens"],
+            sampled_passes=size["passes"],
         )  # fmt: skip
         env.reset(seed=0)
         rng = np.random.default_rng(0)
         rate(env, 8, rng)
-        values = [rate(env, 32, rng) for _ in range(3)]
-        key = {"tokens": "tokens", "experts": "experts", "GPUs": "nodes", "layers": "layers"}[case["what"]]
-        value = size[key] * (4 if key == "nodes" else 1)
+        median = float(np.median([rate(env, 32, rng) for _ in range(3)]))
         rows.append(
             {
-                "what": case["what"],
+                "what": what,
                 "value": value,
-                "rate": float(np.median(values)),
+                "rate": median,
+                "tokens": tokens_counted(env.batch),
                 "bytes_per_env": env.batch.bytes_allocated // 128,
             }
         )
@@ -144,49 +169,67 @@ def growth(args: Args) -> list[dict[str, Any]]:
 
 # Two revisions
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    f"{batch} environments, {comm}": (batch, {"comm": comm}) for batch in (1, 1024) for comm in ("dedup", "per-expert")
+# Case → (batch, transport). Until 0.1 there were windows of 2048 tokens instead of passes.
+TRANSPORTS = {"dedup": "sglang-prefill", "per-expert": "sglang-decode"}
+CASES: dict[str, tuple[int, str]] = {
+    f"{batch} environments, {transport}": (batch, transport) for batch in (1, 1024) for transport in TRANSPORTS
 }
 ANNEAL = "anneal, one plan"
 
 
+def options_of(transport: str) -> dict[str, Any]:
+    if "profile" in PlacementConfig.__dataclass_fields__:
+        return {"profile": TRANSPORTS[transport]}
+    return {"comm": transport}
+
+
 def work() -> None:
-    """Measure the cases named on standard input, one per line; write the CPU seconds of each to standard output."""
+    """Measure the cases named on standard input, one per line.
+
+    Writes the CPU seconds of each, per token that a step counts, to standard output.
+    """
     envs: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     for line in sys.stdin:
         case = line.strip()
         if case == ANNEAL:
-            seconds = anneal_seconds()
-        else:
-            if case not in envs:
-                batch, options = CASES[case]
-                envs[case] = gymnasium.make_vec("MoEPlacement-v0", batch, "vector_entry_point", **options)
-                envs[case].reset(seed=0)
-            chosen = actions(envs[case], max(16, 512 // envs[case].num_envs), rng)
-            began = time.process_time()
-            for action in chosen:
-                envs[case].step(action)
-            seconds = time.process_time() - began
-        print(seconds, flush=True)
+            print(anneal_seconds(), flush=True)
+            continue
+        if case not in envs:
+            batch, transport = CASES[case]
+            envs[case] = gymnasium.make_vec("MoEPlacement-v0", batch, "vector_entry_point", **options_of(transport))
+            envs[case].reset(seed=0)
+        env = envs[case]
+        chosen = actions(env, max(16, 512 // env.num_envs), rng)
+        began = time.process_time()
+        for action in chosen:
+            env.step(action)
+        steps = len(chosen) * env.num_envs
+        print((time.process_time() - began) / steps / tokens_counted(env.batch), flush=True)
 
 
 def anneal_seconds() -> float:
+    """CPU seconds of one plan, per token of what it plans on."""
+    from clustergym.moe_placement import Simulator
+    from clustergym.moe_placement.planner_registry import make_planner
+
+    simulator, trace = Simulator("tiny-moe", "h800-4x4"), load_cached(DEFAULT_TRACE)
     try:
-        from clustergym.moe_placement.planner_registry import make_planner
-    except ImportError:  # the place until 0.1
-        from clustergym.planners import make_planner
-    simulator = Simulator("tiny-moe", "h800-4x4")
-    window = Stream(load_cached(DEFAULT_TRACE), simulator.n_gpus, seed=0).take(1)
-    static = simulator.static(window[0].n_layers)
+        from clustergym.moe_placement import IntervalStream, Traffic
+
+        seen = IntervalStream(trace, simulator.n_gpus, Traffic("prefill")).take(1)
+    except ImportError:  # until 0.1
+        from clustergym.moe_placement import Stream
+
+        seen = Stream(trace, simulator.n_gpus, seed=0).take(1)
     planner = make_planner("anneal", simulator, iterations=1500)
     began = time.process_time()
-    planner.plan(window, static)
-    return time.process_time() - began
+    planner.plan(seen, simulator.static(seen[0].n_layers))
+    return (time.process_time() - began) / seen[0].rows.size
 
 
 def against(other: Path, rounds: int) -> None:
-    """Print the ratio of the other revision's CPU time to this one's: more than 1 means that this one is faster."""
+    """Print the ratio of the other revision's CPU time per token to this one's: above 1 means that this one is faster."""
     workers = []
     for tree in (ROOT, other):
         environment = os.environ | {"PYTHONPATH": str(tree / "envs"), "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -206,7 +249,7 @@ def against(other: Path, rounds: int) -> None:
         print(case, file=worker.stdin, flush=True)
         return float(worker.stdout.readline())
 
-    table = Table("case", "this, ms", "other, ms", "speed ratio", "quartiles", title=f"this checkout against {other}")
+    table = Table("case", "this, ns", "other, ns", "speed ratio", "quartiles", title=f"this checkout against {other}")
     for case in (*CASES, ANNEAL):
         for worker in workers:
             measure(worker, case)  # compiles
@@ -215,7 +258,7 @@ def against(other: Path, rounds: int) -> None:
             order = (0, 1) if i % 2 == 0 else (1, 0)
             found = {which: measure(workers[which], case) for which in order}
             pairs.append((found[0], found[1]))
-        this, that = np.array(pairs).T * 1e3
+        this, that = np.array(pairs).T * 1e9
         low, middle, high = np.quantile(that / this, (0.25, 0.5, 0.75))
         table.add_row(
             case, f"{np.median(this):.2f}", f"{np.median(that):.2f}", f"{middle:.3f}", f"{low:.3f} … {high:.3f}"
@@ -244,14 +287,16 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
     )
     axes[0].legend()
     for what, colour, marker in (
+        ("passes", "#CCBB44", "v"),
         ("tokens", "#4477AA", "o"),
         ("experts", "#EE6677", "s"),
         ("GPUs", "#228833", "^"),
         ("layers", "#AA3377", "D"),
     ):
         points = [(r["value"], 1e6 / r["rate"]) for r in rows if r["what"] == what]
+        label = "tokens per GPU" if what == "tokens" else what
         if points:
-            axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=what)
+            axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=label)
     axes[1].set(xlabel="size", ylabel="µs per step", title="growth of the cost of a step, 128 environments")
     if rows:
         axes[1].legend()
@@ -268,32 +313,35 @@ def main(args: Args) -> None:
         against(args.against.resolve(), args.rounds)
         return
     console = Console(width=130)
-    options = {"window_tokens": args.window_tokens, "trace": args.trace}
-    batches = sorted(args.batches)
+    options = {"profile": args.profile, "trace": args.trace}
     results = []
-    table = Table(
-        title=f"environment steps per second: {args.trace}, 64 experts, 16 GPUs, {args.window_tokens} tokens, "
-        "full observations"
-    )
-    for column in ("environments", "batched", "sync", "async", "batched / sync", "µs per step", "state MB"):
+    table = Table(title=f"environment steps per second: {args.trace}, {args.profile}, 64 experts, 16 GPUs")
+    for column in ("environments", "batched", "sync", "async", "single", "batched / sync", "µs per step",
+                   "ns per token counted", "state MB"):  # fmt: skip
         table.add_column(column, justify="right")
-    for batch in batches:
+    for batch in sorted(args.batches):
         result = compare(batch, options, args)
         results.append(result)
         median = {name: float(np.median(values)) for name, values in result["rates"].items()}
         spread = {name: (max(values) - min(values)) / 2 for name, values in result["rates"].items()}
-        cells = [f"{median[n]:,.0f} ± {spread[n]:,.0f}" if n in median else "" for n in ("batched", "sync", "async")]
+        cells = [
+            f"{median[n]:,.0f} ± {spread[n]:,.0f}" if n in median else ""
+            for n in ("batched", "sync", "async", "single")
+        ]
         ratio = median["batched"] / median["sync"] if "sync" in median else float("nan")
         table.add_row(
             str(batch), *cells, "" if np.isnan(ratio) else f"{ratio:.1f}", f"{1e6 / median['batched']:.1f}",
-            f"{result['state_bytes'] / 1e6:.0f}",
+            f"{1e9 / median['batched'] / result['tokens']:.2f}", f"{result['state_bytes'] / 1e6:.0f}",
         )  # fmt: skip
         console.print(f"{batch} environments: batched {median['batched']:,.0f} steps/s")
     console.print(table)
     rows = growth(args) if args.sizes else []
-    sizes = Table("what", "value", "steps/s", "kB per environment", title="growth, batched, 128 environments")
+    sizes = Table("what", "value", "steps/s", "ns per token counted", "kB per environment",
+                  title="growth, batched, 128 environments")  # fmt: skip
     for row in rows:
-        sizes.add_row(row["what"], str(row["value"]), f"{row['rate']:,.0f}", f"{row['bytes_per_env'] / 1e3:.0f}")
+        per_token = 1e9 / row["rate"] / row["tokens"]
+        kilobytes = row["bytes_per_env"] / 1e3
+        sizes.add_row(row["what"], str(row["value"]), f"{row['rate']:,.0f}", f"{per_token:.2f}", f"{kilobytes:.0f}")
     if rows:
         console.print(sizes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
