@@ -24,8 +24,8 @@ def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
     """The loads of every step. Layers are counted without dense ones, so the model tells their global indices."""
     steps = []
     for path in expand(paths, "*.json"):
-        text = path.read_bytes().strip()
-        if not (text.startswith(b"{") and text.endswith(b"}")):
+        text = path.read_bytes()
+        if any(text.count(opening) != text.count(closing) for opening, closing in ((b"{", b"}"), (b"[", b"]"))):
             raise ValueError(f"{path}: not a complete JSON object: was it truncated?")
         for i, match in enumerate(_LOADS.finditer(text)):
             steps.append(_loads(match[1], f"{path}, step {i}"))
