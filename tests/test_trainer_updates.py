@@ -174,6 +174,14 @@ def test_update_stops_after_an_epoch_whose_last_kl_exceeds_the_target(
     assert len(lengths) > 1, "all targets have the same effect"
 
 
+@pytest.mark.parametrize("case", CASES[:1], ids=lambda case: case.id)
+def test_figures_that_an_update_only_logs(case: Case) -> None:
+    """These functions are equal in all trainers."""
+    assert math.isnan(case.trainer.explained_variance(torch.rand(5), torch.ones(5)))
+    logratio = torch.tensor([-0.5, 0.0, 1.5])
+    assert case.trainer.kl_estimators(logratio)[1].tolist() == [0.125, 0.0, 1.125]
+
+
 # Roll-outs
 
 ROLLOUTS: dict[str, dict[str, Any]] = {
