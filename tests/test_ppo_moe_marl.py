@@ -493,7 +493,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(
         ({"model": "deepseek-v2-lite"}, "top-2 of 4 experts, but model 'deepseek-v2-lite' is top-6 of 64"),
         ({"cluster": "h800-3x3x3"}, "unknown cluster|NODESxGPUS"),
         ({"num_steps": 5}, "multiple of ops_per_layer"),
-        ({"total_timesteps": 3}, "at least one rollout of 16"),
         ({"threads": 0}, "threads is 0"),
         ({"num_minibatches": 3}, "8 visits to a layer, which do not divide into 3 minibatches"),
         ({"init": "pretrained"}, "--init pretrained has network"),
