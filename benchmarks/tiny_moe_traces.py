@@ -18,8 +18,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from clustergym.moe_placement import Simulator, Window
+from clustergym.moe_placement import Simulator, Traffic
 from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.streams import sample_passes
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information
 
@@ -79,12 +80,13 @@ def served_after_ppo(before: TokenTrace, after: TokenTrace) -> dict[str, float]:
     text = [domain for domain in before.domain_names if domain != "generated"]
     # Both traces have the same sequences, so the split holds out the same text.
     (plan_before, _), (plan_after, serve) = (t.select(domains=text).split(0.5) for t in (before, after))
-    unseen = Window.whole(serve, simulator.n_gpus)
+    traffic = Traffic(simulator.profile.phase)
+    unseen = sample_passes(serve, simulator.n_gpus, traffic, 16)
     static = simulator.static(before.n_layers)
     found = {"static": float(simulator.evaluate(unseen, static).time_us.mean())}
     for name, trace in (("planned before PPO", plan_before), ("planned after PPO", plan_after)):
-        window = Window.whole(trace, simulator.n_gpus)
-        placement = make_planner("eplb", simulator).plan([window], static)
+        observed = sample_passes(trace, simulator.n_gpus, traffic, 16)
+        placement = make_planner("eplb", simulator).plan([observed], static)
         found[name] = float(simulator.evaluate(unseen, placement).time_us.mean())
     return found
 

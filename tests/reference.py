@@ -59,15 +59,12 @@ def serving_gpu(
         candidates = near or holders
         return candidates[token_hash(token.row) * len(candidates) >> 31]
     assert dispatch == "rank-nearest"
-    nodes = {g // per_node for g in holders}
-    if near and len(nodes) > 1:
+    if near:
         return near[0]
-    # Other ranks are dealt over all replicas, beginning with another one for each expert.
-    if len(nodes) == 1:
-        others = [g for g in range(n_gpus) if g not in holders]
-    else:
-        others = [g for g in range(n_gpus) if g // per_node not in nodes]
-    return holders[(expert + others.index(rank)) % n]
+    # Ranks without a replica on their node are dealt over all replicas, beginning with another one for each expert.
+    nodes = {g // per_node for g in holders}
+    far = [g for g in range(n_gpus) if g // per_node not in nodes]
+    return holders[(expert + far.index(rank)) % n]
 
 
 def copies_of(at: int, ran: list[int], per_node: int, transport: str) -> list[tuple[int, int]]:

@@ -127,14 +127,15 @@ def test_static_rule_of_a_small_instance() -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_default_plan_beats_eplb(phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = SyntheticConfig(n_tokens=24_000, n_layers=2, first_layer=0, model="judged", popularity_skew=0.3)
+    config = SyntheticConfig(n_tokens=64_000, n_layers=2, first_layer=0, model="judged", popularity_skew=0.3)
     seen, unseen = synthetic_trace(config, seed=5).split(0.5, seed=0)
     model = tmp_path / "judged.yaml"
     model.write_text(
         f"name: judged\nn_layers: 2\nn_experts: 64\ntop_k: 6\nhidden: {HIDDEN}\nintermediate: {INTERMEDIATE}\n"
     )
     trace = seen.save(tmp_path / "seen.npz")
-    default = plan_of(trace, str(model), phase, tmp_path, "--seconds", "3")
+    # Half of so short a trace leaves too few held-out passes to show a gain: the judge decides.
+    default = plan_of(trace, str(model), phase, tmp_path, "--seconds", "3", "--force")
     eplb = plan_of(trace, str(model), phase, tmp_path, "--planner", "eplb")
     capsys.readouterr()
     ratio = judge(default, unseen, phase) / judge(eplb, unseen, phase)

@@ -264,8 +264,8 @@ def test_held_out_traffic_is_not_planned_on() -> None:
     trace = small_trace()
     numbers = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
     numbered = dataclasses.replace(trace, experts=numbers[:, None, None], n_experts=0, layer_ids=np.arange(1))
-    kept = np.isin(numbers, numbered.split(0.5, seed=0)[1].experts)
-    assert 0.4 < kept.mean() < 0.6
+    kept = np.isin(numbers, numbered.split(0.75, seed=0)[1].experts)
+    assert 0.15 < kept.mean() < 0.35
     other = dataclasses.replace(trace, experts=np.where(kept[:, None, None], 7 - trace.experts, trace.experts))
     plans = [small_make_plan(one, "bottleneck") for one in (trace, other)]
     for name in ("static", "eplb", "bottleneck"):
@@ -276,7 +276,7 @@ def test_held_out_traffic_is_not_planned_on() -> None:
 def test_results_match_the_simulator() -> None:
     trace = small_trace()
     plan = small_make_plan(trace, "anneal", seconds=0.5, force=True)
-    before, after = trace.split(0.5, seed=0)
+    before, after = trace.split(0.75, seed=0)
     loads = Observed(before, SIMULATOR, TRAFFIC, SIZES).loads.loads(8)
     assert loads.sum(1) == pytest.approx(2.0 * before.n_tokens, rel=0.1)  # nearly the whole planning part
     np.testing.assert_array_equal(plan.outcomes["eplb"].placement, EPLB(SIMULATOR).pack(loads.astype(float)))
@@ -299,7 +299,7 @@ def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> Non
     plan = small_make_plan(small_trace(n_layers=4), "anneal", seconds=0.3)
     assert plan.simulator.profile.name == "sglang-decode"
     assert plan.other_profiles == ["sglang-prefill", "sglang-lp"]
-    _, after = small_trace(n_layers=4).split(0.5, seed=0)
+    _, after = small_trace(n_layers=4).split(0.75, seed=0)
     prefill = Simulator("mixtral-8x7b", CLUSTER, "sglang-prefill", PASSES_OF_A_PERMANENT_PLAN)
     passes = HeldOutPasses(after, prefill, Traffic("prefill"), SIZES)
     for name, outcome in plan.outcomes.items():
@@ -350,7 +350,7 @@ def test_interval_does_not_shrink_with_the_passes() -> None:
     trace = TokenTrace(experts, n_experts=8, seq_lens=[20] * 60, model="mixtral-8x7b")  # type: ignore[arg-type]
     half = {}
     for passes in (20, 640):
-        sizes = Sizes(plan_passes=4, passes=passes)
+        sizes = Sizes(share=0.5, plan_passes=4, passes=passes)
         plan = make_plan(trace, simulator, "static", traffic=TRAFFIC, sizes=sizes)
         mean, half[passes] = plan.versus("eplb")
         assert abs(mean) < half[passes]

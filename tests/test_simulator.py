@@ -753,8 +753,8 @@ def test_eplb_equals_the_published_algorithm_or_is_better_balanced() -> None:
         known = published_eplb(load.tolist(), n_gpus, n_slots)
         if known is not None:
             found = [set(gpu) - {-1} for gpu in eplb(load, n_gpus, n_slots).tolist()]
-            # Slots are changed only where that lowers the load of the busiest GPU.
-            assert found == known or busiest(load, found) < busiest(load, known)
+            # Slots are changed only if the busiest GPU gets no more load.
+            assert found == known or busiest(load, found) <= busiest(load, known)
             equal += found == known
     assert equal > 1000
 

@@ -15,7 +15,8 @@ import torch
 
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
 from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.simulator import Simulator, Window
+from clustergym.moe_placement.simulator import Simulator
+from clustergym.moe_placement.streams import Traffic, sample_passes
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
@@ -95,13 +96,11 @@ def test_placement_matters_on_the_trace() -> None:
     trace = TokenTrace.load("tiny_moe")
     plan_on, serve = trace.split(0.5)
     simulator = Simulator("tiny-moe", "h800-4x4")
-    observed, unseen = (
-        Window.whole(part.select(sequences=range(0, 100, 2)), simulator.n_gpus) for part in (plan_on, serve)
-    )
+    observed, unseen = (sample_passes(part, simulator.n_gpus, Traffic("prefill"), 8) for part in (plan_on, serve))
     static = simulator.static(trace.n_layers)
     before = simulator.evaluate(unseen, static).time_us.mean()
     after = simulator.evaluate(unseen, make_planner("eplb", simulator).plan([observed], static)).time_us.mean()
-    costs = simulator.costs
+    costs = simulator.costs(unseen.n_tokens)
     unavoidable = costs.dispatch_us + costs.combine_us + costs.kernel_us  # latencies and the start of the kernel
     assert before > 1.5 * unavoidable
     assert after < 0.95 * before

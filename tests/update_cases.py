@@ -478,7 +478,7 @@ class AtariCase(Case):
 
     @contextmanager
     def scripted(self) -> Iterator[None]:
-        def make_envs(env_id: str, num_envs: int, **options: Any) -> SyncVectorEnv:
+        def make_envs(env_id: str, num_envs: int, *options: Any, **named: Any) -> SyncVectorEnv:
             makers = [
                 partial(Script, gym.spaces.Discrete(4), shape=(4, 84, 84), first_episode=i) for i in range(num_envs)
             ]

@@ -37,8 +37,7 @@ def choose(topology, row, position, rank, ordinal, count):
 def write_choices(state, b, e, topology):
     """Derive from the replicas of ``e`` which of them a token of each rank chooses from.
 
-    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas. If
-      all replicas are on one node, its ranks are dealt too (SGLang, expert_location.py).
+    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas.
     * rank-mod: replica number rank modulo the number of replicas.
     * local-hash: the one on the rank's GPU, else those on its node, else all.
     * random, token-hash, round-robin: all.
@@ -54,11 +53,9 @@ def write_choices(state, b, e, topology):
         for g in range(n_gpus):
             choice[g] = g % n | 1 << 16
         return
-    # SGLang prefers the own node only if that leaves out other nodes.
-    one_node = dispatch == RANK_NEAREST and node_of[replicas[0]] == node_of[replicas[n - 1]]
     # Replicas on one node are neighbours in the ascending list.
     first = 0
-    for i in range(0 if one_node else n):
+    for i in range(n):
         node = node_of[replicas[i]]
         if node_of[replicas[first]] != node:
             first = i
