@@ -193,7 +193,8 @@ def test_plans_are_legal_and_reproducible(name: str, profile: str, instance: Ins
 @settings(max_examples=8, deadline=None)
 @given(instance=instances(small=True))
 def test_plans_for_every_engine_are_legal_and_reproducible(profile: str, instance: Instance) -> None:
-    for name in ("eplb", "exact", "anneal", "swap-greedy"):
+    # A linear program for each of all placements would take minutes.
+    for name in ("eplb", "anneal", "swap-greedy", *(("exact",) if profile != "sglang-lp" else ())):
         check_planner(name, instance, profile)
 
 
@@ -221,6 +222,8 @@ def test_exact_plan_is_the_best_of_all_placements(
 ) -> None:
     if profile != "sglang-prefill" and shape not in SPARE:
         return  # the program is of deduplicated copies; without it there would be too many placements to try
+    if profile == "sglang-lp" and shape not in (SPARE[0], SPARE[3]):
+        return  # a linear program for every placement
     sim, interval, before = even_instance(seed, *shape, profile, passes)
     planner = Exact(sim, migration=migration)
     plan = planner.plan([interval], before)
