@@ -10,7 +10,7 @@ the first interval and sees the same intervals. The first decision compiles: not
 over that of the busiest GPU in the interval after the plan, ``moves`` the replicas that some GPU must fetch per layer
 and decision.
 
-Annealing plans on one half of the sequences of a synthetic trace with DeepSeek-V3's routing and serves passes of the
+Annealing plans on one half of the sequences of a synthetic trace of DeepSeek-V3's size and serves passes of the
 other half, profile sglang-prefill.
 """
 

@@ -26,8 +26,8 @@ from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
 DEFAULT_PLANNERS = dict.fromkeys(PROFILES, "anneal")
-"""The planner with the lowest time on held-out traffic, by profile, of those that need at most 30 s.
-Measured with ``python benchmarks/placement.py --schedules stationary``."""
+"""The planner by profile if none is asked for. Not measured for every profile yet: ``python benchmarks/placement.py
+--schedules stationary`` does that."""
 
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
