@@ -1,6 +1,6 @@
 """An independent judge of the default plan: passes, replica choice and cost formula are written here again in numpy.
 
-It shares nothing with the simulator. The plans come from ``clustergym plan`` as files that SGLang reads.
+It shares nothing with the simulator. On real traces, plans come from ``clustergym plan`` as files that SGLang reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import numpy.typing as npt
 import pytest
 
 from clustergym import TokenTrace, cli
+from clustergym.moe_placement import ModelSpec, Simulator, Traffic, get_cluster
+from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planning import DEFAULT_PLANNERS
+from clustergym.moe_placement.streams import sample_passes
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 NODES, PER_NODE, SLOTS = 4, 4, 5
@@ -126,19 +130,16 @@ def test_static_rule_of_a_small_instance() -> None:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_default_plan_beats_eplb(phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_planner_beats_eplb(phase: str) -> None:
+    """With a number of steps instead of seconds, so that the result does not depend on the machine."""
     config = SyntheticConfig(n_tokens=64_000, n_layers=2, first_layer=0, model="judged", popularity_skew=0.3)
     seen, unseen = synthetic_trace(config, seed=5).split(0.5, seed=0)
-    model = tmp_path / "judged.yaml"
-    model.write_text(
-        f"name: judged\nn_layers: 2\nn_experts: 64\ntop_k: 6\nhidden: {HIDDEN}\nintermediate: {INTERMEDIATE}\n"
-    )
-    trace = seen.save(tmp_path / "seen.npz")
-    # Half of so short a trace leaves too few held-out passes to show a gain: the judge decides.
-    default = plan_of(trace, str(model), phase, tmp_path, "--seconds", "3", "--force")
-    eplb = plan_of(trace, str(model), phase, tmp_path, "--planner", "eplb")
-    capsys.readouterr()
-    ratio = judge(default, unseen, phase) / judge(eplb, unseen, phase)
+    model = ModelSpec("judged", 2, 64, 6, HIDDEN, INTERMEDIATE)
+    simulator = Simulator(model, get_cluster("h800-4x4", slots_per_gpu=SLOTS), f"sglang-{phase}")
+    passes = sample_passes(seen, simulator.n_gpus, Traffic(phase), 16)
+    eplb = make_planner("eplb", simulator).plan([passes], simulator.static(2))
+    planner = make_planner(DEFAULT_PLANNERS[f"sglang-{phase}"], simulator.spread_migration(10**12), iterations=20_000)
+    ratio = judge(planner.plan([passes], eplb), unseen, phase) / judge(eplb, unseen, phase)
     print(f"{phase}: {ratio:.3f}")
     assert ratio < 0.98
 
