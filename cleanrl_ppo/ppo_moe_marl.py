@@ -1086,7 +1086,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
         if not world.is_main:
             return {}
         if args.save_model:
-            about = {"args": {key: str(value) for key, value in plain_args(args).items()}, "steps": run.total_steps}
+            # Files by name only: folders of this machine mean nothing to others.
+            about = {
+                "args": {key: str(value) for key, value in plain_args(args).items() if key != "run_dir"}
+                | {key: ", ".join(Path(file).name for file in getattr(args, key)) for key in ("trace", "eval_trace")},
+                "steps": run.total_steps,
+            }
             options = network_options(args)
             save_policy(run.folder / FILE_NAME, options, agent.state_dict(), task.settings, about)
             supervised, about = stages["supervised"], about | {"steps": 0}

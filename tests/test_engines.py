@@ -24,11 +24,10 @@ from clustergym.moe_placement.engines import (
     launch,
     load_plan,
     memory_use,
-    profiles_of,
     write_plan,
 )
 from clustergym.moe_placement.engines.sglang import HOOKED
-from clustergym.moe_placement.profiles import PROFILES
+from clustergym.moe_placement.profiles import PROFILES, profiles_of
 from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
 
 TOY = ModelSpec("toy", 3, 8, 2, 1000, 10, n_dense=2, kv_bytes=3000, architecture="DeepseekV3ForCausalLM")
@@ -99,7 +98,7 @@ class TestLaunch:
             assert MODELS[name].architecture in HOOKED
 
     def test_every_engine_has_a_profile_and_others_are_refused(self) -> None:
-        assert {name for engine in ENGINES for name in profiles_of(engine)} == set(PROFILES)
+        assert {profile.name for engine in ENGINES for profile in profiles_of(engine)} == set(PROFILES)
         with pytest.raises(
             ValueError, match="vllm does not serve with profile 'sglang-decode'; its profiles are: vllm"
         ):
@@ -233,7 +232,7 @@ def test_verify_command(files: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "is a legal plan of sglang for toy on c: 3 layers, 4 GPUs × 3 slots, 4 redundant experts per layer" in said
     assert "the KV cache of 60 tokens" in said
     assert "--moe-a2a-backend deepep" in said
-    assert "profile: sglang-decode" in said
+    assert "profile: sglang-prefill" in said
     assert "warning: SGLang ignores the plan" in said
     assert run("verify", files / "b.yaml", *model) == 0
     assert "plan of tensorrt-llm" in capsys.readouterr().out

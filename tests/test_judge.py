@@ -141,7 +141,7 @@ def test_default_planner_beats_eplb(phase: str) -> None:
     planner = make_planner(DEFAULT_PLANNERS[f"sglang-{phase}"], simulator.spread_migration(10**12), iterations=20_000)
     ratio = judge(planner.plan([passes], eplb), unseen, phase) / judge(eplb, unseen, phase)
     print(f"{phase}: {ratio:.3f}")
-    assert ratio < 0.98
+    assert ratio < 0.97
 
 
 @pytest.mark.skipif("CLUSTERGYM_JUDGE" not in os.environ, reason="needs real traces, and minutes")

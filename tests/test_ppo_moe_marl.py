@@ -134,7 +134,7 @@ def test_training_with_a_negated_reward_misses_the_optimum(monkeypatch: pytest.M
     monkeypatch.setattr(marl.Rollouts, "step", wrong)
     shared, time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
     assert shared != TOGETHER
-    assert time_us > 1.02 * optimum_us
+    assert time_us > 1.05 * optimum_us
 
 
 def test_training_with_negated_advantages_misses_the_optimum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_training_with_negated_advantages_misses_the_optimum(monkeypatch: pytest
     monkeypatch.setattr(marl, "compute_gae", wrong)
     shared, time_us, optimum_us = reached(*learn(ITERATIONS)[:2])
     assert shared != TOGETHER
-    assert time_us > 1.02 * optimum_us
+    assert time_us > 1.05 * optimum_us
 
 
 def test_without_the_mask_illegal_operations_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from clustergym.moe_placement.engines.base import Engine, EnginePlan, Launch, ch
 from clustergym.moe_placement.engines.changes import PlanChange, compare_plans
 from clustergym.moe_placement.engines.memory import MemoryUse, memory_use
 from clustergym.moe_placement.presets.model_spec import ModelSpec
-from clustergym.moe_placement.profiles import PROFILES, EngineProfile, get_profile
+from clustergym.moe_placement.profiles import EngineProfile, get_profile, profiles_of
 from clustergym.traces.readers.slot_plans import PlanError, SlotRows
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "launch",
     "load_plan",
     "memory_use",
-    "profiles_of",
     "read_plan",
     "write_plan",
 ]
@@ -113,16 +112,11 @@ def detect_engine(path: Path) -> str:
     raise PlanError(f"{path}: not a plan of {', '.join(ENGINES)}: name the engine with --engine")
 
 
-def profiles_of(engine: str) -> list[str]:
-    """Profiles that the engine can serve, the usual one first."""
-    return [name for name in get_engine(engine).profiles if name in PROFILES]
-
-
 def launch(
     path: Path, plan: EnginePlan, engine: str, profile: str | EngineProfile | None = None, n_nodes: int = 1
 ) -> Launch:
     """How to start the engine so that it loads the plan and serves as the profile says."""
-    names = profiles_of(engine)
+    names = [known.name for known in profiles_of(get_engine(engine).name)]
     chosen = get_profile(names[0] if profile is None else profile)
     if chosen.name not in names:
         raise ValueError(f"{engine} does not serve with profile {chosen.name!r}; its profiles are: {', '.join(names)}")

@@ -92,8 +92,6 @@ class Engine:
     read: Callable[[Path], SlotRows]
     launch: Callable[[Path, EnginePlan, EngineProfile, int], Launch]
     """(plan file, plan, profile, nodes) → how to start the engine."""
-    profiles: tuple[str, ...]
-    """Profiles that the engine can serve, the usual one first."""
     counts_dense: bool
     """Layers in the plan file are global indices, so dense layers count. Otherwise they are the MoE layers in order."""
 

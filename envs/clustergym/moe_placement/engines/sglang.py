@@ -85,6 +85,4 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -
     return Launch(command, profile, tuple(warnings))
 
 
-ENGINE = Engine(
-    "sglang", (".json", ".pt"), write, read, launch, ("sglang-decode", "sglang-prefill", "sglang-lp"), counts_dense=True
-)
+ENGINE = Engine("sglang", (".json", ".pt"), write, read, launch, counts_dense=True)

@@ -47,6 +47,4 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -
     return Launch(command, profile, tuple(warnings))
 
 
-ENGINE = Engine(
-    "tensorrt-llm", (".yaml", ".yml"), write, read_tensorrt_llm_plan, launch, ("tensorrt-llm",), counts_dense=True
-)
+ENGINE = Engine("tensorrt-llm", (".yaml", ".yml"), write, read_tensorrt_llm_plan, launch, counts_dense=True)

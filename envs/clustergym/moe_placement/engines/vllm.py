@@ -40,4 +40,4 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -
     return Launch(command, profile, (warning,))
 
 
-ENGINE = Engine("vllm", (".json",), write, read, launch, ("vllm", "vllm-deepep"), counts_dense=False)
+ENGINE = Engine("vllm", (".json",), write, read, launch, counts_dense=False)

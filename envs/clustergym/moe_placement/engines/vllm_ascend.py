@@ -58,4 +58,4 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -
     return Launch(command, profile, tuple(warnings))
 
 
-ENGINE = Engine("vllm-ascend", (".json",), write, read, launch, ("vllm-ascend",), counts_dense=False)
+ENGINE = Engine("vllm-ascend", (".json",), write, read, launch, counts_dense=False)
