@@ -229,18 +229,6 @@ def test_all_gather_moves_all_tokens(nodes: int, per_node: int, share: float, gb
     assert costs.combine_us == pytest.approx(11.0 + 64 * share * 4000 / (gb_s * 1e3))
 
 
-def test_weigh_tokens_scales_only_what_each_token_costs() -> None:
-    costs = Costs(*(float(x) for x in range(1, 17)))
-    scaled = costs.weigh_tokens(0.5)
-    changed = {name for name in Costs._fields if getattr(scaled, name) != getattr(costs, name)}
-    links = {f"{way}_{link}_us" for way in ("dispatch", "combine") for link in ("intra", "inter")}
-    assert changed == links | {"token_us", "block_us", "pair_us"}
-    assert all(getattr(scaled, name) == getattr(costs, name) / 2 for name in changed)
-
-
-# Profiles
-
-
 def test_profiles_are_those_of_the_engines() -> None:
     found = {p.name: (p.engine, p.phase, p.dispatch, p.transport) for p in PROFILES.values()}
     assert found == {

@@ -96,14 +96,6 @@ class Costs(NamedTuple):
     """Share of the transfer time by which a transfer in the background slows the passes down; −1 for blocking
     migration, which stops serving for the whole transfer"""
 
-    def weigh_tokens(self, scale: float) -> Costs:
-        """The same costs with each token weighed by ``scale``: plan on a pass of another size than the engine's."""
-        per_token = (
-            "dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "token_us", "block_us",
-            "pair_us",
-        )  # fmt: skip
-        return self._replace(**{name: getattr(self, name) * scale for name in per_token})
-
 
 class SimulationState(NamedTuple):
     """B simulations, each of one MoE layer under one placement, serving W passes of T tokens.

@@ -34,21 +34,6 @@ def range_word(first, last, word):
 
 
 @device
-def count_range(tokens, first, last):
-    """How many of the tokens ``first`` … ``last``−1 are in the set."""
-    if last <= first:
-        return 0
-    total, low, high = index(0), first >> 6, (last - 1) >> 6
-    if low == high:
-        return np.int64(popcount(tokens[index(low)] & range_word(first, last, low)))
-    total += popcount(tokens[index(low)] & (ALL << index(first & 63)))
-    for word in range(low + 1, high):
-        total += popcount(tokens[index(word)])
-    total += popcount(tokens[index(high)] & (ALL >> index(63 - ((last - 1) & 63))))
-    return np.int64(total)
-
-
-@device
 def count_common(some, others):
     """How many tokens are in both sets."""
     total = index(0)

@@ -7,11 +7,11 @@ scratch, and leaves the state as it was, which is several times cheaper than a c
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.cost import migration_time, with_migration
 from clustergym.moe_placement.kernels.replicas import count_received, write_choices
 from clustergym.moe_placement.kernels.state import (
@@ -28,14 +28,6 @@ from clustergym.moe_placement.kernels.token_sets import add_all, clear, popcount
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANK_MOD, RANK_NEAREST, STAY
 
 NOW, THEN = range(2)
-
-
-def inlined(function: Any) -> Any:
-    """Compile a function into its callers: to pass a state of dozens of arrays takes longer than its work."""
-    compiled = device(function)
-    if hasattr(compiled, "targetoptions"):
-        compiled.targetoptions["forceinline"] = True
-    return compiled
 
 
 class Scratch(NamedTuple):
