@@ -229,6 +229,9 @@ def test_all_gather_moves_all_tokens(nodes: int, per_node: int, share: float, gb
     assert costs.combine_us == pytest.approx(11.0 + 64 * share * 4000 / (gb_s * 1e3))
 
 
+# Profiles
+
+
 def test_profiles_are_those_of_the_engines() -> None:
     found = {p.name: (p.engine, p.phase, p.dispatch, p.transport) for p in PROFILES.values()}
     assert found == {
