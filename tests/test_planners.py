@@ -48,7 +48,7 @@ WITHOUT_POLICY = [name for name in PLANNERS if not name.startswith("policy")]
 QUICK: dict[str, dict[str, object]] = {
     name: {"iterations": 150} for name in ("anneal", "anneal-max", "anneal-4", "forecast", "oracle")
 }
-HOT = {"norm": 0, "iterations": 20_000, "heat": (0.2, 1e-3)}
+HOT = {"norm": 0, "mix_tokens": 0, "iterations": 20_000, "heat": (0.2, 1e-3), "shares": (0.3, 0.35, 0.2, 0.1)}
 """Annealing for tiny instances, where one step changes a large share of the time."""
 
 
@@ -342,10 +342,10 @@ def test_annealing_is_never_worse_than_its_starts(
     planner = Anneal(
         instance.simulator(profile), norm=norm, iterations=iterations, heat=(10.0, 1.0), migration_weight=weight
     )
-    interval, now = instance.interval, instance.placement
+    interval, now = planner.observe([instance.interval]), instance.placement
     eplb = EPLB(planner.simulator)
     plans = (
-        planner.plan([interval], now), now, planner.simulator.static(interval.n_layers),
+        planner.plan([instance.interval], now), now, planner.simulator.static(interval.n_layers),
         eplb.pack(eplb.loads(interval)),
     )  # fmt: skip
     after, *starts = (own_objective(planner, interval, plan, now) for plan in plans)
@@ -415,6 +415,7 @@ def test_annealing_keeps_its_time_budget(profile: str) -> None:
         ({"heat": (0.1, 0.0)}, "temperatures must be more than 0"),
         ({"norm": 3}, "power of two"),
         ({"intervals": 0}, "intervals is 0"),
+        ({"mix_tokens": -1}, "mix_tokens is -1"),
     ],
 )
 def test_annealing_refuses_impossible_options(options: dict[str, object], message: str) -> None:
@@ -425,7 +426,7 @@ def test_annealing_refuses_impossible_options(options: dict[str, object], messag
 @pytest.mark.parametrize("name", ["anneal", "bottleneck-8", "swap-greedy"])
 def test_joined_intervals_weigh_as_much_as_one(name: str) -> None:
     """An interval joined with itself has the same traffic per pass, so migration must weigh the same."""
-    options = {"iterations": 500} if name == "anneal" else {}
+    options = {"iterations": 500, "mix_tokens": 0} if name == "anneal" else {}
     for seed in range(5):
         sim, interval, before = even_instance(seed, 2, 2, 8, 2, 3)
         one = make_planner(name, sim, intervals=1, **options).plan([interval], before)

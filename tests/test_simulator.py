@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, product
 
@@ -829,3 +830,28 @@ def test_spread_raises_what_a_part_raises() -> None:
 
     with pytest.raises(KeyError):
         spread(work, 64, chunks=64)
+
+
+def test_a_mixed_pass_costs_what_its_average_pass_costs() -> None:
+    """Two GPUs, one expert each, all tokens of both ranks use expert 0: 400 tokens stand for passes of 20."""
+    model = ModelSpec("made", 1, 2, 1, 100, 10, kernel_start_us=3.0, kernel_expert_us=5.0, kernel_pair_us=0.25)
+    simulator = Simulator(model, ClusterSpec("made", 1, 2, 1, intra_gb_s=1.0), "sglang-decode")
+    interval = Interval.even(np.zeros((1, 400, 1), np.int16), np.arange(400, dtype=np.int32).reshape(20, 20), 2)
+    placement = np.array([[[0], [1]]], np.int16)
+    mixed = interval.mixed(400)
+    (small,), (large,) = (simulator.evaluate(i, placement).time_us for i in (interval, mixed))
+    # Every pass has 20 pairs on GPU 0 and 10 copies from rank 1, so the average is each of them.
+    assert large == pytest.approx(small)
+    assert simulator.evaluate(mixed, placement).pass_us[0, 0, 1] == pytest.approx(3.0 + 5.0 + 0.25 * 20)
+
+
+def test_a_mixed_pass_counts_half_a_block_per_expert() -> None:
+    """With blocks, an expert's last one is half full on average."""
+    simulator = Simulator("deepseek-v3", "h800-4x8", "sglang-prefill")
+    interval = Interval.even(np.zeros((1, 4096, 8), np.int16), np.arange(4096, dtype=np.int32)[None], 32)
+    costs, mixed = simulator.costs(4096), simulator.interval_costs(replace(interval, stands_for=2048))
+    assert costs.block_us > 0
+    assert mixed.block_us == 0
+    assert mixed.expert_us == costs.expert_us + 0.5 * costs.block_us
+    assert mixed.pair_us == pytest.approx(0.5 * (costs.pair_us + costs.block_us / costs.block_tokens))
+    assert mixed.dispatch_inter_us == pytest.approx(0.5 * costs.dispatch_inter_us)

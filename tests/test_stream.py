@@ -441,3 +441,32 @@ def test_keys_differ_between_seeds_and_ignore_the_batch() -> None:
     assert len(np.unique(keys[:10_000, 0])) == 10_000
     assert ((keys >= 0) & (keys < 2**31)).all()
     np.testing.assert_array_equal(stream_keys(seeds[17:18]), keys[17:18])
+
+
+# One large pass instead of many
+
+
+@settings(max_examples=60, deadline=None)
+@given(passes=st.integers(1, 4), tokens=st.integers(1, 5), most=st.integers(1, 70), copies=st.integers(1, 3))
+def test_mixed_passes_deal_every_token_to_different_ranks(passes: int, tokens: int, most: int, copies: int) -> None:
+    rows = np.arange(passes * tokens * GPUS, dtype=np.int32).reshape(passes, -1)
+    mixed = Interval.even(np.zeros((1, rows.size, 1), np.int16), rows, GPUS).mixed(most, copies)
+    assert mixed.n_passes == 1
+    assert mixed.stands_for == tokens * GPUS
+    kept = min(most, rows.size)
+    copies = GPUS if kept < GPUS else copies
+    kept = kept if kept < GPUS else kept // GPUS * GPUS
+    assert mixed.n_tokens == kept * copies
+    ids, times = np.unique(mixed.rows, return_counts=True)
+    assert (len(ids), set(times.tolist())) == (kept, {copies})
+    ranks = [mixed.rows[0, a:b].tolist() for a, b in pairwise(mixed.rank_start[0])]
+    assert all(len(rank) == len(set(rank)) == kept * copies // GPUS for rank in ranks)
+
+
+def test_mixed_passes_are_a_large_sample_of_all_tokens() -> None:
+    interval = Interval.even(np.zeros((1, 6000, 1), np.int16), np.arange(6000, dtype=np.int32).reshape(10, 600), GPUS)
+    one, again, other = (interval.mixed(3000, seed=seed).rows for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+    per_pass = np.bincount(one[0] // 600, minlength=10)
+    assert np.abs(per_pass - 300).max() < 60  # 5 standard deviations

@@ -75,7 +75,7 @@ class Command:
     """Part of the trace to serve. A policy is trained on 'train' of its traces."""
     holdout: float = 0.5
     """Share of the tokens of each domain that is served and never planned on, with the stationary schedule."""
-    plan_passes: int = 16
+    plan_passes: int = 32
     """Maximum number of passes to plan on with the stationary schedule, for planners that look at tokens."""
     observe_tokens: int | None = None
     """Show planners only so many tokens of what they observe, drawn at random; by default all."""

@@ -69,7 +69,7 @@ class Command:
     """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
     tokens_per_rank: int | None = None
     """Tokens that each GPU contributes to a pass; by default 32 (decode) or 128 (prefill)."""
-    plan_passes: int = 16
+    plan_passes: int = 32
     """Maximum number of passes to plan on, for planners that look at tokens."""
     observe_tokens: int | None = None
     """Plan on so many tokens of these passes, drawn at random; by default all."""

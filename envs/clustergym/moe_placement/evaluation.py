@@ -53,7 +53,7 @@ class Protocol:
     :func:`clustergym.traces.splits.split_trace`."""
     holdout: float = 0.5
     """Share of the tokens of each domain that is held out from planning with the ``stationary`` schedule."""
-    plan_passes: int = 16
+    plan_passes: int = 32
     """Passes of the planning part that planners on tokens see with the ``stationary`` schedule."""
     observe_tokens: int | None = None
     """Tokens that planners on tokens see of what they observe, drawn at random; by default all."""

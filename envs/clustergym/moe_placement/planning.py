@@ -42,7 +42,7 @@ class Sizes:
 
     share: float = 0.75
     """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
-    plan_passes: int = 16
+    plan_passes: int = 32
     """Most passes of the planning part for planners that look at tokens. Planners on loads use the whole part."""
     observe_tokens: int | None = None
     """Number of tokens that planners on tokens see, drawn from those passes; by default all."""

@@ -163,6 +163,20 @@ class Simulator:
         passes, share = self.passes_per_interval, self.background_share
         return costs_of(self.model, self.cluster, self.profile, n_tokens, passes, share)
 
+    def interval_costs(self, interval: Interval) -> Costs:
+        """Costs of the passes of an interval. A pass that stands for smaller ones is priced as one of those."""
+        if interval.stands_for is None:
+            return self.costs(interval.n_tokens)
+        costs, share = self.costs(interval.stands_for), interval.stands_for / interval.n_tokens
+        per_token = ("dispatch_intra_us", "dispatch_inter_us", "combine_intra_us", "combine_inter_us", "token_us")
+        return costs._replace(
+            **{name: getattr(costs, name) * share for name in per_token},
+            # On average the last block of an expert is half full.
+            expert_us=costs.expert_us + 0.5 * costs.block_us,
+            block_us=0.0,
+            pair_us=(costs.pair_us + costs.block_us / costs.block_tokens) * share,
+        )
+
     # Placements
 
     def static(self, n_layers: int) -> Placement:
@@ -259,7 +273,7 @@ class Simulator:
         state.slots[:] = placement if before is None else before
         arguments = (
             state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology,
-            self.costs(interval.n_tokens),
+            self.interval_costs(interval),
         )  # fmt: skip
         if self.stay:
             # A layer begins where the one before left its tokens: layers are counted in order.
@@ -279,7 +293,7 @@ class Simulator:
             for slots in (placement,) if before is None else (placement, before):
                 if len(self.check(slots)) != interval.n_layers:
                     raise ValueError(f"placement has {len(slots)} layers, but the interval has {interval.n_layers}")
-        state, costs = self.count(interval, placement, before), self.costs(interval.n_tokens)
+        state, costs = self.count(interval, placement, before), self.interval_costs(interval)
         if self.profile.dispatch == "lp":
             split_by_program(state, self.topology, costs)
         layers, gpus = interval.n_layers, self.n_gpus
@@ -317,7 +331,7 @@ class Simulator:
         The slowest kernel of a pass takes at least the mean of all kernels. Splitting an expert over replicas never
         makes fewer active experts, blocks or pairs. With all-gather the exchange does not depend on the placement.
         """
-        costs = self.costs(interval.n_tokens)
+        costs = self.interval_costs(interval)
         loads = interval.pass_loads(self.n_experts)
         active, blocks = (loads > 0).sum(2), np.ceil(loads / costs.block_tokens).sum(2)
         work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * loads.sum(2)

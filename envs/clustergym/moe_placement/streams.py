@@ -15,6 +15,8 @@ from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval
 from clustergym.moe_placement.profiles import PHASES, SAMPLED_PASSES, TOKENS_PER_RANK
 from clustergym.traces.token_trace import TokenTrace
 
+_LARGEST_MIX = 131072
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -26,6 +28,8 @@ class Interval:
     """(P, T)"""
     rank_start: npt.NDArray[np.int32]
     """(P, G + 1) first token of each rank, then T"""
+    stands_for: int | None = None
+    """Tokens of the passes that these are an average of (see :meth:`mixed`); by default T."""
 
     @property
     def n_passes(self) -> int:
@@ -65,7 +69,30 @@ class Interval:
 
     def first_passes(self, n: int) -> Interval:
         """The same interval with fewer sampled passes."""
-        return Interval(self.experts, self.rows[:n], self.rank_start[:n])
+        return replace(self, rows=self.rows[:n], rank_start=self.rank_start[:n])
+
+    def mixed(self, most_tokens: int, copies: int = 1, seed: int = 0) -> Interval:
+        """One large pass with the tokens of all passes, dealt over the ranks at random.
+
+        Which rank had a token, and which tokens met in a pass, is chance. A search that sees passes one by one learns
+        that chance by heart. The large pass is priced as the average of the passes that it stands for.
+
+        Args:
+            most_tokens: a sample of so many tokens is taken if there are more.
+            copies: each token is dealt to so many ranks, less if the pass would get very large.
+        """
+        ranks = self.rank_start.shape[1] - 1
+        rows = np.random.default_rng(seed).permutation(self.rows.ravel())[:most_tokens]
+        copies = max(1, min(copies, _LARGEST_MIX // len(rows)))
+        if len(rows) < ranks:
+            copies = ranks
+        else:
+            rows = rows[: len(rows) // ranks * ranks]
+        owner = (np.arange(len(rows)) + np.arange(copies)[:, None]) % ranks
+        order = np.argsort(owner.ravel(), kind="stable")
+        rank_start = np.searchsorted(owner.ravel()[order], np.arange(ranks + 1)).astype(np.int32)
+        dealt = np.tile(rows, copies)[order]
+        return Interval(self.experts, dealt[None], rank_start[None], self.stands_for or self.n_tokens)
 
     @staticmethod
     def join(intervals: Sequence[Interval]) -> Interval:

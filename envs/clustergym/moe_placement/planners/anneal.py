@@ -27,18 +27,20 @@ class Anneal(Search):
 
     takes_seconds = True
 
-    norm: int = 16
-    """See :class:`Search`. The 16-norm generalizes better to the next passes than the true time."""
+    norm: int = 8
+    """See :class:`Search`. The 8-norm generalizes better to the next passes than the true time."""
+    mix_tokens: int = 16384
+    """See :class:`Search`. 0 follows the chance of single passes, which the next ones do not share."""
     iterations: int = 20000
     """Number of steps per layer."""
     seconds: float | None = None
     """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
     heat: tuple[float, float] = (1e-3, 1e-5)
     """First and last temperature, as shares of the time of the layer."""
-    shares: tuple[float, float, float, float] = (0.3, 0.35, 0.2, 0.1)
+    shares: tuple[float, float, float, float] = (0.3, 0.35, 0.2, 0.0)
     """Share of the steps that replace a spare replica, that move an expert next to one that the same token uses, and
     that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first kind
-    that empties a slot instead."""
+    that empties a slot instead; engines need all slots filled."""
     restart: bool = True
     """Start each layer from EPLB's or the static placement if that is better, migration included."""
 

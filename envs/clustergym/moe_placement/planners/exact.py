@@ -94,7 +94,7 @@ class Exact(Planner):
                 f"{experts} experts × {gpus} GPUs are {experts * gpus} binary choices: the exact planner takes at most "
                 f"{MAX_BINARIES}"
             )
-        costs, node_of = sim.costs(interval.n_tokens), sim.topology.node_of.tolist()
+        costs, node_of = sim.interval_costs(interval), sim.topology.node_of.tolist()
         per_node = sim.cluster.gpus_per_node
         kinds: Counter[tuple[int, int, frozenset[int]]] = Counter()
         for p, (rows, starts) in enumerate(zip(interval.rows, interval.rank_start, strict=True)):

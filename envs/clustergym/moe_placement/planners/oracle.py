@@ -35,8 +35,14 @@ class Oracle(Planner):
     def __post_init__(self) -> None:
         self.stages = [
             Anneal(
-                self.simulator, self.seed + i, norm=norm, heat=heat, iterations=self.iterations, migration_weight=0.0
-            )
+                self.simulator,
+                self.seed + i,
+                norm=norm,
+                mix_tokens=0,
+                heat=heat,
+                iterations=self.iterations,
+                migration_weight=0.0,
+            )  # fmt: skip
             for i, (norm, heat) in enumerate([(16, (2e-3, 3e-5)), (0, (3e-4, 1e-5))])
         ]
         self.eplb = EPLB(self.simulator)

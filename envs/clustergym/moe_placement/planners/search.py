@@ -11,6 +11,7 @@ import numpy.typing as npt
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.kernels.launch import Objective, pass_times, recount
+from clustergym.moe_placement.profiles import PER_EXPERT, RANK_MOD, RANK_NEAREST
 from clustergym.moe_placement.simulator import Placement, norm_log2
 from clustergym.moe_placement.streams import Interval
 
@@ -23,12 +24,17 @@ class Search(Planner):
     """0 minimizes the true time, set by the busiest GPU. p = 2 … 32 minimizes the smooth p-norm over GPUs."""
     intervals: int = 1
     """Number of the last intervals to plan on, joined."""
+    mix_tokens: int = 0
+    """Plan on one large pass with so many of the observed tokens, dealt over the ranks at random, instead of the passes
+    as they were (see :meth:`Interval.mixed`). 0 plans on the passes."""
     migration_weight: float = 1.0
     """Weight of the migration time. Less than 1 if a move helps for longer than the interval that pays for it."""
 
     def __post_init__(self) -> None:
         if self.intervals < 1:
             raise ValueError(f"intervals is {self.intervals}: expected at least 1")
+        if self.mix_tokens < 0:
+            raise ValueError(f"mix_tokens is {self.mix_tokens}: expected 0 or more")
         self.norm_log2 = norm_log2(self.norm)
         self.reset()
 
@@ -37,12 +43,18 @@ class Search(Planner):
 
     def observe(self, history: Sequence[Interval]) -> Interval:
         """The passes to plan on."""
-        return history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
+        seen = history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
+        if not self.mix_tokens:
+            return seen
+        # If only the numbers of tokens count, not which tokens meet, every token may be on every rank at no cost.
+        by_rank = self.simulator.topology.dispatch in (RANK_NEAREST, RANK_MOD)
+        everywhere = by_rank and self.simulator.topology.transport == PER_EXPERT
+        return seen.mixed(self.mix_tokens, self.simulator.n_gpus if everywhere else 1, self.seed)
 
     def objective(self, interval: Interval, before: SimulationState) -> Objective:
         """What to minimize, for an interval that begins with the placement counted in ``before``."""
         simulator = self.simulator
-        costs, before_us = simulator.costs(interval.n_tokens), np.zeros(interval.n_layers)
+        costs, before_us = simulator.interval_costs(interval), np.zeros(interval.n_layers)
         if simulator.background_share >= 0:  # blocking migration does not depend on it
             pass_times(0, interval.n_layers, before, simulator.topology, costs, self.norm_log2, before_us)
         return Objective(costs, simulator.topology, self.norm_log2, float(self.migration_weight), before_us)
@@ -63,7 +75,7 @@ class Search(Planner):
         if not self.simulator.stay:
             search(0, interval.n_layers)
             return
-        arguments = (interval.experts, self.simulator.topology, self.simulator.costs(interval.n_tokens))
+        arguments = (interval.experts, self.simulator.topology, self.simulator.interval_costs(interval))
         for b in range(interval.n_layers):
             recount(sim, b, chosen[b], *arguments)
             search(b, b + 1)
