@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +34,9 @@ class Oracle(Planner):
     """Annealing steps per layer, start and stage."""
 
     def __post_init__(self) -> None:
+        options: dict[str, Any] = {"iterations": self.iterations, "mix_tokens": 0, "migration_weight": 0.0}
         self.stages = [
-            Anneal(
-                self.simulator,
-                self.seed + i,
-                norm=norm,
-                mix_tokens=0,
-                heat=heat,
-                iterations=self.iterations,
-                migration_weight=0.0,
-            )  # fmt: skip
+            Anneal(self.simulator, self.seed + i, norm=norm, heat=heat, **options)
             for i, (norm, heat) in enumerate([(16, (2e-3, 3e-5)), (0, (3e-4, 1e-5))])
         ]
         self.eplb = EPLB(self.simulator)
