@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,38 @@ def test_truncated_files_are_refused(name: str, share: float, tmp_path: Path) ->
     path = write(name, tmp_path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
+    refused(name, path)
+
+
+def _unclosed_header(data: bytes) -> bytes:
+    return data.replace(b"), }", b"), [")
+
+
+def _unknown_zip_version(data: bytes) -> bytes:
+    at = data.index(b"PK\x01\x02") + 6  # version needed to extract, in the directory
+    return data[:at] + bytes([64, 0]) + data[at + 2 :]
+
+
+def _member_before_the_file(data: bytes) -> bytes:
+    at = data.index(b"PK\x05\x06") + 16  # offset of the directory: zipfile shifts all members by the difference
+    return data[:at] + (int.from_bytes(data[at : at + 4], "little") + 1000).to_bytes(4, "little") + data[at + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("vllm-npy", _unclosed_header),
+        ("token-trace", _unknown_zip_version),
+        ("load-trace", _unknown_zip_version),
+        ("load-trace", _member_before_the_file),
+    ],
+)
+def test_files_that_the_fuzzer_found_are_refused(name: str, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    """numpy parses a header as Python source; zipfile raises NotImplementedError and OSError."""
+    path = write(name, tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
     refused(name, path)
 
 

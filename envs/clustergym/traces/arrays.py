@@ -6,6 +6,7 @@ kilobytes can claim a terabyte, or unpack to one.
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,11 @@ SMALL_BYTES = 256 << 20
 MAX_RATIO = 64
 """A larger file may unpack to this many times its own size. Expert ids compress 2 to 4 times, a zip bomb 1000 times."""
 _CHUNK = 1 << 20
+_BAD_ZIP = (zipfile.BadZipFile, RuntimeError, OSError)
+"""zipfile raises RuntimeError for encryption, NotImplementedError (a subclass) for unknown compression or versions, and
+OSError if an offset points before the file."""
+_BAD_NPY = (ValueError, EOFError, OSError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+"""The header of an array is Python source, which numpy parses."""
 
 
 def read_npz(path: Path, wanted: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
@@ -34,8 +40,7 @@ def read_npz(path: Path, wanted: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
                 with archive.open(info) as file:
                     fields[key] = read_npy(file, info.file_size, f"{path}, array {key!r}")
             return fields
-    # zipfile raises RuntimeError for encryption, and NotImplementedError (a subclass) for unknown compression.
-    except (zipfile.BadZipFile, RuntimeError) as error:
+    except _BAD_ZIP as error:
         raise ValueError(
             f"{path}: not a complete .npz file ({error}); was it truncated, or saved in another format?"
         ) from error
@@ -55,7 +60,7 @@ def names_of_npz(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [Path(name).stem for name in archive.namelist()]
-    except (zipfile.BadZipFile, OSError):
+    except _BAD_ZIP:
         return []
 
 
@@ -83,7 +88,7 @@ def read_npy(file: IO[bytes], n_bytes: int, where: str) -> npt.NDArray[Any]:
             filled += len(piece)
         if file.read(1):  # zipfile checks the checksum when it reaches the end of a member
             raise ValueError(f"more than the {expected} bytes that the header announces")
-    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
+    except _BAD_NPY as error:
         raise ValueError(f"{where}: not a readable .npy array: {error}") from error
     return data.view(dtype).reshape(shape, order="F" if fortran else "C") if dtype.itemsize else np.empty(shape, dtype)
 
