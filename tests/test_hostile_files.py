@@ -92,6 +92,7 @@ def _member_before_the_file(data: bytes) -> bytes:
         ("token-trace", _unknown_zip_version),
         ("load-trace", _unknown_zip_version),
         ("load-trace", _member_before_the_file),
+        ("sglang-tokens", _member_before_the_file),
     ],
 )
 def test_files_that_the_fuzzer_found_are_refused(name: str, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:

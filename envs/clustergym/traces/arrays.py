@@ -21,7 +21,7 @@ SMALL_BYTES = 256 << 20
 MAX_RATIO = 64
 """A larger file may unpack to this many times its own size. Expert ids compress 2 to 4 times, a zip bomb 1000 times."""
 _CHUNK = 1 << 20
-_BAD_ZIP = (zipfile.BadZipFile, RuntimeError, OSError)
+BAD_ZIP = (zipfile.BadZipFile, RuntimeError, OSError)
 """zipfile raises RuntimeError for encryption, NotImplementedError (a subclass) for unknown compression or versions, and
 OSError if an offset points before the file."""
 _BAD_NPY = (ValueError, EOFError, OSError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
@@ -40,7 +40,7 @@ def read_npz(path: Path, wanted: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
                 with archive.open(info) as file:
                     fields[key] = read_npy(file, info.file_size, f"{path}, array {key!r}")
             return fields
-    except _BAD_ZIP as error:
+    except BAD_ZIP as error:
         raise ValueError(
             f"{path}: not a complete .npz file ({error}); was it truncated, or saved in another format?"
         ) from error
@@ -60,7 +60,7 @@ def names_of_npz(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [Path(name).stem for name in archive.namelist()]
-    except _BAD_ZIP:
+    except BAD_ZIP:
         return []
 
 

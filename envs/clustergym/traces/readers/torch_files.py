@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from clustergym.traces.arrays import BAD_ZIP
+
 _GLOBALS = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict", "torch.storage UntypedStorage"}
 _STORAGES = ("Byte", "Char", "Short", "Int", "Long", "Bool", "Half", "BFloat16", "Float", "Double")
 _GLOBALS |= {f"torch {kind}Storage" for kind in _STORAGES}
@@ -50,7 +52,7 @@ def _check_archive(path: Path) -> None:
             if len(programs) != 1:
                 raise ValueError(f"{path}: not a file that torch.save wrote")
             _check_program(archive.read(programs[0]), path)
-    except zipfile.BadZipFile as error:
+    except BAD_ZIP as error:
         raise ValueError(f"{path}: not a complete file of torch.save ({error}); was it truncated?") from error
 
 
