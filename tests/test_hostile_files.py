@@ -81,7 +81,10 @@ def _unknown_zip_version(data: bytes) -> bytes:
 
 
 def _member_before_the_file(data: bytes) -> bytes:
-    at = data.index(b"PK\x05\x06") + 16  # offset of the directory: zipfile shifts all members by the difference
+    # Offset of the directory, in the record of large files (torch) or of others. zipfile shifts all members by the
+    # difference to where it finds the directory.
+    large = data.find(b"PK\x06\x06")
+    at = large + 48 if large >= 0 else data.index(b"PK\x05\x06") + 16
     return data[:at] + (int.from_bytes(data[at : at + 4], "little") + 1000).to_bytes(4, "little") + data[at + 4 :]
 
 
