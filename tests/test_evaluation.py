@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import pytest
 from scipy import stats
 
 from clustergym import TokenTrace
-from clustergym.common.statistics import ci95, ci95_of_deals
+from clustergym.common.statistics import ci95, ci95_of_blocks, ci95_of_deals, ci95_of_resamples
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator
 from clustergym.moe_placement.evaluation import (
     Protocol,
@@ -445,6 +446,65 @@ def test_ci95_of_deals_of_known_numbers() -> None:
     assert ci95_of_deals([7.0], 1) == ci95_of_deals([7.0], 5) == ci95_of_deals([1.0, 2.0], 1) == 0.0
 
 
+def test_ci95_of_resamples_of_known_numbers() -> None:
+    # Draws whose two passes agree: all of the spread is of the sequences. Variance 1 of the draws, 5/4 of it for a new
+    # sample of 5 sequences, t(4) = 2.77645. The passes of the mean add nothing.
+    means = np.array([-1.0, 0.0, 1.0])
+    same = np.stack([means, means], axis=1)
+    t2 = stats.t.ppf(0.975, 2)
+    assert ci95_of_resamples(same, 5, 0.1, 7) == pytest.approx(t2 * np.sqrt(5 / 4))
+    # Passes that differ by ±1 around the same mean: variance 2 of a pass. Nothing is left for the sequences but what
+    # independent tokens give (2 · 0.1), and 4 passes leave 2 / 4 · (1 − 0.4) to chance.
+    apart = np.array([[-1.0, 1.0]] * 100)
+    t49 = stats.t.ppf(0.975, 49)
+    assert ci95_of_resamples(apart, 50, 0.1, 4) == pytest.approx(t49 * np.sqrt(0.2 * 50 / 49 + 0.3))
+    # Passes of all tokens leave nothing to chance, however many there are.
+    assert ci95_of_resamples(apart, 50, 0.1, 10) == ci95_of_resamples(apart, 50, 0.1, 1000)
+    assert ci95_of_resamples(apart, 1.0, 0.1, 10) == 0.0
+
+
+def test_resamples_estimate_both_parts_of_the_variance() -> None:
+    """Sequences with variance 4, passes with variance 1: the mean of 10 passes of 30 sequences has 4 / 30 + 1 / 10."""
+    rng = np.random.default_rng(0)
+    half = []
+    for _ in range(200):
+        sequences = rng.normal(0, 2, 30)
+        drawn = sequences[rng.integers(0, 30, (40, 30))].mean(1)
+        values = drawn[:, None] + rng.normal(0, 1, (40, 2))
+        half.append(ci95_of_resamples(values, 30, 0.0, 10))
+    variance = np.mean(np.square(half)) / stats.t.ppf(0.975, 29) ** 2
+    assert variance == pytest.approx(4 / 30 + 1 / 10, rel=0.15)
+
+
+def test_ci95_of_blocks_of_known_numbers() -> None:
+    # Nine steps in three blocks with means 1, 2 and 3.
+    assert ci95_of_blocks(np.repeat([1.0, 2.0, 3.0], 3)) == pytest.approx(ci95([1.0, 2.0, 3.0]))
+    assert ci95_of_blocks(np.array([1.0, 3.0])) == pytest.approx(ci95([1.0, 3.0]))
+    assert ci95_of_blocks(np.array([1.0])) == 0.0
+    # A slow walk has a wider interval than the same values in random order.
+    rng = np.random.default_rng(0)
+    walk = np.sin(np.linspace(0, 6, 400))
+    assert ci95_of_blocks(walk) > 3 * ci95_of_blocks(rng.permutation(walk))
+
+
+def test_stationary_results_have_an_interval_from_resampled_sequences(trace: TokenTrace, sim: Simulator) -> None:
+    """Also with one stream. More streams do not make it shorter, and it survives a JSON file."""
+    reusing = replace(protocol("stationary").traffic, allow_reuse=True)
+    one, some, many = (
+        compare(trace, sim, ["static", "eplb"], replace(protocol("stationary", streams=n), traffic=reusing))
+        for n in (1, 12, 120)
+    )
+    for results in (one, some, many):
+        half = results[0].versus(results[1])[1]
+        assert half > 0
+        again = [Result(**json.loads(json.dumps(result.as_dict()))) for result in results]
+        assert again[0].versus(again[1]) == pytest.approx(results[0].versus(results[1]))
+        assert again[0].total_ci95_us > 0
+    assert one[0].versus(one[1])[1] > some[0].versus(some[1])[1]  # few passes leave more to chance
+    assert many[0].versus(many[1])[1] > 0.9 * some[0].versus(some[1])[1]
+    assert compare(trace, sim, ["static"], protocol("drift", streams=1))[0].resampled is None
+
+
 def test_ci95_of_known_numbers() -> None:
     # Mean 2.5, standard deviation 1.29099, t(3) = 3.18245: 3.18245 · 1.29099 / √4.
     assert ci95([1.0, 2.0, 3.0, 4.0]) == pytest.approx(2.05426, abs=1e-5)
@@ -463,7 +523,8 @@ def test_totals_add_up(schedule: str, trace: TokenTrace, sim: Simulator) -> None
         assert len(r.interval_totals_us) == INTERVALS
         assert r.total_us == pytest.approx(np.mean(r.stream_totals_us))
         assert r.total_us == pytest.approx(np.mean(r.interval_totals_us))
-        assert r.total_ci95_us == pytest.approx(ci95_of_deals(r.stream_totals_us, r.groups))
+        if schedule != "stationary":
+            assert r.total_ci95_us == pytest.approx(ci95_of_deals(r.stream_totals_us, r.groups))
         assert r.total_ci95_us > 0
         assert 0 < r.balancedness <= 1
         assert 1 <= r.gpus_per_token <= 2

@@ -43,7 +43,7 @@ def plan() -> Plan:
     simulator = Simulator("mixtral-8x7b", get_cluster("h800-2x4", slots_per_gpu=2))
     made = make_plan(
         synthetic_trace(config, seed=0), simulator, "anneal", traffic=Traffic("prefill", 16),
-        sizes=Sizes(passes=4, streams=2), seconds=0.3, force=True,
+        sizes=Sizes(passes=4), seconds=0.3, force=True,
     )  # fmt: skip
     return dataclasses.replace(made, trace=NASTY)
 

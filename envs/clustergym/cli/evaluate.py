@@ -64,7 +64,8 @@ class Command:
     intervals: int = 7
     """Number of intervals served per stream."""
     streams: int = 1
-    """Number of streams. Two or more give a 95 % confidence interval, from disjoint parts of the sequences."""
+    """Number of streams. Two or more give a 95 % confidence interval, from disjoint parts of the sequences. With the
+    stationary schedule, resampled sequences always give one."""
     drift_rate: float = 0.5
     """Step of the mixture walk (drift) or probability of another domain (switch), per interval."""
     rank_imbalance: float = 0.0

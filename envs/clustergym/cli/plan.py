@@ -74,7 +74,7 @@ class Command:
     observe_tokens: int | None = None
     """Plan on so many tokens of these passes, drawn at random; by default all."""
     passes: int = 20
-    """Number of held-out passes to measure on."""
+    """Number of held-out passes to measure on. More do not make the interval shorter: it comes from the sequences."""
     force: bool = False
     """Write the planner's plan even if no gain over EPLB is shown. By default EPLB's plan is written then."""
     seed: int = 0
@@ -156,8 +156,9 @@ def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
         "other_profiles": {profile: versus(plan.planner, profile) for profile in plan.other_profiles},
         "planners": [
             {
-                "planner": o.planner, "served_us": o.served_us, "stream_us": o.stream_us, "groups": o.groups,
-                "other_profiles_us": o.other_profiles_us, "balancedness": o.balancedness,
+                "planner": o.planner, "served_us": o.served_us, "pass_us": o.samples.pass_us.tolist(),
+                "other_profiles_us": {name: samples.mean_us for name, samples in o.other_profiles.items()},
+                "balancedness": o.balancedness,
                 "gpus_per_token": o.gpus_per_token, "inter_node_mb": o.inter_node_mb, "decision_s": o.decision_s,
                 "filled_slots": o.filled,
             }
@@ -177,8 +178,8 @@ def explain(plan: Plan, console: Console) -> None:
         console.print(f"{plan.planner} left {filled} slots empty: filled with the replicas that help most")
     if plan.reused > 0:
         console.print(
-            f"[yellow]the held-out part is smaller than the passes: {100 * plan.reused:.0f} % of the tokens of a "
-            "stream were served before (the interval allows for it)[/]"
+            f"[yellow]the held-out part is smaller than asked: {100 * plan.reused:.0f} % of the tokens of the passes "
+            "were served before (the interval allows for it)[/]"
         )
     if plan.planner == "eplb":
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from scipy.stats import t as student
 
 
@@ -32,3 +33,41 @@ def ci95_of_deals(values: Sequence[float], groups: int) -> float:
         return 0.0
     variance = sum(float(((deal - deal.mean()) ** 2).sum()) for deal in deals) / degrees
     return float(student.ppf(0.975, degrees) * np.sqrt(variance / min(groups, len(values))))
+
+
+def ci95_of_resamples(values: npt.NDArray[np.float64], sequences: float, pass_share: float, n_passes: int) -> float:
+    """Half width of the 95 % confidence interval of a mean over passes, from the block bootstrap. 0 for one sequence.
+
+    Passes of the same draw differ by chance, passes of different draws also because of their sequences. The variance of
+    the mean of ``n_passes`` passes has both parts. The part of the sequences is estimated from the means of the draws,
+    less the chance that is in them. It is at least what independent tokens would give. No pass repeats a token of
+    another one, so that passes of all tokens leave nothing to chance.
+
+    Args:
+        values: (B, P) of P passes of each of B draws of the sequences with replacement.
+        sequences: number of sequences.
+        pass_share: tokens of a pass over the tokens of all sequences.
+        n_passes: passes of the mean.
+    """
+    draws, passes = values.shape
+    if sequences < 1.5 or draws < 2:
+        return 0.0
+    of_passes = float(values.var(axis=1, ddof=1).mean())
+
+    def chance(n: int) -> float:
+        """Variance of the mean of n passes of the same sequences."""
+        return of_passes / n * max(0.0, 1 - n * pass_share)
+
+    of_sequences = max(float(values.mean(1).var(ddof=1)) - chance(passes), of_passes * pass_share)
+    # A draw with replacement varies less than a new sample, by 1 − 1/n.
+    variance = of_sequences * sequences / (sequences - 1) + chance(n_passes)
+    return float(student.ppf(0.975, min(sequences, draws) - 1) * np.sqrt(variance))
+
+
+def ci95_of_blocks(values: npt.NDArray[np.float64]) -> float:
+    """Half width of the 95 % confidence interval of the mean of steps in time. 0 for fewer than two steps.
+
+    Steps that follow each other are alike. So √n blocks of √n steps are taken as independent, not the steps.
+    """
+    n = len(values)
+    return ci95([float(block.mean()) for block in np.array_split(values, max(2, int(np.sqrt(n))))]) if n > 1 else 0.0

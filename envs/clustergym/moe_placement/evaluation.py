@@ -1,8 +1,10 @@
 """Compares planners on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks.
 
-Confidence intervals come from the sequences of the trace. They are dealt into disjoint groups, as many as can each fill
-a stream without serving a token twice, and each stream is drawn from one group. If there are more streams than groups,
-the sequences are dealt again. See :func:`clustergym.common.statistics.ci95_of_deals`.
+Confidence intervals come from the sequences of the trace. A plan that is made once serves passes of resampled
+sequences, see :mod:`clustergym.moe_placement.resampling`. Planners that plan again and again would have to do so for
+every resample. Instead the sequences are dealt into disjoint groups, as many as can each fill a stream without serving
+a token twice, and each stream is drawn from one group. If there are more streams than groups, the sequences are dealt
+again. See :func:`clustergym.common.statistics.ci95_of_deals`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +23,7 @@ from clustergym.common.statistics import ci95_of_deals
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
+from clustergym.moe_placement.resampling import Resampled, resamples_of
 from clustergym.moe_placement.simulator import Placement, Served, Simulator
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
 from clustergym.traces.splits import SPLITS, split_trace
@@ -46,7 +50,8 @@ class Protocol:
     intervals: int = 7
     """Intervals per stream that are served and counted."""
     streams: int = 1
-    """Number of streams. Results are means over them. Two or more give a confidence interval."""
+    """Number of streams. Results are means over them. Two or more give a confidence interval; with the ``stationary``
+    schedule one is enough."""
     seed: int = 0
     split: str = "all"
     """Part of the trace to use: ``train``, ``validation``, ``test`` or ``all``. See
@@ -198,7 +203,7 @@ class Result:
     migration_us: float
     total_us: float
     total_ci95_us: float
-    """Half width of the 95 % confidence interval of the total (0 for one stream)."""
+    """Half width of the 95 % confidence interval of the total (0 for one stream, unless the plan is made once)."""
     balancedness: float
     """Mean over maximum of the GPUs' token-expert pairs."""
     gpus_per_token: float
@@ -215,15 +220,25 @@ class Result:
     stream_totals_us: list[float] = field(default_factory=list)
     interval_totals_us: list[float] = field(default_factory=list)
     """Total of each interval, mean over layers and streams."""
+    resampled: dict[str, Any] | None = None
+    """Times of a plan that was made once on resampled sequences: the fields of
+    :class:`clustergym.moe_placement.resampling.Resampled`, as lists."""
 
     def versus(self, other: Result) -> tuple[float, float]:
-        """(relative time difference to another planner, half width of its 95 % interval), paired by stream."""
-        mine, theirs = np.array(self.stream_totals_us), np.array(other.stream_totals_us)
-        relative = mine / theirs - 1
+        """(relative time difference to another planner, half width of its 95 % interval), paired by pass or stream."""
+        if self.resampled is not None and other.resampled is not None:
+            mine, theirs = _resampled(self.resampled), _resampled(other.resampled)
+            intervals = len(self.stream_totals_us) * len(self.interval_totals_us)
+            return self.total_us / other.total_us - 1, mine.ci95_of_ratio(theirs, intervals)
+        relative = np.array(self.stream_totals_us) / np.array(other.stream_totals_us) - 1
         return float(relative.mean()), ci95_of_deals(relative.tolist(), self.groups)
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+def _resampled(fields: dict[str, Any]) -> Resampled:
+    return Resampled(np.array(fields["us"]), fields["sequences"], fields["pass_share"])
 
 
 class _Run:
@@ -235,6 +250,7 @@ class _Run:
         """Of each stream, its intervals."""
         self.reused: list[float] = []
         self.decision_s: list[float] = []
+        self.resampled: Resampled | None = None
 
     def observed(self, interval: Interval) -> Interval:
         """What the planner sees of an interval."""
@@ -298,7 +314,11 @@ class _Run:
             served_us=mean(lambda s: s.time_us),
             migration_us=mean(lambda s: s.migration_us),
             total_us=float(np.mean(streams)),
-            total_ci95_us=ci95_of_deals(streams, groups),
+            total_ci95_us=(
+                ci95_of_deals(streams, groups)
+                if self.resampled is None
+                else self.resampled.ci95_us(float(np.mean(streams)), totals.size)
+            ),
             balancedness=mean(lambda s: s.balancedness),
             gpus_per_token=mean(lambda s: s.gpus_per_token),
             inter_node_mb=mean(lambda s: s.inter_node_bytes) / 1e6,
@@ -308,6 +328,15 @@ class _Run:
             groups=groups,
             stream_totals_us=streams,
             interval_totals_us=totals.mean(0).tolist(),
+            resampled=(
+                None
+                if self.resampled is None
+                else {
+                    "us": self.resampled.us.tolist(),
+                    "sequences": self.resampled.sequences,
+                    "pass_share": self.resampled.pass_share,
+                }
+            ),
         )
 
 
@@ -331,6 +360,8 @@ def evaluate_planner(planner: Planner, name: str, train: TokenTrace, test: Token
         else:
             planner.reset()
             run.serve_stream(stream, part, seed)
+    if plan is not None:
+        run.resampled = resamples_of(test, simulator, protocol.traffic, protocol.seed).serve(plan)
     return run.result(name, deals.groups)
 
 

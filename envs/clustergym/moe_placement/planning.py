@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.statistics import ci95_of_deals
 from clustergym.moe_placement import evaluation
 from clustergym.moe_placement.batch import model_for
 from clustergym.moe_placement.costs import kernel_costs
@@ -19,9 +18,10 @@ from clustergym.moe_placement.planner_registry import make_planner, planner_clas
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.profiles import PROFILES, EngineProfile, profiles_of
+from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
+from clustergym.moe_placement.streams import Interval, Traffic, sample_passes
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
@@ -32,8 +32,11 @@ DEFAULT_PLANNERS = dict.fromkeys(PROFILES, "anneal")
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
-# The other profiles of the engine are measured on this many layers, because some need a linear program per pass.
-_OTHER_PROFILES_LAYERS = 6
+# The other profiles of the engine are measured on few layers, passes and draws, because some need a linear program per
+# pass and layer.
+_OTHER_PROFILES_LAYERS = 4
+_OTHER_PROFILES_PASSES = 8
+_OTHER_PROFILES_DRAWS = 12
 
 
 @dataclass(frozen=True)
@@ -48,14 +51,12 @@ class Sizes:
     """Number of tokens that planners on tokens see, drawn from those passes; by default all."""
     passes: int = 20
     """Held-out passes to measure on."""
-    streams: int = 10
-    """Streams that the held-out passes are divided among. Each is drawn from a part of the held-out sequences."""
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
             raise ValueError(f"share is {self.share}: expected more than 0 and less than 1")
-        for key in ("plan_passes", "observe_tokens", "passes", "streams"):
+        for key in ("plan_passes", "observe_tokens", "passes"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")
 
@@ -70,10 +71,8 @@ class Outcome:
     decision_s: float
     filled: int
     """Number of slots that the planner left empty"""
-    stream_us: list[float]
-    """Time of a pass in each held-out stream (or step of counts), mean over layers"""
-    groups: int
-    """Streams that share no sequence, see :func:`clustergym.common.statistics.ci95_of_deals`"""
+    samples: Samples
+    """Times on held-out passes"""
     layer_us: npt.NDArray[np.float64]
     """(L, 3) dispatch, compute, combine, means over passes. Counts have only compute."""
     pairs: npt.NDArray[np.float64]
@@ -83,16 +82,12 @@ class Outcome:
     """(L, G, G) activations dispatched from row to column per pass; None for counts"""
     gpus_per_token: float | None = None
     inter_node_mb: float | None = None
-    other_profiles_us: dict[str, list[float]] = field(default_factory=dict)
-    """The same as ``stream_us`` under the other profiles of the engine, on a few layers"""
-
-    def times(self, profile: str | None = None) -> list[float]:
-        """Time of a pass in each stream, under the profile that was planned for or another one."""
-        return self.stream_us if profile is None else self.other_profiles_us[profile]
+    other_profiles: dict[str, Samples] = field(default_factory=dict)
+    """Times under the other profiles of the engine, on a few layers"""
 
     @property
     def served_us(self) -> float:
-        return float(np.mean(self.stream_us))
+        return self.samples.mean_us
 
 
 @dataclass
@@ -108,7 +103,7 @@ class Plan:
     planned_on: str
     held_out: str
     reused: float
-    """Share of the held-out tokens that a stream served before"""
+    """Share of the tokens of the held-out passes that were served before, because the held-out part is too small"""
     exact: bool
     """False if only counts are known. Then the times are of compute alone, and replicas share the load evenly."""
     pass_tokens: int
@@ -133,7 +128,7 @@ class Plan:
     @property
     def other_profiles(self) -> list[str]:
         """Other profiles of the engine that the placements were measured under."""
-        return list(self.outcomes[self.planner].other_profiles_us)
+        return list(self.outcomes[self.planner].other_profiles)
 
     def gain_shown(self) -> bool:
         """Whether the whole confidence interval of the difference to EPLB is below 0."""
@@ -141,13 +136,14 @@ class Plan:
         return half > 0 and relative + half < 0
 
     def versus(self, other: str, planner: str | None = None, profile: str | None = None) -> tuple[float, float]:
-        """(relative time difference to another plan, half width of its 95 % interval), paired by stream.
+        """(relative time difference to another plan, half width of its 95 % interval), paired by pass.
 
-        The half width is 0 if there is only one stream.
+        The half width is 0 if there is only one held-out sequence.
         """
-        mine = self.outcomes[planner or self.planner]
-        relative = np.array(mine.times(profile)) / np.array(self.outcomes[other].times(profile)) - 1
-        return float(relative.mean()), ci95_of_deals(relative.tolist(), mine.groups)
+        mine, theirs = self.outcomes[planner or self.planner], self.outcomes[other]
+        if profile is None:
+            return mine.samples.versus(theirs.samples)
+        return mine.other_profiles[profile].versus(theirs.other_profiles[profile])
 
 
 def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> ModelSpec:
@@ -164,12 +160,6 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
             f"{spec.n_layers} × {spec.n_experts}"
         )
     return spec
-
-
-def spread_layers(n_layers: int, n: int) -> list[int]:
-    """Positions of at most ``n`` layers, evenly spaced."""
-    positions: list[int] = np.unique(np.linspace(0, n_layers - 1, min(n, n_layers)).round().astype(int)).tolist()
-    return positions
 
 
 def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
@@ -202,41 +192,18 @@ class Observed:
         return self.loads if self.tokens is None or not planner.needs_tokens else self.tokens
 
 
-class HeldOutPasses:
-    """Passes of the held-out sequences in streams, the same for every placement."""
-
-    def __init__(self, part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> None:
-        per_stream = -(-sizes.passes // sizes.streams)
-        # In the decode phase an interval has one token of a sequence per pass. Shorter intervals fit short sequences.
-        traffic = replace(traffic, sampled_passes=min(traffic.sizes[0], per_stream), allow_reuse=True)
-        intervals = -(-per_stream // traffic.sizes[0])
-        protocol = evaluation.Protocol(traffic, intervals, sizes.streams, sizes.seed)
-        deals = evaluation.deal_streams(part, simulator.n_gpus, protocol)
-        drawn = [
-            IntervalStream(dealt, simulator.n_gpus, traffic, seed).take(intervals)
-            for seed, dealt in enumerate(deals.parts, sizes.seed)
-        ]
-        self.simulator, self.groups = simulator, deals.groups
-        self.streams = [Interval.join(stream).first_passes(per_stream) for stream in drawn]
-        self.reused = float(np.mean([evaluation.reused_share(stream) for stream in drawn]))
-
-    def times(self, placement: Placement) -> list[float]:
-        """Time of a pass in each stream."""
-        return [float(self.simulator.evaluate(s, placement, check=False).time_us.mean()) for s in self.streams]
-
-    def measure(self, placement: Placement) -> dict[str, Any]:
-        """Fields of an Outcome."""
-        served = [self.simulator.evaluate(stream, placement, check=False) for stream in self.streams]
-        return {
-            "stream_us": [float(s.time_us.mean()) for s in served],
-            "groups": self.groups,
-            "layer_us": np.mean([s.pass_us.mean(1) for s in served], axis=0),
-            "pairs": np.mean([s.pairs.mean(1) for s in served], axis=0),
-            "balancedness": float(np.mean([s.balancedness.mean() for s in served])),
-            "copies": np.mean([s.copies for s in served], axis=0),
-            "gpus_per_token": float(np.mean([s.gpus_per_token.mean() for s in served])),
-            "inter_node_mb": float(np.mean([s.inter_node_bytes.mean() for s in served])) / 1e6,
-        }
+def measure(held_out: HeldOutPasses, placement: Placement) -> dict[str, Any]:
+    """Fields of an Outcome."""
+    served = held_out.serve(placement)
+    return {
+        "samples": held_out.samples(placement, served),
+        "layer_us": served.pass_us.mean(1),
+        "pairs": served.pairs.mean(1),
+        "balancedness": float(served.balancedness.mean()),
+        "copies": served.copies,
+        "gpus_per_token": float(served.gpus_per_token.mean()),
+        "inter_node_mb": float(served.inter_node_bytes.mean()) / 1e6,
+    }
 
 
 class HeldOutCounts:
@@ -263,8 +230,7 @@ class HeldOutCounts:
         layer_us = np.zeros((len(placement), 3))
         layer_us[:, 1] = compute.mean(0)
         return {
-            "stream_us": compute.mean(1).tolist(),
-            "groups": len(compute),
+            "samples": Samples(compute.mean(1)),
             "layer_us": layer_us,
             "pairs": pairs.mean(0),
             "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
@@ -312,7 +278,7 @@ def make_plan(
         # At random, because many traces have one domain after the other: a plan must see all of them.
         before, after = trace.split(sizes.share, seed=sizes.seed)
         said = [f"{part.n_tokens} tokens in {part.n_sequences} sequences" for part in (before, after)]
-        held_out = HeldOutPasses(after, simulator, traffic, sizes)
+        held_out = HeldOutPasses(after, simulator, traffic, sizes.passes, sizes.seed)
         others = _other_profiles(after, simulator, traffic, sizes)
     else:
         before, steps = trace.split(sizes.share)
@@ -341,9 +307,10 @@ def make_plan(
             progress(f"filling {empty} empty slots", None)
             placement = fill_empty(simulator, observed, placement)
         progress(f"serving held-out traffic on {name}", None)
-        outcomes[name] = Outcome(name, placement, decision_s, empty, **held_out.measure(placement))
-        layers = spread_layers(trace.n_layers, _OTHER_PROFILES_LAYERS)
-        outcomes[name].other_profiles_us = {other: passes.times(placement[layers]) for other, passes in others.items()}
+        found = held_out.measure(placement) if isinstance(held_out, HeldOutCounts) else measure(held_out, placement)
+        outcomes[name] = Outcome(name, placement, decision_s, empty, **found)
+        some = placement[spread_layers(trace.n_layers, _OTHER_PROFILES_LAYERS)]
+        outcomes[name].other_profiles = {other: passes.samples(some) for other, passes in others.items()}
     loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
     return Plan(
         planner=planner,
@@ -369,7 +336,8 @@ def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, si
         if profile != simulator.profile:
             other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)
             own = traffic if profile.phase == traffic.phase else Traffic(profile.phase)
-            found[profile.name] = HeldOutPasses(part, other, own, sizes)
+            n_passes = min(sizes.passes, _OTHER_PROFILES_PASSES)
+            found[profile.name] = HeldOutPasses(part, other, own, n_passes, sizes.seed, _OTHER_PROFILES_DRAWS)
     return found
 
 

@@ -67,7 +67,10 @@ def _facts(plan: Plan, engine: str) -> list[tuple[str, str]]:
             f"{cluster.n_nodes} nodes × {cluster.gpus_per_node} GPUs, {simulator.n_slots} slots per GPU and layer",
         ),
         ("model", f"{len(plan.layer_ids)} MoE layers, top-{plan.model.top_k} of {plan.model.n_experts} experts"),
-        ("passes", f"{plan.pass_tokens} tokens; {100 * plan.reused:.0f} % of a stream's tokens were served before"),
+        (
+            "passes",
+            f"{plan.pass_tokens} tokens; {100 * plan.reused:.0f} % of the tokens of all passes were served before",
+        ),
         ("engine", engine),
         ("profile", f"{simulator.profile.name}: {simulator.profile.about}"),
     ]

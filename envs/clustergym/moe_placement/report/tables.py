@@ -27,11 +27,16 @@ def _percent(relative: float, half: float = 0.0) -> str:
 def results_table(results: list[Result], title: str) -> Table:
     """A comparison, slowest first. The fastest planner that does not see the future is bold."""
     first = results[0]
-    groups = f" on {first.groups} disjoint groups of sequences" if first.groups > 1 else ""
+    if first.resampled is not None:
+        interval = "± 95 % interval from resampled sequences"
+    elif first.groups > 1:
+        interval = f"± 95 % interval from {first.groups} disjoint groups of sequences"
+    else:
+        interval = "one stream gives no interval"
     table = _table(
         title,
         f"µs per layer and forward pass; moves and decision per layer and interval; {len(first.stream_totals_us)} "
-        f"stream(s){groups}; {100 * first.reused:.0f} % of the tokens of a stream were served before",
+        f"stream(s), {interval}; {100 * first.reused:.0f} % of the tokens of a stream were served before",
         ("served", "migration", "total", "vs eplb", "balance", "GPUs/token", "inter-node MB", "moves", "decision ms"),
     )
     eplb = next((r for r in results if r.planner == "eplb"), None)
@@ -53,9 +58,10 @@ def plan_table(plan: Plan) -> Table:
     """The plan and the baselines on held-out traffic. The fastest one is bold."""
     table = _table(
         f"{plan.trace} on {plan.simulator.cluster.name}, {plan.simulator.profile.name}, held out: {plan.held_out}",
-        "µs per layer and forward pass"
+        "µs per layer and forward pass; ± 95 % interval from resampled sequences"
         if plan.exact
-        else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between GPUs",
+        else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between GPUs; "
+        "± 95 % interval from blocks of steps",
         ("time", "vs static", "vs eplb", "balance", "GPUs/token", "inter-node MB", "decision s"),
     )
     fastest = min(o.served_us for o in plan.outcomes.values())
