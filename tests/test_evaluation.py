@@ -501,7 +501,7 @@ def test_stationary_results_have_an_interval_from_resampled_sequences(trace: Tok
         assert again[0].versus(again[1]) == pytest.approx(results[0].versus(results[1]))
         assert again[0].total_ci95_us > 0
     assert one[0].versus(one[1])[1] > some[0].versus(some[1])[1]  # few passes leave more to chance
-    assert many[0].versus(many[1])[1] > 0.9 * some[0].versus(some[1])[1]
+    assert many[0].versus(many[1])[1] > 0.7 * some[0].versus(some[1])[1]  # independent streams would leave 0.32
     assert compare(trace, sim, ["static"], protocol("drift", streams=1))[0].resampled is None
 
 

@@ -248,6 +248,7 @@ def make_plan(
     traffic: Traffic | None = None,
     sizes: Sizes | None = None,
     seconds: float = 30.0,
+    iterations: int | None = None,
     force: bool = False,
     options: dict[str, Any] | None = None,
     progress: Callable[[str, float | None], None] = lambda step, seconds: None,
@@ -259,6 +260,7 @@ def make_plan(
         traffic: pass sizes; by default those of the profile's phase.
         sizes: how much to plan and to measure on.
         seconds: time budget of planners that take one.
+        iterations: steps per layer of these planners instead. The plan then depends on the seed only.
         force: keep the planner's placement even if no gain over EPLB is shown.
         options: more options of the planner (``checkpoint`` …).
         progress: called before each step with its name and its duration in seconds, if known.
@@ -289,7 +291,7 @@ def make_plan(
     for name in dict.fromkeys(["static", "eplb", planner]):
         given = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
         if planner_class(name).takes_seconds:
-            given["seconds"] = seconds
+            given |= {"seconds": seconds} if iterations is None else {"seconds": None, "iterations": iterations}
         progress(f"compiling {name}", None)
         # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
         once = {"seconds": None, "iterations": 1} if "seconds" in given else {}
@@ -297,7 +299,7 @@ def make_plan(
         make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static)
         made = make_planner(name, simulator, **given)
         start = outcomes["eplb"].placement if made.starts_from_eplb else observed.static
-        progress(name, seconds if made.takes_seconds else None)
+        progress(name, seconds if made.takes_seconds and iterations is None else None)
         began = time.perf_counter()
         placement = made.plan([observed.interval(made)], start)
         decision_s = time.perf_counter() - began
