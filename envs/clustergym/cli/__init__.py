@@ -25,6 +25,7 @@ COMMANDS = {
     "diff": ("diff", "what it takes to change from one plan to another: moves, bytes, seconds"),
     "models": ("models", "list the models, or explain one: a preset, a config.json or a YAML file"),
     "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
+    "bench": ("bench", "run planners and agents on frozen suites, compare them, make the leaderboard"),
     "sweep": ("sweep", "run a wandb sweep file on this machine, resume it, show its leaderboard"),
     "agent": ("agent", "try the allocation agent on a laptop, roll back its policy"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),

@@ -1,12 +1,13 @@
-"""Confidence intervals."""
+"""Confidence intervals and aggregates of scores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 from scipy.stats import t as student
+from scipy.stats import trim_mean
 
 
 def ci95(values: Sequence[float]) -> float:
@@ -71,3 +72,32 @@ def ci95_of_blocks(values: npt.NDArray[np.float64]) -> float:
     """
     n = len(values)
     return ci95([float(block.mean()) for block in np.array_split(values, max(2, int(np.sqrt(n))))]) if n > 1 else 0.0
+
+
+# Aggregates over tasks and runs, as defined by Agarwal et al., "Deep Reinforcement Learning at the Edge of the
+# Statistical Precipice" (NeurIPS 2021), and by their package rliable.
+
+
+Scores = Sequence[Sequence[float] | npt.NDArray[np.float64]]
+"""One list of runs per task"""
+
+
+def interquartile_mean(scores: Scores) -> float:
+    """Mean of the middle half of all scores, pooled over tasks."""
+    return float(trim_mean(np.concatenate([np.asarray(runs, float) for runs in scores]), 0.25))
+
+
+def stratified_bootstrap(
+    scores: Scores,
+    aggregate: Callable[[Scores], float] = interquartile_mean,
+    resamples: int = 2000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of an aggregate. Runs are resampled with replacement, separately for each task."""
+    rng = np.random.default_rng(seed)
+    tasks = [np.asarray(runs, float) for runs in scores]
+    draws = [[runs[rng.integers(len(runs), size=len(runs))] for runs in tasks] for _ in range(resamples)]
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile([aggregate(draw) for draw in draws], [tail, 100 - tail])
+    return float(low), float(high)

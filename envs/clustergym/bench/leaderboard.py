@@ -1,0 +1,227 @@
+"""The leaderboard: interquartile means with bootstrap intervals, a Pareto plot over decision time, and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clustergym.bench.results import Result
+from clustergym.bench.suites import Suite
+from clustergym.common.plotting import require_matplotlib
+from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
+
+
+@dataclass(frozen=True)
+class Row:
+    """One entry over all tasks of a suite."""
+
+    entry: str
+    score: float
+    """Interquartile mean of the scores of all tasks and runs."""
+    low: float
+    high: float
+    """95 % interval by stratified bootstrap"""
+    mean: float
+    decision_ms: float
+    """Mean over tasks"""
+    metrics: dict[str, float | None]
+    """Means over the tasks that have them all"""
+    hindsight: bool
+    missing: tuple[str, ...]
+    """Tasks without a result. Such an entry has no place."""
+
+
+def rows_of(found: dict[str, dict[str, Result]], suite: Suite) -> list[Row]:
+    """One row per entry, best first. Entries that see the future or lack tasks are ranked too, but get no place."""
+    rows = []
+    for name, results in found.items():
+        scores = [results[task.name]["scores"] for task in suite.tasks if task.name in results]
+        low, high = stratified_bootstrap(scores)
+        metrics: dict[str, float | None] = {}
+        for key in dict.fromkeys(key for result in results.values() for key in result["metrics"]):
+            values = [result["metrics"].get(key) for result in results.values()]
+            metrics[key] = None if None in values else float(np.mean([v for v in values if v is not None]))
+        rows.append(
+            Row(
+                entry=name,
+                score=interquartile_mean(scores),
+                low=low,
+                high=high,
+                mean=float(np.mean([np.mean(runs) for runs in scores])),
+                decision_ms=metrics.get("decision_ms") or 0.0,
+                metrics=metrics,
+                hindsight=any(result["hindsight"] for result in results.values()),
+                missing=tuple(task.name for task in suite.tasks if task.name not in results),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.score)
+
+
+def places(rows: Sequence[Row]) -> list[int | None]:
+    """Place of each row, None for those out of competition."""
+    place = 0
+    found: list[int | None] = []
+    for row in rows:
+        if row.hindsight or row.missing:
+            found.append(None)
+        else:
+            place += 1
+            found.append(place)
+    return found
+
+
+def pareto(rows: Sequence[Row]) -> list[Row]:
+    """Entries in competition that no other one beats in both score and decision time, fastest first."""
+    front: list[Row] = []
+    best = -np.inf
+    for row in sorted((r for r in rows if not r.hindsight and not r.missing), key=lambda r: (r.decision_ms, -r.score)):
+        if row.score > best:
+            front.append(row)
+            best = row.score
+    return front
+
+
+COLUMNS: dict[str, list[tuple[str, str, str]]] = {
+    "placement": [
+        ("migration_us", "migration µs", "{:.2f}"),
+        ("balancedness", "balance", "{:.3f}"),
+        ("inter_node_mb", "MB between nodes", "{:.2f}"),
+        ("moves", "moves", "{:.1f}"),
+        ("evolution_balancedness", "slot balance", "{:.3f}"),
+        ("evolution_combined", "evolution score", "{:.2f}"),
+    ],
+    "allocation": [
+        ("reward", "reward", "{:.4f}"),
+        ("qos", "QoS met", "{:.3f}"),
+        ("efficiency", "efficiency", "{:.3f}"),
+        ("oom", "OOM kills", "{:.4f}"),
+        ("wait_s", "wait s", "{:.0f}"),
+    ],
+}
+"""Metric, heading and format of the columns of each kind of suite."""
+SCORES = {"placement": "time saved vs EPLB", "allocation": "gap closed, vpa to oracle"}
+
+
+def table_cells(rows: Sequence[Row], kind: str) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table."""
+    columns = COLUMNS[kind]
+    heads = [
+        "",
+        "entry",
+        f"{SCORES[kind]}, IQM [95 %]",
+        "mean",
+        *(head for _, head, _ in columns),
+        "decision ms",
+        "failed",
+    ]
+    cells = []
+    for place, row in zip(places(rows), rows, strict=True):
+        shown = [form.format(value) if (value := row.metrics.get(key)) is not None else "" for key, _, form in columns]
+        note = " (sees the future)" if row.hindsight else f" ({len(row.missing)} tasks missing)" if row.missing else ""
+        cells.append([
+            "" if place is None else str(place), row.entry + note,
+            f"{row.score:+.1%} [{row.low:+.1%}, {row.high:+.1%}]", f"{row.mean:+.1%}", *shown, f"{row.decision_ms:.3g}",
+            f"{row.metrics.get('failed') or 0:.0%}",
+        ])  # fmt: skip
+    return heads, cells
+
+
+def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
+    """Score with its interval over decision time. The line joins the entries that nobody beats in both."""
+    plt = require_matplotlib()
+    figure, axes = plt.subplots(figsize=(10, 6.5), layout="constrained")
+    front = pareto(rows)
+    axes.plot(
+        [r.decision_ms for r in front], [100 * r.score for r in front], color="#4477AA", zorder=1, label="Pareto front"
+    )
+    for row in rows:
+        colour = "#BBBBBB" if row.hindsight else "#4477AA" if row in front else "#EE6677"
+        spread = [[100 * max(0.0, row.score - row.low)], [100 * max(0.0, row.high - row.score)]]
+        axes.errorbar(
+            row.decision_ms, 100 * row.score, yerr=spread, fmt="o", color=colour, markersize=5, elinewidth=0.8, zorder=2
+        )
+    axes.set_xscale("log")
+    _label(axes, rows)
+    axes.axhline(0, color="#888888", linewidth=0.8, linestyle=":")
+    unit = "per layer and decision" if kind == "placement" else "per decision"
+    axes.set(xlabel=f"decision time, ms {unit}", ylabel=f"{SCORES[kind]}, %, interquartile mean", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="best")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _label(axes: Any, rows: Sequence[Row]) -> None:
+    """Write the names beside the points, moved up or down until they do not overlap."""
+    axes.figure.canvas.draw()
+    taken: list[Any] = []
+    for row in sorted(rows, key=lambda r: -r.score):
+        at = (max(row.decision_ms, 1e-9), 100 * row.score)
+        best = None
+        for dx, dy in [
+            (6, 2),
+            (6, 10),
+            (6, -8),
+            (6, 18),
+            (6, -16),
+            (-6, 2),
+            (-6, 10),
+            (-6, -8),
+            (6, 26),
+            (-6, 18),
+            (6, -24),
+        ]:
+            text = axes.annotate(
+                row.entry, at, xytext=(dx, dy), textcoords="offset points", fontsize=7.5,
+                ha="left" if dx > 0 else "right", color="#777777" if row.hindsight else "#222222",
+            )  # fmt: skip
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                best = box
+                break
+            text.remove()
+        else:
+            text = axes.annotate(row.entry, at, xytext=(6, 2), textcoords="offset points", fontsize=7.5)
+            best = text.get_window_extent()
+        taken.append(best)
+
+
+def markdown(rows: Sequence[Row], suite: Suite, found: dict[str, dict[str, Result]], plot: str | None) -> str:
+    """The section of a suite on the leaderboard page."""
+    kind = suite.tasks[0].kind
+    heads, cells = table_cells(rows, kind)
+    lines = [f"## {suite.name}", "", suite.about, ""]
+    lines += ["| " + " | ".join(heads) + " |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
+    lines += ["| " + " | ".join(row) + " |" for row in cells]
+    if plot is not None:
+        lines += ["", f"![{suite.name}: score over decision time]({plot})"]
+    lines += ["", f"Tasks ({len(suite.tasks)}), sha256 of the suite `{suite.sha256[:16]}`:", ""]
+    lines += [f"- `{task.name}`, {task.streams} runs" for task in suite.tasks]
+    every = [result for results in found.values() for result in results.values()]
+    machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in every})
+    codes = sorted({r["code_sha256"][:12] for r in every})
+    lines += ["", f"Decision times measured on: {'; '.join(machines)}. Code: {', '.join(f'`{c}`' for c in codes)}.", ""]
+    return "\n".join(lines)
+
+
+PAGE = """# Leaderboard
+
+This page is generated by `clustergym bench table --leaderboard` from the files in `benchmarks/leaderboard/`. To add an
+entry, run a whole suite, `clustergym bench submit`, and open a pull request with the file that it writes.
+
+How to read the tables: a score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by
+stratified bootstrap (the definitions of [rliable](https://github.com/google-research/rliable)). Placement scores are
+the share of the time of a forward pass, migration included, that an entry saves compared with EPLB on the same traffic.
+Entries that see the future are bounds and have no place. `slot balance` and `evolution score` are what the public EPLB
+evolution benchmark (abmfy/eplb-openevolve) reports: plan on one window, count the balance of the slots on the next one,
+and average it with 0.02 s / decision time. It counts neither communication nor migration, so its order differs.
+
+"""
+
+
+def page(sections: Sequence[str]) -> str:
+    return PAGE + "\n".join(sections)

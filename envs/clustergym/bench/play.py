@@ -1,0 +1,268 @@
+"""Play one task with one entry: the scores of its runs, and what they are made of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+import torch
+
+import clustergym  # noqa: F401  registers the environments
+from clustergym.bench.entries import Entry
+from clustergym.bench.limited import CallFailed, LimitedFunction
+from clustergym.bench.submitted import Submitted, simulator_options, submit
+from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
+from clustergym.gpu_allocation.baselines import RULES
+from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.evaluation import play as play_streams
+from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
+from clustergym.moe_placement.evaluation import Result, compile_on, deal_streams, evaluate_planner
+from clustergym.moe_placement.planner_registry import make_planner, planner_class
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.simulator import Simulator
+
+EVOLUTION_SECONDS = 0.02
+"""Decision time that gets a speed score of 1 in the public EPLB evolution benchmark."""
+
+
+@dataclass
+class Played:
+    """Results of one entry on one task."""
+
+    scores: list[float]
+    """One per run, larger is better. Placement: share of the time saved compared with EPLB on the same stream.
+    Allocation: position between the rule ``vpa`` (0) and the oracle (1)."""
+    metrics: dict[str, float | None]
+    """Means over the runs."""
+    reference: dict[str, Any]
+    """Raw results that the scores are computed from."""
+    failures: list[str] = field(default_factory=list)
+    """First messages of failed decisions."""
+    specs_sha256: str = ""
+    """Hash of the model, cluster and profile, or of the configuration, in this version of clustergym."""
+
+
+def play(task: Task, entry: Entry) -> Played:
+    """Play a task.
+
+    Raises:
+        ValueError: the entry cannot play this task.
+    """
+    torch.set_num_threads(1)
+    return play_placement(task, entry) if isinstance(task, PlacementTask) else play_allocation(task, entry)
+
+
+# Placement
+
+
+def play_placement(task: PlacementTask, entry: Entry) -> Played:
+    simulator, protocol = task.simulator, task.protocol
+    train, test = protocol.parts(task.load())
+    warm_up, static = compile_on(test, simulator), simulator.static(test.n_layers)
+
+    def run(planner: Planner, name: str) -> Result:
+        planner.plan([warm_up], static)
+        if isinstance(planner, Submitted):
+            planner.failures.clear()
+            planner.calls = 0
+        return evaluate_planner(planner, name, train, test, protocol)
+
+    eplb = run(make_planner("eplb", simulator), "eplb")
+    failures: list[str] = []
+    calls = 0
+    if entry.kind == "agent":
+        result, failures, calls = play_agent(task, entry, simulator)
+    elif entry.kind == "function":
+        planner = submit(entry.target, simulator, task.limits, task.seed)
+        try:
+            result = run(planner, entry.name)
+        finally:
+            planner.function.close()
+        failures, calls = planner.failures, planner.calls
+    else:
+        result = run(_planner(entry, simulator, task.seed), entry.name)
+    totals, reference = np.array(result.stream_totals_us), np.array(eplb.stream_totals_us)
+    seconds = result.decision_ms / 1e3 * test.n_layers
+    measured = entry.kind != "agent"
+    metrics: dict[str, float | None] = {
+        "total_us": result.total_us,
+        "served_us": result.served_us,
+        "migration_us": result.migration_us,
+        "balancedness": result.balancedness if measured else None,
+        "inter_node_mb": result.inter_node_mb if measured else None,
+        "moves": result.moves if measured else None,
+        "decision_ms": result.decision_ms,
+        "reused": result.reused,
+        "failed": len(failures) / max(1, calls),
+    }
+    if measured:
+        # The figures of the public EPLB evolution benchmark. It decides for all layers at once.
+        speed = EVOLUTION_SECONDS / max(seconds, 1e-9)
+        metrics |= {
+            "evolution_balancedness": result.slot_balancedness,
+            "evolution_speed": speed,
+            "evolution_combined": (result.slot_balancedness + speed) / 2,
+        }
+    return Played(
+        scores=(1 - totals / reference).tolist(),
+        metrics=metrics,
+        reference={"eplb_us": reference.tolist(), "entry_us": totals.tolist(), "groups": result.groups},
+        failures=failures[:5],
+        specs_sha256=sha256_of([repr(simulator.model), repr(simulator.cluster), repr(simulator.profile)]),
+    )
+
+
+def _planner(entry: Entry, simulator: Simulator, seed: int) -> Planner:
+    if entry.kind == "checkpoint":
+        return make_planner("policy", simulator, seed=seed, checkpoint=entry.target)
+    options = {"checkpoint": "pretrained"} if planner_class(entry.target).takes_checkpoint else {}
+    return make_planner(entry.target, simulator, seed=seed, **options)
+
+
+def play_agent(task: PlacementTask, entry: Entry, simulator: Simulator) -> tuple[Result, list[str], int]:
+    """Let a ``predict(obs)`` function play the environment on the streams that planners get."""
+    protocol, test = task.protocol, task.protocol.parts(task.load())[1]
+    deals = deal_streams(test, simulator.n_gpus, protocol)
+    infos, seconds, failures, calls = [], 0.0, [], 0
+    with LimitedFunction(entry.target, "agent", simulator_options(simulator), task.limits) as function:
+        _start(function, entry)
+        for seed, part in enumerate(deals.parts, task.seed):
+            env = gymnasium.make(
+                "MoEPlacement-v0", trace=part, split="all", cluster=simulator.cluster, model=simulator.model,
+                profile=task.profile, intervals=task.intervals, tokens_per_rank=task.tokens_per_rank,
+                sampled_passes=task.sampled_passes, passes_per_interval=task.passes_per_interval,
+                ops_per_layer=task.ops_per_layer, schedule=task.schedule, drift_rate=task.drift_rate, start="eplb",
+                allow_reuse=False, compare_eplb=False,
+            )  # fmt: skip
+            obs, info = env.reset(seed=seed)
+            ended = False
+            while not ended:
+                action, failure = _predict(function, obs, env.action_space)
+                calls, seconds = calls + 1, seconds + function.seconds
+                if failure:
+                    failures.append(failure)
+                    if len(failures) > 10 and len(failures) > calls / 2:
+                        raise ValueError(f"agent {entry.name}: most actions fail, the last one: {failure}")
+                obs, _, terminated, truncated, info = env.step(action)
+                ended = terminated or truncated
+            infos.append(info)
+            env.close()
+    totals = [float(info["time_us"]) for info in infos]
+    decisions = task.streams * task.intervals * test.n_layers
+    result = Result(
+        entry.name, float(np.mean([i["served_us"] for i in infos])), float(np.mean([i["migration_us"] for i in infos])),
+        float(np.mean(totals)), 0.0, 0.0, 0.0, 0.0, 0.0, 1e3 * seconds / decisions, 0.0, deals.groups, totals,
+    )  # fmt: skip
+    return result, failures, calls
+
+
+def _start(function: LimitedFunction, entry: Entry) -> None:
+    try:
+        function.start()
+    except CallFailed as error:
+        raise ValueError(f"agent {entry.name}: {error}") from error
+
+
+def _predict(function: LimitedFunction, obs: Any, space: gymnasium.Space[Any]) -> tuple[Any, str]:
+    """An action of the agent, and an empty string; or an action out of range, which changes nothing, and an error."""
+    try:
+        action = function(obs if isinstance(obs, dict) else {"obs": np.asarray(obs)})
+    except CallFailed as error:
+        return _nothing(space), str(error)
+    action = np.asarray(action, space.dtype) if action.dtype.kind in "iuf" else action
+    action = action.item() if action.shape == () else action
+    return (action, "") if space.contains(action) else (_nothing(space), f"action {action!r} is not in {space}")
+
+
+def _nothing(space: gymnasium.Space[Any]) -> Any:
+    """An action in place of a failed one: the environment counts it as illegal, or it is the middle of a box."""
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
+        return np.full(space.shape, -1, space.dtype)
+    if isinstance(space, gymnasium.spaces.Box):
+        return ((space.low + space.high) / 2).astype(space.dtype)
+    return -1
+
+
+# Allocation
+
+
+def play_allocation(task: AllocationTask, entry: Entry) -> Played:
+    spec = gymnasium.spec(task.env_id)
+    config = AllocationConfig(**{**spec.kwargs, **task.options})
+    batch = AllocationBatch(config, task.streams)
+    bounds = {name: _rule_rewards(batch, name, task.seed)[0].mean() for name in ("vpa", "oracle")}
+    failures: list[str] = []
+    if entry.kind == "named":
+        rewards, metrics = _rule_rewards(batch, entry.target, task.seed)
+    elif entry.kind == "checkpoint":
+        policy = AllocationPolicy.load(Path(entry.target))
+        if policy.n_features != batch.n_features:
+            raise ValueError(
+                f"{entry.target} takes {policy.n_features} numbers, but {task.env_id} has {batch.n_features}"
+            )
+        policy.reset()
+        rewards, metrics = _timed(batch, lambda: policy.act(batch.obs), None, task.seed)
+    elif entry.kind == "agent":
+        with LimitedFunction(entry.target, "agent", {"env_id": task.env_id}, task.limits) as function:
+            _start(function, entry)
+            space = gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)
+            spent = [0.0]
+
+            def act() -> torch.Tensor:
+                actions = []
+                for row in batch.obs.numpy():
+                    action, failure = _predict(function, row, space)
+                    spent[0] += function.seconds
+                    actions.append(action)
+                    if failure:
+                        failures.append(failure)
+                return torch.from_numpy(np.stack(actions))
+
+            rewards, metrics = _timed(batch, act, None, task.seed)
+            metrics["decision_ms"] = 1e3 * spent[0] / (task.streams * config.arrivals)
+    else:
+        raise ValueError(f"{entry.target}: a {entry.kind} cannot play an allocation task")
+    metrics["failed"] = len(failures) / (task.streams * config.arrivals)
+    return Played(
+        scores=((rewards - bounds["vpa"]) / (bounds["oracle"] - bounds["vpa"])).tolist(),
+        metrics=metrics,
+        reference={"vpa": float(bounds["vpa"]), "oracle": float(bounds["oracle"]), "rewards": rewards.tolist()},
+        failures=failures[:5],
+        specs_sha256=sha256_of(repr(asdict(config) | {"workload": batch.workload.name})),
+    )
+
+
+def _rule_rewards(
+    batch: AllocationBatch, name: str, seed: int
+) -> tuple[npt.NDArray[np.float64], dict[str, float | None]]:
+    rule = RULES[name](batch)
+    return _timed(batch, rule.act, rule.learn, seed)
+
+
+def _timed(
+    batch: AllocationBatch, act: Callable[[], torch.Tensor], learn: Callable[[], None] | None, seed: int
+) -> tuple[npt.NDArray[np.float64], dict[str, float | None]]:
+    """(B,) mean reward per decision of each stream, and means over all of them."""
+    spent = 0.0
+
+    def timed() -> torch.Tensor:
+        nonlocal spent
+        began = time.perf_counter()
+        action = act()
+        spent += time.perf_counter() - began
+        return action
+
+    result = play_streams(batch, timed, learn, seed)
+    sums = batch.final_sums.numpy()
+    metrics: dict[str, float | None] = {
+        name: float(result[name]) for name in ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s")
+    }
+    metrics["decision_ms"] = 1e3 * spent / (batch.num_envs * batch.config.arrivals)
+    return sums[:, SUM_REWARD] / sums[:, SUM_STEPS], metrics
