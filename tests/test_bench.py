@@ -312,7 +312,7 @@ def test_rows_rank_by_the_interquartile_mean(tiny_suite: Suite) -> None:
 
 
 def public_balancedness(log2phy: np.ndarray, logcnt: np.ndarray, workload: np.ndarray, n_slots: int) -> float:
-    """The definition of the public evaluator, in loops: loads are shared evenly, means and maxima summed over layers."""
+    """The definition of the public evaluator, in loops: even shares, means and maxima summed over layers."""
     total = np.zeros((len(workload), n_slots))
     for layer, loads in enumerate(workload):
         for expert, load in enumerate(loads):
@@ -350,7 +350,16 @@ def test_a_load_history_is_scored_window_by_window(tmp_path: Path, capsys: pytes
     eplb = evaluate_on_loads(Entry("named", "eplb"), windows)
     assert eplb.balancedness > score.balancedness
     assert eplb.moves > 0
-    command = ["bench", "run", "--loads", str(tmp_path / "expert-load.json"), "--window", "4", "--folder", str(tmp_path)]
+    command = [
+        "bench",
+        "run",
+        "--loads",
+        str(tmp_path / "expert-load.json"),
+        "--window",
+        "4",
+        "--folder",
+        str(tmp_path),
+    ]
     assert cli.main([*command, "--planner", "eplb", "anneal"]) == 0
     assert "anneal needs tokens" in capsys.readouterr().out
     assert [e["entry"] for e in json.loads((tmp_path / "evolution.json").read_text())["entries"]] == ["eplb"]

@@ -12,43 +12,25 @@ The text depends on the version of Python. The data card names the version of th
 
 from __future__ import annotations
 
-import dis
-import importlib
-import inspect
-import json
-import pydoc
 import random
 import re
 import subprocess
 import sys
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, ModuleType
 
 import torch
 import tyro
 
 from clustergym.traces import TokenTrace
 from clustergym.traces.record import record, row_batches
+from clustergym.traces.texts import bytecode_text, help_text, html_text, json_text, names_text, source_text
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 from clustergym.training import load_checkpoint
 
 HERE = Path(__file__).resolve().parent
 PRESET = "tiny-moe"
-# Modules of the standard library whose source, documentation and bytecode are used. All are pure Python.
-MODULES = (
-    "argparse", "ast", "base64", "bisect", "calendar", "cmd", "code", "codecs", "collections", "configparser",
-    "contextlib", "copy", "csv", "dataclasses", "datetime", "difflib", "dis", "doctest", "email.message", "enum",
-    "fileinput", "fractions", "functools", "gettext", "glob", "gzip", "heapq", "html.parser", "http.client",
-    "http.cookies", "imaplib", "inspect", "ipaddress", "json.decoder", "json.encoder", "locale", "logging", "mailbox",
-    "mimetypes", "optparse", "os", "pathlib", "pdb", "pickle", "pkgutil", "platform", "plistlib", "poplib", "pprint",
-    "pydoc", "queue", "random", "sched", "selectors", "shelve", "shlex", "shutil", "smtplib", "socket",
-    "socketserver", "ssl", "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading",
-    "timeit", "tokenize", "trace", "traceback", "types", "typing", "unittest.case", "urllib.parse", "urllib.request",
-    "uuid", "warnings", "weakref", "zipfile",
-)  # fmt: skip
 CHARACTERS = 300_000  # maximum per kind of text
 RESERVED = 0.15  # share of each kind that is reserved for recording
 BLOCK = 12  # paragraphs that are reserved together
@@ -70,62 +52,6 @@ class Args:
     """Tokens per domain and trace."""
     seed: int = 1
     """Seed of training, sequence lengths and generated text."""
-
-
-def modules() -> list[ModuleType]:
-    return [importlib.import_module(name) for name in MODULES]
-
-
-def tidy(text: str) -> str:
-    """Remove memory addresses and file paths, which differ between runs."""
-    text = re.sub(r"<a href=\"file:[^>]*>[^<]*</a>", "", text)
-    text = re.sub(r", file \"[^\"]*\"", "", text)
-    return re.sub(r"\b0x[0-9a-f]{6,}\b", "0x0", text)
-
-
-def help_text() -> Iterator[str]:
-    """English: the topics of the built-in help of Python."""
-    from pydoc_data.topics import topics
-
-    yield from (topics[name] for name in sorted(topics))
-
-
-def source_text() -> Iterator[str]:
-    """Programs: the source code of modules."""
-    yield from (inspect.getsource(module) for module in modules())
-
-
-def html_text() -> Iterator[str]:
-    """Markup: the HTML documentation of modules by pydoc, one line per paragraph."""
-    for module in modules():
-        yield "\n\n".join(tidy(pydoc.HTMLDoc().docmodule(module)).splitlines())
-
-
-def bytecode_text() -> Iterator[str]:
-    """Listings: the bytecode of functions."""
-    for module in modules():
-        for _, function in inspect.getmembers(module, lambda f: isinstance(f, FunctionType)):
-            yield tidy(dis.Bytecode(function).dis())
-
-
-def json_text() -> Iterator[str]:
-    """Data: signatures of functions as JSON."""
-    for module in modules():
-        for name, function in inspect.getmembers(module, inspect.isfunction):
-            parameters = {p.name: tidy(str(p)) for p in inspect.signature(function).parameters.values()}
-            about = {"module": module.__name__, "function": name, "line": function.__code__.co_firstlineno}
-            sizes = {"stack": function.__code__.co_stacksize, "names": list(function.__code__.co_names)}
-            yield json.dumps(about | {"parameters": parameters} | sizes, indent=2)
-
-
-def names_text() -> Iterator[str]:
-    """Tables: numbers, categories and names of Unicode characters, 16 rows per paragraph."""
-    rows = [
-        f"{point:06X};{unicodedata.category(character)};{name};{point};{unicodedata.bidirectional(character)}"
-        for point, character in ((point, chr(point)) for point in range(0x20, 0x3000))
-        if (name := unicodedata.name(character, ""))
-    ]
-    yield from ("\n".join(rows[i : i + 16]) for i in range(0, len(rows), 16))
 
 
 DOMAINS = {

@@ -1,7 +1,7 @@
 """Texts of many domains that are on every machine with clustergym: files of its dependencies, and generated texts.
 
-Each domain is an iterator over texts, in an order that depends on the seed only. :func:`read_domains` decides by the
-content of a text whether a model may be trained on it or its routing is recorded, never both.
+Each domain is an iterator over texts, in an order that depends on the seed only. :func:`read_domain` decides by the
+content of a paragraph whether a model may be trained on it or its routing is recorded, never both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODULES = (
     "uuid", "warnings", "weakref", "zipfile",
 )  # fmt: skip
 TRAINING_SHARE = 0.3
-"""Share of the texts of a domain that a model may be trained on."""
+"""Share of the paragraphs of a domain that a model may be trained on."""
 _MAX_FILE_BYTES = 400_000
 _WORDS = [
     "node",
@@ -410,19 +410,18 @@ def _texts(domain: str, rng: random.Random) -> Iterator[str]:
 def read_domain(domain: str, train: int, recorded: int, seed: int = 0) -> DomainText:
     """Paragraphs with at least so many characters in each part, or all that there are.
 
-    The part of a text is decided by its content. So the training part does not depend on how much is recorded.
+    The content of a paragraph decides its part. So neither part depends on how much is read of the other.
     """
     rng = random.Random(f"{domain} {seed}")
-    parts: tuple[list[str], list[str]] = ([], [])
-    sizes, wanted, seen = [0, 0], (train, recorded), set[str]()
+    parts: tuple[dict[str, None], dict[str, None]] = ({}, {})
+    sizes, wanted = [0, 0], (train, recorded)
     for text in _texts(domain, rng):
-        part = int(zlib.crc32(text.encode()) / 2**32 >= TRAINING_SHARE)
         for piece in re.split(r"\n\s*\n", text):
             piece = piece.strip("\n")
-            if sizes[part] < wanted[part] and piece.strip() and piece not in seen:
-                seen.add(piece)
-                parts[part].append(piece)
+            part = int(zlib.crc32(piece.encode()) / 2**32 >= TRAINING_SHARE)
+            if sizes[part] < wanted[part] and piece.strip() and piece not in parts[part]:
+                parts[part][piece] = None
                 sizes[part] += len(piece) + 1
         if sizes[0] >= train and sizes[1] >= recorded:
             break
-    return DomainText(*parts)
+    return DomainText(list(parts[0]), list(parts[1]))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.common.cache import cache_folder
 from clustergym.common.files import atomic_file
 from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npy, read_npz, write_npz
 
@@ -326,7 +327,7 @@ def find_trace(source: str | os.PathLike[str]) -> Path:
     """The file of a trace: a ``.npz`` or ``.npy`` file, or a bundled trace by name. A ValueError if there is none."""
     path = Path(source)
     if path.suffix not in (".npz", ".npy"):
-        known = bundled_traces()
+        known = bundled_traces() | cached_traces()
         if str(source) not in known:
             raise ValueError(
                 f"unknown trace {str(source)!r}: give a .npz or .npy file, or one of the bundled names: "
@@ -343,6 +344,11 @@ def bundled_traces() -> dict[str, Path]:
     here = Path(__file__).resolve()
     folders = [here.parent / "bundled", here.parents[3] / "traces"]
     return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("[!.]*.npz"))}
+
+
+def cached_traces() -> dict[str, Path]:
+    """Names and files of the traces that were made on demand (``clustergym trace tiny-moe``)."""
+    return {path.stem: path for path in sorted((cache_folder() / "traces").glob("[!.]*.npz"))}
 
 
 def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray[np.int16], int]:
