@@ -61,8 +61,8 @@ def main() -> None:
     suites = [
         Suite(
             "placement-v1",
-            "Place experts after every interval of passes. Test split, disjoint sequences for every run, no token served "
-            "twice. Score: share of the time of a pass, migration included, that is saved compared with EPLB.",
+            "Place experts after every interval of passes. Test split, disjoint sequences for every run, no token "
+            "served twice. Score: share of the time of a pass, migration included, that is saved compared with EPLB.",
             tuple(tasks),
             ("small-4x4-prefill-drift", "small-2x8-decode-drift", "small-4x4-vllm-switch"),
             "eplb",
