@@ -27,7 +27,8 @@ from clustergym.traces import SyntheticConfig, load_traces, synthetic_trace
 SMALL = ["--cluster", "h800-2x4", "--phase", "decode", "--tokens-per-rank", "4", "--passes", "2", "--intervals", "2"]
 RESULT_KEYS = {
     "planner", "served_us", "migration_us", "total_us", "total_ci95_us", "balancedness", "gpus_per_token",
-    "inter_node_mb", "moves", "decision_ms", "reused", "groups", "stream_totals_us", "interval_totals_us", "resampled", "slot_balancedness",
+    "inter_node_mb", "moves", "decision_ms", "reused", "groups", "stream_totals_us", "interval_totals_us",
+    "resampled", "slot_balancedness",
 }  # fmt: skip
 
 
