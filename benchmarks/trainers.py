@@ -1,8 +1,9 @@
-"""Steps per second of the trainers beside CleanRL's loop and Stable-Baselines3, like with like, on one torch thread.
+"""Steps per CPU second of the trainers beside CleanRL's loop and Stable-Baselines3, like with like, one torch thread.
 
 For each task there are two settings. "same": the number of environments, steps, minibatches and epochs of CleanRL, for
 all three loops. "default": the settings of this project's trainer, for all three loops, and CleanRL with its own. The
-loops run in turns, so that a slow machine affects all. The last table shows where the time of the trainers goes.
+loops run in turns, and CPU time is counted, so that other programs disturb little. The last table shows where the time
+of the trainers goes.
 
     python benchmarks/trainers.py
     python benchmarks/trainers.py --tasks CartPole-v1 --repeats 5
@@ -32,7 +33,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
-from clustergym.training import World
+from clustergym.training import Run, World
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 
@@ -121,7 +122,7 @@ def cleanrl_env(env_id: str) -> gym.Env:
 
 
 def cleanrl(env_id: str, setting: Setting, iterations: int) -> float:
-    """Steps/s of CleanRL's loop, without its logging."""
+    """Steps per CPU second of CleanRL's loop, without its logging."""
     num_envs, num_steps = setting.num_envs, setting.num_steps
     envs = gym.vector.SyncVectorEnv([partial(cleanrl_env, env_id)] * num_envs)
     agent = CleanRLAgent(envs)
@@ -131,7 +132,7 @@ def cleanrl(env_id: str, setting: Setting, iterations: int) -> float:
     logprobs, rewards, dones, values = (torch.zeros(num_steps, num_envs) for _ in range(4))
     first, _ = envs.reset(seed=1)
     next_obs, next_done = torch.Tensor(first), torch.zeros(num_envs)
-    began = time.perf_counter()
+    began = time.process_time()
     for _ in range(iterations):
         for step in range(num_steps):
             obs[step], dones[step] = next_obs, next_done
@@ -178,7 +179,7 @@ def cleanrl(env_id: str, setting: Setting, iterations: int) -> float:
                 loss.backward()
                 nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
                 optimizer.step()
-    rate = iterations * setting.batch_size / (time.perf_counter() - began)
+    rate = iterations * setting.batch_size / (time.process_time() - began)
     envs.close()
     return rate
 
@@ -187,7 +188,7 @@ def cleanrl(env_id: str, setting: Setting, iterations: int) -> float:
 
 
 def stable_baselines(env_id: str, setting: Setting, iterations: int) -> float:
-    """Steps/s of Stable-Baselines3's PPO with the same network, with VecNormalize where CleanRL normalises too."""
+    """Steps per CPU second of Stable-Baselines3's PPO, same network, with VecNormalize where CleanRL normalises."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import VecNormalize
@@ -201,9 +202,9 @@ def stable_baselines(env_id: str, setting: Setting, iterations: int) -> float:
         n_epochs=setting.update_epochs, policy_kwargs={"net_arch": {"pi": layers, "vf": layers}}, device="cpu", seed=1,
     )  # fmt: skip
     steps = iterations * setting.batch_size
-    began = time.perf_counter()
+    began = time.process_time()
     model.learn(steps)
-    rate = steps / (time.perf_counter() - began)
+    rate = steps / (time.process_time() - began)
     envs.close()
     return rate
 
@@ -212,13 +213,34 @@ def stable_baselines(env_id: str, setting: Setting, iterations: int) -> float:
 
 
 def ours(module: ModuleType, task: Task, env_id: str, setting: Setting, iterations: int) -> float:
-    """Steps/s of a whole run of the trainer, including logs and checkpoints."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Steps per CPU second of all iterations of a run, including logs and checkpoints."""
+    spent = 0.0
+    plain = Run.iterations
+
+    def timed_iterations(run: Run) -> Iterator[int]:
+        nonlocal spent
+        began = time.process_time()
+        yield from plain(run)
+        spent = time.process_time() - began
+
+    with tempfile.TemporaryDirectory() as folder, swapped(Run, "iterations", timed_iterations):
         args = module.Args(
             env_id=env_id, run_dir=Path(folder) / "run", total_timesteps=iterations * setting.batch_size,
             **vars(setting), **task.no_evaluation,
         )  # fmt: skip
-        return float(module.train(args, World())["steps_per_s"])
+        module.train(args, World())
+    return iterations * setting.batch_size / spent
+
+
+@contextmanager
+def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Replace an attribute for a while."""
+    plain = getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
 
 
 @contextmanager
@@ -227,17 +249,14 @@ def timed(owner: Any, name: str, spent: dict[str, float], key: str) -> Iterator[
     plain = getattr(owner, name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             return plain(*args, **kwargs)
         finally:
-            spent[key] += time.perf_counter() - began
+            spent[key] += time.process_time() - began
 
-    setattr(owner, name, wrapper)
-    try:
+    with swapped(owner, name, wrapper):
         yield
-    finally:
-        setattr(owner, name, plain)
 
 
 def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Setting, iterations: int) -> dict[str, float]:
@@ -263,7 +282,7 @@ def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Settin
 
 
 def measure(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Steps/s of each function, ``repeats`` times in turns, after one round that is not measured."""
+    """Steps per CPU second of each function, ``repeats`` times in turns, after one round that is not measured."""
     rates: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -288,7 +307,7 @@ class Args:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    table = Table("task", "loop", "settings", "steps/s, median (range)", "ours / this")
+    table = Table("task", "loop", "settings", "steps per CPU s, median (range)", "ours / this")
     shares = Table("task", "settings", "environments", "policy in roll-outs", "updates", "logs and checkpoints")
     results: dict[str, Any] = {}
     for env_id in args.tasks:
@@ -313,10 +332,10 @@ def main() -> None:
                 table.add_row(env_id, loop, f"{name}: {setting}", spread, f"{mine / middle:.1f}")
             spent = where_time_goes(module, task, env_id, setting, iterations)
             shares.add_row(env_id, name, *(f"{share:.0%}" for share in spent.values()))
-            results[f"{env_id} {name}"] = {"setting": str(setting), "steps_per_s": rates, "time": spent}
-        own = results[f"{env_id} default"]["steps_per_s"]["this project"]
+            results[f"{env_id} {name}"] = {"setting": str(setting), "steps_per_cpu_s": rates, "time": spent}
+        own = results[f"{env_id} default"]["steps_per_cpu_s"]["this project"]
         for loop in ("CleanRL", "Stable-Baselines3"):
-            theirs = float(np.median(results[f"{env_id} same"]["steps_per_s"][loop]))
+            theirs = float(np.median(results[f"{env_id} same"]["steps_per_cpu_s"][loop]))
             ratio = float(np.median(own)) / theirs
             table.add_row(env_id, f"{loop}, its settings, beside our defaults", "", f"{theirs:,.0f}", f"{ratio:.1f}")
     Console(width=150).print(table)

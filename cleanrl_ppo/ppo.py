@@ -13,7 +13,6 @@ docs/ppo.md explains every metric, and docs/37-details.md lists the line of code
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -24,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
-from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer
-from clustergym.training.vector import EpisodeStatistics, VectorEnvs, flat_size, make_vector_env, play_episodes
+from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer, vector
+from clustergym.training.vector import EpisodeStatistics, VectorEnvs
 
 # Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
 MASKED_LOGIT = -1e8
@@ -35,9 +34,6 @@ MASKED_LOGIT = -1e8
 class Args(TrainArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium id, with Discrete or MultiDiscrete actions. "module:Id-v0" imports the module first."""
-    checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
-    time limit), so that resuming is exact for every environment. Longer episodes are cut."""
     eval_episodes: int = 32
     """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
 
@@ -244,10 +240,7 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 
 def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
     """Create the environments. With ``videos``, their first episodes are recorded to that folder."""
-    envs = make_vector_env(env_id, num_envs, videos)
-    if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
-        raise TypeError(f"{env_id} has action space {envs.single_action_space}: ppo.py needs Discrete or MultiDiscrete")
-    return envs
+    return vector.make_vector_env(env_id, num_envs, "discrete", videos)
 
 
 @dataclass
@@ -285,7 +278,6 @@ class Rollouts:
     def close(self) -> None:
         if self.envs is not None:
             self.envs.close()
-            self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
         """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
@@ -368,13 +360,14 @@ def update(
 
 def evaluate(agent: Agent, args: Args, device: torch.device, videos: Path | None = None) -> list[float]:
     """Returns of the evaluation episodes, played with greedy actions. With ``videos``, another one is recorded."""
-    if not args.eval_episodes:
-        return []
     # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
-    seed, act = derive_seed(args.seed, 0, 0, 1), partial(agent.act, noise=0.0)
-    if videos is not None:
-        play_episodes(VectorEnvs(make_envs(args.env_id, 1, videos), seed, device), act)
-    return play_episodes(VectorEnvs(make_envs(args.env_id, args.eval_episodes), seed, device), act)
+    seed = derive_seed(args.seed, 0, 0, 1)
+
+    def play(num_envs: int, videos: Path | None) -> list[float]:
+        envs = VectorEnvs(make_envs(args.env_id, num_envs, videos), seed, device)
+        return vector.play_episodes(envs, lambda obs, masks: agent.act(obs, masks, noise=0.0))
+
+    return vector.play_and_record(play, args.eval_episodes, videos)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -382,19 +375,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
     device = world.device
     run = Run("ppo", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
-    probe = make_envs(args.env_id, 1)
-    obs_size, space = flat_size(probe.single_observation_space), probe.single_action_space
-    num_actions = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.nvec.tolist()
-    probe.close()
-    agent = Agent(obs_size, num_actions, args.hidden, args.share_network).to(device)
+    agent = Agent(*vector.space_sizes(make_envs(args.env_id, 1)), args.hidden, args.share_network).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
-    kl_coef = args.kl_coef or (0.0 if args.kl_target is None else 1.0)
-    if state := run.load_checkpoint():
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        rollouts.episodes.last_100_returns.extend(state["returns_100"])
-        kl_coef = state["kl_coef"]
+    saved = {"agent": agent, "optimizer": optimizer, "returns_100": rollouts.episodes}
+    state = run.load_checkpoint(**saved)
+    kl_coef = state["kl_coef"] if state else args.kl_coef or (0.0 if args.kl_target is None else 1.0)
     world.broadcast(agent)
     if args.compile:
         agent.compile()
@@ -403,9 +389,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         for iteration in run.iterations():
             if run.restart_due(iteration):
                 # A resumed run also starts here, with the same network, and then draws the same random numbers.
-                seed = derive_seed(args.seed, iteration, world.rank)
-                torch.manual_seed(seed)
-                rollouts.restart(seed)
+                rollouts.restart(run.seed_torch(iteration))
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
             clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
@@ -413,29 +397,19 @@ def train(args: Args, world: World) -> dict[str, Any]:
             batch, metrics = rollouts.collect()
             metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
 
-            metrics |= {
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                "charts/clip_coef": clip_coef,
-                "charts/kl_coef": kl_coef,
-            }
+            learning_rate = optimizer.param_groups[0]["lr"]
+            metrics |= {"charts/learning_rate": learning_rate, "charts/clip_coef": clip_coef, "charts/kl_coef": kl_coef}
             if args.kl_target is not None:
                 kl = world.mean(metrics["losses/approx_kl"])
                 kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
             if run.evaluation_due(iteration):
                 metrics |= run.mean_return(evaluate(agent, args, device, run.video_folder(iteration)))
             run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
-            if run.checkpoint_due(iteration):
-                run.save_checkpoint(
-                    iteration,
-                    agent=agent.state_dict(),
-                    optimizer=optimizer.state_dict(),
-                    kl_coef=kl_coef,
-                    returns_100=list(rollouts.episodes.last_100_returns),
-                )
+            run.checkpoint(iteration, **saved, kl_coef=kl_coef)
         rollouts.close()
         if not world.is_main:
             return {}
-        run.save_model(agent=agent.state_dict())
+        run.save_model(agent=agent)
         evaluation = run.log_returns(evaluate(agent, args, device, run.video_folder()))
     return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 

@@ -28,8 +28,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FrameStackObservation, RecordEpisodeStatistics
 from torch import Tensor, nn
 
-from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer
-from clustergym.training.vector import EpisodeStatistics, VectorEnvs, play_episodes, record_video
+from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer, vector
+from clustergym.training.vector import EpisodeStatistics, VectorEnvs
 
 gym.register_envs(ale_py)
 # One thread per process, because OpenCV's thread pool would compete with the other environments.
@@ -46,8 +46,7 @@ class Args(TrainArgs):
     total_timesteps: int = 10_000_000
     """Total number of environment steps (four frames each). Rounded up to whole iterations."""
     checkpoint_interval: int = 200
-    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
-    time limit), so that resuming is exact for every environment. Longer episodes are cut."""
+    """Iterations between checkpoints, 0 for none. Environments are reset there, so that resuming is exact."""
     async_envs: bool = False
     """Run each environment in its own process. Faster if enough cores are free."""
     eval_episodes: int = 8
@@ -361,7 +360,7 @@ def make_env(env_id: str, training: bool = True, videos: Path | None = None) -> 
     if getattr(env.unwrapped, "_frameskip", None) != 1:
         raise ValueError(f"{env_id} already skips frames, and MaxAndSkip would skip again: use <Game>NoFrameskip-v4")
     if videos is not None:
-        env = record_video(env, videos)
+        env = vector.record_video(env, videos)
     env = RecordEpisodeStatistics(env)
     env = NoopReset(env)
     env = MaxAndSkip(env)
@@ -420,7 +419,6 @@ class Rollouts:
     def close(self) -> None:
         if self.envs is not None:
             self.envs.close()
-            self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
         """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
@@ -503,21 +501,17 @@ def update(
 
 def evaluate(agent: Agent, args: Args, device: torch.device, videos: Path | None = None) -> list[float]:
     """Scores of the evaluation games, played with sampled actions. With ``videos``, another one is recorded."""
-    if not args.eval_episodes:
-        return []
     # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
     seed = derive_seed(args.seed, 0, 0, 1)
 
-    def play(num_envs: int, videos: Path | None = None) -> list[float]:
+    def play(num_envs: int, videos: Path | None) -> list[float]:
         envs = VectorEnvs(make_envs(args.env_id, num_envs, videos, training=False), seed, device, flat=False)
-        return play_episodes(envs, lambda obs, masks: agent.act(obs, masks, agent.draw_noise(num_envs)))
+        return vector.play_episodes(envs, lambda obs, masks: agent.act(obs, masks, agent.draw_noise(num_envs)))
 
     # The random numbers of training stay as they are.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        if videos is not None:
-            play(1, videos)
-        return play(args.eval_episodes)
+        return vector.play_and_record(play, args.eval_episodes, videos)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -525,18 +519,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
     device = world.device
     run = Run("ppo_atari", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
-    probe = make_envs(args.env_id, 1)
-    num_actions = int(probe.single_action_space.n)
-    probe.close()
-    agent = Agent(num_actions).to(device)
+    agent = Agent(vector.space_sizes(make_envs(args.env_id, 1))[1]).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
-    kl_coef = args.kl_coef or (0.0 if args.kl_target is None else 1.0)
-    if state := run.load_checkpoint():
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        rollouts.episodes.last_100_returns.extend(state["returns_100"])
-        kl_coef = state["kl_coef"]
+    saved = {"agent": agent, "optimizer": optimizer, "returns_100": rollouts.episodes}
+    state = run.load_checkpoint(**saved)
+    kl_coef = state["kl_coef"] if state else args.kl_coef or (0.0 if args.kl_target is None else 1.0)
     world.broadcast(agent)
     if args.compile:
         agent.compile()
@@ -545,9 +533,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         for iteration in run.iterations():
             if run.restart_due(iteration):
                 # A resumed run also starts here, with the same network, and then draws the same random numbers.
-                seed = derive_seed(args.seed, iteration, world.rank)
-                torch.manual_seed(seed)
-                rollouts.restart(seed)
+                rollouts.restart(run.seed_torch(iteration))
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
             clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
@@ -555,29 +541,19 @@ def train(args: Args, world: World) -> dict[str, Any]:
             batch, metrics = rollouts.collect()
             metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
 
-            metrics |= {
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                "charts/clip_coef": clip_coef,
-                "charts/kl_coef": kl_coef,
-            }
+            learning_rate = optimizer.param_groups[0]["lr"]
+            metrics |= {"charts/learning_rate": learning_rate, "charts/clip_coef": clip_coef, "charts/kl_coef": kl_coef}
             if args.kl_target is not None:
                 kl = world.mean(metrics["losses/approx_kl"])
                 kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
             if run.evaluation_due(iteration):
                 metrics |= run.mean_return(evaluate(agent, args, device, run.video_folder(iteration)))
             run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
-            if run.checkpoint_due(iteration):
-                run.save_checkpoint(
-                    iteration,
-                    agent=agent.state_dict(),
-                    optimizer=optimizer.state_dict(),
-                    kl_coef=kl_coef,
-                    returns_100=list(rollouts.episodes.last_100_returns),
-                )
+            run.checkpoint(iteration, **saved, kl_coef=kl_coef)
         rollouts.close()
         if not world.is_main:
             return {}
-        run.save_model(agent=agent.state_dict())
+        run.save_model(agent=agent)
         evaluation = run.log_returns(evaluate(agent, args, device, run.video_folder()))
     return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 

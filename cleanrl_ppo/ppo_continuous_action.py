@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
-from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer
-from clustergym.training.vector import EpisodeStatistics, Step, VectorEnvs, flat_size, make_vector_env, play_episodes
+from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer, vector
+from clustergym.training.vector import EpisodeStatistics, Step, VectorEnvs
 
 NORM_CLIP = 10.0
 
@@ -33,9 +33,6 @@ NORM_CLIP = 10.0
 class Args(TrainArgs):
     env_id: str = "Pendulum-v1"
     """Gymnasium id of an environment with a Box action space. "module:Id-v0" imports the module first."""
-    checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
-    time limit), so that resuming is exact for every environment. Longer episodes are cut."""
     eval_episodes: int = 32
     """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
 
@@ -188,21 +185,22 @@ class RunningMeanStd:
         self.world = world or World()
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = torch.tensor(1e-4, dtype=torch.float64)
+        self.count = 1e-4
 
     def update(self, rows: Tensor) -> None:
         """Add a batch of rows (n, *shape)."""
         mean, var, n = self.world.moments(rows.double())
+        self.count += n
+        new = n / self.count
         delta = mean - self.mean
-        total = self.count + n
-        squares = self.var * self.count + var * n + delta**2 * self.count * n / total
-        self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
+        self.mean = self.mean.lerp(mean, new)
+        self.var = self.var.lerp(var, new).addcmul(delta, delta, value=new * (1 - new))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "var": self.var, "count": self.count}
+        return {"mean": self.mean, "var": self.var, "count": torch.tensor(self.count, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], state["count"]
+        self.mean, self.var, self.count = state["mean"], state["var"], float(state["count"])
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
@@ -220,7 +218,7 @@ class RewardScaler:
         self.statistics = RunningMeanStd((), world)
 
     def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
-        self.returns = self.returns * self.gamma + rewards
+        self.returns = torch.add(rewards, self.returns, alpha=self.gamma)
         self.statistics.update(self.returns)
         self.returns = torch.where(dones, 0.0, self.returns)
         scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)
@@ -265,14 +263,14 @@ class Agent(nn.Module):
         """Normal noise for :meth:`act`, one number for each component of an action."""
         return torch.randn(*shape, self.actor_head.out_features, device=self.actor_head.weight.device)
 
-    def act(self, obs: Tensor, noise: Tensor | float) -> Tensor:
-        """Sample actions. Noise 0 gives the mean actions."""
+    def act(self, obs: Tensor, masks: Tensor | None, noise: Tensor | float) -> Tensor:
+        """Sample actions. Noise 0 gives the mean actions. Continuous actions have no masks."""
         return self.get_mean(obs) + self.log_std.exp() * noise
 
-    def evaluate_actions(self, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (log-probabilities of the actions, entropies, values)."""
+    def evaluate_actions(self, obs: Tensor, actions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (log-probabilities of the actions, their entropy, which is the same in every state, values)."""
         means, values = self(obs)
-        std = self.log_std.exp().expand_as(means)
+        std = self.log_std.exp()
         return gaussian_logprob(actions, means, std), gaussian_entropy(std), values
 
 
@@ -286,10 +284,7 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 
 def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
     """Create the environments. With ``videos``, their first episodes are recorded to that folder."""
-    envs = make_vector_env(env_id, num_envs, videos)
-    if not isinstance(envs.single_action_space, gym.spaces.Box):
-        raise TypeError(f"{env_id} has action space {envs.single_action_space}: ppo_continuous_action.py needs a Box")
-    return envs
+    return vector.make_vector_env(env_id, num_envs, "continuous", videos)
 
 
 class NormalizedEnvs:
@@ -332,6 +327,7 @@ class Batch:
 
     obs: Tensor
     actions: Tensor
+    masks: Tensor | None
     logprobs: Tensor
     advantages: Tensor
     returns: Tensor
@@ -341,7 +337,7 @@ class Batch:
         return len(self.actions)
 
     def take(self, rows: Tensor | slice) -> Batch:
-        return Batch(*(column[rows] for column in vars(self).values()))
+        return Batch(*(None if column is None else column[rows] for column in vars(self).values()))
 
 
 class Rollouts:
@@ -364,7 +360,6 @@ class Rollouts:
     def close(self) -> None:
         if self.envs is not None:
             self.envs.close()
-            self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
         """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
@@ -374,17 +369,17 @@ class Rollouts:
         seen, steps = [], []
         with torch.inference_mode():
             for noise in agent.draw_noise(*shape).unbind():
-                obs = envs.obs
-                actions = agent.act(obs, noise)
-                seen.append((obs, actions))
+                obs, masks = envs.obs, envs.masks
+                actions = agent.act(obs, masks, noise)
+                seen.append((obs, actions, masks))
                 steps.append(envs.step(actions))
 
         with torch.no_grad():
-            obs, actions = (torch.cat(each) for each in zip(*seen, strict=True))
+            obs, actions, masks = (None if each[0] is None else torch.cat(each) for each in zip(*seen, strict=True))
             *columns, final_obs = zip(*steps, strict=True)
             rewards, terminations, truncations, valid = (torch.stack(each).to(device) for each in columns)
             # In one pass: the environments only needed the actions.
-            logprobs, _, flat_values = agent.evaluate_actions(obs, actions)
+            logprobs, _, flat_values = agent.evaluate_actions(obs, actions, masks)
             values = flat_values.view(shape)
             next_value = agent.get_value(envs.obs)
             final_values = torch.zeros_like(values)
@@ -398,7 +393,7 @@ class Rollouts:
             if args.returns == "td":
                 # With λ = 0, the return of GAE is the one-step target.
                 _, returns = compute_gae(*inputs, args.gamma, 0.0)
-        batch = Batch(obs, actions, logprobs, advantages.flatten(), returns.flatten(), values.flatten())
+        batch = Batch(obs, actions, masks, logprobs, advantages.flatten(), returns.flatten(), values.flatten())
         # Steps that only reset an environment are left out.
         return batch if bool(valid.all()) else batch.take(valid.flatten()), self.episodes.charts()
 
@@ -413,7 +408,7 @@ def update(
         bounds = np.linspace(0, len(batch), args.num_minibatches + 1).astype(int)
         for start, end in pairwise(bounds):
             mb = shuffled.take(slice(start, end))
-            logprobs, entropies, new_values = agent.evaluate_actions(mb.obs, mb.actions)
+            logprobs, entropies, new_values = agent.evaluate_actions(mb.obs, mb.actions, mb.masks)
             logratio = logprobs - mb.logprobs
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
@@ -449,18 +444,14 @@ def evaluate(
     agent: Agent, args: Args, statistics: RunningMeanStd, device: torch.device, videos: Path | None = None
 ) -> list[float]:
     """Returns of the evaluation episodes, played with mean actions. With ``videos``, another one is recorded."""
-    if not args.eval_episodes:
-        return []
     # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
     seed = derive_seed(args.seed, 0, 0, 1)
 
-    def play(num_envs: int, videos: Path | None = None) -> list[float]:
-        envs = VectorEnvs(make_envs(args.env_id, num_envs, videos), seed, device)
-        return play_episodes(NormalizedEnvs(args, envs, statistics), lambda obs, _: agent.act(obs, noise=0.0))
+    def play(num_envs: int, videos: Path | None) -> list[float]:
+        envs = NormalizedEnvs(args, VectorEnvs(make_envs(args.env_id, num_envs, videos), seed, device), statistics)
+        return vector.play_episodes(envs, lambda obs, masks: agent.act(obs, masks, noise=0.0))
 
-    if videos is not None:
-        play(1, videos)
-    return play(args.eval_episodes)
+    return vector.play_and_record(play, args.eval_episodes, videos)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -468,20 +459,13 @@ def train(args: Args, world: World) -> dict[str, Any]:
     device = world.device
     run = Run("ppo_continuous_action", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
-    probe = make_envs(args.env_id, 1)
-    obs_size, num_actions = flat_size(probe.single_observation_space), int(np.prod(probe.single_action_space.shape))
-    probe.close()
-    agent = Agent(obs_size, num_actions, args.hidden).to(device)
+    agent = Agent(*vector.space_sizes(make_envs(args.env_id, 1)), args.hidden).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device, world)
-    kl_coef = args.kl_coef or (0.0 if args.kl_target is None else 1.0)
-    if state := run.load_checkpoint():
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        rollouts.episodes.last_100_returns.extend(state["returns_100"])
-        rollouts.statistics.load_state_dict(state["statistics"])
-        rollouts.scaler.load_state_dict(state["scaler"])
-        kl_coef = state["kl_coef"]
+    saved = {"agent": agent, "optimizer": optimizer, "returns_100": rollouts.episodes}
+    saved |= {"statistics": rollouts.statistics, "scaler": rollouts.scaler}
+    state = run.load_checkpoint(**saved)
+    kl_coef = state["kl_coef"] if state else args.kl_coef or (0.0 if args.kl_target is None else 1.0)
     world.broadcast(agent)
     if args.compile:
         agent.compile()
@@ -490,9 +474,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         for iteration in run.iterations():
             if run.restart_due(iteration):
                 # A resumed run also starts here, with the same network, and then draws the same random numbers.
-                seed = derive_seed(args.seed, iteration, world.rank)
-                torch.manual_seed(seed)
-                rollouts.restart(seed)
+                rollouts.restart(run.seed_torch(iteration))
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
             clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
@@ -500,11 +482,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
             batch, metrics = rollouts.collect()
             metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
 
-            metrics |= {
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                "charts/clip_coef": clip_coef,
-                "charts/kl_coef": kl_coef,
-            }
+            learning_rate = optimizer.param_groups[0]["lr"]
+            metrics |= {"charts/learning_rate": learning_rate, "charts/clip_coef": clip_coef, "charts/kl_coef": kl_coef}
             if args.kl_target is not None:
                 kl = world.mean(metrics["losses/approx_kl"])
                 kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
@@ -512,20 +491,11 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 videos = run.video_folder(iteration)
                 metrics |= run.mean_return(evaluate(agent, args, rollouts.statistics, device, videos))
             run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
-            if run.checkpoint_due(iteration):
-                run.save_checkpoint(
-                    iteration,
-                    agent=agent.state_dict(),
-                    optimizer=optimizer.state_dict(),
-                    kl_coef=kl_coef,
-                    returns_100=list(rollouts.episodes.last_100_returns),
-                    statistics=rollouts.statistics.state_dict(),
-                    scaler=rollouts.scaler.state_dict(),
-                )
+            run.checkpoint(iteration, **saved, kl_coef=kl_coef)
         rollouts.close()
         if not world.is_main:
             return {}
-        run.save_model(agent=agent.state_dict(), statistics=rollouts.statistics.state_dict())
+        run.save_model(agent=agent, statistics=rollouts.statistics)
         evaluation = run.log_returns(evaluate(agent, args, rollouts.statistics, device, run.video_folder()))
     return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 

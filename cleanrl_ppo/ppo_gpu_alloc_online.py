@@ -202,21 +202,22 @@ class RunningMeanStd:
         self.world = world or World()
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = torch.tensor(1e-4, dtype=torch.float64)
+        self.count = 1e-4
 
     def update(self, rows: Tensor) -> None:
         """Add a batch of rows (n, *shape)."""
         mean, var, n = self.world.moments(rows.double())
+        self.count += n
+        new = n / self.count
         delta = mean - self.mean
-        total = self.count + n
-        squares = self.var * self.count + var * n + delta**2 * self.count * n / total
-        self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
+        self.mean = self.mean.lerp(mean, new)
+        self.var = self.var.lerp(var, new).addcmul(delta, delta, value=new * (1 - new))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "var": self.var, "count": self.count}
+        return {"mean": self.mean, "var": self.var, "count": torch.tensor(self.count, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], state["count"]
+        self.mean, self.var, self.count = state["mean"], state["var"], float(state["count"])
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:

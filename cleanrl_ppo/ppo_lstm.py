@@ -198,21 +198,22 @@ class RunningMeanStd:
         self.world = world or World()
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = torch.tensor(1e-4, dtype=torch.float64)
+        self.count = 1e-4
 
     def update(self, rows: Tensor) -> None:
         """Add a batch of rows (n, *shape)."""
         mean, var, n = self.world.moments(rows.double())
+        self.count += n
+        new = n / self.count
         delta = mean - self.mean
-        total = self.count + n
-        squares = self.var * self.count + var * n + delta**2 * self.count * n / total
-        self.mean, self.var, self.count = self.mean + delta * n / total, squares / total, total
+        self.mean = self.mean.lerp(mean, new)
+        self.var = self.var.lerp(var, new).addcmul(delta, delta, value=new * (1 - new))
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "var": self.var, "count": self.count}
+        return {"mean": self.mean, "var": self.var, "count": torch.tensor(self.count, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], state["count"]
+        self.mean, self.var, self.count = state["mean"], state["var"], float(state["count"])
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
@@ -230,7 +231,7 @@ class RewardScaler:
         self.statistics = RunningMeanStd((), world)
 
     def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
-        self.returns = self.returns * self.gamma + rewards
+        self.returns = torch.add(rewards, self.returns, alpha=self.gamma)
         self.statistics.update(self.returns)
         self.returns = torch.where(dones, 0.0, self.returns)
         scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)
@@ -521,10 +522,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
     agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank), world)
-    if state := run.load_checkpoint():
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        rollouts.load_state_dict(state["rollouts"])
+    if state := run.load_checkpoint(agent=agent, optimizer=optimizer, rollouts=rollouts):
         restore_rng_state(state["rng"])
     else:
         world.broadcast(agent)
@@ -554,16 +552,11 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 evaluation = evaluate(agent, rollouts, args, device, run.video_folder(iteration))
                 metrics |= {f"eval/{key}": evaluation[key] for key in ("reward", "qos", "efficiency")}
             run.log(metrics, iteration, reward=metrics["charts/reward"], qos=metrics.get("charts/qos", float("nan")))
-            if run.checkpoint_due(iteration):
-                run.save_checkpoint(
-                    iteration,
-                    agent=agent.state_dict(),
-                    optimizer=optimizer.state_dict(),
-                    per_rank={"rollouts": rollouts.state_dict(), "rng": capture_rng_state()},
-                )
+            per_rank = {"rollouts": rollouts, "rng": capture_rng_state()}
+            run.checkpoint(iteration, per_rank, agent=agent, optimizer=optimizer)
         if not world.is_main:
             return {}
-        run.save_model(agent=agent.state_dict(), statistics=rollouts.statistics.state_dict())
+        run.save_model(agent=agent, statistics=rollouts.statistics)
         result: dict[str, Any] = {}
         if args.eval_streams:
             result = evaluate(agent, rollouts, args, device, run.video_folder())

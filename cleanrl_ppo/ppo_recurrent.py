@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 # Importing clustergym registers its environments, so --env-id can name them.
-from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer
-from clustergym.training.vector import EpisodeStatistics, VectorEnvs, flat_size, make_vector_env, play_episodes
+from clustergym.training import Run, TrainArgs, World, derive_seed, parse_args, run_trainer, vector
+from clustergym.training.vector import EpisodeStatistics, VectorEnvs
 
 # Replaces the logits of invalid actions. Their probability becomes exactly 0, without the NaN that 0 · −inf gives.
 MASKED_LOGIT = -1e8
@@ -33,9 +33,6 @@ MASKED_LOGIT = -1e8
 class Args(TrainArgs):
     env_id: str = "CartPole-v1"
     """Gymnasium id, with Discrete or MultiDiscrete actions. "module:Id-v0" imports the module first."""
-    checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint (and bootstrapped, as at a
-    time limit), so that resuming is exact for every environment. Longer episodes are cut."""
     eval_episodes: int = 32
     """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
 
@@ -270,10 +267,7 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 
 def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
     """Create the environments. With ``videos``, their first episodes are recorded to that folder."""
-    envs = make_vector_env(env_id, num_envs, videos, same_step=True)
-    if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
-        raise TypeError(f"{env_id} has action space {envs.single_action_space}: expected Discrete or MultiDiscrete")
-    return envs
+    return vector.make_vector_env(env_id, num_envs, "discrete", videos, same_step=True)
 
 
 @dataclass
@@ -318,7 +312,6 @@ class Rollouts:
     def close(self) -> None:
         if self.envs is not None:
             self.envs.close()
-            self.envs = None
 
     def collect(self) -> tuple[Batch, dict[str, float]]:
         """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
@@ -402,12 +395,10 @@ def update(
 
 def evaluate(agent: Agent, args: Args, device: torch.device, videos: Path | None = None) -> list[float]:
     """Returns of the evaluation episodes, played with greedy actions. With ``videos``, another one is recorded."""
-    if not args.eval_episodes:
-        return []
     # Training derives its seeds from (seed, iteration, rank), so this key gives unseen ones.
     seed = derive_seed(args.seed, 0, 0, 1)
 
-    def play(num_envs: int, videos: Path | None = None) -> list[float]:
+    def play(num_envs: int, videos: Path | None) -> list[float]:
         state, start = agent.initial_state(num_envs), torch.ones(num_envs, dtype=torch.bool)
 
         def act(obs: Tensor, masks: Tensor | None) -> Tensor:
@@ -416,11 +407,9 @@ def evaluate(agent: Agent, args: Args, device: torch.device, videos: Path | None
             start = torch.zeros_like(start)
             return actions
 
-        return play_episodes(VectorEnvs(make_envs(args.env_id, num_envs, videos), seed, device), act)
+        return vector.play_episodes(VectorEnvs(make_envs(args.env_id, num_envs, videos), seed, device), act)
 
-    if videos is not None:
-        play(1, videos)
-    return play(args.eval_episodes)
+    return vector.play_and_record(play, args.eval_episodes, videos)
 
 
 def train(args: Args, world: World) -> dict[str, Any]:
@@ -433,19 +422,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
     device = world.device
     run = Run("ppo_recurrent", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
-    probe = make_envs(args.env_id, 1)
-    obs_size, space = flat_size(probe.single_observation_space), probe.single_action_space
-    num_actions = int(space.n) if isinstance(space, gym.spaces.Discrete) else space.nvec.tolist()
-    probe.close()
-    agent = Agent(obs_size, num_actions, args.hidden).to(device)
+    agent = Agent(*vector.space_sizes(make_envs(args.env_id, 1)), args.hidden).to(device)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device)
-    kl_coef = args.kl_coef or (0.0 if args.kl_target is None else 1.0)
-    if state := run.load_checkpoint():
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        rollouts.episodes.last_100_returns.extend(state["returns_100"])
-        kl_coef = state["kl_coef"]
+    saved = {"agent": agent, "optimizer": optimizer, "returns_100": rollouts.episodes}
+    state = run.load_checkpoint(**saved)
+    kl_coef = state["kl_coef"] if state else args.kl_coef or (0.0 if args.kl_target is None else 1.0)
     world.broadcast(agent)
     if args.compile:
         agent.compile()
@@ -454,9 +436,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         for iteration in run.iterations():
             if run.restart_due(iteration):
                 # A resumed run also starts here, with the same network, and then draws the same random numbers.
-                seed = derive_seed(args.seed, iteration, world.rank)
-                torch.manual_seed(seed)
-                rollouts.restart(seed)
+                rollouts.restart(run.seed_torch(iteration))
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
             clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
@@ -464,29 +444,19 @@ def train(args: Args, world: World) -> dict[str, Any]:
             batch, metrics = rollouts.collect()
             metrics |= update(agent, optimizer, batch, args, clip_coef, kl_coef, world)
 
-            metrics |= {
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                "charts/clip_coef": clip_coef,
-                "charts/kl_coef": kl_coef,
-            }
+            learning_rate = optimizer.param_groups[0]["lr"]
+            metrics |= {"charts/learning_rate": learning_rate, "charts/clip_coef": clip_coef, "charts/kl_coef": kl_coef}
             if args.kl_target is not None:
                 kl = world.mean(metrics["losses/approx_kl"])
                 kl_coef *= 2.0 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1.0
             if run.evaluation_due(iteration):
                 metrics |= run.mean_return(evaluate(agent, args, device, run.video_folder(iteration)))
             run.log(metrics, iteration, mean_return=metrics["charts/mean_return_100"])
-            if run.checkpoint_due(iteration):
-                run.save_checkpoint(
-                    iteration,
-                    agent=agent.state_dict(),
-                    optimizer=optimizer.state_dict(),
-                    kl_coef=kl_coef,
-                    returns_100=list(rollouts.episodes.last_100_returns),
-                )
+            run.checkpoint(iteration, **saved, kl_coef=kl_coef)
         rollouts.close()
         if not world.is_main:
             return {}
-        run.save_model(agent=agent.state_dict())
+        run.save_model(agent=agent)
         evaluation = run.log_returns(evaluate(agent, args, device, run.video_folder()))
     return run.result(env_id=args.env_id, train_return_100=rollouts.episodes.mean_return_100, **evaluation)
 

@@ -203,7 +203,7 @@ def test_two_ranks_share_weights_and_statistics(tmp_path: Path) -> None:
 
 
 def test_discrete_actions_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"CartPole-v1 has action space Discrete.* needs a Box"):
+    with pytest.raises(TypeError, match=r"CartPole-v1 has action space Discrete.* needs Box"):
         ppo.make_envs("CartPole-v1", 1)
 
 

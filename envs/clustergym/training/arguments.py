@@ -30,7 +30,7 @@ class RunArgs:
     """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run. The
     length of the run can be increased."""
     checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none."""
+    """Iterations between checkpoints, 0 for none. Gymnasium environments are reset there, so that resuming is exact."""
     save_model: bool = False
     """Also save the trained network: model.safetensors with model.json, and model.pt for clustergym eval."""
     cuda: bool = False

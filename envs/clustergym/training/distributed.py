@@ -43,7 +43,7 @@ class World:
 
     def moments(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Mean, variance and number of the rows of all ranks. Every rank passes the same number of rows."""
-        mean, variance = rows.mean(0), rows.var(0, correction=0)
+        variance, mean = torch.var_mean(rows, 0, correction=0)
         if self.size == 1:
             return mean, variance, len(rows)
         own = torch.stack([mean, variance]).to(self.device)

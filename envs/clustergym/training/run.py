@@ -24,6 +24,7 @@ from clustergym.training.distributed import World, init_distributed
 from clustergym.training.folders import run_folder
 from clustergym.training.logger import RunLogger
 from clustergym.training.progress import Progress, print_result
+from clustergym.training.random_state import derive_seed
 
 
 class RequiredArgs(Protocol):
@@ -64,14 +65,12 @@ class Run:
     ::
 
         run = Run("ppo", args, world, args.env_id, batch_size=args.num_envs * args.num_steps)
-        if state := run.load_checkpoint():
-            agent.load_state_dict(state["agent"])
+        state = run.load_checkpoint(agent=agent)
         with run:
             for iteration in run.iterations():
                 ...
                 run.log(metrics, iteration, mean_return=mean_return)
-                if run.checkpoint_due(iteration):
-                    run.save_checkpoint(iteration, agent=agent.state_dict())
+                run.checkpoint(iteration, agent=agent)
         return run.result(mean_return=mean_return)
 
     Args:
@@ -107,11 +106,14 @@ class Run:
         self._config = plain_args(args) | {"world_size": world.size}
         self._checkpoint = self.folder / CHECKPOINT_NAME
 
-    def load_checkpoint(self) -> dict[str, Any] | None:
+    def load_checkpoint(self, **objects: Any) -> dict[str, Any] | None:
         """State to resume from, or None if the run starts from the beginning.
 
         Rank 0 reads the file and sends it to the others, so all ranks resume from the same iteration. Tensors are on
         the CPU: ``load_state_dict`` of a module or an optimizer moves them to its own device.
+
+        Args:
+            **objects: Restored with ``load_state_dict`` from the state of that name.
         """
         state: dict[str, Any] | None = None
         if self._args.resume and self._world.is_main and self._checkpoint.exists():
@@ -125,7 +127,10 @@ class Run:
             done = state["iteration"] * self.steps_per_iteration
             raise CheckpointError(f"{self._checkpoint} already has {done:,} steps: increase --total-timesteps")
         others = state.pop("other_ranks", [])
-        return state if self._world.is_main else state | (others[self._world.rank - 1] if others else {})
+        state |= {} if self._world.is_main or not others else others[self._world.rank - 1]
+        for name, each in objects.items():
+            each.load_state_dict(state[name])
+        return state
 
     def __enter__(self) -> Self:
         start_step, is_main = (self.first_iteration - 1) * self.steps_per_iteration, self._world.is_main
@@ -173,6 +178,12 @@ class Run:
         interval = self._args.checkpoint_interval or self.num_iterations
         return iteration == self.first_iteration or (iteration - 1) % interval == 0
 
+    def seed_torch(self, iteration: int) -> int:
+        """Seed torch's generators for the iterations from this one. Returns the seed, which differs between ranks."""
+        seed = derive_seed(self._args.seed, iteration, self._world.rank)
+        torch.manual_seed(seed)
+        return seed
+
     def evaluation_due(self, iteration: int) -> bool:
         """Whether this rank evaluates after the iteration. The evaluation after training is not included."""
         interval = getattr(self._args, "eval_interval", 0)
@@ -184,20 +195,26 @@ class Run:
         step = (self.num_iterations if iteration is None else iteration) * self.steps_per_iteration
         return self.folder / "videos" / f"step-{step}" if getattr(self._args, "capture_video", False) else None
 
+    def checkpoint(self, iteration: int, per_rank: Mapping[str, Any] | None = None, **state: Any) -> None:
+        """Save a checkpoint if it is due; see :meth:`save_checkpoint`."""
+        if self.checkpoint_due(iteration):
+            self.save_checkpoint(iteration, per_rank, **state)
+
     def save_checkpoint(self, iteration: int, per_rank: Mapping[str, Any] | None = None, **state: Any) -> None:
         """Save one checkpoint for all ranks. Call it on every rank.
 
         Args:
             iteration: The last iteration that the state includes.
             per_rank: State that differs between ranks. Each rank gets its own back from :meth:`load_checkpoint`.
-            **state: State that is equal on all ranks, or only needed on rank 0.
+            **state: State that is equal on all ranks, or only needed on rank 0. Of objects with a ``state_dict``, that
+                is saved.
         """
-        ranks = self._world.gather(_on_cpu(per_rank)) if per_rank is not None else [{}]
+        ranks = self._world.gather(_on_cpu(_plain_state(per_rank))) if per_rank is not None else [{}]
         if not self._world.is_main:
             return
         # The logs must not be behind the checkpoint, because a resumed run starts logging after it.
         self.logger.flush()
-        content = {"args": self._config, "iteration": iteration, **state, **ranks[0]}
+        content = {"args": self._config, "iteration": iteration, **_plain_state(state), **ranks[0]}
         if len(ranks) > 1:
             content["other_ranks"] = ranks[1:]
         save_checkpoint(self._checkpoint, self._kind, content)
@@ -205,7 +222,7 @@ class Run:
     def save_model(self, **state: Any) -> None:
         """With ``--save-model``, save the trained network. See :func:`save_model`."""
         if self._args.save_model:
-            save_model(self.folder, self._kind, self._config, **state)
+            save_model(self.folder, self._kind, self._config, **_plain_state(state))
 
     @staticmethod
     def mean_return(returns: Sequence[float]) -> dict[str, float]:
@@ -252,6 +269,11 @@ def save_model(folder: Path, kind: str, config: Mapping[str, Any], **state: Any)
     with atomic_file(folder / "model.safetensors") as file:
         file.write(require("safetensors.torch", "train").save(tensors))
     write_atomically(folder / "model.json", json.dumps({"trainer": kind, "args": dict(config)}, indent=1) + "\n")
+
+
+def _plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace objects by what their ``state_dict`` returns."""
+    return {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
 
 
 def _on_cpu(value: Any) -> Any:

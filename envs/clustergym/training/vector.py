@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -83,6 +83,13 @@ class EpisodeStatistics:
             charts["charts/episodic_return"] = float(np.mean(returns))
             charts["charts/episodic_length"] = float(np.mean(lengths))
         return charts
+
+    def state_dict(self) -> list[float]:
+        """The last returns, for a checkpoint. Environments are reset there, so no episode is unfinished."""
+        return list(self.last_100_returns)
+
+    def load_state_dict(self, returns: list[float]) -> None:
+        self.last_100_returns.extend(returns)
 
     @property
     def mean_return_100(self) -> float:
@@ -210,22 +217,65 @@ def play_episodes(envs: VectorEnvs, act: Callable[[Tensor, Tensor | None], Tenso
     return found
 
 
+def play_and_record(
+    play: Callable[[int, Path | None], list[float]], num_episodes: int, videos: Path | None
+) -> list[float]:
+    """Returns of an evaluation, none for 0 episodes. With ``videos``, another episode is recorded first.
+
+    ``play(num_envs, videos)`` plays one episode in each environment, for example with :func:`play_episodes`.
+    """
+    if not num_episodes:
+        return []
+    if videos is not None:
+        play(1, videos)
+    return play(num_episodes, None)
+
+
+ACTION_SPACES = {
+    "discrete": (gym.spaces.Discrete, gym.spaces.MultiDiscrete),
+    "continuous": (gym.spaces.Box,),
+}  # fmt: skip
+
+
 def make_vector_env(
-    env_id: str, num_envs: int, videos: Path | None = None, same_step: bool = False
+    env_id: str,
+    num_envs: int,
+    actions: Literal["discrete", "continuous"],
+    videos: Path | None = None,
+    same_step: bool = False,
 ) -> gym.vector.VectorEnv[Any, Any, Any]:
     """Create the vectorised version of an environment if it is registered. Otherwise step copies one after another.
 
-    With ``videos``, the first episode of each copy is recorded to that folder. With ``same_step``, environments always
-    reset in the step that ends an episode.
+    Args:
+        env_id: Gymnasium id.
+        num_envs: Number of environments.
+        actions: The actions that the trainer can handle. TypeError if the environment has others.
+        videos: Record the first episode of each environment to this folder.
+        same_step: Always reset in the step that ends an episode.
     """
     spec = gym.spec(env_id)
     if spec.vector_entry_point is not None and videos is None and not same_step:
-        return gym.make_vec(spec, num_envs=num_envs)
-    options: dict[str, Any] = {}
-    if videos is not None:
-        options = {"render_mode": "rgb_array", "wrappers": [partial(record_video, folder=videos)]}
-    kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    return gym.make_vec(spec, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=kwargs, **options)
+        envs = gym.make_vec(spec, num_envs=num_envs)
+    else:
+        options: dict[str, Any] = {}
+        if videos is not None:
+            options = {"render_mode": "rgb_array", "wrappers": [partial(record_video, folder=videos)]}
+        kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        envs = gym.make_vec(spec, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=kwargs, **options)
+    if not isinstance(envs.single_action_space, ACTION_SPACES[actions]):
+        expected = " or ".join(space.__name__ for space in ACTION_SPACES[actions])
+        raise TypeError(f"{env_id} has action space {envs.single_action_space}: this trainer needs {expected}")
+    return envs
+
+
+def space_sizes(envs: gym.vector.VectorEnv[Any, Any, Any]) -> tuple[int, int | list[int]]:
+    """Size of a flat observation, and the number of actions: a list for MultiDiscrete, components for Box. Closes."""
+    space = envs.single_action_space
+    envs.close()
+    size = flat_size(envs.single_observation_space)
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return size, space.nvec.tolist()
+    return size, int(space.n) if isinstance(space, gym.spaces.Discrete) else int(np.prod(space.shape or ()))
 
 
 def record_video(env: gym.Env[Any, Any], folder: Path) -> gym.Env[Any, Any]:
