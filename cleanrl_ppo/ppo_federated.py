@@ -825,7 +825,7 @@ def train(args: Args) -> dict[str, Any] | None:
     exchange: Exchange = LocalExchange() if rank is None else connect(args, matrix, rank, resume)
     name = f"ppo_federated__{args.env_id.replace('/', '-')}__{args.seed}"
     folder = exchange.agree_on_folder(choose_folder(name, args.run_dir, resume, f"agent_*/{CHECKPOINT_NAME}"))
-    device = choose_device(args.cuda, int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(args.cuda, int(os.environ.get("LOCAL_RANK", "0")), args.torch_deterministic)
     indices = range(args.n_agents) if rank is None else [rank]
     learners = [make_learner(args, i, matrix, device, folder, resume) for i in indices]
     loggers = {}

@@ -41,14 +41,16 @@ from clustergym.gpu_allocation.history import N_FEATURES
 from clustergym.gpu_allocation.space import STATE_NAMES
 from clustergym.training import (
     CHECKPOINT_NAME,
+    BaseArgs,
     CheckpointError,
     RunLogger,
     World,
     choose_device,
     derive_seed,
     load_checkpoint,
+    parse_args,
     plain_args,
-    save_checkpoint,
+    save_model,
 )
 
 NORM_CLIP = 10.0
@@ -58,24 +60,18 @@ log = logging.getLogger("clustergym.agent")
 
 
 @dataclass
-class Args:
+class Args(BaseArgs):
     server: tyro.conf.OmitArgPrefixes[ServerSettings] = field(default_factory=ServerSettings)
     """Settings of the server and of the learner process."""
     init_checkpoint: Path | None = None
     """Checkpoint or model.pt of ppo_gpu_alloc.py to start from; pretrained is the policy that comes with clustergym. It
     is ignored if the store has a checkpoint."""
-    seed: int = 1
-    """Seed of the initial weights, the updates and the exploration. A restarted server explores with other numbers."""
     run_dir: Path | None = None
-    """Folder for TensorBoard logs and model.pt. Default: the store."""
+    """Folder for TensorBoard logs and the saved model. Default: the store."""
     resume: bool = True
     """Resume from an existing store. --no-resume refuses one that has been used."""
     cuda: bool = False
     """Learn on the GPU. The network is small, so it is better to leave the GPU to the pods."""
-    track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
-    save_model: bool = False
-    """Save the policy as model.pt in the run folder when the server stops."""
 
     learning_rate: float = 2e-3
     """Learning rate of Adam."""
@@ -364,8 +360,8 @@ def export_model(args: Args, state: State) -> None:
     """Save the policy in the format of ppo_gpu_alloc.py, for ``clustergym eval``."""
     hidden = len(state["agent"]["actor.0.bias"])
     network = {"env_id": state["env_id"], "norm_obs": True, "hidden": hidden, "action_scale": state["action_scale"]}
-    model = {"args": plain_args(args) | network, "agent": state["agent"], "statistics": state["statistics"]}
-    save_checkpoint((args.run_dir or args.server.store) / "model.pt", "ppo_gpu_alloc-model", model)
+    folder, weights = args.run_dir or args.server.store, {key: state[key] for key in ("agent", "statistics")}
+    save_model(folder, "ppo_gpu_alloc", plain_args(args) | network, **weights)
 
 
 # Learning, in the learner process
@@ -452,14 +448,15 @@ def open_logger(version: int, args: Args) -> RunLogger:
     """A TensorBoard log, or none if TensorBoard is not installed: an image for a node does not need it."""
     folder = args.run_dir or args.server.store
     try:
-        return RunLogger(folder, plain_args(args), args.track, start_step=version)
+        project, entity = args.wandb_project_name, args.wandb_entity
+        return RunLogger(folder, plain_args(args), args.track, project, start_step=version, entity=entity)
     except ImportError as error:
         log.info("no metrics are logged: %s", error)
         return RunLogger(folder, {}, enabled=False)
 
 
 def main() -> None:
-    args = tyro.cli(Args, description=__doc__)
+    args = parse_args(Args, __doc__)
     setup_logging()
     checkpoint = args.server.store / CHECKPOINT_NAME
     if args.init_checkpoint is not None and checkpoint.exists():
@@ -468,13 +465,14 @@ def main() -> None:
         check_positive(args, "minibatch_size", "min_std", "action_scale")
         if not 0 <= args.gamma <= 1:
             raise ValueError(f"--gamma is {args.gamma}: expected 0 to 1")
+        device = choose_device(args.cuda, deterministic=args.torch_deterministic)
         serve(
             args.server,
             seed=args.seed,
             resume=args.resume,
             initial_state=partial(initial_state, args),
             make_policy=Policy,
-            learn_once=partial(learn_once, args=args, device=choose_device(args.cuda)),
+            learn_once=partial(learn_once, args=args, device=device),
             open_logger=partial(open_logger, args=args),
         )
         if args.save_model:

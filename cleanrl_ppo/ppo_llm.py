@@ -134,7 +134,7 @@ class Args(RunArgs):
     kl_horizon: float = 10_000.0
     """Number of response tokens in which the controller changes kl_coef by at most 20 %."""
     eval_prompts: int = 512
-    """Number of held-out prompts in the final evaluation of reference and policy."""
+    """Number of held-out prompts in an evaluation of reference or policy."""
     show: int = 4
     """Number of samples printed before and after training."""
 
@@ -668,6 +668,9 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 metrics["charts/kl_coef"] = kl_coef
                 metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
                 metrics["charts/SPS"] = progress.steps_per_s(iteration * tokens_per_iteration)
+                if args.eval_interval and iteration % args.eval_interval == 0 and iteration < args.iterations:
+                    found, _ = evaluate(policy.language_model, reference, text, args)
+                    metrics |= {f"eval/{key}": value for key, value in found.items()}
                 if args.kl_target is not None:
                     n_tokens = int(batch.mask.sum())
                     kl_coef = next_kl_coef(kl_coef, metrics["kl/k1"], args.kl_target, n_tokens, args.kl_horizon)

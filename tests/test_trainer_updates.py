@@ -1,6 +1,6 @@
 """The roll-outs and updates of every trainer, compared with slow references in scripted environments.
 
-``update_reference.py`` has the formulas and ``update_cases.py`` the trainers. ``tests/details/mutants.py`` runs these
+``update_reference.py`` has the formulas and ``update_cases`` the trainers. ``tests/details/mutants.py`` runs these
 tests on mutated trainers.
 """
 
@@ -137,7 +137,7 @@ def applies(case: Case, name: str) -> bool:
     if name == "two_ranks":
         return case.has_world
     if name == "masked":
-        return case.id == "ppo"
+        return case.id in ("ppo", "ppo_recurrent")
     needed = {"kl_penalty": "use_clipping", "loose_kl_target": "adaptive_kl_target", "shared_network": "share_network",
               "without_neighbours": "use_comm_penalty"}.get(name)  # fmt: skip
     return case.knows(needed) if needed else any(map(case.knows, changes))
@@ -197,7 +197,9 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 
 
 def plays(case: Case, name: str) -> bool:
-    if name in ("masked", "reset_steps", "reset_steps_ends"):
+    if name == "masked":
+        return case.id in ("ppo", "ppo_recurrent")
+    if name in ("reset_steps", "reset_steps_ends"):
         return case.id == "ppo"
     needed = {"ends_are_ends": "bootstrap_truncated", "one_step_targets": "returns", "without_gae": "gae"}.get(name)
     return case.has_rollout and (needed is None or case.knows(needed))
@@ -218,7 +220,7 @@ def test_rollout_matches_the_journals_of_its_environments(case: Case, setting: s
             assert len(found[name]) == len(columns[name])
             np.testing.assert_allclose(found[name], np.array(columns[name]), rtol=2e-5, atol=2e-5, err_msg=name)
         if getattr(batch, "masks", None) is not None:
-            np.testing.assert_array_equal(batch.masks, columns["mask"])
+            np.testing.assert_array_equal(batch.masks.flatten(0, -2), columns["mask"])
     for (_, charts), known in zip(played.rollouts, case.charts(played), strict=True):
         assert charts == {key: pytest.approx(value, rel=1e-5, nan_ok=True) for key, value in known.items()}
 

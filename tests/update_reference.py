@@ -252,10 +252,17 @@ class Script(gym.Env):
     Episode e has 2 + e % 3 steps. It is truncated if e is odd, and terminates otherwise.
     """
 
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
+
     def __init__(
-        self, actions: gym.Space[Any], shape: tuple[int, ...] = (3,), masked: bool = False, first_episode: int = 0
+        self,
+        actions: gym.Space[Any],
+        shape: tuple[int, ...] = (3,),
+        masked: bool = False,
+        first_episode: int = 0,
+        render_mode: str | None = None,
     ) -> None:
-        self.action_space, self.masked = actions, masked
+        self.action_space, self.masked, self.render_mode = actions, masked, render_mode
         pixels = len(shape) == 3
         self.observation_space = (
             gym.spaces.Box(0, 255, shape, np.uint8) if pixels else gym.spaces.Box(-9, 9, shape, np.float32)
@@ -291,6 +298,9 @@ class Script(gym.Env):
         obs, info, mask = self._observe()
         self.journal.append(Event(obs, mask, np.array(action), reward, terminated, truncated))
         return obs, reward, terminated, truncated, info
+
+    def render(self) -> np.ndarray:
+        return np.full((16, 16, 3), 40 * self.count, np.uint8)
 
 
 class ScriptedCluster:

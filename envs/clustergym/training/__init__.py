@@ -6,6 +6,7 @@ copied between them on purpose, so that each trainer can be read from top to bot
 
 from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.training.arguments import (
+    BaseArgs,
     RunArgs,
     TrainArgs,
     check_same_args,
@@ -27,15 +28,17 @@ from clustergym.training.vector import (
     flat_size,
     flatten,
     make_vector_env,
+    play_and_record,
     play_episodes,
     record_video,
+    space_sizes,
 )
 
 __all__ = [
-    "CHECKPOINT_NAME", "CheckpointError", "EpisodeStatistics", "NonFiniteLoss", "Progress", "Run", "RunArgs",
-    "RunLogger", "Step", "TrainArgs", "VectorEnvs", "World", "action_mask", "capture_rng_state", "check_finite",
-    "check_same_args", "check_values", "choose_device", "choose_folder", "derive_seed", "flat_size", "flatten",
-    "init_distributed", "load_checkpoint", "make_vector_env", "parse_args", "plain_args", "play_episodes",
-    "print_result", "read_scalars", "record_video", "restore_rng_state", "run_folder", "run_trainer", "save_checkpoint",
-    "save_model",
+    "CHECKPOINT_NAME", "BaseArgs", "CheckpointError", "EpisodeStatistics", "NonFiniteLoss", "Progress", "Run",
+    "RunArgs", "RunLogger", "Step", "TrainArgs", "VectorEnvs", "World", "action_mask", "capture_rng_state",
+    "check_finite", "check_same_args", "check_values", "choose_device", "choose_folder", "derive_seed", "flat_size",
+    "flatten", "init_distributed", "load_checkpoint", "make_vector_env", "parse_args", "plain_args",
+    "play_and_record", "play_episodes", "print_result", "read_scalars", "record_video", "restore_rng_state",
+    "run_folder", "run_trainer", "save_checkpoint", "save_model", "space_sizes",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from clustergym.common.extras import require
 
 
 @dataclass
-class RunArgs:
+class BaseArgs:
     """Arguments that every trainer has."""
 
     seed: int = 1
@@ -29,8 +29,6 @@ class RunArgs:
     resume: bool = False
     """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run. The
     length of the run can be increased."""
-    checkpoint_interval: int = 50
-    """Iterations between checkpoints, 0 for none. Gymnasium environments are reset there, so that resuming is exact."""
     save_model: bool = False
     """Also save the trained network: model.safetensors with model.json, and model.pt for clustergym eval."""
     cuda: bool = False
@@ -46,6 +44,16 @@ class RunArgs:
 
 
 @dataclass
+class RunArgs(BaseArgs):
+    """Arguments of trainers that end after a number of iterations."""
+
+    checkpoint_interval: int = 50
+    """Iterations between checkpoints, 0 for none. Gymnasium environments are reset there, so that resuming is exact."""
+    eval_interval: int = 0
+    """Iterations between evaluations, for learning curves. 0: only after training. They do not change the training."""
+
+
+@dataclass
 class TrainArgs(RunArgs):
     """Arguments of trainers that play environments for a number of steps."""
 
@@ -53,15 +61,13 @@ class TrainArgs(RunArgs):
     """Total number of environment steps, over all environments and processes. Rounded up to whole iterations."""
     compile: bool = False
     """Compile the network with torch.compile."""
-    eval_interval: int = 0
-    """Iterations between evaluations, for learning curves. 0: only after training. They do not change the training."""
     capture_video: bool = False
     """Record an episode of each evaluation to the folder videos, if the environment can be rendered."""
 
 
 FREE_ON_RESUME = {
     "config", "resume", "run_dir", "track", "cuda", "save_model", "torch_deterministic", "wandb_project_name",
-    "wandb_entity", "capture_video", "total_timesteps",
+    "wandb_entity", "capture_video", "total_timesteps", "eval_interval",
 }  # fmt: skip
 """Arguments that can change when a run is resumed."""
 

@@ -83,23 +83,31 @@ class World:
             torch.distributed.destroy_process_group()
 
 
-def choose_device(cuda: bool, local_rank: int = 0) -> torch.device:
-    """The GPU of this rank if ``cuda`` is set, otherwise the CPU. Raises RuntimeError if there is no GPU."""
+def choose_device(cuda: bool, local_rank: int = 0, deterministic: bool = False) -> torch.device:
+    """The GPU of this rank if ``cuda`` is set, otherwise the CPU. Raises RuntimeError if there is no GPU.
+
+    With ``deterministic``, only deterministic kernels are used on the GPU from now on.
+    """
     if not cuda:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RuntimeError("--cuda was given, but torch finds no GPU: remove the flag to train on the CPU")
+    if deterministic:
+        # Matrix products of cuBLAS are deterministic only with this setting, read when they are first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
     return torch.device("cuda", local_rank)
 
 
-def init_distributed(cuda: bool = False, threads: int = 1) -> World:
+def init_distributed(cuda: bool = False, threads: int = 1, deterministic: bool = False) -> World:
     """Set the device and the number of threads. Under ``torchrun``, join the process group (NCCL or Gloo).
 
     The default is one torch thread per process, because small networks gain nothing from more threads.
     """
     torch.set_num_threads(threads)
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    device = choose_device(cuda, int(os.environ.get("LOCAL_RANK", "0")))
+    device = choose_device(cuda, int(os.environ.get("LOCAL_RANK", "0")), deterministic)
     if size == 1:
         return World(device=device)
     if device.type == "cuda":

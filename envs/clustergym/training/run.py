@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -290,12 +289,7 @@ TrainerArgs = TypeVar("TrainerArgs", bound=RequiredArgs)
 
 def run_trainer(train: Callable[[TrainerArgs, World], Mapping[str, Any]], args: TrainerArgs) -> None:
     """Entry point of a trainer: join the process group, train, and print the result line on rank 0."""
-    world = init_distributed(args.cuda)
-    if world.device.type == "cuda" and getattr(args, "torch_deterministic", False):
-        # Matrix products of cuBLAS are deterministic only with this setting, read when they are first used.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cudnn.benchmark = False
+    world = init_distributed(args.cuda, deterministic=getattr(args, "torch_deterministic", False))
     try:
         result = train(args, world)
     except NonFiniteLoss as reason:
