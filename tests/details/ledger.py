@@ -424,7 +424,7 @@ DETAILS: list[Detail] = [
         (
             ("scaled = (obs - statistics.mean) /", "scaled = obs /"),
             ("(obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)", "(obs - statistics.mean)"),
-            ("delta**2 * self.count * n / total", "0.0 * delta"),
+            (".addcmul(delta, delta, value=new * (1 - new))", ""),
             ("                    self.statistics.update(next_obs)\n", "                    pass\n"),
             ('            "statistics": self.statistics.state_dict(),\n            "scaler"', '            "scaler"'),
             (
@@ -459,7 +459,7 @@ DETAILS: list[Detail] = [
         ),
         (
             ("scaled = rewards / torch", "scaled = (rewards - self.statistics.mean) / torch"),
-            ("self.returns = self.returns * self.gamma + rewards", "self.returns = rewards + 0.0"),
+            ("torch.add(rewards, self.returns, alpha=self.gamma)", "rewards.double()"),
             ("self.returns = torch.where(dones, 0.0, self.returns)", "pass"),
             ("rewards[step] = self.scaler(reward, ended) if args.norm_reward else reward", "rewards[step] = reward"),
         ),
@@ -600,7 +600,7 @@ DETAILS: list[Detail] = [
                 "            world.average_gradients(agent.parameters())\n",
             ),
             ("world.average_gradients(agent.parameters())", "pass"),
-            ("derive_seed(args.seed, iteration, world.rank)", "derive_seed(args.seed, iteration, 0)"),
+            ("rollouts.restart(run.seed_torch(iteration))", "rollouts.restart(derive_seed(args.seed, iteration, 0))"),
         ),
     ),
     Detail(
