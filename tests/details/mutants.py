@@ -1,8 +1,9 @@
 """Mutation run over the roll-outs and updates of every trainer, with the operators of mutmut.
 
-    python tests/details/mutants.py                                       # all mutants: about 20 minutes on one core
+    python tests/details/mutants.py --every 6                             # 400 mutants: about 10 minutes on one core
+    python tests/details/mutants.py                                       # all mutants: about an hour
     python tests/details/mutants.py --trainers ppo ppo_lstm --functions update
-    python tests/details/mutants.py --every 50                            # each 50th mutant
+    python tests/details/mutants.py --every 6 --results runs/mutants.json   # continue where a run was interrupted
     python tests/details/mutants.py --show                                # show the mutants and run nothing
 
 mutmut creates the mutants; this script runs them, because mutmut's own runner needs importable packages and a test run
@@ -14,9 +15,11 @@ exit code is 1 if another mutant survives, or if a mutant of the list does not e
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import os
 import re
-import signal
+import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -39,6 +42,8 @@ from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import IgnoredCode
 from rich.console import Console
 
+from clustergym.common.files import write_atomically
+
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 VECTOR = ROOT / "envs" / "clustergym" / "training" / "vector.py"
@@ -47,8 +52,8 @@ SURVIVORS = Path(__file__).with_name("survivors.yaml")
 # Functions that the mutants are in. A name that a trainer does not have is ignored. A function that is a copy of one in
 # an earlier trainer is left out: tests/test_trainers_agree.py compares the copies.
 TRAINERS = (
-    "ppo", "ppo_continuous_action", "ppo_atari", "ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc_online", "ppo_federated",
-    "ppo_llm", "vector",
+    "ppo", "ppo_continuous_action", "ppo_recurrent", "ppo_atari", "ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc_online",
+    "ppo_federated", "ppo_llm", "vector",
 )  # fmt: skip
 """Files in cleanrl_ppo, and training/vector.py, which steps the environments."""
 FUNCTIONS = (
@@ -77,8 +82,10 @@ class Args:
     """Run only each n-th mutant. The list of survivors is then not checked for mutants that do not exist."""
     show: bool = False
     """Show the mutants and run nothing."""
-    timeout_s: int = 30
-    """A mutant counts as detected if its tests take longer than this."""
+    results: Path | None = None
+    """File that holds the mutants that were detected. They are not run again as long as their source is the same."""
+    timeout_s: int = 60
+    """A mutant counts as detected if its tests take this many seconds of CPU time."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,10 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.trainer}.{self.function}: {self.change}"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
 
 
 # Mutants
@@ -236,7 +247,8 @@ def in_a_child(mutant: Mutant | None, items: list[pytest.Item], timeout_s: int) 
     if child == 0:
         code = 2
         try:
-            signal.alarm(timeout_s)
+            # Of CPU time: on a busy machine, other programs must not make a mutant look detected.
+            resource.setrlimit(resource.RLIMIT_CPU, (timeout_s, timeout_s + 1))
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 1)
             os.dup2(silence, 2)
@@ -281,34 +293,41 @@ FILES = {"test_trainer_updates": {"ppo_llm"}}
 class MutationRun:
     """Pytest plugin that runs the tests once per mutant instead of once."""
 
-    def __init__(self, mutants: list[Mutant], timeout_s: int) -> None:
-        self.mutants, self.timeout_s = mutants, timeout_s
+    def __init__(self, mutants: list[Mutant], timeout_s: int, results: Path | None = None) -> None:
+        self.mutants, self.timeout_s, self.results = mutants, timeout_s, results
+        self.detected: dict[str, str] = json.loads(results.read_text()) if results and results.exists() else {}
+        """Hash of the source of each mutant that is known to be detected."""
         self.survivors: list[Mutant] = []
         self.seconds: dict[str, float] = {}
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         console = Console(stderr=True)
-        for trainer in sorted({mutant.trainer for mutant in self.mutants}):
+        left = [mutant for mutant in self.mutants if self.detected.get(str(mutant)) != mutant.digest]
+        for trainer in sorted({mutant.trainer for mutant in left}):
             own = tests_of_trainer(trainer, session.items)
             # Once here, so that the children inherit what torch loads at first use.
             passes([item for item in own if "defaults" in item.name])
             if not in_a_child(None, own, 20 * self.timeout_s):
                 raise pytest.UsageError(f"tests of {trainer} fail without a mutant")
-        for number, mutant in enumerate(self.mutants, 1):
+        for number, mutant in enumerate(left, 1):
             began = time.perf_counter()
             if in_a_child(mutant, tests_of(mutant, session.items), self.timeout_s):
                 self.survivors.append(mutant)
-                console.print(f"{number}/{len(self.mutants)} survives: {mutant}", markup=False, highlight=False)
-            if number % 25 == 0:
-                console.print(f"{number}/{len(self.mutants)}", markup=False, highlight=False)
+                console.print(f"{number}/{len(left)} survives: {mutant}", markup=False, highlight=False)
+            else:
+                self.detected[str(mutant)] = mutant.digest
+            if number % 25 == 0 or number == len(left):
+                console.print(f"{number}/{len(left)}", markup=False, highlight=False)
+                if self.results is not None:
+                    write_atomically(self.results, json.dumps(self.detected, indent=0))
             taken = time.perf_counter() - began
             self.seconds[mutant.trainer] = self.seconds.get(mutant.trainer, 0.0) + taken
         return True
 
 
-def run(mutants: list[Mutant], timeout_s: int = 30) -> MutationRun:
+def run(mutants: list[Mutant], timeout_s: int = 60, results: Path | None = None) -> MutationRun:
     """Run the tests on each mutant."""
-    plugin = MutationRun(mutants, timeout_s)
+    plugin = MutationRun(mutants, timeout_s, results)
     files = [str(TESTS / f"{name}.py") for name in FILES]
     code = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-summary", *files], plugins=[plugin])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -332,7 +351,7 @@ def main() -> None:
         print(f"{len(mutants)} mutants")
         return
     reasons = explained()
-    result = run(mutants, args.timeout_s)
+    result = run(mutants, args.timeout_s, args.results)
     survivors = {str(mutant) for mutant in result.survivors}
     whole = args.every == 1 and set(args.trainers) >= set(TRAINERS) and set(args.functions) >= set(FUNCTIONS)
     names = {str(mutant) for mutant in mutants}
