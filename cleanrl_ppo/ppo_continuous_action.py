@@ -312,10 +312,12 @@ class NormalizedEnvs:
         raw = actions.cpu().view(-1, *self.action_shape)
         step = self.envs.step(raw.clamp(self.low, self.high))
         self.observe()
-        rewards, (cut, last_obs) = step.rewards, step.final_obs
+        cut, last_obs = step.final_obs
+        if len(cut):
+            step = step._replace(final_obs=(cut, self.normalize(last_obs)))
         if self.args.norm_reward and self.scaler is not None:
-            rewards = self.scaler(rewards, step.terminated | step.truncated)
-        return step._replace(rewards=rewards, final_obs=(cut, self.normalize(last_obs)))
+            step = step._replace(rewards=self.scaler(step.rewards, step.terminated | step.truncated))
+        return step
 
     def close(self) -> None:
         self.envs.close()

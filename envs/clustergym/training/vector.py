@@ -185,7 +185,9 @@ class VectorEnvs:
     def _final_obs(self, truncated: np.ndarray, infos: dict[str, Any]) -> tuple[Tensor, Tensor]:
         cut = np.flatnonzero(truncated)
         where = torch.from_numpy(cut)
-        if not len(cut) or self._mode != AutoresetMode.SAME_STEP:
+        if not len(cut):
+            return where, self.obs[:0]
+        if self._mode != AutoresetMode.SAME_STEP:
             return where, self.obs[where]
         items = [infos["final_obs"][env] for env in cut]
         empty: Any = create_empty_array(self._space, len(cut))
