@@ -727,8 +727,8 @@ class Rollouts:
         self.rows = torch.arange(args.ppo.num_envs, device=device)
         self.same_node = same_node_weights(self.batch.cluster, device)
         self.seconds = {"simulator": 0.0, "policy": 0.0}
-        self.saved = float("nan")
-        """Mean return of the last finished episodes."""
+        self.episodic_return: float | None = None
+        """Mean return of the last finished episodes; None before the first one ends."""
 
     def restart(self, seed: int) -> None:
         """Reset all environments. A resumed run does so at the same iterations and continues identically."""
@@ -758,7 +758,7 @@ class Rollouts:
         visit_end = (batch.episode["clock"][:, CLOCK_OPERATION] == 0) | done
         reward = reward.float()
         if bool(done.any()):
-            self.saved = float(batch.saved[done].mean())
+            self.episodic_return = float(batch.saved[done].mean())
             batch.reset(done)
         if bool(visit_end.any()):
             self.similar = similar_experts(batch.obs["affinity"])
@@ -981,8 +981,9 @@ def iterate(
     metrics = update(agent, optimizer, batch, args, world)
     torch.set_num_threads(1)
     ended = time.perf_counter()
+    if rollouts.episodic_return is not None:
+        metrics["charts/episodic_return"] = rollouts.episodic_return
     return metrics | {
-        "charts/episodic_saved": rollouts.saved,
         "charts/return_mean": mean,
         "charts/return_std": std,
         "charts/learning_rate": optimizer.param_groups[0]["lr"],
@@ -1111,7 +1112,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         if curve:
             plot_validation(curve, run.folder / "validation.png")
     policy = run.folder / FILE_NAME if args.save_model else None
-    return run.result(**summary(results), episodic_saved=rollouts.saved, policy=policy)
+    return run.result(**summary(results), episodic_return=rollouts.episodic_return, policy=policy)
 
 
 if __name__ == "__main__":

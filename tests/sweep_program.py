@@ -1,6 +1,6 @@
 """A tiny trainer for tests of sweeps. It logs to TensorBoard, saves checkpoints, resumes and prints a result line.
 
-Its final score is −(x − 3)², and it gets closer to it step by step. Every start adds a line to a file.
+Its final score is −(x − 3)² + seed, and it gets closer to it step by step. Every start adds a line to a file.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--x", type=float, required=True)
     parser.add_argument("--kind", default="result", choices=["result", "events", "crash", "silent", "linger"])
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
@@ -39,7 +40,7 @@ def main() -> None:
         file.write(f"{args.run_dir.name} {os.getpid()} {'resumed' if args.resume else 'fresh'}\n")
     checkpoint = args.run_dir / "checkpoint.pt"
     done = int(checkpoint.read_text()) if args.resume and checkpoint.exists() else 0
-    score = -((args.x - 3) ** 2)
+    score = -((args.x - 3) ** 2) + args.seed
     for step in range(done, args.steps):
         time.sleep(args.pause)
         checkpoint.write_text(str(step + 1))

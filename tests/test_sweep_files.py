@@ -56,6 +56,17 @@ def test_the_file_is_valid_and_the_trainer_logs_its_metric(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
+def test_every_configuration_runs_with_fixed_seeds(file: Path, tmp_path: Path) -> None:
+    """A search that draws the seed picks lucky ones."""
+    sweep = load_sweep(file)
+    assert "seed" not in sweep.config["parameters"]
+    command = sweep.command({}, tmp_path)
+    assert command[2:4] == ["-m", "clustergym.sweeping.seeds"]
+    assert len(command[4].split(",")) >= 2
+    assert command[5] == sweep.program
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_the_trainer_parses_the_proposed_flags(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Args of the trainer parse the first two commands of the sweep to the proposed values."""
     monkeypatch.chdir(ROOT)

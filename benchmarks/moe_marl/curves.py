@@ -18,7 +18,7 @@ def main(args: Args) -> None:
     plt = require_matplotlib()
     figure, (episodes, validation) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     for axis, tag, title in (
-        (episodes, "charts/episodic_saved", "training episodes: share of the static time saved, %"),
+        (episodes, "charts/episodic_return", "training episodes: share of the static time saved, %"),
         (validation, "validation/saved_vs_eplb", "validation streams: gain over the supervised phase, points"),
     ):
         found = [read_scalars(seed_folder(args, seed), tag) for seed in args.seeds]

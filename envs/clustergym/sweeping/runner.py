@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from clustergym.sweeping.config import Sweep, sweeps_package
+from clustergym.sweeping.processes import CHECKPOINT, OUTPUT, die_with_parent, tail
 from clustergym.sweeping.proposers import as_sweep_runs, make_proposer
 from clustergym.sweeping.scores import Scores, last_result, score
 from clustergym.sweeping.store import Run, Store
 
-CHECKPOINT = "checkpoint.pt"
-OUTPUT = "output.log"
 # Time between SIGTERM and SIGKILL.
 _GRACE_S = 10.0
 _POLL_S = 0.2
@@ -28,7 +25,6 @@ _POLL_S = 0.2
 _SCORE_S = 2.0
 # After this many failures in a row the sweep ends: then the parameters are not the cause.
 _MAX_FAILURES = 3
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -38,19 +34,6 @@ class _Process:
     scores: Scores
     stop_requested: float | None = None
     """Time at which it was asked to stop early."""
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """A function for the child process that makes it die with the runner. So a resumed sweep never runs one twice."""
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-    def prepare() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return prepare
 
 
 class Runner:
@@ -171,7 +154,7 @@ class Runner:
                 cwd=self.cwd,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             self._fail(run, f"cannot start {command[0]}: {error}", None)
@@ -196,7 +179,7 @@ class Runner:
                 self.store.save(run)
             elif code != 0:
                 run.history = history
-                self._fail(run, f"exit code {code}: {_tail(run.folder / OUTPUT)}", code)
+                self._fail(run, f"exit code {code}: {tail(run.folder / OUTPUT)}", code)
             else:
                 self._finish(run, result, history, code)
 
@@ -252,12 +235,3 @@ def _signal_group(handle: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(handle.pid, number)
     except ProcessLookupError:
         return
-
-
-def _tail(path: Path) -> str:
-    """The last line of the output of a failed run."""
-    with open(path, "rb") as file:
-        file.seek(0, 2)
-        file.seek(max(0, file.tell() - 4096))
-        lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no output"

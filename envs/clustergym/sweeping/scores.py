@@ -18,21 +18,28 @@ class Scores:
         self._readers: dict[Path, Any] = {}
 
     def history(self) -> list[float]:
-        """Values of the metric so far, in order of their steps.
+        """Values of the metric so far, in order of their steps. See :meth:`curve`."""
+        return list(self.curve().values())
 
-        They come from the events in the run folder. If a trainer logs only to subfolders (one per agent), they are the
-        mean over the subfolders with the metric, at steps that all of them have.
+    def curve(self, folders: int = 1) -> dict[int, float]:
+        """{step: value} of the metric so far.
+
+        They come from the events in the run folder. If a trainer logs only to subfolders (one per agent or seed), they
+        are the mean over the subfolders with the metric, at steps that all of them have. Empty while fewer than
+        ``folders`` subfolders have it.
         """
         if self.metric is None or not self.folder.is_dir():
-            return []
+            return {}
         found = {}
         for folder in sorted({file.parent for file in self.folder.rglob("events.out.tfevents.*")}):
             values = self._scalars(folder)
             if values:
                 found[folder] = values
         curves = [found[self.folder]] if self.folder in found else list(found.values())
-        steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
-        return [sum(curve[step] for curve in curves) / len(curves) for step in steps]
+        if len(curves) < folders or not curves:
+            return {}
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        return {step: sum(curve[step] for curve in curves) / len(curves) for step in steps}
 
     def _scalars(self, folder: Path) -> dict[int, float]:
         """{step: value}. Values that a resumed run logs again replace the earlier ones."""
@@ -44,6 +51,16 @@ class Scores:
         if self.metric not in reader.Tags()["scalars"]:
             return {}
         return {event.step: event.value for event in reader.Scalars(self.metric) if math.isfinite(event.value)}
+
+
+def tags_of(folder: Path) -> set[str]:
+    """Names of the scalars in the events of a folder and its subfolders."""
+    events, found = require("tensorboard.backend.event_processing.event_accumulator", "train"), set[str]()
+    for each in {file.parent for file in folder.rglob("events.out.tfevents.*")}:
+        reader = events.EventAccumulator(str(each), size_guidance={"scalars": 0})
+        reader.Reload()
+        found |= set(reader.Tags()["scalars"])
+    return found
 
 
 def last_result(output: Path) -> dict[str, Any] | None:
