@@ -230,7 +230,7 @@ def test_verify_command(files: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run("verify", files / "a.json", *model) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "is a legal plan of sglang for toy on c: 3 layers, 4 GPUs × 3 slots, 4 redundant experts per layer" in said
-    assert "the KV cache of 60 tokens" in said
+    assert "(room for the KV cache of 60 tokens)" in said
     assert "--moe-a2a-backend deepep" in said
     assert "profile: sglang-prefill" in said
     assert "warning: SGLang ignores the plan" in said

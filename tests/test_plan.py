@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym import TokenTrace, cli
+from clustergym.cli import plan as plan_command
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.engines import (
     ENGINES,
     EnginePlan,
     PlanError,
     check_plan,
+    compare_plans,
     how_to_load,
+    load_plan,
     read_plan,
     write_plan,
 )
@@ -44,7 +49,7 @@ from clustergym.moe_placement.planning import (
 from clustergym.moe_placement.profiles import PROFILES, profiles_of
 from clustergym.moe_placement.resampling import HeldOutPasses, Resampled, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.specs import ModelSpec, get_cluster
+from clustergym.moe_placement.specs import ModelSpec, get_cluster, get_model
 from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
@@ -327,7 +332,7 @@ def measured(planner_us: list[float], eplb_us: list[float], force: bool = False)
         return Samples(values, Resampled(np.stack([values, values], axis=1), len(values), 0.01))
 
     outcomes = {
-        name: Outcome(name, static, 0.0, 0, samples(times), np.zeros((1, 3)), np.zeros((1, 8)), 1.0)
+        name: Outcome(name, static, 0.0, 0, samples(times), np.zeros((1, 3)), np.zeros((1, 8)), np.zeros(1), 1.0)
         for name, times in (("static", eplb_us), ("eplb", eplb_us), ("anneal", planner_us))
     }
     return Plan(
@@ -635,6 +640,92 @@ def test_profile_follows_engine_and_phase(flags: list[str], profile: str, trace_
     assert json.loads((tmp_path / "r.json").read_text())["profile"] == profile
 
 
+def test_same_seed_and_iterations_give_the_same_bytes(trace_file: Path, tmp_path: Path) -> None:
+    plans = []
+    for _ in range(2):
+        command = ["plan", str(trace_file), *SMALL, "--planner", "anneal", "--iterations", "200", "--force"]
+        assert cli.main([*command, "-o", str(tmp_path / "p.json")]) == 0
+        plans.append((tmp_path / "p.json").read_bytes())
+    assert plans[0] == plans[1]
+
+
+def test_both_phases_give_two_plans(trace_file: Path, tmp_path: Path) -> None:
+    command = ["plan", str(trace_file), *SMALL, "--planner", "eplb", "--phase", "both", "-o", str(tmp_path / "p.json")]
+    assert cli.main([*command, "--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]) == 0
+    for phase in ("prefill", "decode"):
+        assert len(read_plan(tmp_path / f"p-{phase}.json", "sglang")) == 32
+        assert json.loads((tmp_path / f"r-{phase}.json").read_text())["profile"] == f"sglang-{phase}"
+        assert (tmp_path / f"r-{phase}.html").exists()
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+@pytest.mark.parametrize("planner", ["eplb", "anneal"])
+def test_live_plan_is_changed_within_the_limit(
+    planner: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The static placement is live: much can be gained, more with more moves."""
+    live, out, results = tmp_path / "live.json", tmp_path / "p.json", tmp_path / "r.json"
+    base = ["plan", str(trace_file), *SMALL, "--profile", "sglang-decode"]
+    assert cli.main([*base, "--planner", "static", "--force", "-o", str(live)]) == 0
+    base += ["--planner", planner, "--iterations", "100", "--from", str(live), "-o", str(out), "--json", str(results)]
+    model, times = get_model("mixtral-8x7b"), []
+    limits = [["--max-moves", "0"], ["--max-moves", "40"], ["--migration-budget", "0.02"], []]
+    for flags in limits[1:2] if planner == "eplb" else limits:
+        assert cli.main([*base, *flags]) == 0
+        document, said = json.loads(results.read_text()), " ".join(capsys.readouterr().out.split())
+        plans = [load_plan(path, "sglang", model, 8) for path in (live, out)]
+        change = compare_plans(*plans, CLUSTER)
+        assert document["change"] == dataclasses.asdict(change)
+        assert [p["planner"] for p in document["planners"]] == list(dict.fromkeys(["live", "eplb", planner]))
+        assert change.describe() in said
+        assert "vs live" in said
+        if "--max-moves" in flags:
+            assert change.moves <= int(flags[1])
+        if "--migration-budget" in flags:
+            assert 0 < change.seconds <= 0.02
+        assert document["written"] == (planner if document["gain_shown"] else "live")
+        if document["gain_shown"]:
+            assert change.moves > 0
+            assert "is paid back after" in said
+        else:
+            assert "no gain over the live plan is shown: the live plan is kept" in said
+            assert out.read_bytes() == live.read_bytes()
+        times.append(next(p["served_us"] for p in document["planners"] if p["planner"] == planner))
+    if planner == "anneal":
+        assert times[0] > times[1] > times[3]
+
+
+def test_ctrl_c_writes_the_best_plan_so_far(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search would take ten minutes."""
+    begin = plan_command.ProgressBar.begin
+
+    def interrupted(self: plan_command.ProgressBar, step: str, seconds: float | None) -> None:
+        begin(self, step, seconds)
+        if step == "anneal":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(plan_command.ProgressBar, "begin", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    command = ["plan", str(trace_file), *SMALL[:-1], "600", "--planner", "anneal", "--json", str(tmp_path / "r.json")]
+    assert cli.main([*command, "-o", str(tmp_path / "p.json")]) == 0
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["stopped"]
+    assert [p["planner"] for p in document["planners"]] == ["static", "eplb", "anneal"]
+    assert len(read_plan(tmp_path / "p.json", "sglang")) == 32
+    assert "stopped by Ctrl-C: this is the best plan so far" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_the_search_writes_the_plan_of_eplb(trace_file: Path) -> None:
+    trace, asked = small_trace(), iter([False] * 2 + [True] * 100)
+    plan = small_make_plan(trace, "anneal", stop=lambda: next(asked))
+    assert plan.stopped
+    assert (plan.planner, plan.chosen) == ("eplb", "eplb")
+    assert list(plan.outcomes) == ["static", "eplb"]
+
+
 def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = counts_trace().save(tmp_path / "counts.npz")
     report = tmp_path / "report.html"
@@ -664,6 +755,9 @@ def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--profile", "sglang"], "unknown profile 'sglang'; the profiles are: sglang-prefill"),
         (["--profile", "vllm"], "profile 'vllm' is of engine 'vllm', not of 'sglang'"),
         (["--slots", "0"], "slots_per_gpu is 0"),
+        (["--max-moves", "3"], "--max-moves and --migration-budget need the live plan: give --from PLAN"),
+        (["--from", "absent.json"], "no plan at absent.json"),
+        (["--iterations", "0"], "--iterations is 0"),
     ],
 )
 def test_invalid_arguments_are_refused(

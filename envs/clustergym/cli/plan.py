@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import tyro
 from rich.console import Console
 from rich.markup import escape
@@ -19,14 +21,28 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from clustergym.cli.common import prepare_files
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.engines import EnginePlan, check_layers, check_path, launch, memory_use, write_plan
+from clustergym.common.interrupts import ctrl_c_requests_stop
+from clustergym.moe_placement.engines import (
+    EnginePlan,
+    PlanChange,
+    check_layers,
+    check_path,
+    check_plan,
+    compare_plans,
+    detect_engine,
+    launch,
+    load_plan,
+    memory_use,
+    write_plan,
+)
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.planning import Plan, Sizes, default_planner, make_plan, model_of
 from clustergym.moe_placement.report.html import write_report
 from clustergym.moe_placement.report.tables import gain_sentence, plan_table, profiles_table
 from clustergym.moe_placement.simulator import Simulator
-from clustergym.moe_placement.specs import get_cluster
+from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster
 from clustergym.moe_placement.streams import Traffic
+from clustergym.moe_placement.transition import Limit
 from clustergym.traces import load_any_trace
 
 
@@ -36,6 +52,8 @@ class Command:
 
     All rules of the engine are checked, so it does not refuse the plan. Slots that the planner leaves empty are filled
     with the replicas that help most.
+
+    Ctrl-C ends a search and writes the best plan so far.
 
     Example: clustergym plan trace.npz --cluster h800-4x4 --engine sglang --phase decode -o plan.json
     """
@@ -49,8 +67,8 @@ class Command:
     profile: str | None = None
     """How the engine serves: sglang-prefill, sglang-decode, sglang-lp, vllm, vllm-deepep, tensorrt-llm or
     vllm-ascend; by default the first profile of the engine (of --phase, if given)."""
-    phase: Literal["decode", "prefill"] | None = None
-    """Plan for this phase instead of the profile's."""
+    phase: Literal["decode", "prefill", "both"] | None = None
+    """Plan for this phase instead of the profile's. both: a plan for each, plan-prefill.json and plan-decode.json."""
     planner: str | None = None
     """A planner of ``clustergym eval``, for example anneal, eplb or flashlb; by default the one that is best for the
     profile in our measurements (for counts: eplb)."""
@@ -67,6 +85,14 @@ class Command:
     """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     seconds: float = 30.0
     """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
+    iterations: int | None = None
+    """Steps per layer of these planners instead of --seconds. The same seed then gives the same plan on any machine."""
+    live: Annotated[Path | None, tyro.conf.arg(name="from", metavar="PLAN")] = None
+    """The plan that is served now. Planners start from it, and it is kept if no gain over it is shown."""
+    max_moves: int | None = None
+    """With --from: experts that may move, over all layers and GPUs. The moves that save most are made."""
+    migration_budget: float | None = None
+    """With --from: seconds that the transfer may take if all GPUs receive at once."""
     tokens_per_rank: int | None = None
     """Tokens that each GPU contributes to a pass; by default 32 (decode) or 128 (prefill)."""
     plan_passes: int = 32
@@ -76,7 +102,8 @@ class Command:
     passes: int = 20
     """Number of held-out passes to measure on. More do not make the interval shorter: it comes from the sequences."""
     force: bool = False
-    """Write the planner's plan even if no gain over EPLB is shown. By default EPLB's plan is written then."""
+    """Write the planner's plan even if no gain over EPLB is shown. By default EPLB's plan is written then (with --from:
+    the live plan)."""
     seed: int = 0
     """Seed of the passes and of planners that draw random numbers."""
     report: Path | None = None
@@ -127,14 +154,18 @@ def check_arguments(args: Command, name: str) -> None:
     if args.checkpoint is not None and not planner.takes_checkpoint:
         takers = " and ".join(other for other in PLANNERS if planner_class(other).takes_checkpoint)
         raise ValueError(f"--checkpoint is for the planners {takers}, not for {name!r}")
+    if args.live is None and (args.max_moves is not None or args.migration_budget is not None):
+        raise ValueError("--max-moves and --migration-budget need the live plan: give --from PLAN")
+    if args.iterations is not None and args.iterations < 1:
+        raise ValueError(f"--iterations is {args.iterations}: expected at least 1")
     if args.report is not None and args.report.suffix not in (".html", ".htm"):
         raise ValueError(f"--report {args.report}: expected a file that ends in .html")
     prepare_files(args.output, args.report, args.json)
 
 
-def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
+def results(plan: Plan, chosen: EnginePlan, change: PlanChange | None, args: Command, line: str) -> dict[str, Any]:
     def versus(planner: str, profile: str | None = None) -> dict[str, dict[str, float]]:
-        found = {other: plan.versus(other, planner, profile) for other in ("static", "eplb")}
+        found = {other: plan.versus(other, planner, profile) for other in (plan.reference, "eplb")}
         return {other: {"mean": mean, "ci95": half} for other, (mean, half) in found.items()}
 
     return {
@@ -153,6 +184,9 @@ def results(plan: Plan, args: Command, line: str) -> dict[str, Any]:
         "exact": plan.exact,
         "versus": versus(plan.planner),
         "gain_shown": plan.gain_shown(),
+        "stopped": plan.stopped,
+        "memory": asdict(memory_use(chosen)),
+        "change": None if change is None else asdict(change),
         "other_profiles": {profile: versus(plan.planner, profile) for profile in plan.other_profiles},
         "planners": [
             {
@@ -181,45 +215,101 @@ def explain(plan: Plan, console: Console) -> None:
             f"[yellow]the held-out part is smaller than asked: {100 * plan.reused:.0f} % of the tokens of the passes "
             "were served before (the interval allows for it)[/]"
         )
-    if plan.planner == "eplb":
+    if plan.stopped:
+        console.print("[yellow]stopped by Ctrl-C: this is the best plan so far[/]")
+    if plan.planner == plan.fallback:
         return
     console.print(f"{gain_sentence(plan)}, profile {plan.simulator.profile.name}", highlight=False)
     if not plan.gain_shown():
-        written = "its plan is written anyway (--force)" if plan.force else "EPLB's plan is written"
+        other = {"eplb": "EPLB", "live": "the live plan"}[plan.fallback]
+        kept = {"eplb": "EPLB's plan is written", "live": "the live plan is kept"}[plan.fallback]
+        written = "its plan is written anyway (--force)" if plan.force else kept
         remedy = "" if plan.force else "; --force writes the other one"
-        console.print(f"[yellow]no gain over EPLB is shown: {written}{remedy}, a longer trace shows more[/]")
+        console.print(f"[yellow]no gain over {other} is shown: {written}{remedy}, a longer trace shows more[/]")
+
+
+def explain_change(plan: Plan, change: PlanChange, console: Console) -> None:
+    """Say what it costs to change from the live plan, and when that is paid back."""
+    console.print(f"change from the live plan: {change.describe()}", highlight=False, soft_wrap=True)
+    saved_us = (plan.outcomes["live"].served_us - plan.best.served_us) * len(plan.layer_ids)
+    if change.moves and saved_us > 0:
+        passes = change.seconds * 1e6 / saved_us
+        console.print(
+            f"a pause of {change.seconds:.3f} s is paid back after {passes:,.0f} forward passes", highlight=False
+        )
+
+
+def live_plan(path: Path, model: ModelSpec, cluster: ClusterSpec, layer_ids: npt.NDArray[np.int64]) -> EnginePlan:
+    """The plan of ``--from`` for the layers of the trace. An MTP layer that it lacks is in the default order."""
+    plan = load_plan(path, detect_engine(path), model, cluster.n_gpus)
+    check_plan(plan)
+    rows = dict(zip(plan.layer_ids.tolist(), plan.placement, strict=True))
+    default = np.array(plan.default_row(), np.int16).reshape(plan.n_gpus, plan.n_slots)
+    placement = np.stack([rows.get(layer, default) for layer in layer_ids.tolist()])
+    return EnginePlan(placement, layer_ids, model)
+
+
+def of_phase(path: Path | None, phase: str) -> Path | None:
+    return None if path is None else path.with_stem(f"{path.stem}-{phase}")
 
 
 def run(args: Command, console: Console, line: str) -> None:
+    if args.phase != "both":
+        run_phase(args, console, line)
+        return
+    phases: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode")
+    for phase in phases:
+        output = args.output.with_stem(f"{args.output.stem}-{phase}")
+        report, results = of_phase(args.report, phase), of_phase(args.json, phase)
+        console.print(f"[bold]{phase}[/]")
+        run_phase(replace(args, phase=phase, output=output, report=report, json=results), console, line)
+
+
+def run_phase(args: Command, console: Console, line: str) -> None:
     trace = load_any_trace(args.trace)
     model = model_of(trace, args.model)
-    cluster = get_cluster(args.cluster, **({} if args.slots is None else {"slots_per_gpu": args.slots}))
+    check_layers(trace.layer_ids, model)
+    slots = args.slots
+    cluster = get_cluster(args.cluster, **({} if slots is None else {"slots_per_gpu": slots}))
+    live = None if args.live is None else live_plan(args.live, model, cluster, trace.layer_ids)
+    if live is not None and slots is None:
+        cluster = get_cluster(args.cluster, slots_per_gpu=live.n_slots)
+    assert args.phase != "both"
     profile = chosen_profile(args.profile, args.engine, args.phase)
     if profile.engine != args.engine:
         raise ValueError(f"profile {profile.name!r} is of engine {profile.engine!r}, not of {args.engine!r}")
     simulator = Simulator(model, cluster, profile)
+    if live is not None and live.n_slots != simulator.n_slots:
+        raise ValueError(
+            f"{args.live} has {live.n_slots} slots per GPU, but --slots is {slots}: engines cannot change it"
+        )
     planner = args.planner or default_planner(profile, trace)
     sizes = Sizes(args.share, args.plan_passes, args.observe_tokens, args.passes, seed=args.seed)
     traffic = Traffic(profile.phase, args.tokens_per_rank)
-    check_layers(trace.layer_ids, model)
     check_arguments(args, planner)
-    with progress_bar(console) as shown:
+    limited = args.max_moves is not None or args.migration_budget is not None
+    limit = Limit(args.max_moves, args.migration_budget) if limited else None
+    with progress_bar(console) as shown, ctrl_c_requests_stop(lambda: shown.begin("stopping", None)) as stop:
         plan = make_plan(
-            trace, simulator, planner, traffic=traffic, sizes=sizes, seconds=args.seconds, force=args.force,
-            progress=shown.begin, options={} if args.checkpoint is None else {"checkpoint": args.checkpoint},
+            trace, simulator, planner, traffic=traffic, sizes=sizes, seconds=args.seconds, iterations=args.iterations,
+            force=args.force, live=None if live is None else live.placement, limit=limit, progress=shown.begin,
+            stop=stop, options={} if args.checkpoint is None else {"checkpoint": args.checkpoint},
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
     write_plan(args.output, chosen, args.engine)
     explain(plan, console)
+    change = None if live is None else compare_plans(live, chosen, cluster)
+    if change is not None:
+        explain_change(plan, change, console)
     # A profile of another phase is started like the one it is made from.
     start = launch(args.output, chosen, args.engine, profile.name.split(" (")[0], cluster.n_nodes)
-    console.print(escape(f"plan of {plan.chosen}: {args.output} ({memory_use(chosen).describe()})"), soft_wrap=True)
+    console.print(escape(f"plan of {plan.chosen}: {args.output}"), soft_wrap=True)
     console.print(escape(f"load it with: {start.command}"), highlight=False, soft_wrap=True)
     for warning in start.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
     if args.report is not None:
-        write_report(args.report, plan, args.engine, start.command, line)
+        write_report(args.report, plan, args.engine, start.command, line, change)
         console.print(escape(f"report: {args.report}"))
     if args.json is not None:
-        write_atomically(args.json, json.dumps(results(plan, args, line), indent=2) + "\n")
+        write_atomically(args.json, json.dumps(results(plan, chosen, change, args, line), indent=2) + "\n")
         console.print(escape(f"results: {args.json}"))

@@ -16,12 +16,14 @@ from clustergym.moe_placement.costs import kernel_costs
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN_PASSES_OF_LOADS, sample_tokens
 from clustergym.moe_placement.planner_registry import make_planner, planner_class, planners_on_loads
 from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.eplb import balance
 from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.profiles import PROFILES, EngineProfile, profiles_of
 from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
 from clustergym.moe_placement.streams import Interval, Traffic, sample_passes
+from clustergym.moe_placement.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
@@ -32,6 +34,9 @@ DEFAULT_PLANNERS = dict.fromkeys(PROFILES, "anneal")
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
+# With a limit on moves, searches run this often to find out what a move should cost.
+_LIMITED_RUNS = 5
+_TRANSITION_TOKENS = 16384
 # The other profiles of the engine are measured on few layers, passes and draws, because some need a linear program per
 # pass and layer.
 _OTHER_PROFILES_LAYERS = 4
@@ -77,6 +82,8 @@ class Outcome:
     """(L, 3) dispatch, compute, combine, means over passes. Counts have only compute."""
     pairs: npt.NDArray[np.float64]
     """(L, G) token-expert pairs per GPU and pass, mean over passes"""
+    peak_pairs: npt.NDArray[np.float64]
+    """(L,) token-expert pairs of the busiest GPU of a pass, mean over passes"""
     balancedness: float
     copies: npt.NDArray[np.float64] | None = None
     """(L, G, G) activations dispatched from row to column per pass; None for counts"""
@@ -110,16 +117,28 @@ class Plan:
     expert_pairs: npt.NDArray[np.float64]
     """(L, E) tokens of a pass that use each expert, from the planning part"""
     force: bool = False
-    """Keep the planner's placement even if it shows no gain over EPLB's."""
+    """Keep the planner's placement even if it shows no gain over the fallback."""
+    stopped: bool = False
+    """Planning was stopped early."""
 
     @property
     def model(self) -> ModelSpec:
         return self.simulator.model
 
     @property
+    def reference(self) -> str:
+        """What is served without a plan: the live placement if there is one, else the static one."""
+        return "live" if "live" in self.outcomes else "static"
+
+    @property
+    def fallback(self) -> str:
+        """The placement to keep if no gain over it is shown: the live one if there is one, else EPLB's."""
+        return "live" if "live" in self.outcomes else "eplb"
+
+    @property
     def chosen(self) -> str:
-        """The planner whose placement is written: EPLB if no gain over it is shown."""
-        return self.planner if self.force or self.gain_shown() else "eplb"
+        """The planner whose placement is written."""
+        return self.planner if self.force or self.gain_shown() else self.fallback
 
     @property
     def best(self) -> Outcome:
@@ -131,8 +150,8 @@ class Plan:
         return list(self.outcomes[self.planner].other_profiles)
 
     def gain_shown(self) -> bool:
-        """Whether the whole confidence interval of the difference to EPLB is below 0."""
-        relative, half = self.versus("eplb")
+        """Whether the whole confidence interval of the difference to the fallback is below 0."""
+        relative, half = self.versus(self.fallback)
         return half > 0 and relative + half < 0
 
     def versus(self, other: str, planner: str | None = None, profile: str | None = None) -> tuple[float, float]:
@@ -175,7 +194,7 @@ class Observed:
     """The traffic that planners may look at."""
 
     def __init__(self, part: TokenTrace | LoadTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> None:
-        self.static = simulator.static(part.n_layers)
+        self.simulator, self.static = simulator, simulator.static(part.n_layers)
         self.tokens: Interval | None = None
         """Passes of the whole planning part; None for counts."""
         if isinstance(part, LoadTrace):
@@ -199,6 +218,7 @@ def measure(held_out: HeldOutPasses, placement: Placement) -> dict[str, Any]:
         "samples": held_out.samples(placement, served),
         "layer_us": served.pass_us.mean(1),
         "pairs": served.pairs.mean(1),
+        "peak_pairs": served.pairs.max(2).mean(1),
         "balancedness": float(served.balancedness.mean()),
         "copies": served.copies,
         "gpus_per_token": float(served.gpus_per_token.mean()),
@@ -233,6 +253,7 @@ class HeldOutCounts:
             "samples": Samples(compute.mean(1)),
             "layer_us": layer_us,
             "pairs": pairs.mean(0),
+            "peak_pairs": pairs.max(2).mean(0),
             "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
         }
 
@@ -250,8 +271,11 @@ def make_plan(
     seconds: float = 30.0,
     iterations: int | None = None,
     force: bool = False,
+    live: Placement | None = None,
+    limit: Limit | None = None,
     options: dict[str, Any] | None = None,
     progress: Callable[[str, float | None], None] = lambda step, seconds: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Plan on one part of the trace, and serve passes of the rest. Baselines are static and EPLB.
 
@@ -261,9 +285,12 @@ def make_plan(
         sizes: how much to plan and to measure on.
         seconds: time budget of planners that take one.
         iterations: steps per layer of these planners instead. The plan then depends on the seed only.
-        force: keep the planner's placement even if no gain over EPLB is shown.
+        force: keep the planner's placement even if no gain over EPLB (or the live placement) is shown.
+        live: (L, G, S) placement that is served now. It takes the place of the static one, and planners start from it.
+        limit: what the change from the live placement may cost; by default anything.
         options: more options of the planner (``checkpoint`` …).
         progress: called before each step with its name and its duration in seconds, if known.
+        stop: asked now and then. When it returns True, searches end with the best placement so far.
     """
     sizes = sizes or Sizes()
     simulator = simulator.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
@@ -288,31 +315,43 @@ def make_plan(
         held_out = HeldOutCounts(steps, simulator, traffic)
     observed = Observed(before, simulator, traffic, sizes)
     outcomes: dict[str, Outcome] = {}
-    for name in dict.fromkeys(["static", "eplb", planner]):
-        given = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
-        if planner_class(name).takes_seconds:
-            given |= {"seconds": seconds} if iterations is None else {"seconds": None, "iterations": iterations}
-        progress(f"compiling {name}", None)
-        # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
-        once = {"seconds": None, "iterations": 1} if "seconds" in given else {}
-        warm_up = observed.loads if isinstance(before, LoadTrace) else evaluation.compile_on(before, simulator)
-        make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static)
-        made = make_planner(name, simulator, **given)
-        start = outcomes["eplb"].placement if made.starts_from_eplb else observed.static
-        progress(name, seconds if made.takes_seconds and iterations is None else None)
-        began = time.perf_counter()
-        placement = made.plan([observed.interval(made)], start)
-        decision_s = time.perf_counter() - began
-        placement = simulator.check(placement)
-        empty = int((placement < 0).sum())
-        if empty:
-            progress(f"filling {empty} empty slots", None)
-            placement = fill_empty(simulator, observed, placement)
+
+    def serve(name: str, placement: Placement, decision_s: float, empty: int) -> None:
         progress(f"serving held-out traffic on {name}", None)
         found = held_out.measure(placement) if isinstance(held_out, HeldOutCounts) else measure(held_out, placement)
         outcomes[name] = Outcome(name, placement, decision_s, empty, **found)
         some = placement[spread_layers(trace.n_layers, _OTHER_PROFILES_LAYERS)]
         outcomes[name].other_profiles = {other: passes.samples(some) for other, passes in others.items()}
+
+    first = observed.static
+    if live is not None:
+        first = simulator.check(live)
+        serve("live", first, 0.0, 0)
+    for name in dict.fromkeys([*(["static"] if live is None else []), "eplb", planner]):
+        given: dict[str, Any] = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
+        if planner_class(name).takes_seconds:
+            given |= {"seconds": seconds} if iterations is None else {"seconds": None, "iterations": iterations}
+            given["stop"] = stop
+        progress(f"compiling {name}", None)
+        # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
+        once = {"seconds": None, "iterations": 1} if "seconds" in given else {}
+        warm_up = observed.loads if isinstance(before, LoadTrace) else evaluation.compile_on(before, simulator)
+        make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static)
+        if stop() and "eplb" in outcomes:
+            planner = "eplb"
+            break
+        made = make_planner(name, simulator, **given)
+        start = outcomes["eplb"].placement if made.starts_from_eplb and live is None else first
+        progress(name, seconds if made.takes_seconds and iterations is None else None)
+        began = time.perf_counter()
+        if live is not None and name == planner and made.takes_seconds and limit is not None:
+            placement, empty = _search_within(name, given, transition_from(first, limit, simulator, observed), observed)
+        else:
+            placement, empty = _filled(made.plan([observed.interval(made)], start), simulator, observed)
+            if live is not None and name == planner:
+                placement = transition_from(first, limit or Limit(), simulator, observed).towards(placement)
+        decision_s = time.perf_counter() - began
+        serve(name, placement, decision_s, empty)
     loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
     return Plan(
         planner=planner,
@@ -327,7 +366,48 @@ def make_plan(
         pass_tokens=pass_tokens,
         expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
         force=force,
+        stopped=stop(),
     )
+
+
+def _filled(placement: Placement, simulator: Simulator, observed: Observed) -> tuple[Placement, int]:
+    """(a placement without empty slots, how many there were)"""
+    placement = simulator.check(placement)
+    empty = int((placement < 0).sum())
+    return (fill_empty(simulator, observed, placement) if empty else placement), empty
+
+
+def _search_within(name: str, given: dict[str, Any], change: Transition, observed: Observed) -> tuple[Placement, int]:
+    """(the best placement that the limit allows, slots that were empty)
+
+    A search that does not know the limit would move nearly everything, and a part of that is worth little. So moves
+    cost time in the search, as much as it takes to stay within the limit.
+    """
+    empty = 0
+    given = given | ({} if given["seconds"] is None else {"seconds": given["seconds"] / _LIMITED_RUNS})
+
+    def plan(passes: int) -> Placement:
+        nonlocal empty
+        simulator = observed.simulator.spread_migration(passes)
+        made = make_planner(name, simulator, **given)
+        placement, empty = _filled(made.plan([observed.interval(made)], change.live), simulator, observed)
+        return placement
+
+    return change.search(plan, _LIMITED_RUNS), empty
+
+
+def transition_from(live: Placement, limit: Limit, simulator: Simulator, observed: Observed) -> Transition:
+    """Changes of the live placement, priced on the traffic to plan on."""
+    loads = observed.loads.loads(simulator.n_experts).astype(np.float64)
+    # One large pass: the chance of single passes would choose the moves.
+    mixed = None if observed.tokens is None else observed.tokens.mixed(_TRANSITION_TOKENS)
+
+    def times(placement: Placement) -> npt.NDArray[np.float64]:
+        if mixed is None:
+            return 1 / balance(loads, placement)
+        return simulator.evaluate(mixed, placement, check=False).time_us
+
+    return Transition(live, limit, loads, simulator.cluster, simulator.model, times)
 
 
 def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> dict[str, HeldOutPasses]:

@@ -19,8 +19,8 @@ class MemoryUse:
     """Tokens of KV cache that would fit into the memory of the redundant slots; None if the model does not tell."""
 
     def describe(self) -> str:
-        lost = "" if self.kv_tokens_lost is None else f", the KV cache of {self.kv_tokens_lost:,} tokens"
-        return f"{self.experts_gb:.2f} GB of experts per GPU, {self.redundant_gb:.2f} GB in redundant slots{lost}"
+        lost = "" if self.kv_tokens_lost is None else f" (room for the KV cache of {self.kv_tokens_lost:,} tokens)"
+        return f"{self.experts_gb:.2f} GB of experts per GPU, {self.redundant_gb:.2f} GB of it in redundant slots{lost}"
 
 
 def memory_use(plan: EnginePlan) -> MemoryUse:

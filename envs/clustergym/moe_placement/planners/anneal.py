@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 
 SHORTEST_SECONDS = 1e-4
+LAYERS_BETWEEN_STOPS = 16
 
 
 @dataclass(eq=False, kw_only=True)
@@ -41,6 +42,8 @@ class Anneal(Search):
     """Share of the steps that replace a spare replica, that move an expert next to one that the same token uses, and
     that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first kind
     that empties a slot instead; engines need all slots filled."""
+    stop: Callable[[], bool] = lambda: False
+    """Asked between parts of the search: True ends it with the best placement so far."""
     restart: bool = True
     """Start each layer from EPLB's or the static placement if that is better, migration included."""
 
@@ -115,12 +118,15 @@ class Anneal(Search):
 
         def search(first: int, last: int) -> None:
             if seconds is None:
-                run(first, last, self.heat, self.iterations)
+                # In parts, so that a stop is noticed. Layers that are not reached keep their first placement.
+                for part in range(first, last, LAYERS_BETWEEN_STOPS):
+                    if not self.stop():
+                        run(part, min(part + LAYERS_BETWEEN_STOPS, last), self.heat, self.iterations)
                 return
             budget = seconds * (last - first) / layers
             began, done, chunk = time.perf_counter(), 0.0, 50
             low, high = np.log(self.heat[1]), np.log(self.heat[0])
-            while done < 1:
+            while done < 1 and not self.stop():
                 before = time.perf_counter()
                 heat = float(np.exp(high + (low - high) * done))
                 run(first, last, (heat, heat), chunk)

@@ -33,7 +33,7 @@ class Planner(ABC):
     starts_from_eplb: ClassVar[bool] = False
     """The planner changes little, so ``clustergym plan`` lets it improve EPLB's placement and not the static one."""
     takes_seconds: ClassVar[bool] = False
-    """The option ``seconds`` sets a time budget; without it, ``iterations`` limits the search."""
+    """The option ``seconds`` sets a time budget; without it, ``iterations`` limits the search. ``stop`` may end it."""
     takes_checkpoint: ClassVar[bool] = False
     """The option ``checkpoint`` names a trained policy."""
     layers_alone: ClassVar[bool] = False

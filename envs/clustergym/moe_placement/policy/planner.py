@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -148,6 +148,8 @@ class PolicyGuided(Policy):
     """Share of the time budget that the policy may use before the search."""
     heat: tuple[float, float] = (3e-4, 1e-5)
     """First and last temperature of the annealing."""
+    stop: Callable[[], bool] = lambda: False
+    """See :class:`Anneal`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -155,7 +157,7 @@ class PolicyGuided(Policy):
             raise ValueError(f"guide is {self.guide} and lead {self.lead}: expected 0 … 1")
         self.search = Anneal(
             self.simulator, self.seed, norm=self.settings.norm, iterations=self.iterations, seconds=self.seconds,
-            heat=self.heat, migration_weight=1.0 / self.settings.horizon,
+            heat=self.heat, migration_weight=1.0 / self.settings.horizon, stop=self.stop,
         )  # fmt: skip
 
     def reset(self) -> None:

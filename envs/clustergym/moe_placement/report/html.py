@@ -12,16 +12,19 @@ from typing import Any
 import numpy as np
 
 from clustergym.common.files import write_atomically
+from clustergym.moe_placement.engines import PlanChange
 from clustergym.moe_placement.planning import Outcome, Plan
-from clustergym.moe_placement.report.tables import plan_cells, profile_cells
+from clustergym.moe_placement.report.tables import plan_cells, plan_memory, profile_cells
 
 
-def write_report(path: Path, plan: Plan, engine: str, load: str, command: str) -> None:
+def write_report(
+    path: Path, plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None
+) -> None:
     """Write the report atomically."""
-    write_atomically(path, render(plan, engine, load, command))
+    write_atomically(path, render(plan, engine, load, command, change))
 
 
-def render(plan: Plan, engine: str, load: str, command: str) -> str:
+def render(plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None) -> str:
     """The page, with its data, styles and script."""
     folder = resources.files(__package__)
     template, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("template.html", "script.js"))
@@ -29,8 +32,9 @@ def render(plan: Plan, engine: str, load: str, command: str) -> str:
         "TITLE": html.escape(f"{plan.model.name} on {plan.simulator.cluster.name}"),
         "HEADLINE": html.escape(_headline(plan)),
         "FACTS": "".join(
-            f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _facts(plan, engine)
+            f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _facts(plan, engine, change)
         ),
+        "REFERENCE": plan.reference,
         "TABLE": _table(plan),
         "PROFILES": _profiles(plan),
         "LOAD": html.escape(load),
@@ -44,19 +48,22 @@ def render(plan: Plan, engine: str, load: str, command: str) -> str:
 
 
 def _headline(plan: Plan) -> str:
-    other, label = ("eplb", "EPLB") if plan.planner != "eplb" else ("static", "the static placement")
+    labels = {"eplb": "EPLB", "live": "the live plan", "static": "the static placement"}
+    other = plan.fallback if plan.planner != plan.fallback else plan.reference
+    label = labels[other]
     relative, half = plan.versus(other)
     word = "less" if relative < 0 else "more"
     interval = f" (± {100 * half:.1f})" if half else ""
     what = "time" if plan.exact else "expert-kernel time"
     where = f"on held-out traffic, {plan.simulator.profile.name}"
     said = f"{plan.planner}: {100 * abs(relative):.1f} %{interval} {word} {what} than {label} {where}"
-    if plan.planner == "eplb" or plan.gain_shown():
+    if plan.planner == plan.fallback or plan.gain_shown():
         return said
-    return f"{said}. No gain is shown: {'written anyway' if plan.force else 'the plan of EPLB is written'}"
+    kept = {"eplb": "the plan of EPLB is written", "live": "the live plan is kept"}[plan.fallback]
+    return f"{said}. No gain is shown: {'written anyway' if plan.force else kept}"
 
 
-def _facts(plan: Plan, engine: str) -> list[tuple[str, str]]:
+def _facts(plan: Plan, engine: str, change: PlanChange | None) -> list[tuple[str, str]]:
     cluster, simulator = plan.simulator.cluster, plan.simulator
     return [
         ("trace", plan.trace),
@@ -73,6 +80,8 @@ def _facts(plan: Plan, engine: str) -> list[tuple[str, str]]:
         ),
         ("engine", engine),
         ("profile", f"{simulator.profile.name}: {simulator.profile.about}"),
+        ("memory", plan_memory(plan).describe()),
+        *([] if change is None else [("change from the live plan", change.describe())]),
     ]
 
 
@@ -108,6 +117,11 @@ def _data(plan: Plan) -> dict[str, Any]:
     cluster = plan.simulator.cluster
     return {
         "chosen": plan.chosen,
+        "baseline": plan.fallback
+        if plan.chosen != plan.fallback
+        else "static"
+        if plan.reference == "static"
+        else "eplb",
         "exact": plan.exact,
         "layers": [int(l) for l in plan.layer_ids],
         "gpus": plan.simulator.n_gpus,
@@ -122,6 +136,7 @@ def _drawn(outcome: Outcome) -> dict[str, Any]:
     copies = outcome.copies
     return {
         "pairs": np.round(outcome.pairs).astype(int).tolist(),
+        "peak": np.round(outcome.peak_pairs, 1).tolist(),
         "us": np.round(outcome.layer_us, 1).tolist(),
         "slots": outcome.placement.tolist(),
         "copies": None if copies is None else np.round(copies).astype(int).tolist(),

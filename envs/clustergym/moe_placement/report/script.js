@@ -1,7 +1,7 @@
 "use strict";
 const D = JSON.parse(document.getElementById("data").textContent);
 const names = Object.keys(D.planners), L = D.layers.length, G = D.gpus;
-const baseline = D.chosen === "eplb" ? "static" : "eplb";
+const baseline = D.baseline;
 
 // Planners differ in dash, marker and fill, not only in colour.
 const STYLES = {
@@ -10,7 +10,7 @@ const STYLES = {
     fill: {fill: "none", stroke: "var(--static)", "stroke-width": 1.5}},
   eplb: {colour: "var(--eplb)", dash: "8 4", mark: "square", fill: {fill: "url(#hatch)", stroke: "var(--eplb)"}},
 };
-const style = name => STYLES[name === D.chosen ? "chosen" : name === "static" ? "static" : "eplb"];
+const style = name => STYLES[name === D.chosen ? "chosen" : name === "static" || name === "live" ? "static" : "eplb"];
 
 // Cividis: even steps of brightness, readable without colour vision.
 const CIVIDIS = ["#00224e", "#123570", "#3b496c", "#575d6d", "#707173", "#8a8678", "#a59c74", "#c3b369", "#e1cc55",

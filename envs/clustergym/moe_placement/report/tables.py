@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from clustergym.moe_placement.engines import EnginePlan, MemoryUse, memory_use
 from clustergym.moe_placement.evaluation import Result
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.planning import Outcome, Plan
@@ -58,11 +59,14 @@ def plan_table(plan: Plan) -> Table:
     """The plan and the baselines on held-out traffic. The fastest one is bold."""
     table = _table(
         f"{plan.trace} on {plan.simulator.cluster.name}, {plan.simulator.profile.name}, held out: {plan.held_out}",
-        "µs per layer and forward pass; ± 95 % interval from resampled sequences"
-        if plan.exact
-        else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between GPUs; "
-        "± 95 % interval from blocks of steps",
-        ("time", "vs static", "vs eplb", "balance", "GPUs/token", "inter-node MB", "decision s"),
+        (
+            "µs per layer and forward pass; ± 95 % interval from resampled sequences"
+            if plan.exact
+            else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between "
+            "GPUs; ± 95 % interval from blocks of steps"
+        )
+        + f". Every plan: {plan_memory(plan).describe()}",
+        ("time", f"vs {plan.reference}", "vs eplb", "balance", "GPUs/token", "inter-node MB", "decision s"),
     )
     fastest = min(o.served_us for o in plan.outcomes.values())
     for name, outcome in plan.outcomes.items():
@@ -71,11 +75,16 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
+def plan_memory(plan: Plan) -> MemoryUse:
+    """Memory per GPU, the same for all placements."""
+    return memory_use(EnginePlan(plan.best.placement, plan.layer_ids, plan.model))
+
+
 def plan_cells(plan: Plan, outcome: Outcome) -> list[str]:
-    """The row of one planner: time, vs static, vs EPLB, balance, GPUs per token, inter-node MB, decision s."""
+    """The row of one planner: time, vs static or live, vs EPLB, balance, GPUs per token, inter-node MB, decision s."""
     return [
         f"{outcome.served_us:.1f}",
-        *(_percent(*plan.versus(other, outcome.planner)) for other in ("static", "eplb")),
+        *(_percent(*plan.versus(other, outcome.planner)) for other in (plan.reference, "eplb")),
         f"{outcome.balancedness:.3f}",
         "–" if outcome.gpus_per_token is None else f"{outcome.gpus_per_token:.2f}",
         "–" if outcome.inter_node_mb is None else f"{outcome.inter_node_mb:.2f}",
@@ -105,4 +114,5 @@ def profile_cells(plan: Plan, planner: str) -> list[str]:
 
 def gain_sentence(plan: Plan) -> str:
     """What the planner's plan is worth."""
-    return f"{plan.planner} against EPLB on held-out traffic: {_percent(*plan.versus('eplb'))} time"
+    other = {"eplb": "EPLB", "live": "the live plan"}[plan.fallback]
+    return f"{plan.planner} against {other} on held-out traffic: {_percent(*plan.versus(plan.fallback))} time"
