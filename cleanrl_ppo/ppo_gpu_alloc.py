@@ -46,6 +46,8 @@ class Args(TrainArgs):
     """GPUAllocationHistory-v0 or GPUAllocation-v0."""
     workload: Path | None = None
     """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
+    reward: Literal["room", "seed"] = "room"
+    """room: with a penalty for the waiting time of the next pod. seed: without it."""
     preset: Literal["tuned", "plain"] = "tuned"
     """plain: textbook PPO with five features, one environment, batches of 32 and no normalisation (PLAIN_PRESET). Other
     flags come before it."""
@@ -54,7 +56,7 @@ class Args(TrainArgs):
     eval_streams: int = 256
     """Number of held-out streams (one episode each) in an evaluation. 0 for no evaluation."""
 
-    learning_rate: float = 5e-3
+    learning_rate: float = 2e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0. With final_std it also falls with the standard deviation, because the
@@ -348,17 +350,17 @@ def clip_action(raw: Tensor) -> Tensor:
 
 def make_envs(args: Args, num_envs: int) -> AllocationBatch:
     """Create the batched environments of ``--env-id``."""
-    options = {} if args.workload is None else {"workload": args.workload}
-    envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
-    batch = getattr(envs.unwrapped, "batch", None)
-    if not isinstance(batch, AllocationBatch):
+    if not args.env_id.startswith("GPUAllocation"):
         raise TypeError(f"{args.env_id} is not an allocation task: use GPUAllocation-v0 or GPUAllocationHistory-v0")
+    options = {"workload": args.workload, "reward": args.reward}
+    envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
+    batch: AllocationBatch = envs.unwrapped.batch
     return batch
 
 
 def film(args: Args, act: Callable[[Tensor], Tensor], videos: Path) -> None:
     """Record the first episode of the held-out streams. ``act`` maps observations (1, features) to actions."""
-    options = {} if args.workload is None else {"workload": args.workload}
+    options = {"workload": args.workload, "reward": args.reward}
     env = record_video(gym.make(args.env_id, render_mode="rgb_array", **options), videos)
     obs, ended = env.reset(seed=HELD_OUT_SEED)[0], False
     while not ended:

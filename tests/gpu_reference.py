@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from clustergym.gpu_allocation import specs
-from clustergym.gpu_allocation.batch import MEAN_LOGIT, AllocationConfig, load_workload
+import numpy as np
+
+from clustergym.gpu_allocation import fitted, specs
+from clustergym.gpu_allocation.batch import AllocationConfig, load_workload
 from clustergym.gpu_allocation.specs import APPS, LATENCY_CV
 
 MASK = 2**64 - 1
@@ -59,6 +61,7 @@ class Owner:
     batch: int
     need: float
     memory: float
+    """need and memory: logits"""
     load: float
     templates: list[int]
 
@@ -78,6 +81,11 @@ class Outcome:
 
 def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
+
+
+def quantile(table: tuple[float, ...], u: float) -> float:
+    """Linear interpolation in a table of equally spaced quantiles."""
+    return float(np.interp(u, np.linspace(0, 1, len(table)), table))
 
 
 def solo_latency_ms(app: str, batch: float, share_percent: float) -> float:
@@ -135,45 +143,46 @@ class Node:
         self.time_s = 0.0
         self.pods: list[Pod] = []
         self.mean_gap_s = sum(row[1] for row in self.rows) / len(self.rows) / self.config.load
-        node = MEAN_LOGIT + self.config.node_spread * self.random.normal()
+        node = fitted.NEED_LOGIT + self.config.node_spread * self.random.normal()
         self.owners = [self._draw_owner(node) for _ in range(self.config.owners)]
         self._await_pod()
 
     def _draw_owner(self, node: float) -> Owner:
         need = node + self.config.owner_spread * self.random.normal()
-        memory = 0.3 + 0.5 * (node - MEAN_LOGIT) + 0.6 * self.random.normal()
+        memory = fitted.MEMORY_LOGIT + fitted.MEMORY_OWNER_SPREAD * self.random.normal()
         app = list(APPS)[int(4 * self.random.uniform())]
         batch = 4 * 2 ** int(4 * self.random.uniform())
         load = 0.8 + 0.2 * self.random.uniform()
         templates = [int(self.random.uniform() * len(self.rows)) for _ in range(3)]
-        return Owner(app, batch, 0.8 * sigmoid(need), 0.8 * sigmoid(memory), load, templates)
+        return Owner(app, batch, need, memory, load, templates)
 
     def _draw_pod(self) -> Pod:
-        weights = [(i + 1) ** -0.5 for i in range(self.config.owners)]
+        weights = [(i + 1) ** -1.37 for i in range(self.config.owners)]
         u, index, below = self.random.uniform() * sum(weights), 0, 0.0
         while index < len(weights) - 1 and u >= below + weights[index]:
             below += weights[index]
             index += 1
         owner = self.owners[index]
         row = self.rows[owner.templates[int(self.random.uniform() * 3)]]
-        life_s = self.rows[int(self.random.uniform() * len(self.rows))][1]
-        z_need, z_latency, u_memory = self.random.normal(), self.random.normal(), self.random.uniform()
-        spec = APPS[owner.app]
-        fraction = min(owner.need * max(1 + self.config.pod_spread * z_need, 0.1), 0.85)
-        latency = solo_latency_ms(owner.app, owner.batch, row[0] * fraction)
-        typical_mb = spec.memory_base_mb + spec.memory_item_mb * owner.batch
+        lives = [other[1] for other in self.rows if other[2] == row[2]]
+        life_s = lives[int(self.random.uniform() * len(lives))]
+        more_cores = self.config.pod_spread * quantile(fitted.NEED_POD_QUANTILES, self.random.uniform())
+        more_memory = self.config.pod_spread * quantile(fitted.MEMORY_POD_QUANTILES, self.random.uniform())
+        idle, z_latency = self.random.uniform() < self.config.idle_share, self.random.normal()
+        latency = solo_latency_ms(owner.app, owner.batch, row[0] * min(sigmoid(owner.need + more_cores), 0.85))
         sensitive = row[2] > 0.5
+        memory = max(math.floor(row[0] / 100 * 32768), 512.0)
         return Pod(
             app=owner.app,
             batch=owner.batch,
-            rate_per_ms=owner.batch / latency * (owner.load if sensitive else 1.0),
-            slo_ms=latency if sensitive else math.inf,
-            need_mb=typical_mb * (0.95 + 0.1 * u_memory),
+            rate_per_ms=0.0 if idle else owner.batch / latency * (owner.load if sensitive else 1.0),
+            slo_ms=latency if sensitive and not idle else math.inf,
+            need_mb=memory * sigmoid(owner.memory + more_memory),
             jitter=1 + LATENCY_CV * z_latency,
             life_s=life_s,
             owner=index,
             cores=row[0],
-            memory=min(max(math.ceil(typical_mb / owner.memory), 512.0), 32768.0),
+            memory=memory,
         )
 
     def _await_pod(self) -> None:
@@ -234,4 +243,6 @@ class Node:
         if oom:
             self.pods.pop()
         self._await_pod()
+        if self.config.reward == "room":
+            outcome.reward -= 0.5 * self.wait_s / (self.wait_s + 440)
         return outcome

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numba
 import numpy as np
@@ -15,11 +15,13 @@ import torch
 
 from clustergym.common.threads import spread
 from clustergym.gpu_allocation import dynamics
+from clustergym.gpu_allocation.fitted import IDLE_SHARE, NEED_LOGIT, NEED_OWNER_SPREAD, POPULARITY
 from clustergym.gpu_allocation.history import N_FEATURES, N_HISTORY
 from clustergym.gpu_allocation.space import MAX_PODS, N_STATE, UNIT_PERCENT
 from clustergym.gpu_allocation.specs import APPS
 from clustergym.gpu_allocation.state import (
     JOB_LIFE,
+    JOB_SENSITIVE,
     N_ASK,
     N_COUNTS,
     N_HABIT,
@@ -33,8 +35,6 @@ from clustergym.gpu_allocation.workload import NodeMix, Workload, edge_mixes, re
 
 # With fewer environments than this, a second thread costs more time than it saves.
 MIN_ENVS_FOR_THREADS = 512
-# With the default spreads, the needed part of a request has the mean (0.44) and deviation (0.2) of Beta(2, 2.5).
-MEAN_LOGIT = 0.2
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,18 @@ class AllocationConfig:
     unit_percent: float = UNIT_PERCENT
     """Cores are allocated in multiples of this. MPS takes whole percents; 2.5 are two of a V100's 80 SMs; 0 means any
     number."""
-    node_spread: float = 0.75
-    """How much nodes differ in over-asking: standard deviation of the logit of the needed part of a request."""
-    owner_spread: float = 0.7
+    reward: Literal["room", "seed"] = "room"
+    """room: efficiency, QoS and penalties, minus a penalty for the time that the next pod waits for room. seed: without
+    the waiting time, so that an allocation has hardly any effect on later rewards."""
+    node_spread: float = 0.0
+    """How much nodes differ in over-asking: standard deviation of the logit of the needed part of a request. The public
+    traces say nothing about it: schedulers do not sort pods by what they need."""
+    owner_spread: float = NEED_OWNER_SPREAD
     """How much the owners of one node differ in over-asking (the same unit)."""
-    pod_spread: float = 0.01
-    """How much the pods of one owner differ: relative standard deviation of the needed part."""
+    pod_spread: float = 1.0
+    """How much the pods of one owner differ in cores and memory: factor on the measured differences."""
+    idle_share: float = IDLE_SHARE
+    """Share of pods that hold memory but never use the GPU."""
     mix: NodeMix | None = None
     """A fixed node. By default, every episode draws a new node."""
 
@@ -71,6 +77,10 @@ class AllocationConfig:
             raise ValueError(f"load is {self.load}: expected more than 0, up to {MAX_PODS} pods")
         if not 0 <= self.unit_percent <= 10:
             raise ValueError(f"unit_percent is {self.unit_percent}: expected 0 … 10")
+        if self.reward not in ("room", "seed"):
+            raise ValueError(f"reward is {self.reward!r}: expected 'room' or 'seed'")
+        if not 0 <= self.idle_share <= 1:
+            raise ValueError(f"idle_share is {self.idle_share}: expected 0 … 1")
         for key in ("node_spread", "owner_spread", "pod_spread"):
             if not 0 <= getattr(self, key) <= 5:
                 raise ValueError(f"{key} is {getattr(self, key)}: expected 0 … 5")
@@ -103,8 +113,8 @@ class AllocationBatch:
         reward: (B,) float64.
         ended: (B,) bool.
         last_obs: (B, 5 or 19) float32, the last observation of an ended episode.
-        outcome: (B, 18) float32, results of the last decisions; columns ``state.OUTCOME_*``.
-        final_sums: (B, 7) float64, sums over the last finished episodes; columns ``state.SUM_*``.
+        outcome: (B, 19) float32, results of the last decisions; columns ``state.OUTCOME_*``.
+        final_sums: (B, 8) float64, sums over the last finished episodes; columns ``state.SUM_*``.
 
     Args:
         config: the task.
@@ -165,19 +175,22 @@ class AllocationBatch:
 
     def _make_rules(self) -> Rules:
         config, jobs = self.config, self.workload.jobs()
-        popularity = np.cumsum((1.0 + np.arange(config.owners)) ** -0.5)
+        popularity = np.cumsum((1.0 + np.arange(config.owners)) ** -POPULARITY)
         weights = np.array([(1.0,) * len(APPS) if mix is None else mix.apps for mix in self.mixes])
         cumulative = np.cumsum(weights, axis=1)
         return Rules(
             apps=np.array(list(APPS.values()), dtype=np.float64),
             jobs=jobs,
+            n_best_effort=int((jobs[:, JOB_SENSITIVE] < 0.5).sum()),
             owner_weights=popularity / popularity[-1],
             app_weights=cumulative / cumulative[:, -1:],
             over_ask=np.array([np.nan if mix is None else mix.over_ask for mix in self.mixes]),
             mean_gap_s=float(jobs[:, JOB_LIFE].mean() / config.load),
             n_arrivals=int(config.arrivals),
             unit_percent=float(config.unit_percent),
-            mean_logit=MEAN_LOGIT,
+            with_room=config.reward == "room",
+            idle_share=float(config.idle_share),
+            mean_logit=NEED_LOGIT,
             node_spread=float(config.node_spread),
             owner_spread=float(config.owner_spread),
             pod_spread=float(config.pod_spread),

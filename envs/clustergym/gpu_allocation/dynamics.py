@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.compiling import compiler, source_fingerprint
-from clustergym.gpu_allocation import history, reward, space, specs
+from clustergym.gpu_allocation import fitted, history, reward, space, specs
 from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, MIN_CORES, MIN_MEMORY_MB, N_STATE
 
 # isort: off
@@ -22,16 +22,18 @@ from clustergym.gpu_allocation.state import (
     ASK_SENSITIVE, ASK_SLO, ASK_WAIT, COUNT_DECISIONS, COUNT_ENDED, COUNT_PODS, HABIT_APP, HABIT_BATCH, HABIT_LOAD,
     HABIT_MEMORY, HABIT_NEED, HABIT_TEMPLATE, JOB_CORES, JOB_LIFE, JOB_SENSITIVE, N_POD, N_SUMS, N_TEMPLATES,
     OUTCOME_CORES, OUTCOME_EFFICIENCY, OUTCOME_LATENCY, OUTCOME_MEMORY, OUTCOME_MET, OUTCOME_MONOPOLY, OUTCOME_OOM,
-    OUTCOME_OWNER, OUTCOME_PODS, OUTCOME_QOS, OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_REWARD, OUTCOME_TIME,
+    OUTCOME_OWNER, OUTCOME_PODS, OUTCOME_QOS, OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_REWARD, OUTCOME_ROOM,
+    OUTCOME_TIME,
     OUTCOME_UNDER_ALLOCATION, OUTCOME_USAGE, OUTCOME_USED_MB, OUTCOME_WAIT, POD_CORES, POD_END, POD_INTENSITY,
     POD_JITTER, POD_KERNELS, POD_L2, POD_LATENCY, POD_MEMORY, POD_MET, POD_NEED_MB, POD_OWNER, POD_SENSITIVITY,
-    POD_SLO, POD_SOLO, POD_USAGE, POD_WATTS, SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM, SUM_REWARD, SUM_STEPS,
-    SUM_WAIT, Doubles, Floats, Rules, State,
+    POD_SLO, POD_SOLO, POD_USAGE, POD_WATTS, SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM, SUM_REWARD, SUM_ROOM,
+    SUM_STEPS, SUM_WAIT, Doubles, Floats, Rules, State,
 )  # fmt: skip
 # isort: on
 
 SOURCES = [
-    Path(__file__).with_name(f"{name}.py") for name in ("dynamics", "history", "reward", "space", "specs", "state")
+    Path(__file__).with_name(f"{name}.py")
+    for name in ("dynamics", "fitted", "history", "reward", "space", "specs", "state")
 ]
 compiled = compiler(source_fingerprint(SOURCES))
 
@@ -39,6 +41,7 @@ compiled = compiler(source_fingerprint(SOURCES))
 remember = compiled(history.remember)
 write_features = compiled(history.write_features)
 score = compiled(reward.score)
+room = compiled(reward.room)
 scale_state = compiled(space.scale_state)
 scale_action = compiled(space.scale_action)
 action_for = compiled(space.action_for)
@@ -46,8 +49,11 @@ limit_grant = compiled(space.limit_grant)
 solo_latency_ms = compiled(specs.solo_latency_ms)
 
 LARGE = 1e30
-MAX_HABITUAL_NEED, MAX_NEED = 0.8, 0.85
-"""Largest part of a request that an owner's pods need on average, and that one pod needs: few ask for too little."""
+MAX_NEED = 0.85
+"""Largest part of its request that a pod needs alone on the GPU: nobody asks for too little (97.9 % of PAI's instances
+use less than they ask for). The rest is for the interference of neighbours."""
+NEED_QUANTILES = np.array(fitted.NEED_POD_QUANTILES)
+MEMORY_QUANTILES = np.array(fitted.MEMORY_POD_QUANTILES)
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -84,6 +90,20 @@ def normal(random: npt.NDArray[np.uint64], b: int) -> float:
     z = _mix_one(random[b])
     total = (z & _LOW16) + ((z >> _S16) & _LOW16) + ((z >> _S32) & _LOW16) + (z >> _S48)
     return (float(total) - 131070.0) * (1.7320508075688772 / 65535.5)
+
+
+@compiled
+def interpolate(quantiles: Doubles, u: float) -> float:
+    """The value at u in [0, 1) of equally spaced quantiles."""
+    place = u * (len(quantiles) - 1)
+    i = int(place)
+    value: float = quantiles[i] + (place - i) * (quantiles[i + 1] - quantiles[i])
+    return value
+
+
+@compiled
+def sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
 
 
 @compiled
@@ -188,11 +208,10 @@ def draw_owners(s: State, b: int, r: Rules) -> None:
     for o in range(s.habits.shape[1]):
         habit = s.habits[b, o]
         need = node + r.owner_spread * normal(s.random, b)
-        memory = 0.3 + 0.5 * (node - r.mean_logit) + 0.6 * normal(s.random, b)
+        memory = fitted.MEMORY_LOGIT + fitted.MEMORY_OWNER_SPREAD * normal(s.random, b)
         habit[HABIT_APP] = pick(r.app_weights[b], uniform(s.random, b))
         habit[HABIT_BATCH] = 2.0 ** (2 + int(4.0 * uniform(s.random, b)))
-        habit[HABIT_NEED] = MAX_HABITUAL_NEED / (1.0 + math.exp(-need))
-        habit[HABIT_MEMORY] = MAX_HABITUAL_NEED / (1.0 + math.exp(-memory))
+        habit[HABIT_NEED], habit[HABIT_MEMORY] = need, memory
         habit[HABIT_LOAD] = 0.8 + 0.2 * uniform(s.random, b)
         for k in range(N_TEMPLATES):
             habit[HABIT_TEMPLATE + k] = int(uniform(s.random, b) * r.jobs.shape[0])
@@ -204,24 +223,28 @@ def draw_pod(s: State, b: int, r: Rules) -> None:
     owner = pick(r.owner_weights, uniform(s.random, b))
     habit, ask = s.habits[b, owner], s.ask[b]
     job = int(habit[HABIT_TEMPLATE + int(uniform(s.random, b) * N_TEMPLATES)])
-    life = r.jobs[int(uniform(s.random, b) * r.jobs.shape[0]), JOB_LIFE]
-    z_need, z_latency, u_memory = normal(s.random, b), normal(s.random, b), uniform(s.random, b)
-    app, batch = r.apps[int(habit[HABIT_APP])], float(habit[HABIT_BATCH])
     cores, sensitive = r.jobs[job, JOB_CORES], r.jobs[job, JOB_SENSITIVE] > 0.5
+    # A life of a pod of the same class.
+    first, end = (r.n_best_effort, r.jobs.shape[0]) if sensitive else (0, r.n_best_effort)
+    life = r.jobs[first + int(uniform(s.random, b) * (end - first)), JOB_LIFE]
+    more_cores = r.pod_spread * interpolate(NEED_QUANTILES, uniform(s.random, b))
+    more_memory = r.pod_spread * interpolate(MEMORY_QUANTILES, uniform(s.random, b))
+    idle, z_latency = uniform(s.random, b) < r.idle_share, normal(s.random, b)
+    app, batch = r.apps[int(habit[HABIT_APP])], float(habit[HABIT_BATCH])
     # The rate of requests is such that the pod, without neighbours, needs this share to serve them in time.
-    need = cores * min(habit[HABIT_NEED] * max(1.0 + r.pod_spread * z_need, 0.1), MAX_NEED)
+    need = cores * min(sigmoid(habit[HABIT_NEED] + more_cores), MAX_NEED)
     latency = solo_latency_ms(app, batch, need)
-    typical_mb = app[specs.MEMORY_BASE_MB] + app[specs.MEMORY_ITEM_MB] * batch
     ask[ASK_CORES] = cores
-    ask[ASK_MEMORY] = min(max(math.ceil(typical_mb / habit[HABIT_MEMORY]), MIN_MEMORY_MB), MAX_MEMORY_MB)
+    # A request for a share of the GPU is one for the same share of its memory.
+    ask[ASK_MEMORY] = max(math.floor(cores / MAX_CORES * MAX_MEMORY_MB), MIN_MEMORY_MB)
     ask[ASK_OWNER] = owner
     ask[ASK_SENSITIVE] = 1.0 if sensitive else 0.0
     ask[ASK_APP], ask[ASK_BATCH] = habit[HABIT_APP], batch
-    ask[ASK_RATE] = batch / latency * (habit[HABIT_LOAD] if sensitive else 1.0)
-    ask[ASK_SLO] = latency if sensitive else LARGE
-    ask[ASK_NEED_MB] = typical_mb * (0.95 + 0.1 * u_memory)
+    ask[ASK_RATE] = 0.0 if idle else batch / latency * (habit[HABIT_LOAD] if sensitive else 1.0)
+    ask[ASK_SLO] = latency if sensitive and not idle else LARGE
+    ask[ASK_NEED_MB] = ask[ASK_MEMORY] * sigmoid(habit[HABIT_MEMORY] + more_memory)
     ask[ASK_JITTER] = 1.0 + specs.LATENCY_CV * z_latency
-    ask[ASK_LIFE], ask[ASK_NEED] = life, need
+    ask[ASK_LIFE], ask[ASK_NEED] = life, 0.0 if idle else need
 
 
 @compiled
@@ -286,7 +309,7 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> float:
     out[OUTCOME_PODS], out[OUTCOME_LATENCY] = n, pod[POD_LATENCY]
     out[OUTCOME_OWNER], out[OUTCOME_REQUEST], out[OUTCOME_REQUEST_MB] = ask[ASK_OWNER], ask[ASK_CORES], ask[ASK_MEMORY]
     out[OUTCOME_USED_MB] = min(ask[ASK_NEED_MB], memory)
-    out[OUTCOME_TIME], out[OUTCOME_WAIT] = s.time_s[b], ask[ASK_WAIT]
+    out[OUTCOME_TIME], out[OUTCOME_WAIT], out[OUTCOME_ROOM] = s.time_s[b], ask[ASK_WAIT], 0.0
     remember(
         s.history[b, int(ask[ASK_OWNER])],
         min(pressure(pod) * cores / ask[ASK_CORES], 1.0),
@@ -328,7 +351,14 @@ def step_one(s: State, b: int, r: Rules, action: Floats, obs: Floats, last: Floa
     cores, memory = limit_grant(cores, memory, s.ask[b, ASK_CORES], s.ask[b, ASK_MEMORY], r.unit_percent)
     utilisation = allocate(s, b, r, cores, memory)
     s.counters[b, COUNT_DECISIONS] += 1
-    observe(s, b, next_arrival(s, b, r, utilisation), obs)
+    utilisation = next_arrival(s, b, r, utilisation)
+    if r.with_room:
+        penalty = room(s.ask[b, ASK_WAIT])
+        s.outcome[b, OUTCOME_ROOM] = penalty
+        s.outcome[b, OUTCOME_REWARD] += penalty
+        s.sums[b, SUM_REWARD] += penalty
+        s.sums[b, SUM_ROOM] += penalty
+    observe(s, b, utilisation, obs)
     if s.counters[b, COUNT_DECISIONS] >= r.n_arrivals:
         s.counters[b, COUNT_ENDED] = 1
         for k in range(obs.shape[1]):
@@ -372,7 +402,8 @@ def begin_range(first: int, end: int, s: State, r: Rules, obs: Floats, where: np
 def oracle_range(first: int, end: int, s: State, r: Rules, action: Floats) -> None:
     """The actions with the highest reward for the waiting pods, given their hidden needs: tries every unit of cores.
 
-    Of equal rewards it takes the smallest share. It does not consider later pods.
+    Of equal rewards it takes the smallest share, and the smallest memory that is enough. It does not consider the
+    waiting time of later pods, but leaves as much room as a pod that meets its objective can.
     """
     unit = r.unit_percent if r.unit_percent > 0 else 1.0
     for b in range(first, end):

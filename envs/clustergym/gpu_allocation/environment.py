@@ -22,6 +22,7 @@ INFO = {
     "qos": state.OUTCOME_QOS,
     "monopoly": state.OUTCOME_MONOPOLY,
     "under_allocation": state.OUTCOME_UNDER_ALLOCATION,
+    "room": state.OUTCOME_ROOM,
     "allocated_cores": state.OUTCOME_CORES,
     "allocated_memory_mb": state.OUTCOME_MEMORY,
     "actual_usage": state.OUTCOME_USAGE,
@@ -41,6 +42,7 @@ EPISODE_INFO = {
     "mean_oom": state.SUM_OOM,
     "mean_monopoly": state.SUM_MONOPOLY,
     "mean_wait_s": state.SUM_WAIT,
+    "mean_room": state.SUM_ROOM,
 }
 
 
@@ -69,7 +71,7 @@ def outcome_info(outcome: Floats) -> dict[str, Any]:
 
 
 def episode_info(sums: Doubles) -> dict[str, Any]:
-    """Means over finished episodes, from their sums (..., 7)."""
+    """Means over finished episodes, from their sums (..., 8)."""
     steps = sums[..., state.SUM_STEPS]
     return {name: sums[..., column] / steps for name, column in EPISODE_INFO.items()}
 
@@ -138,16 +140,18 @@ class GPUAllocationEnv(Rendering, gymnasium.Env[Floats, Floats]):
     ## Description
     An edge node has one GPU (a V100 with 32 GB, shared through MPS). Pods that serve a neural network arrive one after
     another. Each requests a share of the SMs and some memory, usually more than it needs, as real users do. For each
-    pod the agent decides how much it gets. Too much is wasted and leaves less for others. With too little, the pod
-    misses its objective.
+    pod the agent decides how much it gets. Too much is wasted and keeps the next pods waiting. With too few cores, the
+    pod misses its objective; with too little memory, it is killed.
 
     A pod runs one of four networks at a rate of requests that is hidden from the agent. Its latency depends on its
     share, its batch size, the cache and power that its neighbours use, and the scheduling delay (fits of a public V100
     profile: see `clustergym.gpu_allocation.specs`). A pod keeps its resources until its life is over. It arrives at the
     node when its request fits into the free resources.
 
-    An agent can learn two regularities. The owners on a node over-ask by similar factors (every episode has another
-    node). The pods of an owner come in three sizes and need about the same part of their requests.
+    Requests, lives and classes are those of a public trace, and so is the part of a request that is used: it differs
+    much between owners, less between the pods of an owner, and a third of the pods never use the GPU
+    (`clustergym.gpu_allocation.fitted`). So the earlier pods of an owner tell something about the next one. They come
+    in three sizes.
 
     `GPUAllocation-v0` shows five numbers. `GPUAllocationHistory-v0` adds what the owner's earlier pods used and needed.
 
@@ -175,12 +179,16 @@ class GPUAllocationEnv(Rendering, gymnasium.Env[Floats, Floats]):
     | 18 | memory / 32768 MB that this pod uses if it uses the largest part of its request that they used |
 
     ## Rewards
-    The sum of four terms, each also in `info` (`clustergym.gpu_allocation.compute_reward`):
+    The sum of five terms, each also in `info` (`clustergym.gpu_allocation.compute_reward` has the first four):
 
     * efficiency: `0.5 · usage / allocation`
     * QoS: +1 if the pod meets its objective, −0.5 if not
     * monopoly: −0.3 if the pod gets more than 1.5 times the fair share 100 / pods
     * under-allocation: −0.2 below 10 %
+    * room: `−0.5 · wait / (wait + 440 s)`, where `wait` is how long the next pod waits until its request fits
+
+    With `reward="seed"`, the last term is left out. Then memory only matters if there is too little of it, and a
+    decision has hardly any effect on later rewards.
 
     A pod meets its objective if it keeps up with its requests, has enough memory and, if it is latency-sensitive, its
     latency is at most half its SLO. A pod with too little memory is killed at once, without any usage. The pod is
@@ -192,18 +200,20 @@ class GPUAllocationEnv(Rendering, gymnasium.Env[Floats, Floats]):
     ## Episode End
     The episode is truncated after `arrivals` decisions. The node would run on, so bootstrap from the last observation.
     `info` then has the means over the episode: `mean_reward`, `mean_qos`, `mean_efficiency`, `mean_oom`,
-    `mean_monopoly` and `mean_wait_s`.
+    `mean_monopoly`, `mean_wait_s` and `mean_room`.
 
     ## Arguments
     The fields of `clustergym.gpu_allocation.AllocationConfig`: `history`, `arrivals`, `load`, `owners`, `workload`,
-    `unit_percent`, `node_spread`, `owner_spread`, `pod_spread`, `mix`; and `render_mode` (`"rgb_array"`, `"human"`).
+    `unit_percent`, `reward`, `node_spread`, `owner_spread`, `pod_spread`, `idle_share`, `mix`; and `render_mode`
+    (`"rgb_array"`, `"human"`).
 
     ```python
     >>> import gymnasium
     >>> env = gymnasium.make("clustergym:GPUAllocation-v0", load=2.0)
     >>> obs, info = env.reset(seed=1)
     >>> obs, reward, terminated, truncated, info = env.step(env.action_space.sample())
-    >>> abs(reward - sum(info[k] for k in ("efficiency", "qos", "monopoly", "under_allocation"))) < 1e-6
+    >>> terms = ("efficiency", "qos", "monopoly", "under_allocation", "room")
+    >>> abs(reward - sum(info[term] for term in terms)) < 1e-6
     True
 
     ```

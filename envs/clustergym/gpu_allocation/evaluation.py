@@ -18,6 +18,7 @@ from clustergym.gpu_allocation.state import (
     SUM_MONOPOLY,
     SUM_OOM,
     SUM_REWARD,
+    SUM_ROOM,
     SUM_STEPS,
     SUM_WAIT,
 )
@@ -31,6 +32,7 @@ def episode_means(sums: torch.Tensor) -> dict[str, float]:
     means = sums.mean(0)
     columns = {
         "qos": SUM_MET, "efficiency": SUM_EFFICIENCY, "oom": SUM_OOM, "monopoly": SUM_MONOPOLY, "wait_s": SUM_WAIT,
+        "room": SUM_ROOM,
     }  # fmt: skip
     found = {"episodic_return": means[SUM_REWARD], "episodic_length": means[SUM_STEPS]}
     found |= {name: means[column] / means[SUM_STEPS] for name, column in columns.items()}
@@ -46,8 +48,8 @@ def play(
     """Play one episode in each environment. Environment i sees stream seed + i, for every policy.
 
     Returns:
-        Means over all decisions (``reward``, ``qos``, ``efficiency``, ``oom``, ``monopoly``, ``wait_s``), the mean
-        return of an episode, and 95 % confidence intervals over streams.
+        Means over all decisions (``reward``, ``qos``, ``efficiency``, ``oom``, ``monopoly``, ``wait_s``, ``room``), the
+        mean return of an episode, and 95 % confidence intervals over streams.
     """
     batch.seed(seed + np.arange(batch.num_envs))
     batch.reset()
@@ -57,7 +59,7 @@ def play(
             learn()
     sums = batch.final_sums.numpy()
     means = sums[:, :SUM_STEPS] / sums[:, SUM_STEPS:]
-    names = ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s")
+    names = ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s", "room")
     result: dict[str, Any] = {name: float(value) for name, value in zip(names, means.mean(0), strict=True)}
     result["reward_ci95"] = ci95(means[:, SUM_REWARD].tolist())
     result["qos_ci95"] = ci95(means[:, SUM_MET].tolist())
@@ -87,6 +89,6 @@ def play_policy(batch: AllocationBatch, policy: AllocationPolicy, seed: int = HE
 
 
 def gap_closed(reward: float, rules: Mapping[str, Mapping[str, Any]]) -> float:
-    """Position of a reward between VPA (0) and the oracle (1)."""
-    low, high = rules["vpa"]["reward"], rules["oracle"]["reward"]
+    """Position of a reward between the best rule (0) and the oracle (1)."""
+    low, high = max(r["reward"] for name, r in rules.items() if name != "oracle"), rules["oracle"]["reward"]
     return float((reward - low) / (high - low))

@@ -57,7 +57,8 @@ def remember(h: MutableSequence[float], usage: float, share: float, met: bool, o
     if oom:
         # The pod was killed before it ran: its use of cores is unknown.
         return
-    if h[LAST] == 0.0:
+    if h[BEST_SHARE] == 0.0:
+        # The first pod that ran.
         h[MEAN], h[MAX], h[BEST_SHARE] = usage, usage, 1.0
     gap = usage - h[MEAN]
     h[MEAN] += rate * gap

@@ -1,6 +1,8 @@
 """Reward of an allocation: efficiency, quality of service (QoS), and penalties for monopoly and under-allocation.
 
-Standard library only, so that an agent on a node can use it alone. The simulator compiles :func:`score`.
+Standard library only, so that an agent on a node can use it alone. The simulator compiles :func:`score` and
+:func:`room`. The sum of the four terms is the reward ``"seed"``; the simulator's default, ``"room"``, adds
+:func:`room`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ EFFICIENCY_WEIGHT = 0.5
 QOS_MET, QOS_MISSED = 1.0, -0.5
 MONOPOLY_FACTOR, MONOPOLY_PENALTY = 1.5, 0.3
 UNDER_PERCENT, UNDER_PENALTY = 10.0, 0.2
+ROOM_WEIGHT = 0.5
+"""Largest penalty for the waiting time of the next pod: the weight of the efficiency."""
+ROOM_SCALE_S = 440.0
+"""A wait this long costs half of :data:`ROOM_WEIGHT`: the median life of a pod in openb."""
 
 
 class RewardTerms(NamedTuple):
@@ -35,6 +41,18 @@ def score(cores: float, usage: float, qos_met: bool, running_pods: int) -> tuple
         -MONOPOLY_PENALTY if cores > MONOPOLY_FACTOR * 100.0 / running_pods else 0.0,
         -UNDER_PENALTY if cores < UNDER_PERCENT else 0.0,
     )
+
+
+def room(wait_s: float) -> float:
+    """Penalty for the time that the next pod waits until its request fits.
+
+    It is the part of an allocation's effect on others that can be measured when the next pod starts. Cores or memory
+    that nobody uses keep it waiting.
+
+    >>> room(0.0), room(440.0)
+    (-0.0, -0.25)
+    """
+    return -ROOM_WEIGHT * wait_s / (wait_s + ROOM_SCALE_S)
 
 
 def reward_terms(

@@ -1,7 +1,6 @@
 """The applications that share the GPU, and the constants of the GPU.
 
 The constants of latency, cache and power are fits of a public profile of a V100 under MPS (iGniter, Xu et al., 2022).
-The memory of the four models as a function of the batch size is an assumption.
 """
 
 from __future__ import annotations
@@ -29,22 +28,18 @@ class AppSpec(NamedTuple):
     watt_slope: float
     watt_base: float
     """Power in watts: slope · items per second + base."""
-    memory_base_mb: float
-    memory_item_mb: float
-    """Memory used: base + item · batch."""
 
 
 # Columns of a table of applications: the fields of AppSpec.
 (
-    K1, K2, K3, K4, K5, CACHE_SENSITIVITY, KERNELS, L2_SLOPE, L2_BASE, WATT_SLOPE, WATT_BASE, MEMORY_BASE_MB,
-    MEMORY_ITEM_MB,
-) = range(13)  # fmt: skip
+    K1, K2, K3, K4, K5, CACHE_SENSITIVITY, KERNELS, L2_SLOPE, L2_BASE, WATT_SLOPE, WATT_BASE,
+) = range(11)  # fmt: skip
 
 APPS = {
-    "alexnet": AppSpec(0.0157, 13.2, 32.9, 7.39, 0.321, 0.0024, 20, 0.00309, 2.03, 0.0239, 37.1, 1000, 12),
-    "resnet50": AppSpec(0.0659, 61.17, -0.485, 1.80, 1.67, 0.0022, 80, 0.02196, -0.19, 0.1623, 4.63, 1300, 45),
-    "vgg19": AppSpec(0.0728, 163.4, 44.9, 1.09, 0.746, 0.0020, 29, 0.04522, 2.72, 0.5367, 2.08, 1900, 60),
-    "ssd": AppSpec(-0.0387, 271.0, -0.589, 2.74, 1.89, 0.0023, 93, 0.08863, -0.13, 0.6449, 2.34, 1700, 90),
+    "alexnet": AppSpec(0.0157, 13.2, 32.9, 7.39, 0.321, 0.0024, 20, 0.00309, 2.03, 0.0239, 37.1),
+    "resnet50": AppSpec(0.0659, 61.17, -0.485, 1.80, 1.67, 0.0022, 80, 0.02196, -0.19, 0.1623, 4.63),
+    "vgg19": AppSpec(0.0728, 163.4, 44.9, 1.09, 0.746, 0.0020, 29, 0.04522, 2.72, 0.5367, 2.08),
+    "ssd": AppSpec(-0.0387, 271.0, -0.589, 2.74, 1.89, 0.0023, 93, 0.08863, -0.13, 0.6449, 2.34),
 }
 
 CLOCK_MHZ, CLOCK_PER_WATT, POWER_CAP_W, IDLE_W = 1530.0, 1.025, 300.0, 53.5

@@ -26,6 +26,7 @@ N_POD = 16
 ) = range(13)  # fmt: skip
 N_ASK = 13
 # Columns of State.habits. From HABIT_TEMPLATE on: rows of the workload with the requests that the owner repeats.
+# HABIT_NEED and HABIT_MEMORY are logits of the parts of the requested cores and memory that the median pod needs.
 HABIT_APP, HABIT_BATCH, HABIT_NEED, HABIT_MEMORY, HABIT_LOAD, HABIT_TEMPLATE = range(6)
 N_TEMPLATES = 3
 N_HABIT = HABIT_TEMPLATE + N_TEMPLATES
@@ -33,12 +34,12 @@ N_HABIT = HABIT_TEMPLATE + N_TEMPLATES
 (
     OUTCOME_REWARD, OUTCOME_EFFICIENCY, OUTCOME_QOS, OUTCOME_MONOPOLY, OUTCOME_UNDER_ALLOCATION, OUTCOME_CORES,
     OUTCOME_MEMORY, OUTCOME_USAGE, OUTCOME_MET, OUTCOME_OOM, OUTCOME_PODS, OUTCOME_LATENCY, OUTCOME_OWNER,
-    OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_USED_MB, OUTCOME_TIME, OUTCOME_WAIT,
-) = range(18)  # fmt: skip
-N_OUTCOME = 18
+    OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_USED_MB, OUTCOME_TIME, OUTCOME_WAIT, OUTCOME_ROOM,
+) = range(19)  # fmt: skip
+N_OUTCOME = 19
 # Columns of State.sums and State.final_sums.
-SUM_REWARD, SUM_MET, SUM_EFFICIENCY, SUM_OOM, SUM_MONOPOLY, SUM_WAIT, SUM_STEPS = range(7)
-N_SUMS = 7
+SUM_REWARD, SUM_MET, SUM_EFFICIENCY, SUM_OOM, SUM_MONOPOLY, SUM_WAIT, SUM_ROOM, SUM_STEPS = range(8)
+N_SUMS = 8
 # Columns of Rules.jobs.
 JOB_CORES, JOB_LIFE, JOB_SENSITIVE = range(3)
 
@@ -72,9 +73,11 @@ class Rules(NamedTuple):
     """Everything that stays the same."""
 
     apps: Doubles
-    """(applications, 13) fields of :class:`AppSpec`"""
+    """(applications, 11) fields of :class:`AppSpec`"""
     jobs: Doubles
-    """(n, 3) cores, life in seconds, whether latency-sensitive: pods are drawn from these"""
+    """(n, 3) cores, life in seconds, whether latency-sensitive: pods are drawn from these; best-effort pods first"""
+    n_best_effort: int
+    """number of best-effort rows in ``jobs``"""
     owner_weights: Doubles
     """(owners,) cumulative probability of the next pod's owner"""
     app_weights: Doubles
@@ -85,6 +88,9 @@ class Rules(NamedTuple):
     """mean time between arrivals"""
     n_arrivals: int
     unit_percent: float
+    with_room: bool
+    """whether the waiting time of the next pod is part of the reward"""
+    idle_share: float
     mean_logit: float
     node_spread: float
     owner_spread: float

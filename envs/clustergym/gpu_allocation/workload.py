@@ -10,20 +10,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.gpu_allocation.fitted import LIFE_SPREAD, MEDIAN_LIFE_S, NEED_LOGIT, REQUESTS
 from clustergym.gpu_allocation.space import MAX_CORES, MIN_CORES
 from clustergym.gpu_allocation.specs import APPS
 
-# Synthetic requests in % of the GPU: Beta(1.5, 2.5) between these limits, mean 43. With the requests of openb (mean 57,
-# a third of them 81 %) two pods rarely fit on one GPU.
-REQUEST_LIMITS, REQUEST_SHAPE = (15.0, 90.0), (1.5, 2.5)
-SENSITIVE_SHARE = 759 / 3078
-"""Share of latency-sensitive pods among the 3,078 pods of Alibaba's openb trace (2023) that use a part of a GPU."""
-MEDIAN_LIFE_S = 539.0
-"""Median life of these pods."""
-LIFE_SPREAD = 1.2
-"""Standard deviation of the logarithm of synthetic lives. In openb it is about 2: some pods outlive every episode."""
 LONGEST_LIFE_S = 4 * 3600.0
-"""Longer lives are cut to this. It makes no difference: such a pod outlives the episode."""
+"""Longer lives (4 % in openb) are cut to this: a few pods would hold the GPU for most of an episode."""
 COLUMNS = ("num_gpu", "gpu_milli", "qos", "creation_time", "deletion_time")
 LATENCY_SENSITIVE = {"LS": True, "Guaranteed": True, "BE": False, "Burstable": False}
 
@@ -61,20 +53,25 @@ class Workload:
         return self is other
 
     def jobs(self) -> npt.NDArray[np.float64]:
-        """(n, 3) the table that the simulator reads: columns ``state.JOB_*``."""
-        return np.stack([self.cores, np.minimum(self.life_s, LONGEST_LIFE_S), self.latency_sensitive], 1).astype(float)
+        """(n, 3) the table that the simulator reads: columns ``state.JOB_*``, best-effort pods first."""
+        rows = np.stack([self.cores, np.minimum(self.life_s, LONGEST_LIFE_S), self.latency_sensitive], 1).astype(float)
+        return rows[np.argsort(self.latency_sensitive, kind="stable")]
 
 
-def synthetic_workload(n: int = 4096) -> Workload:
-    """Quantiles of the distributions of requests, lives and classes, shuffled: no sampling error, always the same."""
-    from scipy.special import betaincinv, ndtri
+def synthetic_workload() -> Workload:
+    """The requests and classes of openb with log-normal lives: quantiles, shuffled, so always the same pods."""
+    from scipy.special import ndtri
 
-    quantiles, rng = (np.arange(n) + 0.5) / n, np.random.default_rng(0)
-    low, high = REQUEST_LIMITS
-    cores = np.round(low + (high - low) * betaincinv(*REQUEST_SHAPE, quantiles))
-    life_s = MEDIAN_LIFE_S * np.exp(LIFE_SPREAD * ndtri(quantiles))
-    sensitive = quantiles < SENSITIVE_SHARE
-    return Workload(rng.permutation(cores), rng.permutation(life_s), rng.permutation(sensitive), "synthetic")
+    rng = np.random.default_rng(0)
+    cores, life_s, sensitive = [], [], []
+    for kind in (0, 1):
+        counts = [row[1 + kind] for row in REQUESTS]
+        n = sum(counts)
+        cores.append(np.repeat([row[0] for row in REQUESTS], counts))
+        quantiles = (np.arange(n) + 0.5) / n
+        life_s.append(rng.permutation(MEDIAN_LIFE_S[kind] * np.exp(LIFE_SPREAD[kind] * ndtri(quantiles))))
+        sensitive.append(np.full(n, kind == 1))
+    return Workload(np.concatenate(cores), np.concatenate(life_s), np.concatenate(sensitive), "synthetic")
 
 
 def read_openb(path: str | Path) -> Workload:
@@ -155,6 +152,6 @@ def edge_mixes(n_nodes: int) -> list[NodeMix]:
     for i in range(n_nodes):
         weights = [0.1] * len(APPS)
         weights[i % len(APPS)] = 0.7
-        # The golden ratio spreads any number of nodes evenly, from asking 4 times too much to asking barely enough.
-        mixes.append(NodeMix(-1.2 + 2.0 * ((i + 0.5) * golden % 1.0), tuple(weights)))
+        # The golden ratio spreads any number of nodes evenly around the fitted mean.
+        mixes.append(NodeMix(NEED_LOGIT - 1.0 + 2.0 * ((i + 0.5) * golden % 1.0), tuple(weights)))
     return mixes
