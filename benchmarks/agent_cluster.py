@@ -93,7 +93,9 @@ class Learner:
 
 def play(program: Any, args: Args, seed: int, pods: int, shared: bool) -> np.ndarray:
     """Mean reward of the nodes in each window of pods (pods − window + 1,)."""
-    batch = AllocationBatch(AllocationConfig(history=True, arrivals=args.times * args.pods + 1), args.nodes)
+    batch = AllocationBatch(
+        AllocationConfig(history=True, arrivals=args.times * args.pods + 1, reward="seed"), args.nodes
+    )
     batch.seed([FIRST_NODE + seed * args.nodes + i for i in range(args.nodes)])
     batch.reset()
     rng = np.random.default_rng(seed)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import itertools
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ class Setup:
     folder: Path
     ports: dict[str, int]
     """Ports of the webhooks for which the API server has a client certificate."""
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """The running webhooks."""
+
+    def calls(self) -> float:
+        """Number of calls of our webhooks that the API server has made, answered or not."""
+        families = text_string_to_metric_families(self.cluster.client.get("/metrics").text)
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "apiserver_admission_webhook_admission_duration_seconds_count"
+            and sample.labels["name"].startswith("mps.")
+        )
 
     def request_count(self) -> int:
         """Number of requests that the agents have received."""
@@ -146,6 +160,7 @@ def webhook_server(setup: Setup, name: str, backend: str, recommender_url: str |
     ]  # fmt: skip
     with running(command, log) as process:
         wait_until(partial(says_running, log), "the webhook", process, log)
+        setup.processes[name] = process
         yield f"http://127.0.0.1:{metrics_port}/metrics"
 
 
@@ -436,6 +451,23 @@ def test_namespaces_that_did_not_opt_in_never_reach_the_webhooks(setup: Setup) -
         bound(setup, made(setup, pod(), namespace), "node-good")
         assert setup.decisions("mps", "pods") == pods + 1
         assert setup.decisions("mps", "bindings") == count + bindings
+
+
+def test_a_frozen_webhook_does_not_delay_namespaces_that_did_not_opt_in(setup: Setup) -> None:
+    """The API server counts its calls of webhooks: none for a pod of another namespace, created and bound."""
+    frozen = setup.processes["mps"]
+    frozen.send_signal(signal.SIGSTOP)
+    try:
+        before = setup.calls()
+        bound(setup, made(setup, pod(), "not-opted-in"), "node-good")
+        bound(setup, made(setup, pod(label=None), "plain"), "node-good")
+        assert setup.calls() == before
+        # The webhook is frozen indeed: a pod that opted in is created without it, after the timeout.
+        assert environment(made(setup, pod())) == {}
+        assert setup.calls() > before
+    finally:
+        frozen.send_signal(signal.SIGCONT)
+    assert environment(made(setup, pod())) == {CORES: "80", MEMORY: "0=4000M"}
 
 
 # Grants at binding

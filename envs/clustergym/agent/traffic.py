@@ -24,7 +24,7 @@ class SimulatedNode:
 
     def __init__(self, seed: int, pods: int, name: str = "node", mix: NodeMix | None = None) -> None:
         self.name = name
-        self.batch = AllocationBatch(AllocationConfig(history=True, arrivals=pods + 1, mix=mix), 1)
+        self.batch = AllocationBatch(AllocationConfig(history=True, arrivals=pods + 1, mix=mix, reward="seed"), 1)
         self.batch.seed([seed])
         self.batch.reset()
 
