@@ -65,7 +65,7 @@ def synthetic_workload() -> Workload:
     rng = np.random.default_rng(0)
     cores, life_s, sensitive = [], [], []
     for kind in (0, 1):
-        counts = [row[1 + kind] for row in REQUESTS]
+        counts = [int(row[1 + kind]) for row in REQUESTS]
         n = sum(counts)
         cores.append(np.repeat([row[0] for row in REQUESTS], counts))
         quantiles = (np.arange(n) + 0.5) / n
