@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import signal
@@ -10,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -257,46 +256,6 @@ def test_gae_matches_its_definition_with_terminations_and_truncations(
     np.testing.assert_allclose(returns.numpy(), expected + values, atol=1e-9)
 
 
-def successor(step: float, episode: float) -> tuple[bool, bool]:
-    """(terminated, truncated) after a step of the corridor."""
-    ended = step + 1 >= 2 + episode % 3
-    return ended and episode % 2 == 0, ended and episode % 2 == 1
-
-
-@pytest.mark.parametrize("env_id", ["Corridor-v0", "CorridorBatched-v0"])
-@pytest.mark.parametrize("bootstrap", [True, False])
-@pytest.mark.parametrize("returns", ["gae", "td"])
-def test_advantages_of_a_rollout_match_a_reference(env_id: str, bootstrap: bool, returns: str) -> None:
-    """The reference computes rewards, ends and last observations from the rules of the corridor."""
-    gamma, lam = 0.9, 0.8
-    runner = rollouts(
-        env_id=env_id,
-        num_envs=1,
-        num_steps=23,
-        gamma=gamma,
-        gae_lambda=lam,
-        bootstrap_truncated=bootstrap,
-        returns=returns,
-    )
-    batch, _ = runner.collect()
-
-    def value(step: float, episode: float) -> float:
-        with torch.no_grad():
-            return float(runner.agent.get_value(torch.tensor([[step, episode]], dtype=torch.float32)))
-
-    expected, targets, following_advantage = [], [], 0.0
-    for (step, episode), action in zip(batch.obs.tolist()[::-1], batch.actions.tolist()[::-1], strict=True):
-        terminated, truncated = successor(step, episode)
-        counts = not terminated and (bootstrap or not truncated)
-        target = 1 + step + 10 * action + gamma * value(step + 1, episode) * counts
-        delta = target - value(step, episode)
-        following_advantage = delta + gamma * lam * following_advantage * (not terminated and not truncated)
-        expected.insert(0, following_advantage)
-        targets.insert(0, target if returns == "td" else following_advantage + value(step, episode))
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(batch.returns, targets, rtol=1e-4, atol=1e-4)
-
-
 # 6: minibatches
 
 
@@ -378,84 +337,6 @@ def test_value_loss_is_the_larger_of_unclipped_and_clipped(
 
 def test_value_loss_without_clipping_is_half_the_squared_error() -> None:
     assert float(ppo.value_loss(torch.tensor([3.0]), torch.tensor([0.0]), torch.tensor([1.0]), None)) == 2.0
-
-
-def reference_update(
-    agent: nn.Module, batch: Any, args: Any, clip: float, kl_coef: float, lr: float
-) -> list[dict[str, float]]:
-    """Slow reference for update(): one row at a time, with Adam written out, without functions of the trainer."""
-    parameters = list(agent.parameters())
-    first, second = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
-    count, seen = 0, []
-    rows = len(batch.actions)
-    for _ in range(args.update_epochs):
-        order = torch.randperm(rows).tolist()
-        cuts = [int(i * rows / args.num_minibatches) for i in range(args.num_minibatches + 1)]
-        for lo, hi in pairwise(cuts):
-            part = order[lo:hi]
-            advantage = torch.stack([batch.advantages[i] for i in part])
-            if args.norm_adv:
-                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-            total: Tensor | float = 0.0
-            stats = dict.fromkeys(
-                ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac"), 0.0
-            )
-            for i, adv in zip(part, advantage, strict=True):
-                logits = agent.actor_head(agent.actor_trunk(batch.obs[i]))
-                value = agent.critic_head(agent.critic_trunk(batch.obs[i]))[0]
-                allowed = [a for a in range(3) if batch.masks is None or batch.masks[i, a]]
-                probs = dict(zip(allowed, torch.softmax(logits[allowed], 0), strict=True))
-                logr = probs[int(batch.actions[i])].log() - batch.logprobs[i]
-                r = logr.exp()
-                pg = -torch.min(r * adv, torch.clamp(r, 1 - clip, 1 + clip) * adv) if args.use_clipping else -r * adv
-                error = (value - batch.returns[i]) ** 2
-                if args.clip_vloss:
-                    near = batch.values[i] + torch.clamp(value - batch.values[i], -clip, clip)
-                    error = torch.max(error, (near - batch.returns[i]) ** 2)
-                entropy = -sum(p * p.log() for p in probs.values())
-                k3 = r - 1 - logr
-                total = total + pg - args.ent_coef * entropy + args.vf_coef * error / 2 + kl_coef * k3
-                for key, x in zip(stats, (pg, error / 2, entropy, -logr, k3, abs(r - 1) > clip), strict=True):
-                    stats[key] += float(x.detach()) / len(part)
-            gradients = torch.autograd.grad(total / len(part), parameters)
-            norm = math.sqrt(sum(float((g**2).sum()) for g in gradients))
-            scale = min(1.0, args.max_grad_norm / (norm + 1e-6))
-            count += 1
-            with torch.no_grad():
-                for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
-                    m.mul_(0.9).add_(0.1 * scale * g)
-                    v.mul_(0.999).add_(0.001 * (scale * g) ** 2)
-                    p -= lr * (m / (1 - 0.9**count)) / ((v / (1 - 0.999**count)).sqrt() + 1e-5)
-            seen.append(stats | {"grad_norm": norm})
-    return seen
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"norm_adv": False, "clip_vloss": False, "ent_coef": 0.1, "vf_coef": 0.25},
-        {"use_clipping": False, "kl_coef": 0.7},
-        {"max_grad_norm": 1e9, "masked": True},
-    ],
-    ids=["defaults", "plain", "kl-penalty", "masked"],
-)
-def test_update_matches_a_reference(changes: dict[str, Any]) -> None:
-    masked, kl_coef = changes.pop("masked", False), changes.get("kl_coef", 0.0)
-    agent, batch = made_up_batch(24, masked)
-    args = small(num_minibatches=3, update_epochs=2, **changes)
-    twin = copy.deepcopy(agent)
-    torch.manual_seed(5)
-    metrics = ppo.update(agent, ppo.make_optimizer(agent, 1e-2), batch, args, 0.2, kl_coef, World())
-    torch.manual_seed(5)
-    seen = reference_update(twin, batch, args, 0.2, kl_coef, 1e-2)
-    for mine, theirs in zip(agent.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
-    for key in seen[0]:
-        assert metrics[f"losses/{key}"] == pytest.approx(np.mean([each[key] for each in seen]), rel=1e-3, abs=1e-5), key
-    assert metrics["charts/updates"] == 6
-    unexplained = (batch.returns - batch.values).var() / batch.returns.var()
-    assert metrics["losses/explained_variance"] == pytest.approx(1 - float(unexplained), rel=1e-4)
 
 
 def test_gradients_are_clipped_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -824,6 +705,12 @@ def test_evaluations_during_training_do_not_change_it(tmp_path: Path) -> None:
     trained(tmp_path / "other", eval_interval=2, **options)
     assert same_state(final(tmp_path / "one"), final(tmp_path / "other"))
     assert read_scalars(tmp_path / "other", "eval/mean_return")[0] == [48, 96, 120]
+
+
+def successor(step: float, episode: float) -> tuple[bool, bool]:
+    """(terminated, truncated) after a step of the corridor."""
+    ended = step + 1 >= 2 + episode % 3
+    return ended and episode % 2 == 0, ended and episode % 2 == 1
 
 
 @pytest.mark.parametrize("mode", ["NEXT_STEP", "SAME_STEP", "DISABLED"])

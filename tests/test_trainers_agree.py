@@ -62,6 +62,16 @@ def test_functions_with_the_same_name_are_identical() -> None:
     assert not differing, f"same name, different source: copy the function or rename it: {differing}"
 
 
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_continuous_action"])
+def test_diff_with_ppo_shows_only_the_idea(name: str) -> None:
+    """Games and continuous actions change the network and the environments, not the roll-out and the update."""
+    first, other = (definitions(FOLDER / f"{each}.py") for each in ("ppo", name))
+    assert first["update"] == other["update"]
+    assert first["Batch"] == other["Batch"]
+    collect = "    def collect(self)"
+    assert first["Rollouts"].partition(collect)[2] == other["Rollouts"].partition(collect)[2] != ""
+
+
 @pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
 def test_no_trainer_imports_a_sibling(path: Path) -> None:
     siblings = {each.stem for each in FOLDER.glob("*.py")} | {FOLDER.name}

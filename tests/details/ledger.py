@@ -46,11 +46,12 @@ class Detail:
         return found[0]
 
 
-UPDATE = "test_ppo.py::test_update_matches_a_reference"
 SLOW = "test_trainer_updates.py::test_update_matches_the_reference"
+UPDATE = f"{SLOW}[ppo-defaults]"
 STOPS = "test_trainer_updates.py::test_update_stops_after_an_epoch_whose_last_kl_exceeds_the_target"
 SCHEDULES = "test_trainer_updates.py::test_schedules_reach_the_update"
-ROLLOUT = "test_ppo.py::test_advantages_of_a_rollout_match_a_reference"
+JOURNALS = "test_trainer_updates.py::test_rollout_matches_the_journals_of_its_environments"
+ROLLOUT = f"{JOURNALS}[ppo-defaults]"
 WRAPPERS = "test_ppo_atari.py::test_wrappers_of_training_and_evaluation_games"
 
 DETAILS: list[Detail] = [
@@ -88,7 +89,7 @@ DETAILS: list[Detail] = [
         "Adam's epsilon 1e-5",
         "ppo",
         "lr=learning_rate, eps=1e-5",
-        ("test_ppo.py::test_adam_epsilon_is_1e_5", f"{SLOW}[ppo-defaults]"),
+        ("test_ppo.py::test_adam_epsilon_is_1e_5", UPDATE),
         (("eps=1e-5", "eps=1e-8"), ("eps=1e-5", "eps=1e-5, betas=(0.9, 0.99)")),
     ),
     Detail(
@@ -115,7 +116,12 @@ DETAILS: list[Detail] = [
         "generalised advantage estimation; bootstrapping at truncations (with a flag)",
         "ppo",
         "last = delta + gamma * gae_lambda * last * ~dones[t]",
-        ("test_ppo.py::test_gae_matches_its_definition_with_terminations_and_truncations", ROLLOUT),
+        (
+            "test_ppo.py::test_gae_matches_its_definition_with_terminations_and_truncations",
+            ROLLOUT,
+            f"{JOURNALS}[ppo-ends_are_ends]",
+            f"{JOURNALS}[ppo-reset_steps]",
+        ),
         (
             ("gae_lambda * last * ~dones[t]", "gae_lambda * last"),
             ("gamma * following * ~terminations[t]", "gamma * following"),
@@ -133,7 +139,7 @@ DETAILS: list[Detail] = [
         "minibatches: shuffled, every index once per epoch",
         "ppo",
         "shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))",
-        ("test_ppo.py::test_epoch_uses_every_row_once_in_a_new_order", f"{SLOW}[ppo-defaults]"),
+        ("test_ppo.py::test_epoch_uses_every_row_once_in_a_new_order", UPDATE),
         (
             (
                 "torch.randperm(len(batch), device=batch.obs.device)",
@@ -149,7 +155,7 @@ DETAILS: list[Detail] = [
         "advantages normalised in each minibatch",
         "ppo",
         "advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages",
-        ("test_ppo.py::test_advantages_are_normalised", UPDATE, f"{SLOW}[ppo-defaults]"),
+        ("test_ppo.py::test_advantages_are_normalised", UPDATE),
         (
             ("advantages.std() + 1e-8", "advantages.std(correction=0) + 1e-8"),
             ("advantages.std() + 1e-8", "advantages.std() + 1e-5"),
@@ -630,7 +636,7 @@ DETAILS: list[Detail] = [
             "test_ppo.py::test_masked_distribution_covers_only_valid_actions",
             "test_ppo.py::test_invalid_actions_are_never_played",
             "test_ppo.py::test_ratio_is_one_in_the_first_minibatch",
-            UPDATE,
+            f"{SLOW}[ppo-masked]",
         ),
         (
             ("return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)", "return logits"),
