@@ -266,28 +266,34 @@ def in_a_child(mutant: Mutant | None, items: list[pytest.Item], timeout_s: int) 
 def tests_of(mutant: Mutant, items: list[pytest.Item]) -> list[pytest.Item]:
     """The tests of the trainer. Those of the mutated part come first."""
     parts = ("update", "stops") if mutant.function in ("update", "Learner.learn", "Learner.loss") else ("rollout",)
-    return sorted(
-        tests_of_trainer(mutant.trainer, items), key=lambda item: not any(part in item.name for part in parts)
-    )
+    own = [item for item in tests_of_trainer(mutant.trainer, items) if item.path.stem != DEVICES]
+    own.sort(key=lambda item: not any(part in item.name for part in parts))
+    if any(word in mutant.change for word in ("device", ".cpu()", ".to(")):
+        own += [item for item in tests_of_trainer(mutant.trainer, items) if item.path.stem == DEVICES]
+    return own
 
 
 def tests_of_trainer(trainer: str, items: list[pytest.Item]) -> list[pytest.Item]:
     if trainer == "vector":
         names = {"ppo", "ppo_atari"}
-        return [item for item in items if trainers_of(item) & names and "rollout" in item.name]
+        parts = ("rollout", "device")
+        return [item for item in items if trainers_of(item) & names and any(part in item.name for part in parts)]
     return [item for item in items if trainer in trainers_of(item)]
 
 
 def trainers_of(item: pytest.Item) -> set[str]:
     """Trainers that a test is about: that of its case, or those of its file."""
-    case = getattr(item, "callspec", None) and item.callspec.params.get("case")
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    case = parameters.get("case") or parameters.get("trainer")
     if case is not None:
         return {case.name}
     return FILES.get(item.path.stem, set())
 
 
 # Further tests that are quick and know the answer. Tests with a case belong to its trainer.
-FILES = {"test_trainer_updates": {"ppo_llm"}}
+DEVICES = "test_devices"
+"""Only for mutants that change where a tensor is."""
+FILES = {"test_trainer_updates": {"ppo_llm"}, DEVICES: {"ppo_gpu_alloc_online"}}
 
 
 class MutationRun:
@@ -304,7 +310,8 @@ class MutationRun:
         console = Console(stderr=True)
         left = [mutant for mutant in self.mutants if self.detected.get(str(mutant)) != mutant.digest]
         for trainer in sorted({mutant.trainer for mutant in left}):
-            own = tests_of_trainer(trainer, session.items)
+            needed = {item for each in left if each.trainer == trainer for item in tests_of(each, session.items)}
+            own = [item for item in session.items if item in needed]
             # Once here, so that the children inherit what torch loads at first use.
             passes([item for item in own if "defaults" in item.name])
             if not in_a_child(None, own, 20 * self.timeout_s):
@@ -313,7 +320,8 @@ class MutationRun:
             began = time.perf_counter()
             if in_a_child(mutant, tests_of(mutant, session.items), self.timeout_s):
                 self.survivors.append(mutant)
-                console.print(f"{number}/{len(left)} survives: {mutant}", markup=False, highlight=False)
+                line = f"{number}/{len(left)} survives: {mutant}"
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
             else:
                 self.detected[str(mutant)] = mutant.digest
             if number % 25 == 0 or number == len(left):
