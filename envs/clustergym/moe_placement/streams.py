@@ -15,8 +15,6 @@ from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval
 from clustergym.moe_placement.profiles import PHASES, SAMPLED_PASSES, TOKENS_PER_RANK
 from clustergym.traces.token_trace import TokenTrace
 
-_LARGEST_MIX = 131072
-
 
 @dataclass(frozen=True)
 class Interval:
@@ -71,28 +69,19 @@ class Interval:
         """The same interval with fewer sampled passes."""
         return replace(self, rows=self.rows[:n], rank_start=self.rank_start[:n])
 
-    def mixed(self, most_tokens: int, copies: int = 1, seed: int = 0) -> Interval:
+    def mixed(self, most_tokens: int, seed: int = 0) -> Interval:
         """One large pass with the tokens of all passes, dealt over the ranks at random.
 
         Which rank had a token, and which tokens met in a pass, is chance. A search that sees passes one by one learns
         that chance by heart. The large pass is priced as the average of the passes that it stands for.
-
-        Args:
-            most_tokens: a sample of so many tokens is taken if there are more.
-            copies: each token is dealt to so many ranks, less if the pass would get very large.
+        If there are more than ``most_tokens`` tokens, a sample of them is taken.
         """
         ranks = self.rank_start.shape[1] - 1
         rows = np.random.default_rng(seed).permutation(self.rows.ravel())[:most_tokens]
-        copies = max(1, min(copies, _LARGEST_MIX // len(rows)))
-        if len(rows) < ranks:
-            copies = ranks
-        else:
-            rows = rows[: len(rows) // ranks * ranks]
-        owner = (np.arange(len(rows)) + np.arange(copies)[:, None]) % ranks
-        order = np.argsort(owner.ravel(), kind="stable")
-        rank_start = np.searchsorted(owner.ravel()[order], np.arange(ranks + 1)).astype(np.int32)
-        dealt = np.tile(rows, copies)[order]
-        return Interval(self.experts, dealt[None], rank_start[None], self.stands_for or self.n_tokens)
+        if len(rows) < ranks:  # the same tokens on every rank
+            rows = np.tile(rows, ranks)
+        rows = rows[: len(rows) // ranks * ranks]
+        return replace(Interval.even(self.experts, rows[None], ranks), stands_for=self.stands_for or self.n_tokens)
 
     @staticmethod
     def join(intervals: Sequence[Interval]) -> Interval:

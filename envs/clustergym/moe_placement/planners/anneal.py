@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from numba import config
 
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.kernels import anneal as kernels
 from clustergym.moe_placement.planners.kernels.launch import Objective, over_layers
+from clustergym.moe_placement.planners.kernels.proposals import make_guide
 from clustergym.moe_placement.planners.kernels.trial import allocate, prepare
 from clustergym.moe_placement.planners.search import Search
+from clustergym.moe_placement.profiles import DEDUP
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 
 SHORTEST_SECONDS = 1e-4
 LAYERS_BETWEEN_STOPS = 16
+# Measured with benchmarks/search_curve.py.
+_FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
 
 
 @dataclass(eq=False, kw_only=True)
@@ -31,7 +37,8 @@ class Anneal(Search):
     norm: int = 8
     """See :class:`Search`. The 8-norm generalizes better to the next passes than the true time."""
     mix_tokens: int = 16384
-    """See :class:`Search`. 0 follows the chance of single passes, which the next ones do not share."""
+    """See :class:`Search`; less if ``seconds`` are few. 0 follows the chance of single passes, which the next ones do
+    not share."""
     iterations: int = 20000
     """Number of steps per layer."""
     seconds: float | None = None
@@ -44,6 +51,9 @@ class Anneal(Search):
     that empties a slot instead; engines need all slots filled."""
     stop: Callable[[], bool] = lambda: False
     """Asked between parts of the search: True ends it with the best placement so far."""
+    choices: int | None = None
+    """A step tries the best of so many random moves by an estimate. By default 16 where a trial counts tokens
+    (deduplicated transport), else 1, because a trial then costs as little as the estimate."""
     restart: bool = True
     """Start each layer from EPLB's or the static placement if that is better, migration included."""
 
@@ -56,10 +66,14 @@ class Anneal(Search):
             )
         if min(self.heat) <= 0:
             raise ValueError(f"heat is {self.heat}: both temperatures must be more than 0")
+        if self.choices is None:
+            self.choices = 16 if self.simulator.topology.transport == DEDUP else 1
+        if self.choices < 1:
+            raise ValueError(f"choices is {self.choices}: expected at least 1")
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began = time.perf_counter()
-        interval = self.observe(history)
+        interval = self.observe(history, self.tokens_for(len(placement)))
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
         # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
@@ -74,6 +88,13 @@ class Anneal(Search):
         left = None if self.seconds is None else max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
         return self.refine(interval, sim, objective, left)
 
+    def tokens_for(self, layers: int) -> int:
+        """Tokens of the mixed pass: with little time, few tokens and more steps are better."""
+        if self.seconds is None:
+            return self.mix_tokens
+        ms = 1e3 * self.seconds / layers * min(config.NUMBA_NUM_THREADS, layers)
+        return min(self.mix_tokens, max(_FEWEST_TOKENS, int(_TOKENS_IN_20_MS * math.sqrt(ms / 20))))
+
     def objectives(self, sim: SimulationState, objective: Objective) -> npt.NDArray[np.float64]:
         """(L,) objective of each layer in the state ``sim``."""
         found = np.empty(len(sim.slots))
@@ -86,17 +107,18 @@ class Anneal(Search):
         sim: SimulationState,
         objective: Objective,
         seconds: float | None = None,
-        prior: npt.NDArray[np.float64] | None = None,
-        guide: float = 0.0,
     ) -> Placement:
-        """Anneal from the state ``sim``. A share ``guide`` of the steps starts at experts from ``prior`` (L, E)."""
+        """Anneal from the state ``sim``."""
         layers = interval.n_layers
         best, best_cost, key = sim.slots.copy(), np.full(layers, np.inf), self.random_keys(layers)
         scratch = allocate(sim, self.simulator.topology)
         over_layers(prepare, 0, layers, scratch, sim, interval.experts, self.simulator.topology)
         shares = np.array(self.shares)
-        weights = np.ones((layers, 1)) if prior is None else prior
-        cumulative = np.cumsum(weights, axis=1) / weights.sum(1, keepdims=True)
+        assert self.choices is not None
+        _, n_gpus, n_slots = sim.slots.shape
+        n_experts, n_nodes, top_k = self.simulator.n_experts, self.simulator.cluster.n_nodes, interval.experts.shape[2]
+        guide = make_guide(self.choices, layers, top_k, n_experts, n_gpus, n_slots, n_nodes)
+        over_layers(kernels.prepare_guides, 0, layers, sim, guide, interval.experts, objective)
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
             kernels.anneal(
@@ -110,9 +132,7 @@ class Anneal(Search):
                 iterations,
                 best,
                 best_cost,
-                interval.experts,
                 shares,
-                cumulative,
                 guide,
             )
 

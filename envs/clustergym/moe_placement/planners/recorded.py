@@ -90,7 +90,7 @@ def interval_from_statistics(
             pairs = now.coactivation(0, n_experts)
             np.fill_diagonal(pairs, 0.0)
             excess[l] = pairs - recorded * (pairs.sum() / max(recorded.sum(), 1e-12))
-        key = np.stack([rng.integers(0, 2**31, layers), np.zeros(layers, np.int64)], axis=1)
+        key = rng.integers(1, 2**31, layers)
         over_layers(match_layers, 0, layers, dealt, excess, sweeps, key)
     for l in range(layers):
         dealt[l] = dealt[l, rng.permutation(n)]

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.kernels.launch import Objective, pass_times, recount
-from clustergym.moe_placement.profiles import PER_EXPERT, RANK_MOD, RANK_NEAREST
 from clustergym.moe_placement.simulator import Placement, norm_log2
 from clustergym.moe_placement.streams import Interval
 
@@ -41,15 +40,11 @@ class Search(Planner):
     def reset(self) -> None:
         self.calls = 0
 
-    def observe(self, history: Sequence[Interval]) -> Interval:
-        """The passes to plan on."""
+    def observe(self, history: Sequence[Interval], mix_tokens: int | None = None) -> Interval:
+        """The passes to plan on; ``mix_tokens`` instead of the planner's own."""
+        tokens = self.mix_tokens if mix_tokens is None else mix_tokens
         seen = history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
-        if not self.mix_tokens:
-            return seen
-        # If only the numbers of tokens count, not which tokens meet, every token may be on every rank at no cost.
-        by_rank = self.simulator.topology.dispatch in (RANK_NEAREST, RANK_MOD)
-        everywhere = by_rank and self.simulator.topology.transport == PER_EXPERT
-        return seen.mixed(self.mix_tokens, self.simulator.n_gpus if everywhere else 1, self.seed)
+        return seen.mixed(tokens, self.seed) if tokens else seen
 
     def objective(self, interval: Interval, before: SimulationState) -> Objective:
         """What to minimize, for an interval that begins with the placement counted in ``before``."""
@@ -60,10 +55,10 @@ class Search(Planner):
         return Objective(costs, simulator.topology, self.norm_log2, float(self.migration_weight), before_us)
 
     def random_keys(self, layers: int) -> npt.NDArray[np.int64]:
-        """(L, 2) state of one random number generator per layer. Every call gives different ones."""
+        """(L,) state of one random number generator per layer. Every call gives different ones."""
         self.calls += 1
         seeds = np.random.SeedSequence([self.seed, self.calls]).generate_state(layers).astype(np.int64)
-        return np.stack([seeds & 0x7FFFFFFF, np.zeros(layers, np.int64)], axis=1)
+        return np.maximum(seeds, 1)
 
     def each_layer(
         self, interval: Interval, sim: SimulationState, search: Callable[[int, int], None], chosen: Placement

@@ -85,30 +85,26 @@ class Policy(Planner):
         return self._batch
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        return self.decode(history[-1], placement)[0]
+        return self.decode(history[-1], placement)
 
     @torch.no_grad()
-    def decode(
-        self, interval: Interval, placement: Placement, until: float | None = None
-    ) -> tuple[Placement, npt.NDArray[np.float64]]:
-        """The policy's plan (L, G, S), and the summed probabilities of the experts of each layer (L, E).
+    def decode(self, interval: Interval, placement: Placement, until: float | None = None) -> Placement:
+        """The policy's plan (L, G, S).
 
         At the time ``until`` (of ``time.perf_counter``) planning stops, but not before the first operation.
         """
         layers = interval.n_layers
         if int(interval.experts.max()) < 0:  # no token uses any expert
-            return placement.astype(np.int16), np.ones((layers, self.simulator.n_experts))
+            return placement.astype(np.int16)
         batch, network = self.environments(interval), self.network
         batch.load_placement(placement, interval)
         rows, similar = torch.arange(batch.num_envs), similar_experts(batch.obs["affinity"])
         greedy = rows < layers  # the first copy of every layer; the other copies sample
         saved = torch.zeros(batch.num_envs)
-        weighed = torch.zeros((layers, self.simulator.n_experts))
         for done in range(1, self.settings.operations + 1):
             inputs = policy_inputs(batch.obs, similar, self._same_node)
             encoded = network.encode(inputs)
             logits = network.expert_logits(inputs, encoded)
-            weighed += logits[:layers].softmax(-1)
             expert = self._choose(logits, greedy)
             parts = batch.lookahead(expert[:, None])[:, 0] * PER_CENT
             legal = batch.obs["joint_mask"][rows, expert].bool()
@@ -122,7 +118,8 @@ class Policy(Planner):
         best = saved.view(self.samples, layers).argmax(0)
         at = torch.arange(layers)
         plans = batch.episode["slots"].view(self.samples, layers, layers, *placement.shape[1:])
-        return plans[best, at, at].numpy().copy(), weighed.numpy().astype(np.float64)
+        found: Placement = plans[best, at, at].numpy().copy()
+        return found
 
     def _choose(self, logits: Tensor, greedy: Tensor) -> Tensor:
         likeliest = logits.argmax(-1)
@@ -134,7 +131,7 @@ class Policy(Planner):
 
 @dataclass(eq=False, kw_only=True)
 class PolicyGuided(Policy):
-    """Annealing that starts from the policy's plan and prefers to move the experts that the policy prefers."""
+    """Annealing that starts from the policy's plan."""
 
     takes_seconds = True
 
@@ -142,8 +139,6 @@ class PolicyGuided(Policy):
     """Time budget for all layers together, including the policy's time; None uses ``iterations``."""
     iterations: int = 3000
     """Annealing steps per layer without a time budget."""
-    guide: float = 0.5
-    """Share of the steps that move an expert drawn from the policy's probabilities."""
     lead: float = 0.5
     """Share of the time budget that the policy may use before the search."""
     heat: tuple[float, float] = (3e-4, 1e-5)
@@ -153,11 +148,11 @@ class PolicyGuided(Policy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (0 <= self.guide <= 1 and 0 <= self.lead <= 1):
-            raise ValueError(f"guide is {self.guide} and lead {self.lead}: expected 0 … 1")
+        if not 0 <= self.lead <= 1:
+            raise ValueError(f"lead is {self.lead}: expected 0 … 1")
         self.search = Anneal(
-            self.simulator, self.seed, norm=self.settings.norm, iterations=self.iterations, seconds=self.seconds,
-            heat=self.heat, migration_weight=1.0 / self.settings.horizon, stop=self.stop,
+            self.simulator, self.seed, iterations=self.iterations, seconds=self.seconds, heat=self.heat,
+            migration_weight=1.0 / self.settings.horizon, stop=self.stop,
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -166,10 +161,11 @@ class PolicyGuided(Policy):
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began = time.perf_counter()
-        interval, seconds = history[-1], self.seconds
-        proposed, weighed = self.decode(interval, placement, None if seconds is None else began + self.lead * seconds)
+        seconds = self.seconds
+        proposed = self.decode(history[-1], placement, None if seconds is None else began + self.lead * seconds)
+        interval = self.search.observe(history, self.search.tokens_for(len(placement)))
         sim = self.simulator.count(interval, proposed, before=placement)
         objective = self.search.objective(interval, self.simulator.count(interval, placement))
         if seconds is not None:
             seconds = max(SHORTEST_SECONDS, seconds - (time.perf_counter() - began))
-        return self.search.refine(interval, sim, objective, seconds, weighed, self.guide)
+        return self.search.refine(interval, sim, objective, seconds)

@@ -10,26 +10,15 @@ import numpy.typing as npt
 
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.passes import change
-from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.kernels.launch import Objective, draw, objective_us, over_layers
+from clustergym.moe_placement.planners.kernels.proposals import (
+    add_expert,
+    prepare_guide,
+    propose_best,
+    watch,
+)
 from clustergym.moe_placement.planners.kernels.trial import can_try, try_change
-
-# Shares of the kinds of steps; EMPTY is the part of the first kind that empties a slot.
-SPARE, TOGETHER, BUSY, EMPTY = range(4)
-
-
-@device
-def _draw_expert(key, b, prior):
-    """An expert drawn from cumulative weights (E,) that end at 1."""
-    x, low, high = draw(key, b), 0, prior.shape[0] - 1
-    while low < high:
-        middle = (low + high) // 2
-        if prior[middle] > x:
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 @device
@@ -42,90 +31,32 @@ def _keep_best(sim, b, cost, best, best_cost):
 
 
 @device
-def _random_use(sim, b, key, experts):
-    """(pass, row, place among the row's experts) of a random use of an expert: busy experts are drawn more often."""
-    row = int(sim.rows[b, int(draw(key, b) * sim.rows.shape[1]), int(draw(key, b) * sim.rows.shape[2])])
-    return row, int(draw(key, b) * experts.shape[2])
+def _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs):
+    """Change the placement and the tables of the guide."""
+    if guide.choices > 1:
+        add_expert(sim, b, guide, e, -1.0, topology)
+        if v >= 0:
+            add_expert(sim, b, guide, v, -1.0, topology)
+    change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, sim.rows.shape[1])
+    if guide.choices > 1:
+        add_expert(sim, b, guide, e, 1.0, topology)
+        if v >= 0:
+            add_expert(sim, b, guide, v, 1.0, topology)
+        watch(sim, b, guide, topology, costs)
 
 
 @device
-def _replica_of(sim, b, key, e):
-    """GPU of a random replica."""
-    return int(sim.replicas[b, e, int(draw(key, b) * sim.n_replicas[b, e])])
-
-
-@device
-def _busiest(sim, b, w):
-    best = 0
-    for g in range(sim.slots.shape[1]):
-        if sim.kernel_us[b, w, g] > sim.kernel_us[b, w, best]:
-            best = g
-    return best
-
-
-@device
-def _propose(sim, b, key, experts, shares, prior, guide, per_node):
-    """A random legal change: (e, from, to, v, from, to), or e = −1 if the draw is not legal.
-
-    A replica of e moves, and one of v in exchange; a GPU of −1 means none. The kinds: replace a spare replica (or fill
-    or empty a slot), move an expert to the node of another that a token uses too, move an expert off the busiest GPU of
-    a pass, and swap two slots.
-    """
-    n_gpus, n_slots = sim.slots.shape[1], sim.slots.shape[2]
-    kind, layer = draw(key, b), experts[b]
-    g, s = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
-    h, t = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
-    if kind < shares[SPARE]:
-        here = int(sim.slots[b, g, s])
-        if here >= 0 and sim.n_replicas[b, here] < 2:
-            return -1, -1, -1, -1, -1, -1
-        if draw(key, b) < shares[EMPTY]:
-            return (here, g, -1, -1, -1, -1) if here >= 0 else (-1, -1, -1, -1, -1, -1)
-        row, k = _random_use(sim, b, key, experts)
-        e = int(layer[row, k])
-        if e < 0 or holds(sim, b, e, g):
-            return -1, -1, -1, -1, -1, -1
-        return e, -1, g, here, g, -1
-    wanted = -1
-    if guide > 0.0 and draw(key, b) < guide:
-        wanted = _draw_expert(key, b, prior)
-    elif kind < shares[SPARE] + shares[TOGETHER]:
-        row, k = _random_use(sim, b, key, experts)
-        other = int(layer[row, int(draw(key, b) * experts.shape[2])])
-        wanted = int(layer[row, k])
-        if wanted < 0 or other < 0 or wanted == other:
-            return -1, -1, -1, -1, -1, -1
-        h = _replica_of(sim, b, key, other)
-        if draw(key, b) < 0.5:
-            h += int(draw(key, b) * per_node) - h % per_node
-    elif kind < shares[SPARE] + shares[TOGETHER] + shares[BUSY]:
-        g = _busiest(sim, b, int(draw(key, b) * sim.rows.shape[1]))
-    if wanted >= 0:
-        g = _replica_of(sim, b, key, wanted)
-        s = slot_of(sim, b, wanted, g)
-    here, there = int(sim.slots[b, g, s]), int(sim.slots[b, h, t])
-    if g == h or here == there:
-        return -1, -1, -1, -1, -1, -1
-    if here < 0:
-        here, there, g, h = there, here, h, g
-    if holds(sim, b, here, h) or (there >= 0 and holds(sim, b, there, g)):
-        return -1, -1, -1, -1, -1, -1
-    return here, g, h, there, h, g
-
-
-@device
-def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_cost, experts, shares, prior, guide):
+def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_cost, shares, guide):
     """Anneal from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best placement found.
 
-    ``heat`` has the temperatures of the first and the last iteration, as shares of the cost. A share ``guide`` of the
-    moves is of an expert drawn from ``prior`` (E,), which is cumulative.
+    ``heat`` has the temperatures of the first and the last iteration, as shares of the cost.
     """
     n_passes, topology, costs = sim.rows.shape[1], objective.topology, objective.costs
     cost = objective_us(sim, b, objective)
     first_cost = cost
     _keep_best(sim, b, cost, best, best_cost)
     for i in range(iterations):
-        e, e_from, e_to, v, v_from, v_to = _propose(sim, b, key, experts, shares, prior, guide, topology.gpus_per_node)
+        e, e_from, e_to, v, v_from, v_to = propose_best(sim, b, key, shares, guide, topology, costs)
         if e < 0:
             continue
         temperature = first_cost * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
@@ -133,26 +64,30 @@ def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_c
         if can_try(sim, b, e, e_from, e_to, v, v_from, v_to, topology):
             if try_change(sim, scratch, b, e, e_from, e_to, v, v_from, v_to, objective) > limit:
                 continue
-            change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
+            _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs)
             cost = objective_us(sim, b, objective)
         else:
             change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
             after = objective_us(sim, b, objective)
+            change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
             if after > limit:
-                change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
                 continue
+            _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs)
             cost = after
         _keep_best(sim, b, cost, best, best_cost)
 
 
 @device
-def _anneal_layers(
-    first, last, sim, scratch, objective, key, heat, iterations, best, best_cost, experts, shares, prior, guide
-):
+def _anneal_layers(first, last, sim, scratch, objective, key, heat, iterations, best, best_cost, shares, guide):
     for b in range(first, last):
-        anneal_layer(
-            sim, scratch, b, objective, key, heat, iterations, best[b], best_cost, experts, shares, prior[b], guide
-        )
+        anneal_layer(sim, scratch, b, objective, key, heat, iterations, best[b], best_cost, shares, guide)
+
+
+@device
+def prepare_guides(first, last, sim, guide, experts, objective):
+    """:func:`prepare_guide` of layers first … last−1."""
+    for b in range(first, last):
+        prepare_guide(sim, b, guide, experts, objective.topology, objective.costs)
 
 
 @device

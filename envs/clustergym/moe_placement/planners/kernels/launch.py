@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clustergym.common.threads import spread
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.episode import locate
 from clustergym.moe_placement.kernels.passes import count_pass
-from clustergym.moe_placement.kernels.replicas import hash31, write_replicas
+from clustergym.moe_placement.kernels.replicas import write_replicas
 from clustergym.moe_placement.kernels.token_sets import copy_set
 
 
@@ -36,11 +36,15 @@ def over_layers(kernel: Callable[..., None], first: int, last: int, *arguments: 
         spread(lambda a, b: kernel(first + a, first + b, *arguments), last - first, chunks=last - first)
 
 
-@device
+@inlined
 def draw(key, b):
-    """A number in [0, 1) from a counter-based generator."""
-    key[b, 1] += 1
-    return hash31(hash31(key[b, 0]) ^ hash31((key[b, 1] ^ 0x2545F491) & 0x7FFFFFFF)) / 2147483648.0
+    """A number in [0, 1) from Marsaglia's xorshift generator with 32 bits; the state is not 0."""
+    x = key[b]
+    x ^= (x << 13) & 0xFFFFFFFF
+    x ^= x >> 17
+    x ^= (x << 5) & 0xFFFFFFFF
+    key[b] = x
+    return x / 4294967296.0
 
 
 @device
