@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from clustergym import TokenTrace, cli
 from clustergym.cli import evaluate as eval_command
 from clustergym.cli import trace as trace_command
 from clustergym.common import files
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.moe_placement import Interval, Placement
+from clustergym.moe_placement.planner_registry import PLANNERS, Entry
+from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.specs import CLUSTERS, MODELS
 from clustergym.traces import SyntheticConfig, load_traces, synthetic_trace
 
@@ -64,6 +67,25 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # Eval
 
 
+def test_eval_writes_results_as_they_come(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third planner fails: the results of the first two are in the file and on the screen."""
+    out = tmp_path / "o.json"
+
+    class Broken(Planner):
+        def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+            raise ValueError("broken")
+
+    monkeypatch.setitem(PLANNERS, "swift", Entry(Broken))
+    command = ["eval", "--trace", str(trace_file), *SMALL, "--planner", "static", "eplb", "swift", "--json", str(out)]
+    assert cli.main(command) == 2
+    document = json.loads(out.read_text())
+    assert [planner["planner"] for planner in document["planners"]] == ["static", "eplb"]
+    assert not document["complete"]
+    assert "[2/3] eplb: " in capsys.readouterr().out
+
+
 def test_eval_writes_consistent_results(trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "new" / "out.json", tmp_path / "new" / "out.png"
     arguments = ["eval", "--trace", str(trace_file), *SMALL, "--planner", "static", "eplb", "anneal"]
@@ -73,7 +95,7 @@ def test_eval_writes_consistent_results(trace_file: Path, tmp_path: Path, capsys
     assert set(document) == {
         "planners", "trace", "model", "cluster", "profile", "phase", "schedule", "migration", "tokens_per_rank",
         "sampled_passes", "passes_per_interval", "observe_tokens", "intervals", "streams", "groups", "reused", "split",
-        "seed", "command",
+        "seed", "command", "complete",
     }  # fmt: skip
     assert (document["trace"], document["cluster"], document["seed"]) == ("tiny", "h800-2x4", 7)
     assert (document["model"], document["schedule"]) == ("mixtral-8x7b", "drift")

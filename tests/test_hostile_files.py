@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from untrusted_files import FORMATS
 
-EXAMPLES = max(1, int(os.environ.get("CLUSTERGYM_FUZZ", "280")) // len(FORMATS))
+EXAMPLES = -(-int(os.environ.get("CLUSTERGYM_FUZZ", "280")) // len(FORMATS))
 
 BROKEN = {
     "empty": b"",

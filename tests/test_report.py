@@ -111,19 +111,29 @@ def test_all_charts_are_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
             assert f"{o.served_us:.1f}" in rows.nth(i).inner_text()
         gpus, layers, planners = 8, 6, 3
         assert page.locator("#bars rect title").count() == gpus * planners
-        assert page.locator("#lines polyline").count() == planners
-        assert page.locator("#lines title").count() == layers * planners
+        assert page.locator("#lines polyline:not(.break)").count() == planners
+        assert page.locator("#lines :not(.break) > title").count() == layers * planners
+        assert page.locator("#lines .break title").text_content().startswith("the axis starts at ")
+        # The busiest GPU of each layer, on an axis that starts at zero.
+        assert page.locator("#peaks .break").count() == 0
+        assert "0" in page.locator("#peaks text").all_text_contents()
+        titles = [t.text_content() for t in page.locator("#peaks title").all()]
+        assert [t for t in titles if t.startswith("eplb,")] == [
+            f"eplb, layer {3 + l}: {peak:,.0f} pairs on the busiest GPU"
+            for l, peak in enumerate(np.floor(plan.outcomes["eplb"].peak_pairs + 0.5))
+        ]
         assert page.locator("#parts rect title").count() == layers * 3
         assert page.locator("#placement svg").count() == 2
         assert page.locator("#placement rect title").count() == 2 * gpus * 2
         assert page.locator("#traffic rect title").count() == 2 * gpus * (gpus - 1)
         assert page.evaluate("window.hacked") is None
         assert NASTY in page.locator("dl").inner_text()
+        assert "GB of it in redundant slots" in page.locator("dl").inner_text()
 
 
 def test_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) -> None:
     with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
-        assert page.locator("#shown").inner_text() == "mean of all layers"
+        assert page.locator("#shown").inner_text() == "layer 3; traffic: mean of all"
         page.locator("#layer").fill("4")
         assert page.locator("#shown").inner_text() == "layer 7"
         titles = [t.text_content() for t in page.locator("#bars rect title").all()]
@@ -134,7 +144,7 @@ def test_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) -> Non
         )
         assert held == sorted(plan.best.placement[4].reshape(-1).tolist())
         page.locator("#all").click()
-        assert page.locator("#shown").inner_text() == "mean of all layers"
+        assert page.locator("#shown").inner_text() == "layer 3; traffic: mean of all"
 
 
 def test_small_screen_and_dark_mode(plan: Plan, browser: Any, tmp_path: Path) -> None:
@@ -156,7 +166,7 @@ def test_small_screen_and_dark_mode(plan: Plan, browser: Any, tmp_path: Path) ->
 def test_planners_differ_in_more_than_colour(plan: Plan, browser: Any, tmp_path: Path) -> None:
     with Visit(browser, open_report(plan, tmp_path / "r.html")) as page:
         dashes = page.evaluate(
-            "[...document.querySelectorAll('#lines polyline')].map(e => e.getAttribute('stroke-dasharray'))"
+            "[...document.querySelectorAll('#lines polyline:not(.break)')].map(e => e.getAttribute('stroke-dasharray'))"
         )
         assert len(set(dashes)) == 3
         fills = page.evaluate("[...document.querySelectorAll('#bars rect')].slice(-3).map(e => e.getAttribute('fill'))")

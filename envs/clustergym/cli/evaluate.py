@@ -15,7 +15,7 @@ from clustergym.cli.common import prepare_outputs
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
-from clustergym.moe_placement.evaluation import Protocol, compare, deal_streams
+from clustergym.moe_placement.evaluation import Protocol, Result, compare, deal_streams
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.report.plots import plot_results
 from clustergym.moe_placement.report.tables import results_table
@@ -144,20 +144,13 @@ def run(args: Command, console: Console, line: str) -> None:
     options: dict[str, dict[str, object]] = {
         name: {"checkpoint": args.checkpoint} for name in names if planner_class(name).takes_checkpoint
     }
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("compiling", total=len(names))
-        results = compare(
-            trace, simulator, names, protocol, options=options,
-            progress=lambda name: bar.update(task, description=name, completed=names.index(name)),
-        )  # fmt: skip
-    title = f"{trace.name} on {cluster.name}, {profile.name}, {args.schedule}"
-    console.print(results_table(results, title))
-    if args.plot is not None:
-        plot_results(results, title, args.plot)
-        console.print(escape(f"plot: {args.plot}"))
-    if args.json is not None:
+    found: list[Result] = []
+
+    def write_results() -> None:
+        assert args.json is not None
         document = {
-            "planners": [result.as_dict() for result in results],
+            "planners": [result.as_dict() for result in found],
+            "complete": len(found) == len(names),
             "trace": trace.name,
             "model": simulator.model.name,
             "cluster": cluster.name,
@@ -171,11 +164,37 @@ def run(args: Command, console: Console, line: str) -> None:
             "observe_tokens": args.observe_tokens,
             "intervals": args.intervals,
             "streams": args.streams,
-            "groups": results[0].groups,
-            "reused": results[0].reused,
+            "groups": found[0].groups,
+            "reused": found[0].reused,
             "split": args.split,
             "seed": args.seed,
             "command": line,
         }
         write_atomically(args.json, json.dumps(document, indent=2) + "\n")
+
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("compiling", total=len(names))
+
+        def done(result: Result) -> None:
+            """Show and write each result as it comes."""
+            found.append(result)
+            bar.update(task, completed=len(found))
+            if len(names) > 1:
+                bar.console.print(
+                    f"[{len(found)}/{len(names)}] {result.planner}: {result.total_us:.1f} µs, decision "
+                    f"{result.decision_ms:.2f} ms", markup=False, highlight=False,
+                )  # fmt: skip
+            if args.json is not None:
+                write_results()
+
+        results = compare(
+            trace, simulator, names, protocol, options=options, done=done,
+            progress=lambda name: bar.update(task, description=name),
+        )  # fmt: skip
+    title = f"{trace.name} on {cluster.name}, {profile.name}, {args.schedule}"
+    console.print(results_table(results, title))
+    if args.plot is not None:
+        plot_results(results, title, args.plot)
+        console.print(escape(f"plot: {args.plot}"))
+    if args.json is not None:
         console.print(escape(f"results: {args.json}"))

@@ -400,11 +400,13 @@ def compare(
     protocol: Protocol,
     progress: Callable[[str], None] = lambda name: None,
     options: dict[str, dict[str, object]] | None = None,
+    done: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Evaluate every named planner on the same held-out streams.
 
     Args:
         progress: called with the name of each planner before it runs.
+        done: called with the result of each planner after it has run.
         options: more options of some planners, by name.
     """
     train, test = protocol.parts(trace)
@@ -418,6 +420,7 @@ def compare(
         # Decision times must not include compilation.
         planner.plan([compile_on(test, simulator)], simulator.static(test.n_layers))
         results.append(evaluate_planner(planner, name, train, test, protocol))
+        done(results[-1])
     return results
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement.evaluation import Result
@@ -40,6 +41,7 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
         bars.text(x, bar.get_y() + bar.get_height() / 2, f"{r.total_us:.1f}", va="center", fontsize=8)
     bars.set(xlabel=f"µs per layer and pass (axis starts at {low:.0f})", title=title)
     bars.set_xlim(left=low, right=high + 0.1 * (high - low))
+    _draw_break(bars)
     bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
     shown = [r for r in ordered if r.planner in _LINES] or ordered[:6]
     for r, style in zip(shown, _LINES.values(), strict=False):
@@ -51,6 +53,16 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     lines.legend(fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _draw_break(axes: Any) -> None:
+    """Cut all bars with two slanted lines near the left edge, because the axis does not start at zero."""
+    for x in (0.02, 0.03):
+        slanted = ([x - 0.006, x + 0.006], [-0.02, 1.02])
+        axes.plot(*slanted, transform=axes.transAxes, color="black", lw=1, clip_on=False, zorder=5)
+    axes.fill_betweenx(
+        [-0.02, 1.02], [0.014, 0.026], [0.024, 0.036], transform=axes.transAxes, color="white", clip_on=False, zorder=4
+    )  # fmt: skip
 
 
 def plot_validation(curve: Sequence[Sequence[float]], path: Path) -> None:

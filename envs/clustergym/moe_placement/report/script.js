@@ -91,27 +91,47 @@ function frame(s, W, H, low, top, unit) {
     if (i % every === 0) s.append(text(x(i), H - 8, layer, {"text-anchor": "middle", class: "quiet"}));
   });
   s.append(text(2, 10, unit, {class: "quiet", "font-size": 11}));
+  if (low > 0) { // a zigzag: the axis does not start at zero
+    const points = [[0, 0], [-5, -4], [5, -8], [0, -12]].map(([dx, dy]) => `${x0 + dx},${y0 + dy}`).join(" ");
+    s.append(titled(el("polyline", {points, fill: "none", class: "break", ...thick}), `the axis starts at ${low}`));
+    s.append(line(x0, y0, W, y0, {class: "axis", "stroke-dasharray": "2 3"}));
+  }
   return {x, y};
 }
+const lineOf = look => ({stroke: look.colour, "stroke-width": 2, "stroke-dasharray": look.dash});
+// One line per planner over the layers. The chosen planner is drawn last, on top.
+function lineChart(s, x, y, values, describe) {
+  for (const n of [...names.filter(n => n !== D.chosen), D.chosen]) {
+    const look = style(n);
+    const points = values[n].map((v, i) => `${x(i)},${y(v)}`).join(" ");
+    s.append(el("polyline", {points, fill: "none", ...lineOf(look)}));
+    values[n].forEach((v, i) => s.append(titled(marker(look.mark, x(i), y(v), look.colour, L > 40 ? 2.5 : 4),
+      `${n}, layer ${D.layers[i]}: ${describe(v)}`)));
+  }
+}
+const lineLegend = () => names.map(n => {
+  const look = style(n);
+  return span(icon(34, 14, line(0, 7, 30, 7, lineOf(look)), marker(look.mark, 15, 7, look.colour)), n);
+});
 function drawLines() {
   const W = width(), H = 240, s = svg(W, H, "time of each layer, one line per planner");
   const totals = Object.fromEntries(names.map(n => [n, D.planners[n].us.map(sum)]));
   const all = names.flatMap(n => totals[n]), low = Math.floor(.85 * Math.min(...all));
-  const {x, y} = frame(s, W, H, low, 1.03 * Math.max(...all), `µs, from ${low}`);
-  const lineOf = look => ({stroke: look.colour, "stroke-width": 2, "stroke-dasharray": look.dash});
-  // The chosen planner is drawn last, on top.
-  for (const n of [...names.filter(n => n !== D.chosen), D.chosen]) {
-    const look = style(n);
-    const points = totals[n].map((v, i) => `${x(i)},${y(v)}`).join(" ");
-    s.append(el("polyline", {points, fill: "none", ...lineOf(look)}));
-    totals[n].forEach((v, i) => s.append(titled(marker(look.mark, x(i), y(v), look.colour, L > 40 ? 2.5 : 4),
-      `${n}, layer ${D.layers[i]}: ${round(v, 1)} µs`)));
-  }
+  const {x, y} = frame(s, W, H, low, 1.03 * Math.max(...all), `µs (axis starts at ${low})`);
+  lineChart(s, x, y, totals, v => `${round(v, 1)} µs`);
   show("lines", s);
-  show("legend-lines", ...names.map(n => {
-    const look = style(n);
-    return span(icon(34, 14, line(0, 7, 30, 7, lineOf(look)), marker(look.mark, 15, 7, look.colour)), n);
-  }));
+  show("legend-lines", ...lineLegend());
+}
+function drawPeaks() {
+  const W = width(), H = 240, s = svg(W, H, "load of the busiest GPU of each layer, one line per planner");
+  const peaks = Object.fromEntries(names.map(n => [n, D.planners[n].peak]));
+  const {x, y} = frame(s, W, H, 0, 1.05 * Math.max(...names.flatMap(n => peaks[n])), "pairs of the busiest GPU");
+  const even = sum(D.planners[D.chosen].pairs[0]) / G;
+  s.append(line(46, y(even), W, y(even), {stroke: "var(--ink)", "stroke-dasharray": "4 3", class: "even"}));
+  s.append(text(W, y(even) + 14, `even: ${round(even, 0)}`, {"text-anchor": "end", class: "quiet"}));
+  lineChart(s, x, y, peaks, v => `${round(v, 0)} pairs on the busiest GPU`);
+  show("peaks", s);
+  show("legend-peaks", ...lineLegend());
 }
 function drawParts() {
   const W = width(), H = 200, us = D.planners[D.chosen].us, kinds = ["dispatch", "compute", "combine"];
@@ -136,14 +156,14 @@ function drawParts() {
   }));
 }
 
-// Charts of one layer, or of the mean of all layers (layer < 0)
+// Charts of one layer. Traffic is also shown as the mean of all layers (layer < 0).
 
 function drawBars(layer) {
-  const pairs = n => layer < 0 ? mean(D.planners[n].pairs) : D.planners[n].pairs[layer];
-  const loads = Object.fromEntries(names.map(n => [n, pairs(n)]));
+  const at = Math.max(layer, 0), loads = Object.fromEntries(names.map(n => [n, D.planners[n].pairs[at]]));
   const W = width(), thin = 7, row = names.length * (thin + 1) + 8, H = G * row + 24, x0 = 64;
   const top = Math.max(...names.flatMap(n => loads[n])), x = v => x0 + (W - x0 - 56) * v / top;
-  const s = svg(W, H, "load of each GPU, one bar per planner");
+  const s = svg(W, H, `load of each GPU in layer ${D.layers[at]}, one bar per planner`);
+  document.getElementById("bars-title").textContent = `Load of each GPU in layer ${D.layers[at]}`;
   for (let g = 0; g < G; g++) {
     const y = g * row + 4;
     if (g % D.perNode === 0 && g) s.append(line(0, y - 4, W, y - 4, {class: "axis"}));
@@ -245,11 +265,12 @@ function drawLayer(layer) {
   drawBars(layer);
   drawPlacements(layer);
   drawTraffic(layer);
-  document.getElementById("shown").textContent = layer < 0 ? "mean of all layers" : `layer ${D.layers[layer]}`;
+  document.getElementById("shown").textContent = layer < 0 ? `layer ${D.layers[0]}; traffic: mean of all` : `layer ${D.layers[layer]}`;
 }
 function drawAll() {
   drawLines();
   drawParts();
+  drawPeaks();
   drawLayer(current);
 }
 const slider = document.getElementById("layer");
