@@ -51,15 +51,17 @@ class Args:
 
 
 def train(gamma: float, seed: int, args: Args) -> Path:
+    """The checkpoint of a run, which is trained or resumed if it is not finished."""
     folder = args.output / f"{args.reward}-{gamma:g}-{seed}"
-    if not (folder / "model.pt").exists():
+    if not (folder / "result.json").exists():
         command = [
             sys.executable, str(TRAINER), "--gamma", str(gamma), "--seed", str(seed), "--reward", args.reward,
             "--no-clip-vloss", "--total-timesteps", str(args.timesteps), "--eval-streams", "0",
             "--run-dir", str(folder), "--resume",
         ]  # fmt: skip
-        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
-    return folder / "model.pt"
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        write_atomically(folder / "result.json", done.stdout.splitlines()[-1].removeprefix("result ") + "\n")
+    return folder / "checkpoint.pt"
 
 
 def main(args: Args) -> None:

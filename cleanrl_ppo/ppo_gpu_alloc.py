@@ -56,7 +56,7 @@ class Args(TrainArgs):
     eval_streams: int = 256
     """Number of held-out streams (one episode each) in an evaluation. 0 for no evaluation."""
 
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0. With final_std it also falls with the standard deviation, because the
