@@ -182,6 +182,19 @@ def test_figures_that_an_update_only_logs(case: Case) -> None:
     assert case.trainer.kl_estimators(logratio)[1].tolist() == [0.125, 0.0, 1.125]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if hasattr(case.trainer, "normalize_obs")], ids=lambda c: c.id)
+def test_normalised_numbers_are_clipped_on_both_sides(case: Case) -> None:
+    statistics = case.trainer.RunningMeanStd((3,))
+    statistics.mean += 5
+    obs = case.trainer.normalize_obs(torch.tensor([[-100.0, 6.0, 100.0]]), statistics)
+    torch.testing.assert_close(obs, torch.tensor([[-10.0, 1.0, 10.0]]))
+    if hasattr(case.trainer, "RewardScaler"):
+        scaler = case.trainer.RewardScaler(3, 0.0)
+        scaler.statistics.count = 1e12  # these rewards hardly change the variance of 1
+        rewards = scaler(torch.tensor([-50.0, 2.0, 50.0]), torch.zeros(3, dtype=torch.bool))
+        torch.testing.assert_close(rewards, torch.tensor([-10.0, 2.0, 10.0]))
+
+
 # Roll-outs
 
 ROLLOUTS: dict[str, dict[str, Any]] = {
