@@ -318,7 +318,7 @@ class ScriptedCluster:
         self.finished: list[np.ndarray] = []
         self.generator = np.random.default_rng(0)
         self.obs, self.last_obs = torch.zeros(num_envs, 5), torch.zeros(num_envs, 5)
-        self.final_sums = torch.zeros(num_envs, 7)
+        self.final_sums = torch.zeros(num_envs, 8)
 
     def seed(self, seeds: np.ndarray) -> None:
         self.seeds = np.asarray(seeds)
@@ -345,7 +345,7 @@ class ScriptedCluster:
             self.last_obs[env] = torch.from_numpy(obs)
             if ended[env]:
                 counters[env, 0] = 0
-                self.final_sums[env] = torch.from_numpy(self.generator.uniform(1, 2, 7))
+                self.final_sums[env] = torch.from_numpy(self.generator.uniform(1, 2, 8))
                 self.finished.append(self.final_sums[env].numpy().copy())
                 journal.append(Event(self._draw(), is_reset=True))
             self.obs[env] = torch.from_numpy(journal[-1].obs)
