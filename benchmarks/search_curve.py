@@ -5,8 +5,8 @@
     python benchmarks/search_curve.py --plot curve.png
 
 Plans are made on one half of the sequences of a synthetic trace with DeepSeek-V3's group-limited routing, and serve
-passes of 4096 tokens of the other half (profile sglang-prefill, balanced ranks, no migration). The budget is the time of
-one core per layer: a plan of 58 layers on two cores takes 29 times as long. ``random moves`` is the same annealing
+passes of 4096 tokens of the other half (profile sglang-prefill, balanced ranks, no migration). The budget is the time
+of one core per layer: a plan of 58 layers on two cores takes 29 times as long. ``random moves`` is the same annealing
 without the estimate that picks the best of 16 moves. The interval is over traces, which share nothing but their
 parameters.
 """
