@@ -8,9 +8,10 @@ A published suite is never changed. For a better one, add a new version here.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
-from clustergym.bench.suites import FOLDER, AllocationTask, Limits, PlacementTask, Suite, trace_sha256
+from clustergym.bench.suites import FOLDER, AllocationTask, Limits, PlacementTask, Suite, trace_sha256, workload_sha256
+from clustergym.gpu_allocation.batch import AllocationConfig, load_workload
 from clustergym.moe_placement.evaluation import deal_streams
 from clustergym.moe_placement.specs import get_model
 from clustergym.traces import SyntheticConfig
@@ -29,23 +30,30 @@ def synthetic(model: str, n_tokens: int, n_layers: int, n_domains: int) -> dict[
 
 
 PLACEMENT = [
-    PlacementTask("small-4x4-prefill-drift", RECORDED, "", "h800-4x4", "sglang-prefill", "drift", 64, 2, 4, 5),
-    PlacementTask("small-2x8-decode-drift", RECORDED, "", "h800-2x8", "sglang-decode", "drift", 32, 4, 4, 5),
-    PlacementTask("small-4x4-vllm-switch", RECORDED, "", "h800-4x4", "vllm-deepep", "switch", 32, 4, 4, 5),
-    PlacementTask("small-4x8-trtllm-replay", RECORDED, "", "h800-4x8", "tensorrt-llm", "replay", 16, 4, 4, 5),
+    PlacementTask("small-4x4-prefill-drift", RECORDED, "", "h800-4x4", "sglang-prefill", "drift", 64, 2, 3, 5),
+    PlacementTask("small-2x8-decode-drift", RECORDED, "", "h800-2x8", "sglang-decode", "drift", 32, 4, 3, 5),
+    PlacementTask("small-4x4-vllm-switch", RECORDED, "", "h800-4x4", "vllm-deepep", "switch", 32, 4, 3, 5),
+    PlacementTask("small-4x8-trtllm-replay", RECORDED, "", "h800-4x8", "tensorrt-llm", "replay", 16, 4, 3, 5),
     PlacementTask(
-        "v2lite-4x4-prefill-switch", "synthetic", "", "h800-4x4", "sglang-prefill", "switch", 64, 2, 4, 5,
+        "v2lite-4x4-prefill-switch", "synthetic", "", "h800-4x4", "sglang-prefill", "switch", 64, 2, 3, 5,
         model="deepseek-v2-lite", synthetic=synthetic("deepseek-v2-lite", 160_000, 4, 10),
     ),
     # The sizes of the public EPLB evolution benchmark: 288 slots on 32 GPUs in 4 nodes, 8 groups.
     PlacementTask(
-        "v3-4x8-prefill-drift", "synthetic", "", "h800-4x8", "sglang-prefill", "drift", 64, 2, 3, 4,
+        "v3-4x8-prefill-drift", "synthetic", "", "h800-4x8", "sglang-prefill", "drift", 64, 2, 2, 4,
         model="deepseek-v3", synthetic=synthetic("deepseek-v3", 200_000, 2, 10), slots_per_gpu=9,
     ),
 ]  # fmt: skip
+# Every option is written down, so that another default does not change the task.
+OPTIONS = {
+    f.name: getattr(AllocationConfig(), f.name)
+    for f in fields(AllocationConfig)
+    if f.name not in ("history", "workload", "mix")
+}
 ALLOCATION = [
-    AllocationTask("requests-only", "GPUAllocation-v0", 64),
-    AllocationTask("history", "GPUAllocationHistory-v0", 64),
+    AllocationTask("requests-only", "GPUAllocation-v0", 64, options=OPTIONS),
+    AllocationTask("history", "GPUAllocationHistory-v0", 64, options=OPTIONS),
+    AllocationTask("history-without-waiting", "GPUAllocationHistory-v0", 64, options=OPTIONS | {"reward": "seed"}),
 ]
 
 
@@ -71,8 +79,8 @@ def main() -> None:
             "allocation-v1",
             "Allocate GPU cores and memory to streams of pods that no trainer sees. Score: position of the mean reward "
             "between the rule vpa (0) and an oracle (1).",
-            tuple(replace(task, limits=LIMITS) for task in ALLOCATION),
-            tuple(task.name for task in ALLOCATION),
+            tuple(replace(t, data_sha256=workload_sha256(load_workload(None)), limits=LIMITS) for t in ALLOCATION),
+            ("requests-only", "history"),
             "vpa",
         ),
     ]

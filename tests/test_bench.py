@@ -57,8 +57,8 @@ def target(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "sha256"),
     [
-        ("placement-v1", "c3a377b0ad32fa6932e0d6a5dab361374e2883ec99eba534bd7cbc4e654a0fa6"),
-        ("allocation-v1", "b25a3136a924db0ae8c8c9648509dea26316ceb5488c8cab6a359aea3e204694"),
+        ("placement-v1", "54b8f2008a53debdc6d7fa45791b5007da7da8e6dd25c19fe4e1097a0f8bbcae"),
+        ("allocation-v1", "78d3678ede0546079d2e8735daf94146badd1c9b20e5cdaa1724b6183cb5507d"),
     ],
 )
 def test_published_suites_have_not_changed(name: str, sha256: str) -> None:

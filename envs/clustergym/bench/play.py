@@ -13,13 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-import clustergym  # noqa: F401  registers the environments
 from clustergym.bench.entries import Entry
 from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.submitted import Submitted, simulator_options, submit
 from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
 from clustergym.gpu_allocation.baselines import RULES
-from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
@@ -194,8 +193,7 @@ def _predict(function: LimitedFunction, obs: Any, space: gymnasium.Space[Any], f
 
 
 def play_allocation(task: AllocationTask, entry: Entry) -> Played:
-    spec = gymnasium.spec(task.env_id)
-    config = AllocationConfig(**{**spec.kwargs, **task.options})
+    config = task.config
     batch = AllocationBatch(config, task.streams)
     bounds = {name: _rule_rewards(batch, name, task.seed)[0].mean() for name in ("vpa", "oracle")}
     failures: list[str] = []

@@ -18,7 +18,7 @@ from typing import Any
 from clustergym import __version__
 from clustergym.bench.entries import Entry, sees_the_future
 from clustergym.bench.play import Played
-from clustergym.bench.suites import PlacementTask, Suite, Task, task_sha256
+from clustergym.bench.suites import Suite, Task, task_sha256
 from clustergym.common.files import write_atomically
 
 FORMAT = "clustergym-bench"
@@ -83,7 +83,7 @@ def result_of(suite: Suite, task: Task, entry: Entry, played: Played, seconds: f
         "suite": suite.name,
         "task": task.name,
         "task_sha256": task_sha256(task),
-        "data_sha256": task.data_sha256 if isinstance(task, PlacementTask) else "",
+        "data_sha256": task.data_sha256,
         "entry": entry.as_dict() | {"name": entry.name, "code_sha256": entry.code_sha256},
         "hindsight": sees_the_future(entry, task.kind),
         "code_sha256": code_sha256(),
@@ -136,7 +136,7 @@ def check_result(result: Result, task: Task, where: object) -> None:
     """Raise a ValueError if a result is not of this task as it is frozen, or has other runs."""
     if result["task_sha256"] != task_sha256(task):
         raise ValueError(f"{where}: the task {task.name} has changed since this result: run it again")
-    if isinstance(task, PlacementTask) and result["data_sha256"] != task.data_sha256:
+    if result["data_sha256"] != task.data_sha256:
         raise ValueError(f"{where}: the data are not those of the suite")
     scores = result.get("scores")
     if not isinstance(scores, list) or len(scores) != task.streams:

@@ -14,8 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 
+import clustergym  # noqa: F401  registers the environments
+from clustergym.gpu_allocation.batch import AllocationConfig, load_workload
+from clustergym.gpu_allocation.workload import Workload
 from clustergym.moe_placement.batch import model_for
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, Protocol
 from clustergym.moe_placement.simulator import Simulator
@@ -112,8 +116,27 @@ class AllocationTask:
     """First seed. Trainers use 31-bit seeds, so they never see these streams."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
+    data_sha256: str = ""
+    """Hash of the workload that pods are drawn from."""
     limits: Limits = field(default_factory=Limits)
     kind: str = "allocation"
+
+    @property
+    def config(self) -> AllocationConfig:
+        """The configuration of the environment.
+
+        Raises:
+            ValueError: the workload is not that of the suite.
+        """
+        spec = gymnasium.spec(self.env_id)
+        config = AllocationConfig(**{**spec.kwargs, **self.options})
+        found = workload_sha256(load_workload(config.workload))
+        if self.data_sha256 and found != self.data_sha256:
+            raise ValueError(
+                f"task {self.name}: the workload has sha256 {found[:12]}…, but the suite was frozen with "
+                f"{self.data_sha256[:12]}…: results would not be comparable"
+            )
+        return config
 
 
 Task = PlacementTask | AllocationTask
@@ -205,3 +228,9 @@ def trace_sha256(trace: TokenTrace) -> str:
     digest.update(trace.layer_ids.astype("<i8").tobytes() + trace.seq_lens.astype("<i8").tobytes())
     digest.update("\n".join(trace.domains.tolist()).encode())
     return digest.hexdigest()
+
+
+def workload_sha256(workload: Workload) -> str:
+    """Hash of the requests and lives of pods."""
+    arrays = (workload.cores.astype("<f8"), workload.life_s.astype("<f8"), workload.latency_sensitive)
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()

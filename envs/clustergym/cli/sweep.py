@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from clustergym.sweeping import Run, Runner, Store, load_sweep
+from clustergym.sweeping.launchers import make_launcher
 from clustergym.sweeping.store import ranked
 
 
@@ -44,6 +45,11 @@ class RunSweep:
     """Seed of the search algorithm."""
     run_dir_flag: str = "--run-dir"
     """Flag of the program that sets its run folder, or 'none' if it has no such flag."""
+    executor: Literal["local", "ray"] = "local"
+    """local: processes on this machine. ray: tasks of a Ray cluster (extra: ray), which starts lost runs again. Then
+    --folder must be on a file system that all hosts share."""
+    address: str | None = None
+    """Address of a Ray cluster; by default Ray is started on this machine."""
 
 
 @dataclass
@@ -88,6 +94,7 @@ def run_sweep(args: RunSweep, console: Console, line: str) -> None:
         raise ValueError(
             f"{args.file}: no program at {sweep.program}: run the command from the folder that this path starts from"
         )
+    launcher = make_launcher(args.executor, args.address)
     folder = (args.folder or Path("runs") / f"sweep-{args.file.stem}").resolve()
 
     def show(runs: Sequence[Run]) -> Table:
@@ -102,7 +109,8 @@ def run_sweep(args: RunSweep, console: Console, line: str) -> None:
                 live.update(show(runs))
 
         try:
-            runs = Runner(sweep, folder, args.jobs, args.proposer, args.seed, flag, watch=watch).run(args.count)
+            runner = Runner(sweep, folder, args.jobs, args.proposer, args.seed, flag, watch=watch, launcher=launcher)
+            runs = runner.run(args.count)
         except KeyboardInterrupt:
             console.print("interrupted: repeat the command to resume", highlight=False)
             raise SystemExit(130) from None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from clustergym.sweeping.config import Sweep, sweeps_package
-from clustergym.sweeping.processes import CHECKPOINT, OUTPUT, die_with_parent, tail
+from clustergym.sweeping.launchers import Handle, Launcher, LocalLauncher
+from clustergym.sweeping.processes import OUTPUT, tail
 from clustergym.sweeping.proposers import as_sweep_runs, make_proposer
 from clustergym.sweeping.scores import Scores, last_result, score
 from clustergym.sweeping.store import Run, Store
@@ -30,7 +29,7 @@ _MAX_FAILURES = 3
 @dataclass
 class _Process:
     run: Run
-    handle: subprocess.Popen[bytes]
+    handle: Handle
     scores: Scores
     stop_requested: float | None = None
     """Time at which it was asked to stop early."""
@@ -47,6 +46,7 @@ class Runner:
         seed: for the proposals.
         run_dir_flag: flag of the program that sets its run folder. With None, only its result line is read.
         cwd: working directory of the programs.
+        launcher: where the runs are started; by default this machine.
         watch: called regularly with all runs.
     """
 
@@ -60,11 +60,13 @@ class Runner:
         run_dir_flag: str | None = "--run-dir",
         cwd: Path | None = None,
         watch: Callable[[Sequence[Run]], None] = lambda runs: None,
+        launcher: Launcher | None = None,
     ) -> None:
         if jobs < 1:
             raise ValueError(f"jobs is {jobs}: expected at least 1")
         self.sweep, self.folder, self.jobs, self.watch = sweep, folder, jobs, watch
         self.run_dir_flag, self.cwd = run_dir_flag, cwd
+        self.launcher = LocalLauncher() if launcher is None else launcher
         self.proposer = make_proposer(proposer, sweep, seed)
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / "sweep.lock", os.O_RDWR | os.O_CREAT)
@@ -138,35 +140,20 @@ class Runner:
         command = self.sweep.command(run.parameters, run.folder)
         if self.run_dir_flag is not None:
             command += [f"{self.run_dir_flag}={run.folder}"]
-            # A trainer with several agents has one checkpoint per agent, in subfolders.
-            if any(run.folder.rglob(CHECKPOINT)):
-                command += ["--resume"]
         run.command, run.state, run.starts, run.started = command, "running", run.starts + 1, time.time()
         # Stored before it starts, so that the run is known whatever happens next.
         self.store.save(run)
-        output = os.open(run.folder / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            handle = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=self.cwd,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
+            handle = self.launcher.start(command, run.folder, self.cwd, self.run_dir_flag is not None)
         except OSError as error:
             self._fail(run, f"cannot start {command[0]}: {error}", None)
             return
-        finally:
-            os.close(output)
         self._processes.append(_Process(run, handle, Scores(run.folder, self.sweep.metric)))
 
     def _reap(self) -> None:
         for process in list(self._processes):
             if process.stop_requested is not None and time.monotonic() - process.stop_requested > _GRACE_S:
-                _signal_group(process.handle, signal.SIGKILL)
+                process.handle.kill()
             code = process.handle.poll()
             if code is None:
                 continue
@@ -209,7 +196,7 @@ class Runner:
         for process in self._processes:
             if str(process.run.id) in names and process.stop_requested is None:
                 process.stop_requested = time.monotonic()
-                _signal_group(process.handle, signal.SIGTERM)
+                process.handle.stop()
 
     def _check_failures(self) -> None:
         if len(self._failures) >= _MAX_FAILURES:
@@ -219,19 +206,11 @@ class Runner:
     def _end_all(self) -> None:
         """Stop all processes. Their runs stay 'running' in the store and continue when the sweep is resumed."""
         for process in self._processes:
-            _signal_group(process.handle, signal.SIGTERM)
+            process.handle.stop()
         until = time.monotonic() + _GRACE_S
         for process in self._processes:
             try:
                 process.handle.wait(max(0.1, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal_group(process.handle, signal.SIGKILL)
+            except TimeoutError:
+                process.handle.kill()
                 process.handle.wait()
-
-
-def _signal_group(handle: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a run and its subprocesses. Each run has its own process group."""
-    try:
-        os.killpg(handle.pid, number)
-    except ProcessLookupError:
-        return
