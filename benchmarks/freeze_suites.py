@@ -78,10 +78,10 @@ def main() -> None:
         Suite(
             "allocation-v1",
             "Allocate GPU cores and memory to streams of pods that no trainer sees. Score: position of the mean reward "
-            "between the rule vpa (0) and an oracle (1).",
+            "between the rule grant (0) and an oracle (1).",
             tuple(replace(t, data_sha256=workload_sha256(load_workload(None)), limits=LIMITS) for t in ALLOCATION),
             ("requests-only", "history"),
-            "vpa",
+            "grant",
         ),
     ]
     for suite in suites:

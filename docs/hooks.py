@@ -12,6 +12,7 @@ DOCS = Path(__file__).resolve().parent
 SECTIONS: list[tuple[str, list[str]]] = [
     ("Tasks", ["moe_placement", "gpu_allocation", "reference/moe_placement", "reference/gpu_allocation"]),
     ("Serving engineers", ["engines", "planners", "traces", "record.*"]),
+    ("Benchmark", ["bench", "leaderboard"]),
     ("Trainers", ["ppo", "ppo_.*", "37-details", "sweeps"]),
     ("Operators", ["agent.*", "webhook.*", "kubernetes.*", "deploy.*"]),
     ("Developers", ["architecture"]),

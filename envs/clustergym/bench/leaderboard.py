@@ -103,7 +103,7 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
     ],
 }
 """Metric, heading and format of the columns of each kind of suite."""
-SCORES = {"placement": "time saved vs EPLB", "allocation": "gap closed, vpa to oracle"}
+SCORES = {"placement": "time saved vs EPLB", "allocation": "gap closed, grant to oracle"}
 
 
 def table_cells(rows: Sequence[Row], kind: str) -> tuple[list[str], list[list[str]]]:

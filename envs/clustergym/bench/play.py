@@ -45,7 +45,7 @@ class Played:
 
     scores: list[float]
     """One per run, larger is better. Placement: share of the time saved compared with EPLB on the same stream.
-    Allocation: position between the rule ``vpa`` (0) and the oracle (1)."""
+    Allocation: position between the rule ``grant`` (0) and the oracle (1)."""
     metrics: dict[str, float | None]
     """Means over the runs."""
     reference: dict[str, Any]
@@ -195,7 +195,7 @@ def _predict(function: LimitedFunction, obs: Any, space: gymnasium.Space[Any], f
 def play_allocation(task: AllocationTask, entry: Entry) -> Played:
     config = task.config
     batch = AllocationBatch(config, task.streams)
-    bounds = {name: _rule_rewards(batch, name, task.seed)[0].mean() for name in ("vpa", "oracle")}
+    bounds = {name: _rule_rewards(batch, name, task.seed)[0].mean() for name in ("grant", "oracle")}
     failures: list[str] = []
     if entry.kind == "named":
         rewards, metrics = _rule_rewards(batch, entry.target, task.seed)
@@ -230,9 +230,9 @@ def play_allocation(task: AllocationTask, entry: Entry) -> Played:
         raise ValueError(f"{entry.target}: a {entry.kind} cannot play an allocation task")
     metrics["failed"] = len(failures) / (task.streams * config.arrivals)
     return Played(
-        scores=((rewards - bounds["vpa"]) / (bounds["oracle"] - bounds["vpa"])).tolist(),
+        scores=((rewards - bounds["grant"]) / (bounds["oracle"] - bounds["grant"])).tolist(),
         metrics=metrics,
-        reference={"vpa": float(bounds["vpa"]), "oracle": float(bounds["oracle"]), "rewards": rewards.tolist()},
+        reference={"grant": float(bounds["grant"]), "oracle": float(bounds["oracle"]), "rewards": rewards.tolist()},
         failures=failures[:5],
         specs_sha256=sha256_of(repr(asdict(config) | {"workload": batch.workload.name})),
     )
