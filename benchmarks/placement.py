@@ -253,6 +253,36 @@ def tables(lines: list[dict[str, Any]]) -> str:
     return "\n".join(_table(*group, found) for group, found in groups.items())
 
 
+RULES = (
+    "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental", "flashlb", "swift",
+    "hot-everywhere", "grouping", "co-occurrence", "affinity-groups", "round-robin", "static",
+)  # fmt: skip
+"""Planners that do not search."""
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """One row per cell of the study of planners: EPLB, the best rule, annealing, and what more knowledge would give."""
+    found: dict[tuple[str, ...], dict[str, Result]] = {}
+    for line in lines:
+        if line["study"] == "planners":
+            cell = (line["profile"], line["schedule"], line["model"], line["cluster"])
+            found.setdefault(cell, {})[line["label"]] = Result(**line["result"])
+    head = ("profile", "schedule", "model", "cluster", "EPLB, µs", "best rule", "annealing",
+        "annealing, next mixture known", "next tokens known")  # fmt: skip
+    text = [f"| {' | '.join(head)} |", "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+    for cell, results in found.items():
+        if not {"eplb", "oracle"} <= set(results):
+            continue
+        eplb = results["eplb"]
+        rule = min((name for name in RULES if name in results), key=lambda name: results[name].total_us)
+        searches = min(("anneal", "anneal-max"), key=lambda name: results[name].total_us)
+        shown = [f"{rule} {percent(results[rule], eplb)}" if rule != "eplb" else "eplb"]
+        shown += [f"{searches} {percent(results[searches], eplb)}"]
+        shown += [percent(results[name], eplb) for name in ("forecast", "oracle")]
+        text.append(f"| {' | '.join(cell)} | {eplb.total_us:.1f} | {' | '.join(shown)} |")
+    return "\n".join(text)
+
+
 def _table(study: str, profile: str, schedule: str, found: dict[tuple[Any, ...], dict[str, dict[str, Any]]]) -> str:
     columns = [cell for cell, rows in found.items() if "eplb" in rows]
     results = {
@@ -316,6 +346,7 @@ def main(args: Args) -> None:
                     lines.append(line)
                 print(f"{cell}: {time.perf_counter() - began:.0f} s", flush=True)
         lines = [line for line in lines if any(same_key(line, key_of(args, c)) for c in cells(args, list(found)))]
+    print(summary(lines))
     print(tables(lines))
 
 

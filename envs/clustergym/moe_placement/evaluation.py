@@ -296,7 +296,14 @@ class _Run:
         self.planner.reset()
         passes = self.protocol.plan_passes if self.planner.needs_tokens else PLAN_PASSES_OF_LOADS
         sample = sample_passes(part, self.simulator.n_gpus, self.protocol.traffic, passes, self.protocol.seed)
-        return self.plan([self.observed(sample)], self.simulator.static(part.n_layers))
+        return self.plan([self.observed(sample)], self.start(part, sample))
+
+    def start(self, part: TokenTrace, sample: Interval) -> Placement:
+        """Where planning once begins: EPLB's plan of the same loads for planners that improve one."""
+        static = self.simulator.static(part.n_layers)
+        if not self.planner.starts_from_eplb:
+            return static
+        return EPLB(self.simulator).plan([sample], static)
 
     def serve_stationary(self, stream: IntervalStream, plan: Placement | None) -> None:
         """Serve each interval on ``plan``. Without one, the planner sees each interval in advance and plans for it."""

@@ -18,7 +18,7 @@ from clustergym.moe_placement.planner_registry import make_planner, planner_clas
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import balance
 from clustergym.moe_placement.planners.recorded import LoadInterval
-from clustergym.moe_placement.profiles import PROFILES, EngineProfile, profiles_of
+from clustergym.moe_placement.profiles import EngineProfile, profiles_of
 from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
@@ -27,9 +27,17 @@ from clustergym.moe_placement.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
-DEFAULT_PLANNERS = dict.fromkeys(PROFILES, "anneal")
-"""The planner by profile if none is asked for. Not measured for every profile yet: ``python benchmarks/placement.py
---schedules stationary`` does that."""
+DEFAULT_PLANNERS = {
+    "sglang-prefill": "anneal",
+    "sglang-decode": "anneal",
+    "sglang-lp": "affinity-groups",
+    "vllm": "flashlb",
+    "vllm-deepep": "anneal-max",
+    "tensorrt-llm": "anneal-max",
+    "vllm-ascend": "anneal-max",
+}
+"""The planner by profile if none is asked for: the best of ``python benchmarks/placement.py --schedules stationary``,
+the mean over models. Of planners that are equally good, the quickest."""
 
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
