@@ -23,10 +23,11 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
 import clustergym
 from clustergym import TokenTrace, moe_placement_v0, synthetic_trace
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, PlacementBatch, Simulator
-from clustergym.moe_placement.environment import STEP_INFO, MoEPlacementEnv, MoEPlacementVectorEnv
+from clustergym.moe_placement.environment import STEP_INFO, MoEPlacementEnv
 from clustergym.moe_placement.kernels import state as kernel_state
 from clustergym.moe_placement.profiles import TRANSPORTS
 from clustergym.moe_placement.streams import layer_first
+from clustergym.moe_placement.vector import MoEPlacementVectorEnv
 from instances import made_profile
 from reference import PassResult, kernel_us, migration_us, serve, times_us
 
@@ -279,7 +280,6 @@ def test_a_copy_continues_bit_for_bit(make: Any, copy: Any) -> None:
     first = [act(env, choice) for choice in choices]
     second = [act(twin, choice) for choice in choices]
     env.set_state(kept)
-    env.agents = ["expert", "gpu"]
     third = [act(env, choice) for choice in choices]
     for results in zip(first, second, third, strict=True):
         for a, b, c in zip(*results, strict=True):
@@ -780,8 +780,8 @@ def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
 def test_vector_env_refuses_wrong_shapes_and_lengths() -> None:
     with pytest.raises(ValueError, match="num_envs is 0: expected at least 1"):
         MoEPlacementVectorEnv(0, **TINY)
-    with pytest.raises(ValueError, match="episodes have a fixed length: set intervals"):
-        MoEPlacementVectorEnv(2, max_episode_steps=5, **TINY)
+    with pytest.raises(ValueError, match="max_episode_steps is 0: expected at least 1"):
+        MoEPlacementVectorEnv(2, max_episode_steps=0, **TINY)
     env = MoEPlacementVectorEnv(2, **TINY)
     env.reset(seed=0)
     with pytest.raises(ValueError, match=re.escape("actions have shape (3, 2): expected (2, 2): expert, node")):

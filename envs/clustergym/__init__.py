@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import pettingzoo
 
+from clustergym.ids import KINDS, placement_ids
+
 if TYPE_CHECKING:
     from clustergym import gpu_allocation, gpu_allocation_v0, moe_placement, moe_placement_v0, traces
     from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
@@ -41,11 +43,10 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _register(env_id: str, module: str, name: str, **kwargs: Any) -> None:
+def _register(env_id: str, single: str, vector: str, **kwargs: Any) -> None:
     """Register a single and a vector environment with Gymnasium."""
     if env_id not in gymnasium.registry:
-        entry = f"clustergym.{module}.environment:{name}"
-        gymnasium.register(env_id, f"{entry}Env", vector_entry_point=f"{entry}VectorEnv", kwargs=kwargs)
+        gymnasium.register(env_id, f"clustergym.{single}", vector_entry_point=f"clustergym.{vector}", kwargs=kwargs)
 
 
 def _register_with_pettingzoo(name: str) -> None:
@@ -54,9 +55,10 @@ def _register_with_pettingzoo(name: str) -> None:
         pettingzoo.register("aec", name, f"clustergym.{name}:env")
 
 
-_register("MoEPlacement-v0", "moe_placement", "MoEPlacement")
-_register("MoEPlacementDrift-v0", "moe_placement", "MoEPlacement", intervals=8, schedule="drift", start="eplb")
-_register("GPUAllocation-v0", "gpu_allocation", "GPUAllocation")
-_register("GPUAllocationHistory-v0", "gpu_allocation", "GPUAllocation", history=True)
+for _id, _kind, _arguments in placement_ids():
+    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_arguments)
+_ALLOCATION = ("gpu_allocation.environment:GPUAllocationEnv", "gpu_allocation.environment:GPUAllocationVectorEnv")
+_register("GPUAllocation-v0", *_ALLOCATION)
+_register("GPUAllocationHistory-v0", *_ALLOCATION, history=True)
 _register_with_pettingzoo("moe_placement_v0")
 _register_with_pettingzoo("gpu_allocation_v0")

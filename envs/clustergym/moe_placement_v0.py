@@ -9,8 +9,9 @@ from pettingzoo.utils.conversions import parallel_to_aec
 from pettingzoo.utils.wrappers import OrderEnforcingWrapper
 
 from clustergym.moe_placement.pettingzoo import MoEPlacementParallelEnv
+from clustergym.moe_placement.pettingzoo_aec import MoEPlacementAECEnv
 
-__all__ = ["MoEPlacementParallelEnv", "env", "parallel_env", "raw_env"]
+__all__ = ["MoEPlacementAECEnv", "MoEPlacementParallelEnv", "env", "parallel_env", "raw_env"]
 
 
 def parallel_env(**kwargs: Any) -> MoEPlacementParallelEnv:
@@ -18,9 +19,12 @@ def parallel_env(**kwargs: Any) -> MoEPlacementParallelEnv:
     return MoEPlacementParallelEnv(**kwargs)
 
 
-def raw_env(**kwargs: Any) -> AECEnv[Any, Any, Any]:
-    """The same task as an agent-environment-cycle environment: `expert` acts, then `gpu`."""
-    return parallel_to_aec(parallel_env(**kwargs))
+def raw_env(conditional: bool = False, **kwargs: Any) -> AECEnv[Any, Any, Any]:
+    """The same task as an agent-environment-cycle environment: `expert` acts, then `gpu`.
+
+    With ``conditional``, `gpu` sees the expert that was chosen, and its mask is exact: :class:`MoEPlacementAECEnv`.
+    """
+    return MoEPlacementAECEnv(**kwargs) if conditional else parallel_to_aec(parallel_env(**kwargs))
 
 
 def env(**kwargs: Any) -> AECEnv[Any, Any, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from clustergym.common.choices import one_of
 from clustergym.common.compiling import warn_while_compiling
+from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, N_COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.cost import add_links
 from clustergym.moe_placement.kernels.observation import (
     N_EXPERT_FEATURES,
@@ -24,10 +25,12 @@ from clustergym.moe_placement.kernels.observation import (
 )
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
+    LAST_KIND,
     N_CLOCKS,
     N_LAST,
     N_PARTS,
     N_TIMES,
+    OP_ILLEGAL,
     SCHEDULES,
     TIME_SAVED,
     EpisodeState,
@@ -40,8 +43,9 @@ from clustergym.moe_placement.kernels.state import (
 from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
 from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
-from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
+from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_cluster, get_model
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
+from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
@@ -55,11 +59,13 @@ class PlacementConfig:
     """Everything that makes one placement task; the environments take these as keyword arguments."""
 
     trace: str | TokenTrace = DEFAULT_TRACE
-    """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled trace."""
+    """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled or generated trace."""
     split: str = "train"
     """Part of the trace, see ``clustergym.traces.splits``: ``train``, ``validation``, ``test`` or ``all``."""
     cluster: str | ClusterSpec = "h800-4x4"
     """A preset name or a spec."""
+    slots_per_gpu: int | None = None
+    """Experts that a GPU can hold, if not the cluster's own."""
     model: str | ModelSpec | None = None
     """A preset name or a spec; by default the one that the trace names."""
     profile: str | EngineProfile = DEFAULT_PROFILE
@@ -99,6 +105,8 @@ class PlacementConfig:
     """Observe what each of the E × 3·G operations would save on the observed interval. Exact, and slow."""
     lookahead_norm: int = 0
     """0: look-ahead in true time (the busiest GPU); p = 2, 4, 8, 16, 32: in the smooth p-norm over GPUs."""
+    candidates: int = 0
+    """Propose so many operations at every step, tried exactly and best first (``PlacementBatch.candidates``)."""
     reward_norm: int = 0
     """As ``lookahead_norm``, for the reward. Only with 0 do the rewards add up to the time that was saved."""
 
@@ -143,6 +151,8 @@ def _load_once(path: str, modified_ns: int) -> TokenTrace:
 
 def load_cached(source: str) -> TokenTrace:
     """The trace, read once however many environments ask for it; read again when its file changes."""
+    if source in GENERATED:
+        return generated_trace(source)
     path = bundled_traces().get(source, Path(source))
     return _load_once(str(path), path.stat().st_mtime_ns) if path.is_file() else TokenTrace.load(source)
 
@@ -185,8 +195,11 @@ class PlacementBatch:
         whole = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
         self.trace = split_trace(whole, config.split)
         self.model, self.traffic = model_for(self.trace, config.model), config.traffic
+        cluster = get_cluster(config.cluster)
+        if config.slots_per_gpu is not None:
+            cluster = get_cluster(cluster, slots_per_gpu=config.slots_per_gpu)
         self.simulator = Simulator(
-            self.model, config.cluster, config.profile, config.passes_per_interval, config.migration,
+            self.model, cluster, config.profile, config.passes_per_interval, config.migration,
             config.background_share,
         )  # fmt: skip
         self.cluster = self.simulator.cluster
@@ -197,9 +210,9 @@ class PlacementBatch:
             )
         self.n_experts, self.n_layers = self.model.n_experts, self.trace.n_layers
         self.n_gpus, self.n_slots = self.simulator.n_gpus, self.simulator.n_slots
-        for key in ("intervals", "ops_per_layer"):
-            if getattr(config, key) < 1:
-                raise ValueError(f"{key} is {getattr(config, key)}: expected at least 1")
+        for key, least in (("intervals", 1), ("ops_per_layer", 1), ("candidates", 0)):
+            if getattr(config, key) < least:
+                raise ValueError(f"{key} is {getattr(config, key)}: expected at least {least}")
         self.launcher = self._pick_launcher()
         self._static_times = np.ones(self.n_layers)
         if not observe_only:
@@ -299,6 +312,15 @@ class PlacementBatch:
         }
         optional = {"lookahead": config.lookahead, "memory": config.memory}
         self.obs = {name: tensor for name, tensor in self.buffers.items() if optional.get(name, True)}
+        choices = config.candidates + 1
+        features = config.candidates * N_CANDIDATE_FEATURES + gpus * N_COMPACT_GPU_FEATURES + N_PROGRESS
+        self.candidates = {} if choices == 1 else {
+            "operations": zeros((choices, 2), torch.int64),
+            "mask": zeros((choices,), torch.int8),
+            "score": zeros((choices + 2 * gpus,), torch.float64),
+            "compact": zeros((features,), torch.float32),
+        }  # fmt: skip
+        self.illegal = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
         trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
         sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
@@ -338,6 +360,13 @@ class PlacementBatch:
         """(B,) bool: the episode is over."""
         return self.episode["clock"][:, CLOCK_DONE] != 0
 
+    def operations(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and nodes (B,) of the candidates ``choice`` (B,); −1 for a choice that does not exist."""
+        n, rows = self.config.candidates + 1, torch.arange(self.num_envs, device=self.device)
+        chosen = self.candidates["operations"][rows, choice.clamp(0, n - 1)]
+        expert, node = torch.where(((choice >= 0) & (choice < n))[:, None], chosen, -1).unbind(-1)
+        return expert, node
+
     @property
     def saved(self) -> Tensor:
         """(B,) float64: the sum of the rewards of the episode so far."""
@@ -359,19 +388,23 @@ class PlacementBatch:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
         with warn_while_compiling():
             self.launcher.reset(self._array(where), self._state)
-            self._look_at_all()
+            self.illegal.masked_fill_(where, 0)
+            self._look_around()
         return self.obs
 
     def step(self, expert: Tensor, node: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Apply (B,) int64 choices of both agents. Returns (obs, reward (B,) float64, done (B,) bool); no autoreset."""
         self.launcher.step(self._array(torch.stack([expert, node])), self._array(self.reward), self._state)
-        self._look_at_all()
+        self.illegal += self.episode["last_operation"][:, LAST_KIND] == OP_ILLEGAL
+        self._look_around()
         return self.obs, self.reward, self.done
 
-    def _look_at_all(self) -> None:
-        """Fill the observation's look-ahead. Few tasks ask for it, so it is not compiled into the step."""
+    def _look_around(self) -> None:
+        """Fill the observation's look-ahead and the candidates. Few tasks ask for them, so the step is without."""
         if self.config.lookahead:
             self.launcher.look_ahead_all(self._array(self.buffers["lookahead"]), self._state)
+        if self.candidates:
+            self.launcher.propose(*map(self._array, self.candidates.values()), self._state)
 
     def lookahead(self, experts: Tensor) -> Tensor:
         """(B, M, 3·G, parts): what each operation on ``experts`` (B, M) would save on the observed interval.
@@ -394,18 +427,21 @@ class PlacementBatch:
         """For planners: the last operations (B,), (B,). ``episode["slots"]`` is up to date; no other layer begins."""
         self.launcher.finish_layer(self._array(torch.stack([expert, node])), self._state)
 
+    def _changing(self) -> dict[str, Tensor]:
+        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.buffers}
+        parts["candidates"] = self.candidates
+        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
+        return named | {"reward": self.reward, "illegal": self.illegal}
+
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of everything that changes. :meth:`set_state` continues from it bit for bit."""
-        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.buffers}
-        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
-        return {name: x.numpy(force=True).copy() for name, x in (named | {"reward": self.reward}).items()}
+        return {name: tensor.numpy(force=True).copy() for name, tensor in self._changing().items()}
 
     def set_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Go back to a state that :meth:`get_state` of an equal batch returned."""
-        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.buffers}
-        for key, value in state.items():
-            part, _, name = key.partition(".")
-            (parts[part][name] if name else self.reward).copy_(torch.from_numpy(value))
+        changing = self._changing()
+        for name, value in state.items():
+            changing[name].copy_(torch.from_numpy(value))
 
     def __getstate__(self) -> dict[str, Any]:
         arguments = (self.config, self.num_envs, str(self.device))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection
 from dataclasses import fields
 from typing import Any
 
@@ -12,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 
+from clustergym.common.choices import one_of
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.kernels.observation import N_KINDS
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
     CLOCK_INTERVAL,
@@ -42,7 +40,8 @@ assert set(OPERATIONS) == set(KINDS)
 # Observations that change only when the agents walk to another layer.
 LAYER_KEYS = ("coactivation", "affinity")
 # Keys of the info of every step.
-STEP_INFO = ("operation", "legal", "layer_time_us", "operation_reward")
+STEP_INFO = ("operation", "legal", "illegal_actions", "layer_time_us", "operation_reward")
+OBSERVATIONS = ("full", "compact")
 # Features are ratios and shares; nothing comes near this.
 LIMIT = 1e6
 
@@ -55,6 +54,30 @@ def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Space[Any]]:
         else spaces.Box(-LIMIT, LIMIT, tensor.shape[1:], np.float32)
         for name, tensor in batch.obs.items()
     }
+
+
+def compact_observation(obs: ObsDict, n_gpus: int) -> npt.NDArray[np.float32]:
+    """(…, 9·E + 13·G + 6): features of experts and GPUs, and the progress, in one vector."""
+    parts = (obs["experts"], obs["gpus"][..., :n_gpus, N_KINDS:], obs["progress"])
+    lead = obs["progress"].shape[:-1]
+    return np.concatenate([part.reshape(*lead, -1) for part in parts], axis=-1)
+
+
+def compact_space(size: int) -> spaces.Box:
+    return spaces.Box(-LIMIT, LIMIT, (size,), np.float32)
+
+
+def product_masks(joint: npt.NDArray[np.int8], expert: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
+    """(…, E + 3·G) masks of the two components of an action, of which every combination is legal.
+
+    A pair of masks cannot say "this node only for that expert". So nodes that are illegal for some expert of the mask
+    are left out: in general ADD and DELETE. The flat and the conditional environment have exact masks.
+    """
+    experts = expert.astype(bool)
+    nodes = (joint.astype(bool) | ~experts[..., None]).all(-2)
+    # Nothing is legal for all: allow no-ops and illegal actions, which change nothing, over an empty mask.
+    nodes |= ~nodes.any(-1, keepdims=True)
+    return np.concatenate([experts, nodes], axis=-1)
 
 
 def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame:
@@ -105,10 +128,10 @@ class PlacementTask:
     _screen: Any = None
     _saved: list[float]
 
-    def _begin(self, render_mode: str | None, options: dict[str, Any]) -> None:
+    def _begin(self, render_mode: str | None, options: dict[str, Any], illegal_penalty: float = 0.0) -> None:
         if render_mode not in (None, "human", "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
-        self.render_mode = render_mode
+        self.render_mode, self.illegal_penalty = render_mode, illegal_penalty
         self.batch = PlacementBatch(config_of(options), 1)
         self._look()
         self._saved = []
@@ -138,7 +161,7 @@ class PlacementTask:
             info |= episode_info(self.batch, 0)
         if self.render_mode == "human":
             self._render()
-        return float(reward[0]), done, info
+        return float(reward[0]) - (0.0 if info["legal"] else self.illegal_penalty), done, info
 
     def noop_action(self) -> npt.NDArray[np.int64]:
         """An action that changes nothing: (expert, node)."""
@@ -212,6 +235,7 @@ def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
     return {
         "operation": kind.copy(),
         "legal": kind != OP_ILLEGAL,
+        "illegal_actions": batch.illegal.cpu().numpy().copy(),
         "layer_time_us": times[:, TIME_OBSERVED].copy(),
         "operation_reward": times[:, TIME_OPERATION] / unit,
     }
@@ -235,7 +259,7 @@ def episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
     return {name: float(value) for name, value in info.items()}
 
 
-class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
+class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     """
     ## Description
     A mixture-of-experts model is served on a cluster. Every GPU holds some experts of each layer and runs its own
@@ -265,7 +289,12 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
 
     PLACE moves the expert's replica on the busiest GPU. A full GPU gives its replica with fewest tokens in exchange. If
     g holds the expert already, nothing happens: this is the no-op (`noop_action()`).
-    An illegal action does nothing and is marked in `info["legal"]`; it never raises.
+    An illegal action does nothing; it never raises. It is marked in `info["legal"]`, counted in
+    `info["illegal_actions"]`, and costs `illegal_penalty` (default 0; otherwise rewards no longer add up to the time
+    saved).
+
+    `action_masks()` returns a mask per component, of which every combination is legal. Such a pair cannot be exact: it
+    leaves out ADD and DELETE. `MoEPlacementFlat-v0` and the conditional PettingZoo environment have exact masks.
 
     ## Observation Space
     A `Dict` of arrays about the interval that just ended and the layer that the agents work on. Counts and times are
@@ -295,6 +324,9 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
       kernel and migration / layer time.
     * `affinity` is from at most 256 tokens unless the transport is `stay`.
 
+    With `observation="compact"` it is one vector of `experts`, the first G rows of `gpus` without their kind, and
+    `progress`: 790 numbers instead of 14,006 with 64 experts on 16 GPUs.
+
     ## Rewards
     An operation earns what it saves on the next interval (served time and migration). When the agents reach a layer,
     what earlier operations save on it in the new interval is credited. So the rewards of an episode add up to exactly
@@ -311,7 +343,8 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
     `reused` (1 if the trace was too short and tokens were served twice).
 
     ## Arguments
-    The fields of `clustergym.moe_placement.PlacementConfig`, and `render_mode` (`"rgb_array"`, `"human"`).
+    The fields of `clustergym.moe_placement.PlacementConfig`, `observation` (`"full"`, `"compact"`), `illegal_penalty`,
+    and `render_mode` (`"rgb_array"`, `"human"`).
 
     ```python
     >>> import gymnasium
@@ -327,185 +360,50 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, npt.NDArray[np.int64]]):
 
     metadata = {"render_modes": ["human", "rgb_array"], "render_fps": 4}
 
-    def __init__(self, render_mode: str | None = None, **options: Any) -> None:
-        self._begin(render_mode, options)
-        self.observation_space = spaces.Dict(observation_spaces(self.batch))
-        self.action_space = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
+    def __init__(
+        self, render_mode: str | None = None, observation: str = "full", illegal_penalty: float = 0.0, **options: Any
+    ) -> None:
+        one_of(observation, OBSERVATIONS, "observation")
+        self._compact = observation == "compact"
+        self._begin(render_mode, options, illegal_penalty)
+        self.observation_space, self.action_space = self._spaces()
 
-    def _observe(self) -> ObsDict:
+    def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        action = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
+        if self._compact:
+            return compact_space(compact_observation(self._views, self.batch.n_gpus).size), action
+        return spaces.Dict(observation_spaces(self.batch)), action
+
+    def _observe(self) -> Any:
+        if self._compact:
+            return compact_observation(self._views, self.batch.n_gpus)
         return {name: view.copy() for name, view in self._views.items()}
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[ObsDict, dict[str, Any]]:
+    def _operation(self, action: Any) -> tuple[int, int]:
+        """The expert and the node that an action stands for."""
+        return int(action[0]), int(action[1])
+
+    def _mask_info(self) -> dict[str, Any]:
+        """What `info` has about the next action."""
+        return {}
+
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """(E + 3·G,) for sb3-contrib: what each component may be; see :func:`product_masks`."""
+        return product_masks(self._views["joint_mask"], self._views["expert_mask"])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         if seed is None:
             seed = -1 if self._seeded else int(self.np_random.integers(2**62))
         self._reset(seed)
-        return self._observe(), {}
+        return self._observe(), self._mask_info()
 
-    def step(self, action: npt.NDArray[np.int64]) -> tuple[ObsDict, float, bool, bool, dict[str, Any]]:
-        reward, done, info = self._act(int(action[0]), int(action[1]))
-        return self._observe(), reward, done, False, info
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward, done, info = self._act(*self._operation(action))
+        return self._observe(), reward, done, False, info | self._mask_info()
 
     def render(self) -> npt.NDArray[np.uint8] | None:
         return self._render()
 
     def close(self) -> None:
         self._close()
-
-
-class _Recycled:
-    """Arrays of one shape for observations. One that nobody else holds any more is used again: new memory costs more
-    than filling it."""
-
-    def __init__(self, like: torch.Tensor, read_only: bool) -> None:
-        self.shape, self.dtype, self.read_only = tuple(like.shape), like.numpy().dtype, read_only
-        self.all: list[tuple[npt.NDArray[Any], torch.Tensor]] = []
-
-    def take(self) -> tuple[npt.NDArray[Any], torch.Tensor]:
-        """An array, and the tensor that shares its memory."""
-        for pair in self.all:
-            # References: the pair, the tensor, and the argument. Any view or tensor made of it would add one.
-            if sys.getrefcount(pair[0]) == 3:
-                return pair
-        array = np.empty(self.shape, self.dtype)
-        pair = (array, torch.from_numpy(array))
-        array.setflags(write=not self.read_only)
-        self.all.append(pair)
-        return pair
-
-
-class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[ObsDict, npt.NDArray[np.int64], npt.NDArray[Any]]):
-    """Many copies of :class:`MoEPlacementEnv` in one batch: ``gymnasium.make_vec("MoEPlacement-v0", num_envs=N)``.
-
-    Environment i, seeded with s + i, plays exactly what a single environment seeded with s + i plays. Autoreset is
-    SAME_STEP: where an episode ends, the observation returned is the next episode's first, and ``info["final_obs"]``
-    and ``info["final_info"]`` hold the last of the old one. Returned arrays are never written again while anybody holds
-    them.
-
-    Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
-    """
-
-    metadata = {
-        "render_modes": ["rgb_array"],
-        "render_fps": 4,
-        "autoreset_mode": AutoresetMode.SAME_STEP,
-    }
-
-    def __init__(
-        self,
-        num_envs: int = 1,
-        render_mode: str | None = None,
-        device: str | torch.device = "cpu",
-        max_episode_steps: int | None = None,
-        **options: Any,
-    ) -> None:
-        if max_episode_steps is not None:
-            raise ValueError("episodes have a fixed length: set intervals instead of max_episode_steps")
-        if render_mode not in (None, "rgb_array"):
-            raise ValueError(
-                f"unknown render_mode {render_mode!r}; the vectorised environment has None and 'rgb_array'"
-            )
-        self.render_mode = render_mode
-        self.batch = PlacementBatch(config_of(options), num_envs, device)
-        self.num_envs = num_envs
-        self.single_observation_space = spaces.Dict(observation_spaces(self.batch))
-        self.single_action_space = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
-        on_host = self.batch.obs if self.batch.device.type == "cpu" else {}
-        self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
-        self._pairs: dict[str, tuple[npt.NDArray[Any], torch.Tensor]] = {}
-        self._copies: ObsDict = {}
-        self._seeded = False
-
-    def _renew(self, names: Collection[str], keep: bool) -> None:
-        """Let the next observation go to arrays that nobody holds; ``keep`` what the kernels may leave as it is."""
-        fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
-        for name, (_, tensor) in fresh.items():
-            if keep or name == "memory":
-                tensor.copy_(self.batch.obs[name])
-        self._pairs |= fresh
-        self.batch.observe_into({name: tensor for name, (_, tensor) in fresh.items()})
-
-    def _observe(self, layer_changed: bool) -> ObsDict:
-        if self._recycled:
-            return {name: self._pairs[name][0] for name in self.batch.obs}
-        names = [name for name in self.batch.obs if layer_changed or name not in LAYER_KEYS]
-        self._copies |= {name: self.batch.obs[name].cpu().numpy() for name in names}
-        for name in LAYER_KEYS:
-            self._copies[name].setflags(write=False)
-        return dict(self._copies)
-
-    def reset(
-        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[ObsDict, dict[str, Any]]:
-        super().reset(seed=seed if isinstance(seed, int) else None)
-        if isinstance(seed, list):
-            seeds = [self.np_random.integers(2**62) if s is None else s for s in seed]
-            self.batch.seed(np.array(seeds, dtype=np.int64))
-        elif seed is not None or not self._seeded:
-            first = int(self.np_random.integers(2**62)) if seed is None else seed
-            self.batch.seed(first + np.arange(self.num_envs))
-        self._seeded = True
-        self._renew(self.batch.obs, keep=False)
-        self.batch.reset()
-        return self._observe(True), {}
-
-    def step(
-        self, actions: npt.NDArray[np.int64]
-    ) -> tuple[ObsDict, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
-        chosen = torch.as_tensor(np.ascontiguousarray(np.asarray(actions, dtype=np.int64).T), device=self.batch.device)
-        if chosen.shape != (2, self.num_envs):
-            raise ValueError(
-                f"actions have shape {tuple(chosen.shape[::-1])}: expected ({self.num_envs}, 2): expert, node"
-            )
-        clock = self.batch.episode["clock"]
-        leaves = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
-        ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
-            clock[:, CLOCK_INTERVAL] == self.batch.config.intervals - 1
-        )
-        changed = bool(leaves.any())
-        self._renew([name for name in self.batch.obs if name not in LAYER_KEYS], keep=False)
-        if changed:
-            # The last observation of an episode is about the layer that it ended on.
-            self._renew(LAYER_KEYS, keep=not bool((leaves & ~ends).all()))
-        _, reward, done = self.batch.step(chosen[0], chosen[1])
-        rewards, terminated = reward.cpu().numpy().copy(), done.cpu().numpy().copy()
-        infos: dict[str, Any] = dict(step_info(self.batch))
-        infos |= {f"_{name}": np.ones(self.num_envs, bool) for name in list(infos)}
-        if terminated.any():
-            infos |= self._finish(terminated, infos)
-            # What an ended episode's last step came to is in final_info; a fresh episode has no operation yet.
-            for name in STEP_INFO:
-                infos[name][terminated] = 0
-                infos[f"_{name}"][terminated] = False
-            self.batch.reset(done.clone())
-        return self._observe(changed), rewards, terminated, np.zeros(self.num_envs, bool), infos
-
-    def _finish(self, ended: npt.NDArray[np.bool_], infos: dict[str, Any]) -> dict[str, Any]:
-        final_obs = np.full(self.num_envs, None, dtype=object)
-        last = {name: tensor.cpu().numpy() for name, tensor in self.batch.obs.items()}
-        final_info: dict[str, Any] = {}
-        for i in np.flatnonzero(ended):
-            final_obs[i] = {name: array[i].copy() for name, array in last.items()}
-            single = {name: infos[name][i].item() for name in STEP_INFO}
-            final_info = self._add_info(final_info, single | episode_info(self.batch, int(i)), int(i))
-        return {
-            "final_obs": final_obs,
-            "_final_obs": ended.copy(),
-            "final_info": final_info,
-            "_final_info": ended.copy(),
-        }
-
-    def noop_actions(self) -> npt.NDArray[np.int64]:
-        """(num_envs, 2) actions that change nothing."""
-        return noop_actions(self.batch)
-
-    def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
-        """A picture of each environment."""
-        if self.render_mode is None:
-            return None
-        return tuple(draw(frame_of(self.batch, [], i)) for i in range(self.num_envs))

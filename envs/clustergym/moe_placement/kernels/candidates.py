@@ -1,0 +1,250 @@
+"""A short list of promising operations, for agents with one discrete action.
+
+Operations on the experts of two GPUs, the one with the slowest kernel and the one with most traffic, are ranked by a
+cheap estimate. Only the best of them are tried exactly. ``MoEPlacementFlatEnv`` documents the observation.
+"""
+
+from __future__ import annotations
+
+from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
+from clustergym.moe_placement.kernels.observation import (
+    EXPERT_LOAD,
+    EXPERT_LOAD_CHANGE,
+    GPU_COMPUTE_TIME,
+    GPU_FREE_SLOTS,
+    GPU_LOAD,
+    GPU_RECEIVED_INTER,
+    GPU_RECEIVED_INTRA,
+    GPU_SENT_INTER,
+    GPU_SENT_INTRA,
+    GPU_TO_FETCH,
+    N_PROGRESS,
+)
+from clustergym.moe_placement.kernels.operations import apply_operation, resolve, slot_pairs
+from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, TIME_OBSERVED_START
+
+# Features of each candidate. Times are in percent of the layer's time: numbers around 1 suit networks without scaling.
+CANDIDATE_FEATURES = (
+    "exists", "saved", "saved_smooth", "migration", "is_add", "is_delete", "same_node", "expert_load", "load_change",
+    "source_load", "target_load",
+)  # fmt: skip
+EXISTS, SAVED, SAVED_SMOOTH, MIGRATION, IS_ADD, IS_DELETE = range(6)
+SAME_NODE, LOAD, LOAD_CHANGE, SOURCE_LOAD, TARGET_LOAD = range(6, 11)
+N_CANDIDATE_FEATURES = len(CANDIDATE_FEATURES)
+# Columns of the observation ``gpus`` that the compact observation has.
+COMPACT_GPU_FEATURES = ("load", "compute_time", "free_slots", "traffic_intra", "traffic_inter", "to_fetch")
+N_COMPACT_GPU_FEATURES = len(COMPACT_GPU_FEATURES)
+# Logarithm of the norm in which ``saved_smooth`` is measured: it also sees what brings no time yet.
+SMOOTH_NORM_LOG2 = 3
+PERCENT = 100.0
+# In the place of an expert: fewer operations exist.
+ABSENT = -1
+
+
+@inlined
+def _work_of_slot(sim, b, g, s, n_passes, work, gpu_pairs):
+    """The part of the GPU's work that the slot's expert causes, by its share of the pairs."""
+    return work[g] * slot_pairs(sim, b, g, s, n_passes) / max(1, gpu_pairs[g])
+
+
+@device
+def _write_work(sim, obs, b, rules, work, coldest, gpu_pairs):
+    """Write the work of each GPU (its kernel and traffic time) and of its coldest slot, which is 0 if one is free.
+
+    Returns the GPU with the slowest kernel, and the one with most traffic of the others.
+    """
+    gpus, costs, n_passes = obs.gpus[b], rules.costs, rules.n_passes
+    # The observation has the dispatch; what was dispatched is combined.
+    intra = 1.0 + costs.combine_intra_us / costs.dispatch_intra_us
+    inter = 1.0 + costs.combine_inter_us / costs.dispatch_inter_us
+    slowest, busiest, most_kernel, most_traffic = 0, 0, -1.0, -1.0
+    for g in range(work.shape[0]):
+        work[g] = gpus[g, GPU_COMPUTE_TIME]
+        if work[g] > most_kernel:
+            slowest, most_kernel = g, work[g]
+    for g in range(work.shape[0]):
+        traffic = intra * max(gpus[g, GPU_SENT_INTRA], gpus[g, GPU_RECEIVED_INTRA])
+        traffic += inter * max(gpus[g, GPU_SENT_INTER], gpus[g, GPU_RECEIVED_INTER])
+        if g != slowest and traffic > most_traffic:
+            busiest, most_traffic = g, traffic
+        work[g] += traffic
+        coldest[g] = work[g]
+        for s in range(sim.slots.shape[2]):
+            here = 0.0
+            if sim.slots[b, g, s] >= 0:
+                here = _work_of_slot(sim, b, g, s, n_passes, work, gpu_pairs)
+            coldest[g] = min(coldest[g], here)
+    return slowest, busiest
+
+
+@inlined
+def _relief(work, source, target, moved):
+    """What moving some work from one GPU to another takes off the busier of the two."""
+    return work[source] - max(work[source] - moved, work[target] + moved)
+
+
+@device
+def _estimate(sim, b, e, g, s, node, n_passes, work, coldest, gpu_pairs):
+    """Roughly what an operation on expert ``e`` in slot ``s`` of GPU ``g`` saves."""
+    n_gpus = sim.slots.shape[1]
+    target, moved = node % n_gpus, _work_of_slot(sim, b, g, s, n_passes, work, gpu_pairs)
+    if node < n_gpus:
+        return _relief(work, g, target, moved - coldest[target])
+    if node < 2 * n_gpus:
+        return _relief(work, g, target, moved / (sim.n_replicas[b, e] + 1))
+    # Its tokens go to the other replicas.
+    best = -work[g]
+    for i in range(sim.n_replicas[b, e]):
+        other = sim.replicas[b, e, i]
+        if other != target:
+            best = max(best, _relief(work, target, other, moved))
+    return best
+
+
+@device
+def _insert(operations, score, first, last, e, node, value):
+    """Keep the best operations in rows ``first`` … ``last``−1, best first. Each operation is there once."""
+    if value <= score[last - 1] and operations[last - 1, 0] != ABSENT:
+        return
+    for i in range(first, last):
+        if operations[i, 0] == e and operations[i, 1] == node:
+            return
+    i = last - 1
+    while i > first and (operations[i - 1, 0] == ABSENT or score[i - 1] < value):
+        operations[i, 0], operations[i, 1], score[i] = operations[i - 1, 0], operations[i - 1, 1], score[i - 1]
+        i -= 1
+    operations[i, 0], operations[i, 1], score[i] = e, node, value
+
+
+@device
+def _coldest_replica(sim, b, n_passes):
+    """(expert, GPU) of the replica with fewest tokens that is not the last of its expert; (−1, −1) without one."""
+    best, where, least = ABSENT, ABSENT, 0
+    for g in range(sim.slots.shape[1]):
+        for s in range(sim.slots.shape[2]):
+            e = sim.slots[b, g, s]
+            if e >= 0 and sim.n_replicas[b, e] > 1:
+                pairs = slot_pairs(sim, b, g, s, n_passes)
+                if best == ABSENT or pairs < least:
+                    best, where, least = e, g, pairs
+    return best, where
+
+
+@device
+def _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest):
+    """Write the operations of best estimate into rows 1 … k; row 0 is the no-op."""
+    n_gpus, k, n_passes = sim.slots.shape[1], operations.shape[0] - 1, rules.n_passes
+    gpu_pairs = episode.gpu_pairs[b]
+    operations[0, 0], operations[0, 1] = 0, sim.replicas[b, 0, 0]
+    for i in range(1, k + 1):
+        operations[i, 0], operations[i, 1], score[i] = ABSENT, ABSENT, 0.0
+    slowest, busiest = _write_work(sim, obs, b, rules, work, coldest, gpu_pairs)
+    # The coldest replica makes room: its deletion is always on the list, or no replica could ever be replaced.
+    cold, where = _coldest_replica(sim, b, n_passes)
+    last = k + 1
+    if cold >= 0 and k > 1:
+        last = k
+        operations[k, 0], operations[k, 1] = cold, 2 * n_gpus + where
+    for turn in range(2):
+        g = slowest if turn == 0 else busiest
+        for s in range(sim.slots.shape[2]):
+            e = sim.slots[b, g, s]
+            if e < 0:
+                continue
+            for node in range(3 * n_gpus):
+                listed = last == k and e == cold and node == 2 * n_gpus + where
+                nothing = node < n_gpus and obs.placement[b, e, node] > 0.0
+                if obs.joint_mask[b, e, node] and not listed and not nothing:
+                    value = _estimate(sim, b, e, g, s, node, n_passes, work, coldest, gpu_pairs)
+                    _insert(operations, score, 1, last, e, node, value)
+
+
+@device
+def _try(episode, sim, obs, b, rules, e, node, row):
+    """Write the features of one operation, which is tried and undone exactly."""
+    costs, topology, n_passes = rules.costs, rules.topology, rules.n_passes
+    for f in range(row.shape[0]):
+        row[f] = 0.0
+    if e == ABSENT:
+        return
+    before_us = episode.times_us[b, TIME_OBSERVED_START]
+    kind, source, target, victim = resolve(sim, b, e, node, n_passes)
+    true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
+    smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
+    moved = migration_time(sim, b, costs)
+    row[SAVED] = with_migration(true, moved, before_us, costs)
+    row[SAVED_SMOOTH], row[MIGRATION] = smooth, moved
+    # Exchanging source and target undoes the operation.
+    apply_operation(sim, b, e, source, target, victim, topology, costs, n_passes)
+    true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
+    smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
+    after = migration_time(sim, b, costs)
+    row[SAVED] = (row[SAVED] - with_migration(true, after, before_us, costs)) * PERCENT / before_us
+    row[SAVED_SMOOTH] = (row[SAVED_SMOOTH] - smooth) * PERCENT / before_us
+    row[MIGRATION] = (moved - after) * PERCENT / before_us
+    apply_operation(sim, b, e, target, source, victim, topology, costs, n_passes)
+    row[EXISTS] = 1.0
+    row[IS_ADD] = 1.0 if kind == OP_ADD else 0.0
+    row[IS_DELETE] = 1.0 if kind == OP_DELETE else 0.0
+    row[LOAD] = episode.load_features[b, e, EXPERT_LOAD]
+    row[LOAD_CHANGE] = episode.load_features[b, e, EXPERT_LOAD_CHANGE]
+    if source >= 0:
+        row[SOURCE_LOAD] = obs.gpus[b, source, GPU_LOAD]
+    if target >= 0:
+        row[TARGET_LOAD] = obs.gpus[b, target, GPU_LOAD]
+    if source >= 0 and target >= 0 and topology.node_of[source] == topology.node_of[target]:
+        row[SAME_NODE] = 1.0
+
+
+@device
+def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
+    """Write the k best operations into ``operations`` (k + 1, 2), best first, and what is known about them.
+
+    Row 0 is the no-op. A row of −1 is absent: there were fewer operations. ``mask`` (k + 1,) is 1 where there is one.
+    ``compact`` has the features of the candidates (k, 11), of the GPUs (G, 6) and the progress (6,), one after another.
+    ``score`` (k + 1 + 2·G,) is scratch.
+    """
+    n_gpus, k = sim.slots.shape[1], operations.shape[0] - 1
+    work, coldest = score[k + 1 : k + 1 + n_gpus], score[k + 1 + n_gpus :]
+    _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest)
+    for i in range(1, k + 1):
+        row = compact[(i - 1) * N_CANDIDATE_FEATURES : i * N_CANDIDATE_FEATURES]
+        _try(episode, sim, obs, b, rules, operations[i, 0], operations[i, 1], row)
+    # Best first: insertion sort, because equal ones must keep their order on every device.
+    for i in range(1, k):
+        j = i
+        while j > 0 and _precedes(compact, j, j - 1):
+            for f in range(N_CANDIDATE_FEATURES):
+                one, other = j * N_CANDIDATE_FEATURES + f, (j - 1) * N_CANDIDATE_FEATURES + f
+                kept = compact[one]
+                compact[one] = compact[other]
+                compact[other] = kept
+            for c in range(2):
+                chosen = operations[j + 1, c]
+                operations[j + 1, c] = operations[j, c]
+                operations[j, c] = chosen
+            j -= 1
+    for i in range(k + 1):
+        mask[i] = operations[i, 0] != ABSENT
+    at = k * N_CANDIDATE_FEATURES
+    gpus = obs.gpus[b]
+    for g in range(n_gpus):
+        compact[at] = gpus[g, GPU_LOAD]
+        compact[at + 1] = gpus[g, GPU_COMPUTE_TIME]
+        compact[at + 2] = gpus[g, GPU_FREE_SLOTS]
+        compact[at + 3] = max(gpus[g, GPU_SENT_INTRA], gpus[g, GPU_RECEIVED_INTRA])
+        compact[at + 4] = max(gpus[g, GPU_SENT_INTER], gpus[g, GPU_RECEIVED_INTER])
+        compact[at + 5] = gpus[g, GPU_TO_FETCH]
+        at += N_COMPACT_GPU_FEATURES
+    for i in range(N_PROGRESS):
+        compact[at + i] = obs.progress[b, i]
+
+
+@inlined
+def _precedes(compact, i, j):
+    """Whether candidate ``i`` comes before ``j``: those that exist first, then by the time that they save."""
+    one, other = i * N_CANDIDATE_FEATURES, j * N_CANDIDATE_FEATURES
+    if compact[one + EXISTS] != compact[other + EXISTS]:
+        return compact[one + EXISTS] > compact[other + EXISTS]
+    return compact[one + SAVED] > compact[other + SAVED]

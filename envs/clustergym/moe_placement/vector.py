@@ -1,0 +1,314 @@
+"""Gymnasium API of many placement environments in one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from clustergym.common.choices import one_of
+from clustergym.moe_placement.batch import PlacementBatch
+from clustergym.moe_placement.environment import (
+    LAYER_KEYS,
+    OBSERVATIONS,
+    STEP_INFO,
+    ObsDict,
+    compact_observation,
+    compact_space,
+    config_of,
+    episode_info,
+    frame_of,
+    noop_actions,
+    observation_spaces,
+    product_masks,
+    step_info,
+)
+from clustergym.moe_placement.kernels.state import CLOCK_INTERVAL, CLOCK_LAYER, CLOCK_OPERATION
+from clustergym.moe_placement.viewer import draw
+
+Flags = npt.NDArray[np.bool_]
+
+
+class _Recycled:
+    """Arrays of one shape for observations. One that nobody else holds any more is used again: new memory costs more
+    than filling it."""
+
+    def __init__(self, like: torch.Tensor, read_only: bool) -> None:
+        self.shape, self.dtype, self.read_only = tuple(like.shape), like.numpy().dtype, read_only
+        self.all: list[tuple[npt.NDArray[Any], torch.Tensor]] = []
+
+    def take(self) -> tuple[npt.NDArray[Any], torch.Tensor]:
+        """An array, and the tensor that shares its memory."""
+        for pair in self.all:
+            # References: the pair, the tensor, and the argument. Any view or tensor made of it would add one.
+            if sys.getrefcount(pair[0]) == 3:
+                return pair
+        array = np.empty(self.shape, self.dtype)
+        pair = (array, torch.from_numpy(array))
+        array.setflags(write=not self.read_only)
+        self.all.append(pair)
+        return pair
+
+
+class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64], npt.NDArray[Any]]):
+    """Many copies of :class:`MoEPlacementEnv` in one batch: ``gymnasium.make_vec("MoEPlacement-v0", num_envs=N)``.
+
+    Environment i, seeded with s + i, plays exactly what a single environment seeded with s + i plays. Returned arrays
+    are never written again while anybody holds them.
+
+    ``autoreset_mode`` is one of Gymnasium's: ``"SameStep"`` (default): where an episode ends, the observation returned
+    is the next episode's first, and ``info["final_obs"]`` and ``info["final_info"]`` hold the last of the old one.
+    ``"NextStep"``: the next step begins a new episode and ignores its action. ``"Disabled"``: call
+    ``reset(options={"reset_mask": ended})``. ``max_episode_steps`` truncates episodes, as for a single environment.
+
+    Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4, "autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        render_mode: str | None = None,
+        device: str | torch.device = "cpu",
+        max_episode_steps: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.SAME_STEP,
+        observation: str = "full",
+        illegal_penalty: float = 0.0,
+        **options: Any,
+    ) -> None:
+        if max_episode_steps is not None and max_episode_steps < 1:
+            raise ValueError(f"max_episode_steps is {max_episode_steps}: expected at least 1")
+        if render_mode not in (None, "rgb_array"):
+            raise ValueError(
+                f"unknown render_mode {render_mode!r}; the vectorised environment has None and 'rgb_array'"
+            )
+        one_of(observation, OBSERVATIONS, "observation")
+        self.render_mode, self.max_episode_steps = render_mode, max_episode_steps
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
+        self.illegal_penalty, self._compact = illegal_penalty, observation == "compact"
+        self.batch = PlacementBatch(config_of(options), num_envs, device)
+        self.num_envs = num_envs
+        self.single_observation_space, self.single_action_space = self._spaces()
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
+        on_host = self.batch.obs if self.batch.device.type == "cpu" and not self._compact else {}
+        self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
+        self._pairs: dict[str, tuple[npt.NDArray[Any], torch.Tensor]] = {}
+        self._copies: ObsDict = {}
+        self._steps = np.zeros(num_envs, np.int64)
+        self._ended = np.zeros(num_envs, bool)
+        self._seeded = False
+
+    # What an environment with other actions or observations changes
+
+    def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """(observation space, action space) of one environment."""
+        action = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
+        if self._compact:
+            return compact_space(self._compact_array().shape[1]), action
+        return spaces.Dict(observation_spaces(self.batch)), action
+
+    def _compact_array(self) -> npt.NDArray[np.float32]:
+        """(num_envs, features) the compact observation, in memory of its own."""
+        arrays = {name: self.batch.obs[name].cpu().numpy() for name in ("experts", "gpus", "progress")}
+        return compact_observation(arrays, self.batch.n_gpus)
+
+    def _more_observations(self) -> ObsDict:
+        """Arrays of the full observation that are not in ``batch.obs``."""
+        return {}
+
+    def _operations(self, actions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and nodes (num_envs,) that the actions stand for."""
+        chosen = torch.as_tensor(np.ascontiguousarray(np.asarray(actions, dtype=np.int64).T), device=self.batch.device)
+        if chosen.shape != (2, self.num_envs):
+            raise ValueError(
+                f"actions have shape {tuple(chosen.shape[::-1])}: expected ({self.num_envs}, 2): expert, node"
+            )
+        return chosen[0], chosen[1]
+
+    def _mask_info(self) -> dict[str, Any]:
+        """What ``info`` has about the next actions."""
+        return {}
+
+    def action_masks(self) -> Flags:
+        """(num_envs, E + 3·G) what each component of an action may be; see :func:`product_masks`."""
+        obs = self.batch.obs
+        return product_masks(obs["joint_mask"].cpu().numpy(), obs["expert_mask"].cpu().numpy())
+
+    def noop_actions(self) -> npt.NDArray[np.int64]:
+        """(num_envs, 2) actions that change nothing."""
+        return noop_actions(self.batch)
+
+    # Observations
+
+    def _renew(self, names: Collection[str], keep: bool) -> None:
+        """Let the next observation go to arrays that nobody holds; ``keep`` what the kernels may leave as it is."""
+        fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
+        for name, (_, tensor) in fresh.items():
+            if keep or name == "memory":
+                tensor.copy_(self.batch.obs[name])
+        self._pairs |= fresh
+        self.batch.observe_into({name: tensor for name, (_, tensor) in fresh.items()})
+
+    def _observe(self, layer_changed: bool) -> Any:
+        if self._compact:
+            return self._compact_array()
+        if self._recycled:
+            return {name: self._pairs[name][0] for name in self.batch.obs} | self._more_observations()
+        names = [name for name in self.batch.obs if layer_changed or name not in LAYER_KEYS]
+        self._copies |= {name: self.batch.obs[name].cpu().numpy() for name in names}
+        for name in LAYER_KEYS:
+            self._copies[name].setflags(write=False)
+        return self._copies | self._more_observations()
+
+    def _final_observation(self, index: int) -> Any:
+        if self._compact:
+            return self._compact_array()[index]
+        mine = {name: tensor[index].cpu().numpy().copy() for name, tensor in self.batch.obs.items()}
+        return mine | {name: array[index] for name, array in self._more_observations().items()}
+
+    # Episodes
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed if isinstance(seed, int) else None)
+        where = self._where(options)
+        self._seed(seed, where)
+        self._renew(self.batch.obs, keep=not where.all())
+        self._begin(where)
+        return self._observe(True), self._mask_info()
+
+    def _where(self, options: dict[str, Any] | None) -> Flags:
+        """The environments to reset: all, or those of Gymnasium's option ``reset_mask``."""
+        mask = (options or {}).get("reset_mask")
+        if mask is None:
+            return np.ones(self.num_envs, bool)
+        if not isinstance(mask, np.ndarray) or mask.shape != (self.num_envs,) or mask.dtype != bool or not mask.any():
+            raise ValueError(f"reset_mask is {mask!r}: expected a bool array ({self.num_envs},) with at least one True")
+        return mask
+
+    def _seed(self, seed: int | list[int | None] | None, where: Flags) -> None:
+        if seed is None and self._seeded:
+            return
+        if isinstance(seed, list):
+            seeds = np.array([self.np_random.integers(2**62) if s is None else s for s in seed], dtype=np.int64)
+        else:
+            seeds = np.arange(self.num_envs) + (int(self.np_random.integers(2**62)) if seed is None else seed)
+        self._seeded = True
+        random = self.batch.stream["random"]
+        others, rest = random.clone(), torch.from_numpy(~where)
+        self.batch.seed(seeds)
+        random[rest] = others[rest]
+
+    def _begin(self, where: Flags) -> None:
+        """Begin new episodes."""
+        self.batch.reset(torch.from_numpy(where.copy()).to(self.batch.device))
+        self._steps[where] = 0
+        self._ended = self._ended & ~where
+
+    def step(
+        self, actions: npt.NDArray[np.int64]
+    ) -> tuple[Any, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
+        expert, node = self._operations(actions)
+        again = self._ended.copy()
+        if again.any() and self.autoreset_mode == AutoresetMode.DISABLED:
+            raise gymnasium.error.ResetNeeded(
+                "an episode is over and autoreset is disabled: call reset(options={'reset_mask': ended})"
+            )
+        changed = self._prepare(again)
+        _, reward, done = self.batch.step(expert, node)
+        self._steps += 1
+        infos: dict[str, Any] = dict(step_info(self.batch))
+        rewards, terminated = reward.cpu().numpy() - self.illegal_penalty * ~infos["legal"], done.cpu().numpy().copy()
+        truncated = np.zeros(self.num_envs, bool)
+        if self.max_episode_steps is not None:
+            truncated = self._steps >= self.max_episode_steps
+        for array in (rewards, terminated, truncated):
+            array[again] = 0
+        infos |= {f"_{name}": ~again for name in list(infos)}
+        for name in STEP_INFO:
+            infos[name][again] = 0
+        if again.any():
+            self._begin(again)
+        ended = terminated | truncated
+        if ended.any():
+            changed = self._end(ended, terminated, infos, changed)
+        return self._observe(changed), rewards, terminated, truncated, infos | self._mask_info()
+
+    def _prepare(self, again: Flags) -> bool:
+        """Let the step write into new arrays. Returns whether what belongs to a layer changes."""
+        clock = self.batch.episode["clock"]
+        leaves = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
+        ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
+            clock[:, CLOCK_INTERVAL] == self.batch.config.intervals - 1
+        )
+        changed = bool(leaves.any() or again.any())
+        self._renew([name for name in self.batch.obs if name not in LAYER_KEYS], keep=False)
+        if changed:
+            # The last observation of an episode is about the layer that it ended on.
+            self._renew(LAYER_KEYS, keep=not bool((leaves & ~ends).all()))
+        return changed
+
+    def _end(self, ended: Flags, terminated: Flags, infos: dict[str, Any], changed: bool) -> bool:
+        """Add what is known about ended episodes to ``infos``. Returns whether what belongs to a layer has changed."""
+        final_obs = np.full(self.num_envs, None, dtype=object)
+        results: dict[str, Any] = {}
+        for i in np.flatnonzero(ended):
+            final_obs[i] = self._final_observation(int(i))
+            single = {name: infos[name][i].item() for name in STEP_INFO}
+            results = self._add_info(
+                results, single | (episode_info(self.batch, int(i)) if terminated[i] else {}), int(i)
+            )
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            self._ended = ended.copy()
+            infos |= {name: value for name, value in results.items() if name.lstrip("_") not in STEP_INFO}
+            return changed
+        infos |= {"final_obs": final_obs, "final_info": results}
+        infos |= {"_final_obs": ended.copy(), "_final_info": ended.copy()}
+        # What an ended episode's last step came to is in final_info; a fresh episode has no operation yet.
+        for name in STEP_INFO:
+            infos[name][ended] = 0
+            infos[f"_{name}"] = infos[f"_{name}"] & ~ended
+        if not changed:
+            self._renew(LAYER_KEYS, keep=True)
+        self._begin(ended)
+        return True
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything that changes. :meth:`set_state` continues from it bit for bit."""
+        return self.batch.get_state() | {"steps": self._steps.copy(), "ended": self._ended.copy()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go back to a state of :meth:`get_state`. Arrays that were returned before stay as they are."""
+        self._renew(self.batch.obs, keep=False)
+        self.batch.set_state({name: array for name, array in state.items() if name not in ("steps", "ended")})
+        self._steps, self._ended = state["steps"].copy(), state["ended"].copy()
+        self._seeded = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_recycled", "_pairs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        on_host = self.batch.obs if self.batch.device.type == "cpu" and not self._compact else {}
+        self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
+        self._pairs = {}
+        self._renew(self.batch.obs, keep=True)
+
+    def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
+        """A picture of each environment."""
+        if self.render_mode is None:
+            return None
+        return tuple(draw(frame_of(self.batch, [], i)) for i in range(self.num_envs))
