@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -54,7 +55,7 @@ def test_candidates_are_what_the_full_look_ahead_says_best_first(migration: str)
             kinds.add(node // GPUS)
         assert (np.diff(rows[mask[1:] == 1, SAVED]) <= 0).all()
         assert not rows[mask[1:] == 0].any()
-        obs, reward, done, _, info = env.step(rng.choice(np.flatnonzero(mask)))
+        obs, _, done, _, info = env.step(rng.choice(np.flatnonzero(mask)))
         assert info["legal"]
         assert info["illegal_actions"] == 0
     assert kinds == {0, 1, 2}
@@ -62,11 +63,9 @@ def test_candidates_are_what_the_full_look_ahead_says_best_first(migration: str)
 
 def test_first_candidate_is_the_best_operation_when_all_are_proposed() -> None:
     """On two GPUs every expert is on one of the two GPUs that candidates come from."""
-    options = TINY | {"cluster": deepcopy(TINY["cluster"])}
-    object.__setattr__(options["cluster"], "n_nodes", 1)
-    object.__setattr__(options["cluster"], "slots_per_gpu", 5)
-    env = MoEPlacementFlatEnv(**options, candidates=60, lookahead=True)
-    obs, _ = env.reset(seed=0)
+    cluster = replace(TINY["cluster"], n_nodes=1, slots_per_gpu=5)
+    env = MoEPlacementFlatEnv(**(TINY | {"cluster": cluster}), candidates=60, lookahead=True)
+    env.reset(seed=0)
     for _ in range(STEPS):
         expert, node = env.batch.candidates["operations"][0, 1].tolist()
         views = env._views
@@ -74,7 +73,7 @@ def test_first_candidate_is_the_best_operation_when_all_are_proposed() -> None:
         changes[:, :2] &= views["placement"] == 0
         assert changes.sum() == env.action_masks()[1:].sum()
         assert views["lookahead"][expert, node] == views["lookahead"][changes].max()
-        obs, *_ = env.step(1)
+        env.step(1)
 
 
 def test_an_absent_candidate_is_illegal_counted_and_paid() -> None:
@@ -277,8 +276,8 @@ def test_conditional_env_copies_and_states() -> None:
     env.set_state(kept)
     for other in (*twins, env):
         assert all(same(a, b) for x, y in zip(finish(other), expected, strict=True) for a, b in zip(x, y, strict=True))
+    env.reset()
     with pytest.raises(ValueError, match="the expert is 99: expected 0 … 7"):
-        env.reset()
         env.step(99)
 
 
@@ -308,5 +307,5 @@ def test_ids_pass_the_checker(task: str) -> None:
 def test_deepseek_v3_rung() -> None:
     env: Any = gymnasium.make("MoEPlacementFlat-deepseek-v3-vllm-stationary-v0", compare_eplb=False).unwrapped
     batch = env.batch
-    assert (batch.n_experts, batch.n_gpus, batch.n_slots, batch.n_layers) == (256, 32, 9, 4)
+    assert (batch.n_experts, batch.n_gpus, batch.n_slots, batch.n_layers) == (256, 32, 10, 4)
     assert env.reset(seed=1)[0] in env.observation_space

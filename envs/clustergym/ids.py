@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 RUNGS: dict[str, dict[str, Any]] = {
-    "small": {"trace": "synthetic-small", "cluster": "h800-2x4", "slots_per_gpu": 2, "tokens_per_rank": 16,
+    "small": {"trace": "synthetic-small", "cluster": "h800-2x4", "slots_per_gpu": 2, "tokens_per_rank": 64,
               "sampled_passes": 1, "passes_per_interval": 10_000},
     "2x8": {"trace": "tiny_moe", "cluster": "h800-2x8"},
     "4x4": {"trace": "tiny_moe", "cluster": "h800-4x4"},
