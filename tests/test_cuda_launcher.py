@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def played(launcher: str, dispatch: str, transport: str, norm: int) -> dict[str,
     # Once, and not as an observation of every step: the simulator takes seconds for it.
     arrays["lookahead_all"] = np.zeros((3, 6, 3 * 18), np.float32)
     batch.launcher.look_ahead_all(arrays["lookahead_all"], batch._state)
+    for name, shape, dtype in (
+        ("operations", (4, 2), np.int64), ("mask", (4,), np.int8), ("score", (4 + 36,), np.float64),
+        ("compact", (3 * 11 + 18 * 6 + 6,), np.float32),
+    ):  # fmt: skip
+        arrays[f"candidates/{name}"] = np.zeros((3, *shape), dtype)
+    propose = import_module(f"{batch.launcher.__name__}_candidates").propose
+    propose(*(array for name, array in arrays.items() if name.startswith("candidates/")), batch._state)
+    del arrays["candidates/score"]  # scratch, from float32 observations
     note("end")
     plan = batches["plan"]
     plan.load_placement(plan.simulator.static(2), next(IntervalStream(trace, 18, config.traffic, seed=9)))

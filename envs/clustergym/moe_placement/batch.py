@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -320,6 +321,9 @@ class PlacementBatch:
             "score": zeros((choices + 2 * gpus,), torch.float64),
             "compact": zeros((features,), torch.float32),
         }  # fmt: skip
+        if self.candidates:
+            name = self.launcher.__name__.rpartition(".")[2]
+            self._propose = import_module(f"clustergym.moe_placement.launchers.{name}_candidates").propose
         self.illegal = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
         trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
@@ -404,7 +408,7 @@ class PlacementBatch:
         if self.config.lookahead:
             self.launcher.look_ahead_all(self._array(self.buffers["lookahead"]), self._state)
         if self.candidates:
-            self.launcher.propose(*map(self._array, self.candidates.values()), self._state)
+            self._propose(*map(self._array, self.candidates.values()), self._state)
 
     def lookahead(self, experts: Tensor) -> Tensor:
         """(B, M, 3·G, parts): what each operation on ``experts`` (B, M) would save on the observed interval.

@@ -173,17 +173,17 @@ def _try(episode, sim, obs, b, rules, e, node, row):
     true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
     smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
     moved = migration_time(sim, b, costs)
-    row[SAVED] = with_migration(true, moved, before_us, costs)
-    row[SAVED_SMOOTH], row[MIGRATION] = smooth, moved
     # Exchanging source and target undoes the operation.
     apply_operation(sim, b, e, source, target, victim, topology, costs, n_passes)
-    true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
-    smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
-    after = migration_time(sim, b, costs)
-    row[SAVED] = (row[SAVED] - with_migration(true, after, before_us, costs)) * PERCENT / before_us
-    row[SAVED_SMOOTH] = (row[SAVED_SMOOTH] - smooth) * PERCENT / before_us
-    row[MIGRATION] = (moved - after) * PERCENT / before_us
+    true_then = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
+    smooth_then = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
+    moved_then = migration_time(sim, b, costs)
     apply_operation(sim, b, e, target, source, victim, topology, costs, n_passes)
+    now = with_migration(true, moved, before_us, costs)
+    then = with_migration(true_then, moved_then, before_us, costs)
+    row[SAVED] = (now - then) * PERCENT / before_us
+    row[SAVED_SMOOTH] = (smooth - smooth_then) * PERCENT / before_us
+    row[MIGRATION] = (moved - moved_then) * PERCENT / before_us
     row[EXISTS] = 1.0
     row[IS_ADD] = 1.0 if kind == OP_ADD else 0.0
     row[IS_DELETE] = 1.0 if kind == OP_DELETE else 0.0

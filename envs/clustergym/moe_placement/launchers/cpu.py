@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from clustergym.common.threads import spread
-from clustergym.moe_placement.kernels import candidates, lookahead
 from clustergym.moe_placement.kernels import episode as kernels
+from clustergym.moe_placement.kernels import lookahead
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER, CLOCK_OPERATION
 from clustergym.moe_placement.launchers.prefetch import NOTHING, memory_of, prefetch
@@ -18,7 +18,6 @@ from clustergym.moe_placement.launchers.prefetch import NOTHING, memory_of, pref
 _begin_episode, _step, _load_layer = kernels.begin_episode, kernels.step, kernels.load_layer
 _operate, _copy_slots = kernels.operate, kernels.copy_slots
 _look_ahead_parts, _look_ahead_all = lookahead.look_ahead_parts, lookahead.look_ahead_all
-_propose = candidates.propose
 
 _RESET, _STEP, _LOAD, _LOOK, _FINISH = range(5)
 # Arguments that a command does not use.
@@ -56,12 +55,6 @@ def _run(
 def _look_ahead_all_range(first, last, result, episode, sim, rules):
     for b in range(first, last):
         _look_ahead_all(episode, sim, b, rules, result[b])
-
-
-@device
-def _propose_range(first, last, operations, mask, score, compact, episode, sim, obs, rules):
-    for b in range(first, last):
-        _propose(episode, sim, obs, b, rules, operations[b], mask[b], score[b], compact[b])
 
 
 def _launch(
@@ -102,12 +95,6 @@ def look_ahead_all(result, state):
     """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
     episode, sim, _, _, _, rules = state
     spread(_look_ahead_all_range, len(result), result, episode, sim, rules)
-
-
-def propose(operations, mask, score, compact, state):
-    """The k most promising operations; writes (B, k + 1, 2), (B, k + 1), scratch (B, k + 1) and (B, features)."""
-    episode, sim, _, obs, _, rules = state
-    spread(_propose_range, len(mask), operations, mask, score, compact, episode, sim, obs, rules)
 
 
 def load_placement(slots, rows, rank_start, state):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from numba import config, cuda
 
-from clustergym.moe_placement.kernels import candidates, lookahead
 from clustergym.moe_placement.kernels import episode as kernels
+from clustergym.moe_placement.kernels import lookahead
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER
 
 THREADS = 64
@@ -14,7 +14,6 @@ THREADS = 64
 _begin_episode, _one_step, _load_layer = kernels.begin_episode, kernels.step, kernels.load_layer
 _operate, _copy_slots = kernels.operate, kernels.copy_slots
 _look_ahead_parts, _look_ahead_every = lookahead.look_ahead_parts, lookahead.look_ahead_all
-_propose_one = candidates.propose
 
 
 @cuda.jit
@@ -44,13 +43,6 @@ def _look_ahead_all(result, episode, sim, rules):
     b = cuda.grid(1)
     if b < result.shape[0]:
         _look_ahead_every(episode, sim, b, rules, result[b])
-
-
-@cuda.jit
-def _propose(operations, mask, score, compact, episode, sim, obs, rules):
-    b = cuda.grid(1)
-    if b < mask.shape[0]:
-        _propose_one(episode, sim, obs, b, rules, operations[b], mask[b], score[b], compact[b])
 
 
 @cuda.jit
@@ -97,12 +89,6 @@ def look_ahead_all(result, state):
     """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
     episode, sim, _, _, _, rules = state
     _launch(_look_ahead_all, result.shape[0], result, episode, sim, rules)
-
-
-def propose(operations, mask, score, compact, state):
-    """The k most promising operations; writes (B, k + 1, 2), (B, k + 1), scratch (B, k + 1) and (B, features)."""
-    episode, sim, _, obs, _, rules = state
-    _launch(_propose, mask.shape[0], operations, mask, score, compact, episode, sim, obs, rules)
 
 
 def load_placement(slots, rows, rank_start, state):
