@@ -760,7 +760,8 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 def test_unknown_arguments_raise_a_type_error() -> None:
     for make in (MoEPlacementEnv, moe_placement_v0.parallel_env, lambda **o: MoEPlacementVectorEnv(2, **o)):
         with pytest.raises(
-            TypeError, match="unknown argument 'token_per_rank'; the environment takes: allow_reuse, background_share,"
+            TypeError,
+            match="unexpected keyword argument 'token_per_rank'; the environment takes: allow_reuse, background_share,",
         ):
             make(**TINY, token_per_rank=5)
 

@@ -581,7 +581,7 @@ def test_invalid_options_raise(options: dict[str, object], message: str) -> None
 
 
 def test_unknown_options_raise_a_type_error() -> None:
-    message = "unknown argument 'speed'; the environment takes: arrivals,"
+    message = "unexpected keyword argument 'speed'; the environment takes: arrivals,"
     vector = {"num_envs": 2, "vectorization_mode": "vector_entry_point"}
     for make in (
         GPUAllocationEnv,

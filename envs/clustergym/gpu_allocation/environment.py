@@ -51,7 +51,9 @@ def config_from(options: dict[str, Any]) -> AllocationConfig:
     known = {f.name for f in fields(AllocationConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise TypeError(f"unknown argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}")
+        raise TypeError(
+            f"unexpected keyword argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}"
+        )
     return AllocationConfig(**options)
 
 

@@ -223,7 +223,9 @@ def config_of(options: dict[str, Any]) -> PlacementConfig:
     known = {f.name for f in fields(PlacementConfig)}
     unknown = sorted(set(options) - known)
     if unknown:
-        raise TypeError(f"unknown argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}")
+        raise TypeError(
+            f"unexpected keyword argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}"
+        )
     return PlacementConfig(**options)
 
 

@@ -1,0 +1,173 @@
+"""Other people's libraries, the real packages, on the environments."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import RecordVideo
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from gymnasium.wrappers.vector import RecordVideo as RecordVideos
+from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, render_test, seed_test
+from pettingzoo.test.max_cycles_test import max_cycles_test
+
+from clustergym import moe_placement_v0
+from test_environments import GPUS, LAYERS, OPS, TINY
+
+STEPS = LAYERS * OPS
+IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0", "MoEPlacementFlat-v0", "GPUAllocation-v0", "GPUAllocationHistory-v0")
+PAGE = Path(__file__).parents[1] / "docs" / "libraries.md"
+# Package that a section of the page needs.
+PACKAGES = {
+    "Gymnasium": "gymnasium", "PettingZoo": "pettingzoo", "SuperSuit": "supersuit",
+    "Stable-Baselines3": "stable_baselines3", "sb3-contrib": "sb3_contrib", "TorchRL": "torchrl", "RLlib": "ray.rllib",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+
+
+def options_of(name: str) -> dict[str, Any]:
+    return TINY if name.startswith("MoE") else {}
+
+
+def programs() -> dict[str, str]:
+    """The program of each section of the page."""
+    return dict(re.findall(r"^## (.+?)\n\n```python\n(.+?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+
+def test_the_page_has_a_program_for_every_library() -> None:
+    assert programs().keys() == PACKAGES.keys()
+
+
+@pytest.mark.parametrize("library", PACKAGES)
+def test_program_of_the_page(library: str) -> None:
+    pytest.importorskip(PACKAGES[library])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(programs()[library], f"{PAGE}: {library}", "exec"), {})
+
+
+# Gymnasium
+
+
+@pytest.mark.parametrize("name", ["MoEPlacement-v0", "MoEPlacementFlat-v0"])
+def test_max_episode_steps_of_a_single_environment(name: str) -> None:
+    env = gymnasium.make(name, max_episode_steps=2, **TINY)
+    env.reset(seed=1)
+    action = env.unwrapped.noop_action()  # type: ignore[attr-defined]
+    assert [env.step(action)[2:4] for _ in range(2)] == [(False, False), (False, True)]
+
+
+def test_vector_wrappers_count_whole_episodes() -> None:
+    for mode in ("SameStep", "NextStep"):
+        envs = RecordEpisodeStatistics(gymnasium.make_vec("MoEPlacementFlat-v0", 2, autoreset_mode=mode, **TINY))
+        envs.reset(seed=1)
+        for _ in range(STEPS):
+            infos = envs.step(np.ones(2, int))[4]
+        assert infos["episode"]["l"].tolist() == [STEPS, STEPS]
+
+
+def test_videos(tmp_path: Path) -> None:
+    pytest.importorskip("moviepy")
+    env = gymnasium.make("MoEPlacementFlat-v0", render_mode="rgb_array", max_episode_steps=2, **TINY)
+    single = RecordVideo(env, str(tmp_path / "single"), episode_trigger=lambda episode: True)
+    single.reset(seed=1)
+    while not single.step(1)[3]:
+        pass
+    single.close()
+    envs = gymnasium.make_vec("MoEPlacementFlat-v0", 2, render_mode="rgb_array", **TINY)
+    many = RecordVideos(envs, str(tmp_path / "many"), step_trigger=lambda step: step == 1, video_length=2)
+    many.reset(seed=1)
+    for _ in range(4):
+        many.step(np.ones(2, int))
+    many.close()
+    assert [len(list((tmp_path / folder).glob("*.mp4"))) for folder in ("single", "many")] == [1, 1]
+
+
+# PettingZoo
+
+
+class Tiny:
+    """``moe_placement_v0`` with a small task, as PettingZoo's tests take a module."""
+
+    @staticmethod
+    def parallel_env(**kwargs: Any) -> Any:
+        return moe_placement_v0.parallel_env(**TINY, **kwargs)
+
+    @staticmethod
+    def env(**kwargs: Any) -> Any:
+        return moe_placement_v0.env(**TINY, **kwargs)
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_pettingzoo_api_seed_and_render(conditional: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        api_test(Tiny.env(conditional=conditional), num_cycles=60)
+        seed_test(lambda: Tiny.env(conditional=conditional), num_cycles=20)
+        render_test(lambda **kwargs: Tiny.env(conditional=conditional, **kwargs))
+
+
+def test_pettingzoo_parallel_and_max_cycles() -> None:
+    parallel_api_test(Tiny.parallel_env(observation="compact"), num_cycles=60)
+    parallel_seed_test(lambda: Tiny.parallel_env(observation="compact"))
+    max_cycles_test(Tiny)
+    with pytest.raises(ValueError, match="max_cycles is 0: expected at least 1"):
+        Tiny.parallel_env(max_cycles=0)
+
+
+# TorchRL
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_torchrl_takes_every_kind_of_environment(name: str) -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import GymEnv, GymWrapper
+    from torchrl.envs.utils import check_env_specs
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check_env_specs(GymEnv(name, **options_of(name)))
+        if name.startswith("MoE"):
+            vector = GymWrapper(gymnasium.make_vec(name, 2, **TINY))
+            assert vector.rollout(3, break_when_any_done=False).batch_size == (2, 3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'"):
+        gymnasium.make(name, no_such_option=1)
+
+
+# Stable-Baselines3
+
+
+def test_stable_baselines3_checker() -> None:
+    pytest.importorskip("stable_baselines3")
+    from stable_baselines3.common.env_checker import check_env
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("MoEPlacement-v0", "MoEPlacementFlat-v0"):
+            check_env(gymnasium.make(name, **TINY).unwrapped, skip_render_check=True)
+
+
+@pytest.mark.parametrize("name", ["MoEPlacement-v0", "MoEPlacementFlat-v0"])
+def test_maskable_ppo_plays_no_illegal_action(name: str) -> None:
+    pytest.importorskip("sb3_contrib")
+    from sb3_contrib import MaskablePPO
+
+    env: Any = gymnasium.make(name, observation="compact", **TINY)
+    model = MaskablePPO("MlpPolicy", env, n_steps=32, batch_size=32, seed=1, device="cpu")
+    model.learn(2 * STEPS)
+    obs, _ = env.reset(seed=1)
+    done = False
+    while not done:
+        action, _ = model.predict(obs, action_masks=env.unwrapped.action_masks(), deterministic=False)
+        obs, _, done, _, info = env.step(action)
+    assert info["illegal_actions"] == 0
+    assert env.unwrapped.batch.n_gpus == GPUS
