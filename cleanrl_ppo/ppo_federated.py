@@ -484,9 +484,8 @@ class Learner:
     @torch.no_grad()
     def neighbour_dist(self, vector: Tensor, obs: Tensor, masks: Tensor | None = None) -> Tensor:
         """Action distributions of a published policy for the given observations, without gradients."""
-        # The parameters of an agent start with those of its policy.
-        size = sum(each.numel() for each in self._neighbour_policy.parameters())
-        vector_to_parameters(vector[:size].to(self.device), self._neighbour_policy.parameters())
+        # The parameters of an agent start with those of its policy; what follows is not used.
+        vector_to_parameters(vector.to(self.device), self._neighbour_policy.parameters())
         return mask_logits(self._neighbour_policy(obs), masks)
 
     @torch.no_grad()

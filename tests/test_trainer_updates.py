@@ -195,6 +195,12 @@ def test_normalised_numbers_are_clipped_on_both_sides(case: Case) -> None:
         torch.testing.assert_close(rewards, torch.tensor([-10.0, 2.0, 10.0]))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.id == "ppo_federated"], ids=lambda case: case.id)
+def test_penalty_changes_only_beyond_its_bounds(case: Case) -> None:
+    adapted = [case.trainer.adapted_beta(4.0, kl, 3.0) for kl in (1.99, 2.0, 3.0, 4.5, 4.51)]
+    assert adapted == [2.0, 4.0, 4.0, 4.0, 8.0]
+
+
 # Roll-outs
 
 ROLLOUTS: dict[str, dict[str, Any]] = {
