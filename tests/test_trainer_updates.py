@@ -126,6 +126,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kl_penalty": {"learning_rate": 1e-2, "use_clipping": False, "kl_coef": 0.7, "adaptive_kl_target": 1e-4},
     "loose_kl_target": {"learning_rate": 1e-2, "use_clipping": False, "adaptive_kl_target": 10.0},
     "masked": {"learning_rate": 1e-2, "masked": True},
+    "masked_kl_penalty": {"learning_rate": 1e-2, "masked": True, "use_clipping": False, "adaptive_kl_target": 1e-4},
     "shared_network": {"learning_rate": 1e-2, "share_network": True, "hidden": 8},
     "without_neighbours": {"learning_rate": 1e-2, "use_comm_penalty": False},
     "one_minibatch": {"learning_rate": 1e-2, "minibatch_size": 1000, "num_minibatches": 1},
@@ -137,7 +138,9 @@ def applies(case: Case, name: str) -> bool:
     if name == "two_ranks":
         return case.has_world
     if name == "masked":
-        return case.id in ("ppo", "ppo_recurrent")
+        return case.id in ("ppo", "ppo_recurrent", "ppo_federated")
+    if name == "masked_kl_penalty":
+        return case.id == "ppo_federated"
     needed = {"kl_penalty": "use_clipping", "loose_kl_target": "adaptive_kl_target", "shared_network": "share_network",
               "without_neighbours": "use_comm_penalty"}.get(name)  # fmt: skip
     return case.knows(needed) if needed else any(map(case.knows, changes))
@@ -201,6 +204,19 @@ def test_penalty_changes_only_beyond_its_bounds(case: Case) -> None:
     assert adapted == [2.0, 4.0, 4.0, 4.0, 8.0]
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.name == "ppo_federated"], ids=lambda case: case.id)
+def test_agents_have_random_numbers_of_their_own(case: Case) -> None:
+    """The roll-out and the update of an agent do not depend on torch's global generator."""
+    weights = []
+    for seed in (1, 2):
+        learner = case.make_learner(case.args())
+        torch.manual_seed(seed)
+        learner.collect()
+        learner.learn()
+        weights.append(torch.nn.utils.parameters_to_vector(learner.agent.parameters()))
+    assert torch.equal(*weights)
+
+
 # Roll-outs
 
 ROLLOUTS: dict[str, dict[str, Any]] = {
@@ -217,7 +233,7 @@ ROLLOUTS: dict[str, dict[str, Any]] = {
 
 def plays(case: Case, name: str) -> bool:
     if name == "masked":
-        return case.id in ("ppo", "ppo_recurrent")
+        return case.id in ("ppo", "ppo_recurrent", "ppo_federated")
     if name in ("reset_steps", "reset_steps_ends"):
         return case.id == "ppo"
     needed = {"ends_are_ends": "bootstrap_truncated", "one_step_targets": "returns", "without_gae": "gae"}.get(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,11 @@ class FederatedCase(Case):
         return self.of(agent.policy, x, mask)
 
     def entropy(self, agent: Any, x: Tensor, mask: Any) -> Tensor:
-        return self.distribution(agent, x, mask).entropy()
+        return self.distribution(agent, x, mask).entropy() if mask is None else super().entropy(agent, x, mask)
+
+    def valid(self, policy: Any, x: Tensor, mask: Tensor | None) -> Any:
+        """The distribution over the valid actions alone."""
+        return self.of(policy, x) if mask is None else Categorical(logits=policy.net(x)[mask])
 
     def value(self, agent: Any, x: Tensor) -> Tensor:
         return agent.critic(x)[0]
@@ -68,26 +71,29 @@ class FederatedCase(Case):
             for parameter in old.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         learner.neighbours = {j: parameters_to_vector(policy.parameters()) for j, policy in neighbours.items()}
-        columns = self.made_up(agent, self.made_up_obs(), self.made_up_actions())
+        actions = self.made_up_actions()
+        masks = torch.nn.functional.one_hot((actions + 1) % self.num_actions, self.num_actions) == 0 if masked else None
+        columns = self.made_up(agent, self.made_up_obs(), actions, masks) | {"masks": masks}
         with torch.no_grad():
-            columns["dist"] = old(columns["obs"])
-        names = {each.name for each in dataclasses.fields(self.trainer.Transitions)}
-        if "masks" in names:
-            columns["masks"] = None
+            columns["dist"] = old(columns["obs"]) if masks is None else old(columns["obs"]).where(masks, -1e8)
         learner.batch = batch = self.trainer.Transitions(**columns)
+        each_mask = [None] * self.rows if masks is None else list(masks)
         s = self.settings(args)
         beta = learner.beta
         divergences: list[tuple[float, float]] = []
 
+        def both(p: Any, q: Any, i: int) -> tuple[Any, Any]:
+            return self.valid(p, batch.obs[i], each_mask[i]), self.valid(q, batch.obs[i], each_mask[i])
+
         def samples_of(rows: list[int]) -> tuple[list[Sample], Tensor]:
             extra, own_kl, comm_kl = torch.zeros(()), torch.zeros(()), torch.zeros(())
             if not args.use_clipping:
-                pairs = [(self.of(old, batch.obs[i]), self.of(agent.policy, batch.obs[i])) for i in rows]
+                pairs = [both(old, agent.policy, i) for i in rows]
                 own_kl = sum(kl_divergence(p, q) for p, q in pairs) / len(rows)
                 extra = extra + beta * own_kl
             if args.use_comm_penalty:
                 for j, policy in neighbours.items():
-                    pairs = [(self.of(agent.policy, batch.obs[i]), self.of(policy, batch.obs[i])) for i in rows]
+                    pairs = [both(agent.policy, policy, i) for i in rows]
                     kl = sum(kl_divergence(p, type(q)(**frozen(q))) for p, q in pairs) / len(rows)
                     comm_kl = comm_kl + self.matrix[1, j] * kl
                 extra = extra + args.penalty_coeff * comm_kl
@@ -106,7 +112,7 @@ class FederatedCase(Case):
             if not args.use_clipping:
                 terms["kl_penalty"] = beta * own_kl
                 with torch.no_grad():
-                    kls = [float(kl_divergence(self.of(old, x), self.of(agent.policy, x))) for x in batch.obs]
+                    kls = [float(kl_divergence(*both(old, agent.policy, i))) for i in range(self.rows)]
                 found["losses/kl_after_update"] = kl = float(np.mean(kls))
                 target = args.adaptive_kl_target
                 new_beta = beta * 2 if kl > 1.5 * target else beta / 2 if kl < target / 1.5 else beta
