@@ -34,7 +34,9 @@ class Oracle(Planner):
     """Annealing steps per layer, start and stage."""
 
     def __post_init__(self) -> None:
+        # It may leave slots empty, because some planners do.
         options: dict[str, Any] = {"iterations": self.iterations, "mix_tokens": 0, "migration_weight": 0.0}
+        options["shares"] = (0.3, 0.35, 0.2, 0.1)
         self.stages = [
             Anneal(self.simulator, self.seed + i, norm=norm, heat=heat, **options)
             for i, (norm, heat) in enumerate([(16, (2e-3, 3e-5)), (0, (3e-4, 1e-5))])
