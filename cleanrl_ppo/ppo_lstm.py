@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import gymnasium as gym
 import numpy as np
@@ -45,6 +45,8 @@ class Args(TrainArgs):
     """GPUAllocation-v0 or GPUAllocationHistory-v0."""
     workload: Path | None = None
     """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
+    reward: Literal["room", "seed"] = "room"
+    """room: with a penalty for the waiting time of the next pod. seed: without it."""
     total_timesteps: int = 2_000_000
     """Total number of environment steps, over all environments and processes. Rounded up to whole iterations."""
     eval_streams: int = 256
@@ -316,17 +318,17 @@ def clip_action(raw: Tensor) -> Tensor:
 
 def make_envs(args: Args, num_envs: int) -> AllocationBatch:
     """Create the batched environments of ``--env-id``."""
-    options = {} if args.workload is None else {"workload": args.workload}
-    envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
-    batch = getattr(envs.unwrapped, "batch", None)
-    if not isinstance(batch, AllocationBatch):
+    if not args.env_id.startswith("GPUAllocation"):
         raise TypeError(f"{args.env_id} is not an allocation task: use GPUAllocation-v0 or GPUAllocationHistory-v0")
+    options = {"workload": args.workload, "reward": args.reward}
+    envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
+    batch: AllocationBatch = envs.unwrapped.batch
     return batch
 
 
 def film(args: Args, act: Callable[[Tensor], Tensor], videos: Path) -> None:
     """Record the first episode of the held-out streams. ``act`` maps observations (1, features) to actions."""
-    options = {} if args.workload is None else {"workload": args.workload}
+    options = {"workload": args.workload, "reward": args.reward}
     env = record_video(gym.make(args.env_id, render_mode="rgb_array", **options), videos)
     obs, ended = env.reset(seed=HELD_OUT_SEED)[0], False
     while not ended:
