@@ -40,7 +40,7 @@ from torch.nn.functional import linear
 from torch_geometric.nn import DenseGraphConv
 
 from clustergym.moe_placement import PlacementBatch, Simulator
-from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
+from clustergym.moe_placement.batch import DEFAULT_TRACE
 from clustergym.moe_placement.environment import frame_of
 from clustergym.moe_placement.evaluation import Result
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
@@ -60,7 +60,7 @@ from clustergym.moe_placement.policy.inputs import (
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
 from clustergym.moe_placement.report.plots import plot_results, plot_validation
 from clustergym.moe_placement.report.tables import results_table
-from clustergym.moe_placement.specs import get_cluster
+from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
 from clustergym.moe_placement.validation import EPLB_NAMES, Validator, summary
 from clustergym.moe_placement.viewer import draw

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from clustergym.moe_placement.batch import DEFAULT_TRACE, model_for
+from clustergym.moe_placement.batch import DEFAULT_TRACE
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.simulator import Simulator
+from clustergym.moe_placement.specs import model_for
 from clustergym.moe_placement.streams import Traffic, sample_passes
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information

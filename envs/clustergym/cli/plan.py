@@ -100,7 +100,8 @@ class Command:
     observe_tokens: int | None = None
     """Plan on so many tokens of these passes, drawn at random; by default all."""
     passes: int = 20
-    """Number of held-out passes to measure on. More do not make the interval shorter: it comes from the sequences."""
+    """Number of held-out passes to measure on; fewer if the held-out part is small. More do not shorten the interval,
+    which comes from the sequences."""
     force: bool = False
     """Write the planner's plan even if no gain over EPLB is shown. By default EPLB's plan is written then (with --from:
     the live plan)."""
@@ -210,10 +211,11 @@ def explain(plan: Plan, console: Console) -> None:
     if plan.outcomes[plan.planner].filled:
         filled = plan.outcomes[plan.planner].filled
         console.print(f"{plan.planner} left {filled} slots empty: filled with the replicas that help most")
-    if plan.reused > 0:
+    served, asked = plan.passes
+    if plan.reused > 0 or served < asked:
         console.print(
-            f"[yellow]the held-out part is smaller than asked: {100 * plan.reused:.0f} % of the tokens of the passes "
-            "were served before (the interval allows for it)[/]"
+            f"[yellow]the held-out part is smaller than asked: {served} of {asked} passes are served, "
+            f"{100 * plan.reused:.0f} % of their tokens a second time (the interval allows for it)[/]"
         )
     if plan.stopped:
         console.print("[yellow]stopped by Ctrl-C: this is the best plan so far[/]")

@@ -44,7 +44,7 @@ from clustergym.moe_placement.kernels.state import (
 from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
 from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
-from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_cluster, get_model
+from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, model_for
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
@@ -119,30 +119,6 @@ class PlacementConfig:
             phase, self.tokens_per_rank, self.sampled_passes, self.schedule, self.drift_rate, self.rank_imbalance,
             self.allow_reuse,
         )  # fmt: skip
-
-
-def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
-    """The model of a trace: the one given, or the one that the trace names; checked against the trace."""
-    name = trace.model if model is None else model
-    if name is None:
-        shape = (trace.n_experts, trace.top_k)
-        alike = [known for known, spec in MODELS.items() if (spec.n_experts, spec.top_k) == shape]
-        hint = f"; {', '.join(alike)} has the trace's {shape[0]} experts and top-{shape[1]}" if alike else ""
-        raise ValueError(
-            f"{trace.name}: the trace does not say which model it is from: give a model (--model on the command line), "
-            f"one of {', '.join(MODELS)}{hint}"
-        )
-    spec = get_model(name)
-    if trace.n_experts > spec.n_experts or trace.top_k != spec.top_k:
-        raise ValueError(
-            f"{trace.name}: the trace is top-{trace.top_k} of {trace.n_experts} experts, but model {spec.name!r} is "
-            f"top-{spec.top_k} of {spec.n_experts}"
-        )
-    if trace.n_layers > spec.n_layers:
-        raise ValueError(
-            f"{trace.name}: the trace has {trace.n_layers} layers, but model {spec.name!r} has {spec.n_layers}"
-        )
-    return spec
 
 
 @lru_cache(maxsize=8)

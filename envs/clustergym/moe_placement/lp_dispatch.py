@@ -42,6 +42,8 @@ def split_by_program(state: SimulationState, topology: Topology, costs: Costs) -
     A token chooses among the replicas of an expert by a hash, with the program's shares as probabilities.
     """
     n_layers, n_passes, n_tokens = state.rows.shape
+    # All layers serve the same tokens.
+    chances = [np.array([hash31(int(row)) for row in rows]) / 2**31 for rows in state.rows[0]]
     for b in range(n_layers):
         held = np.zeros((state.replicas.shape[1], state.slots.shape[1]), bool)
         for g, slots in enumerate(state.slots[b]):
@@ -49,14 +51,13 @@ def split_by_program(state: SimulationState, topology: Topology, costs: Costs) -
         several = np.flatnonzero(held.sum(1) > 1)
         for w in range(n_passes):
             split, _ = optimal_shares(state.load[b, w], held)
-            chance = np.array([hash31(int(row)) for row in state.rows[b, w]]) / 2**31
             for e in several:
                 gpus = state.replicas[b, e, : state.n_replicas[b, e]]
                 slots = [slot_of(state, b, e, g) for g in gpus]
                 words = np.bitwise_or.reduce(state.slot_tokens[b, w, gpus, slots], axis=0)
                 uses = np.unpackbits(words.view(np.uint8), bitorder="little")[:n_tokens].astype(bool)
                 limits = np.cumsum(split[e, gpus]) / max(1, state.load[b, w, e])
-                chosen = np.minimum(np.searchsorted(limits, chance, side="right"), len(gpus) - 1)
+                chosen = np.minimum(np.searchsorted(limits, chances[w], side="right"), len(gpus) - 1)
                 for i, (g, s) in enumerate(zip(gpus, slots, strict=True)):
                     run = np.zeros(64 * len(words), np.uint8)
                     run[:n_tokens] = uses & (chosen == i)

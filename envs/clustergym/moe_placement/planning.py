@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_placement import evaluation
-from clustergym.moe_placement.batch import model_for
 from clustergym.moe_placement.costs import kernel_costs
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN_PASSES_OF_LOADS, sample_tokens
 from clustergym.moe_placement.planner_registry import make_planner, planner_class, planners_on_loads
@@ -21,7 +20,7 @@ from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.profiles import EngineProfile, profiles_of
 from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement, Simulator
-from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model
+from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model, model_for
 from clustergym.moe_placement.streams import Interval, Traffic, sample_passes
 from clustergym.moe_placement.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
@@ -45,11 +44,10 @@ _FILL_PASSES = 4
 # With a limit on moves, searches run this often to find out what a move should cost.
 _LIMITED_RUNS = 5
 _TRANSITION_TOKENS = 16384
-# The other profiles of the engine are measured on few layers, passes and draws, because some need a linear program per
+# Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
 # pass and layer.
-_OTHER_PROFILES_LAYERS = 4
-_OTHER_PROFILES_PASSES = 8
-_OTHER_PROFILES_DRAWS = 12
+_OTHER_PROFILES = (4, 8, 12)
+_LP_PROFILE = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,8 @@ class Plan:
     """Keep the planner's placement even if it shows no gain over the fallback."""
     stopped: bool = False
     """Planning was stopped early."""
+    passes: tuple[int, int] = (0, 0)
+    """Held-out passes that were served, and that were asked for"""
 
     @property
     def model(self) -> ModelSpec:
@@ -239,6 +239,10 @@ class HeldOutCounts:
 
     reused = 0.0
 
+    @property
+    def n_passes(self) -> int:
+        return len(self.expert_pairs)
+
     def __init__(self, part: LoadTrace, simulator: Simulator, traffic: Traffic) -> None:
         share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
         self.simulator, pass_pairs = simulator, traffic.sizes[1] * simulator.n_gpus * simulator.model.top_k
@@ -328,8 +332,10 @@ def make_plan(
         progress(f"serving held-out traffic on {name}", None)
         found = held_out.measure(placement) if isinstance(held_out, HeldOutCounts) else measure(held_out, placement)
         outcomes[name] = Outcome(name, placement, decision_s, empty, **found)
-        some = placement[spread_layers(trace.n_layers, _OTHER_PROFILES_LAYERS)]
-        outcomes[name].other_profiles = {other: passes.samples(some) for other, passes in others.items()}
+        outcomes[name].other_profiles = {
+            other: passes.samples(placement[spread_layers(trace.n_layers, passes.n_layers)])
+            for other, passes in others.items()
+        }
 
     first = observed.static
     if live is not None:
@@ -375,6 +381,7 @@ def make_plan(
         expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
         force=force,
         stopped=stop(),
+        passes=(held_out.n_passes, sizes.passes if isinstance(held_out, HeldOutPasses) else held_out.n_passes),
     )
 
 
@@ -421,13 +428,13 @@ def transition_from(live: Placement, limit: Limit, simulator: Simulator, observe
 def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> dict[str, HeldOutPasses]:
     """Held-out passes under the other profiles of the engine, those of another phase with its default pass sizes."""
     found = {}
-    part = part.select(layers=spread_layers(part.n_layers, _OTHER_PROFILES_LAYERS))
     for profile in profiles_of(simulator.profile.engine):
         if profile != simulator.profile:
             other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)
             own = traffic if profile.phase == traffic.phase else Traffic(profile.phase)
-            n_passes = min(sizes.passes, _OTHER_PROFILES_PASSES)
-            found[profile.name] = HeldOutPasses(part, other, own, n_passes, sizes.seed, _OTHER_PROFILES_DRAWS)
+            layers, n_passes, draws = _LP_PROFILE if profile.dispatch == "lp" else _OTHER_PROFILES
+            some = part.select(layers=spread_layers(part.n_layers, layers))
+            found[profile.name] = HeldOutPasses(some, other, own, min(sizes.passes, n_passes), sizes.seed, draws)
     return found
 
 

@@ -27,6 +27,8 @@ RESAMPLED_TOKENS = 1 << 20
 """Tokens × layers that all draws serve. Large models are resampled on a few layers, which widens the interval: the
 spread of a mean over few layers is larger than that of the mean over all."""
 FEWEST_LAYERS = 6
+FEWEST_PASSES = 8
+"""Passes to serve even if the held-out part can fill fewer without serving a token twice"""
 
 
 def spread_layers(n_layers: int, n: int) -> list[int]:
@@ -106,8 +108,8 @@ class Resamples:
 
     def serve(self, placement: Placement) -> Resampled:
         """Times of a placement of all layers."""
-        served = self.simulator.evaluate(self.passes, placement[self.layers], check=False)
-        us = served.pass_us.sum(2).mean(0).reshape(-1, RESAMPLED_PASSES)
+        times = self.simulator.pass_times(self.passes, placement[self.layers])
+        us = times.mean(0).reshape(-1, RESAMPLED_PASSES)
         return Resampled(us, self.sequences, self.pass_share)
 
 
@@ -154,7 +156,10 @@ class HeldOutPasses:
         draws: int = RESAMPLES,
     ) -> None:
         source = SequencePasses(trace, simulator.n_gpus, traffic)
-        self.simulator, self.passes = simulator, source.draw(n_passes, np.random.default_rng(seed))
+        # Passes that serve all tokens again and again say little more.
+        n_passes = min(n_passes, max(FEWEST_PASSES, -(-source.trace_tokens // source.tokens)))
+        self.simulator, self.n_layers, self.n_passes = simulator, trace.n_layers, n_passes
+        self.passes = source.draw(n_passes, np.random.default_rng(seed))
         self.reused = 1 - len(np.unique(self.passes.rows)) / self.passes.rows.size
         """Share of the tokens of the passes that were served before"""
         self.resamples = Resamples(source, simulator, seed, draws)
@@ -165,5 +170,5 @@ class HeldOutPasses:
 
     def samples(self, placement: Placement, served: Served | None = None) -> Samples:
         """Times of a placement. ``served`` is what :meth:`serve` returned, if it was called before."""
-        served = self.serve(placement) if served is None else served
-        return Samples(served.pass_us.sum(2).mean(0), self.resamples.serve(placement))
+        times = self.simulator.pass_times(self.passes, placement) if served is None else served.pass_us.sum(2)
+        return Samples(times.mean(0), self.resamples.serve(placement))

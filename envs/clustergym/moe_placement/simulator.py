@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from clustergym.common.choices import one_of
 from clustergym.common.threads import spread
@@ -37,6 +36,9 @@ from clustergym.moe_placement.profiles import (
 )
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, get_model
 from clustergym.moe_placement.streams import Interval
+
+if TYPE_CHECKING:
+    import torch
 
 Placement = npt.NDArray[np.int16]
 
@@ -80,6 +82,8 @@ class Served:
 
 def zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
     """A tensor of zeros. On the CPU numpy allocates it, which asks for huge pages: many environments lie far apart."""
+    import torch
+
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     array = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
@@ -220,44 +224,53 @@ class Simulator:
         self, batch: int, n_passes: int, n_tokens: int, device: torch.device | str = "cpu"
     ) -> dict[str, torch.Tensor]:
         """Zeroed tensors for a :class:`SimulationState` of ``batch`` simulations."""
+        import torch  # takes seconds to import, and commands that plan on loads do without it
+
+        shapes = self._shapes(n_passes, n_tokens)
+        return {
+            name: zeros_of((batch, *shape), torch.from_numpy(np.empty(0, dtype)).dtype, device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def _shapes(self, n_passes: int, n_tokens: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
+        """Shape and type of each array of one simulation."""
         gpus, slots, experts, nodes = self.n_gpus, self.n_slots, self.n_experts, self.cluster.n_nodes
         words, stay = -(-n_tokens // 64), self.stay
         whole, less = ((gpus, words), (experts, words)) if stay else ((1, 1), (1, 1))
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "rows": ((n_passes, n_tokens), torch.int32),
-            "rank_start": ((n_passes, gpus + 1), torch.int32),
-            "load": ((n_passes, experts), torch.int32),
-            "piece_mask": ((n_passes, words + gpus), torch.uint64),
-            "piece_at": ((n_passes, words + gpus, 2), torch.int16),
-            "n_pieces": ((n_passes,), torch.int32),
-            "second_choice": ((n_passes, words), torch.uint64),
-            "slot_tokens": ((n_passes, gpus, slots, words), torch.uint64),
-            "slot_pairs": ((n_passes, gpus, slots), torch.int32),
-            "visitors": ((n_passes, gpus, words), torch.uint64),
-            "visits": ((n_passes, gpus, gpus), torch.int32),
-            "node_visits": ((n_passes, gpus, nodes), torch.int32),
-            "copies": ((n_passes, 4, gpus), torch.int32),
-            "kernel_us": ((n_passes, gpus), torch.float64),
-            "slots": ((gpus, slots), torch.int16),
-            "replicas": ((experts, gpus), torch.int16),
-            "n_replicas": ((experts,), torch.int16),
-            "replica_choice": ((experts, gpus), torch.int32),
-            "held_before": ((experts, gpus), torch.int8),
-            "received": ((gpus, 2), torch.int32),
-            "by_home": ((gpus,), torch.int32),
-            "replica_slot": ((gpus,), torch.int16),
-            "users": ((experts, words), torch.uint64),
-            "moved_tokens": ((n_passes, 2, words), torch.uint64),
-            "moved_pairs": ((n_passes, 2), torch.int32),
-            "node_visitors": ((words,), torch.uint64),
-            "touched": ((gpus,), torch.int8),
-            "origins": ((n_passes, *whole), torch.uint64),
-            "first_uses": ((n_passes, *less), torch.uint64),
-            "idle": ((n_passes, words), torch.uint64),
-            "destinations": ((n_passes, *whole), torch.uint64),
-            "return_copies": ((n_passes, 4, gpus), torch.int32),
+        return {
+            "rows": ((n_passes, n_tokens), np.int32),
+            "rank_start": ((n_passes, gpus + 1), np.int32),
+            "load": ((n_passes, experts), np.int32),
+            "piece_mask": ((n_passes, words + gpus), np.uint64),
+            "piece_at": ((n_passes, words + gpus, 2), np.int16),
+            "n_pieces": ((n_passes,), np.int32),
+            "second_choice": ((n_passes, words), np.uint64),
+            "slot_tokens": ((n_passes, gpus, slots, words), np.uint64),
+            "slot_pairs": ((n_passes, gpus, slots), np.int32),
+            "visitors": ((n_passes, gpus, words), np.uint64),
+            "visits": ((n_passes, gpus, gpus), np.int32),
+            "node_visits": ((n_passes, gpus, nodes), np.int32),
+            "copies": ((n_passes, 4, gpus), np.int32),
+            "kernel_us": ((n_passes, gpus), np.float64),
+            "slots": ((gpus, slots), np.int16),
+            "replicas": ((experts, gpus), np.int16),
+            "n_replicas": ((experts,), np.int16),
+            "replica_choice": ((experts, gpus), np.int32),
+            "held_before": ((experts, gpus), np.int8),
+            "received": ((gpus, 2), np.int32),
+            "by_home": ((gpus,), np.int32),
+            "replica_slot": ((gpus,), np.int16),
+            "users": ((experts, words), np.uint64),
+            "moved_tokens": ((n_passes, 2, words), np.uint64),
+            "moved_pairs": ((n_passes, 2), np.int32),
+            "node_visitors": ((words,), np.uint64),
+            "touched": ((gpus,), np.int8),
+            "origins": ((n_passes, *whole), np.uint64),
+            "first_uses": ((n_passes, *less), np.uint64),
+            "idle": ((n_passes, words), np.uint64),
+            "destinations": ((n_passes, *whole), np.uint64),
+            "return_copies": ((n_passes, 4, gpus), np.int32),
         }
-        return {name: zeros_of((batch, *shape), dtype, device) for name, (shape, dtype) in shapes.items()}
 
     def count(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
         """The state of all layers (b = layer) under ``placement``, with ``before`` as the interval's beginning."""
@@ -266,8 +279,9 @@ class Simulator:
             raise ValueError(f"the interval is top-{top_k}, but model {self.model.name!r} is top-{self.model.top_k}")
         if interval.rank_start.shape[1] != self.n_gpus + 1:
             raise ValueError(f"the interval has {interval.rank_start.shape[1] - 1} ranks, not {self.n_gpus} GPUs")
-        tensors = self.allocate(interval.n_layers, *interval.rows.shape)
-        state = SimulationState(**{name: tensor.numpy() for name, tensor in tensors.items()})
+        shapes = self._shapes(*interval.rows.shape)
+        arrays = {name: np.zeros((interval.n_layers, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        state = SimulationState(**arrays)
         state.rows[:] = interval.rows
         state.rank_start[:] = interval.rank_start
         state.slots[:] = placement if before is None else before
@@ -324,6 +338,17 @@ class Simulator:
             inter_node_bytes=links[:, away].sum(1) * self.model.hidden * self.model.dispatch_bytes,
             moves=state.received.sum((1, 2)).astype(np.int64),
         )
+
+    def pass_times(self, interval: Interval, placement: Placement) -> npt.NDArray[np.float64]:
+        """(L, P) time of every pass: that of :meth:`evaluate`, without its other figures. The placement is trusted."""
+        state, costs = self.count(interval, placement), self.costs(interval.n_tokens)
+        if self.profile.dispatch == "lp":
+            split_by_program(state, self.topology, costs)
+        times, links = np.zeros((interval.n_layers, interval.n_passes, 3)), np.zeros((self.n_gpus, self.n_gpus))
+        for b in range(interval.n_layers):
+            _write_times(state, b, self.topology, costs, times[b], links)
+        total: npt.NDArray[np.float64] = times.sum(2)
+        return total
 
     def lower_bound(self, interval: Interval) -> npt.NDArray[np.float64]:
         """(L,) a proven lower bound on ``time_us``: no copies between GPUs, and the kernel work spread evenly.
