@@ -229,7 +229,7 @@ def anneal_seconds() -> float:
 
 
 def against(other: Path, rounds: int) -> None:
-    """Print the ratio of the other revision's CPU time per token to this one's: above 1 means that this one is faster."""
+    """Print the ratio of the other revision's CPU time per token to this one's. Above 1, this one is faster."""
     workers = []
     for tree in (ROOT, other):
         environment = os.environ | {"PYTHONPATH": str(tree / "envs"), "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

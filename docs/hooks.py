@@ -11,7 +11,7 @@ DOCS = Path(__file__).resolve().parent
 # Sections and patterns of their pages, in order. A page belongs to the first pattern that matches.
 SECTIONS: list[tuple[str, list[str]]] = [
     ("Tasks", ["moe_placement", "gpu_allocation", "reference/moe_placement", "reference/gpu_allocation"]),
-    ("Serving engineers", ["engines", "planners", "traces", "record.*"]),
+    ("Serving engineers", ["engines", "planners", "placement_results", "traces", "record.*"]),
     ("Benchmark", ["bench", "leaderboard"]),
     ("Trainers", ["ppo", "ppo_.*", "37-details", "sweeps"]),
     ("Operators", ["agent.*", "webhook.*", "kubernetes.*", "deploy.*"]),

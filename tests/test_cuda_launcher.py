@@ -16,7 +16,7 @@ TOOLKITS = [Path(root) for root in (os.environ.get("CUDA_HOME"), "/usr/local/cud
 
 
 def played(launcher: str, dispatch: str, transport: str, norm: int) -> dict[str, np.ndarray]:
-    """Every array of three environments: reset, steps over the end of an interval and an episode, look-ahead, a plan."""
+    """All arrays of three environments: reset, steps over the end of an interval and an episode, look-ahead, plan."""
     import torch
 
     from clustergym import synthetic_trace
@@ -124,7 +124,7 @@ def test_cuda_simulator_plays_the_same(dispatch: str, transport: str, norm: int,
             if array.dtype.kind in "iu":
                 np.testing.assert_array_equal(theirs[name], array, err_msg=name)
             else:
-                # float32 observations, and sums of them, may differ in the last bit: numpy rounds between operations where
+                # float32 observations and their sums may differ in the last bit: numpy rounds between operations,
                 # compiled code does not.
                 exact = array.dtype == np.float64 and not name.endswith("episode/local_coactivation")
                 tolerance = 1e-12 if exact else 3e-7

@@ -234,7 +234,7 @@ def test_vector_env_never_writes_into_what_somebody_holds() -> None:
 
     def hold(obs: dict[str, np.ndarray]) -> None:
         for array in obs.values():
-            # The array itself, a view of a view, or a tensor's view (torch warns of arrays that cannot be written); or nothing.
+            # The array itself, a view of a view, a tensor's view (torch warns of read-only arrays), or nothing.
             way = int(rng.integers(4))
             if way == 0:
                 held.append((array, array.copy()))
@@ -725,7 +725,7 @@ def test_vector_env_renders_each_environment() -> None:
     ("options", "message"),
     [
         ({"schedule": "random"}, "unknown schedule 'random'; expected one of: stationary, drift, switch, replay"),
-        ({"profile": "fast"}, "unknown profile 'fast'; the profiles are: sglang-prefill, sglang-decode, sglang-lp, vllm"),
+        ({"profile": "fast"}, "unknown profile 'fast'; the profiles are: sglang-prefill, sglang-decode, sglang-lp,"),
         ({"profile": "sglang-lp"}, "splits tokens by a linear program, which is only for evaluation and planning"),
         ({"phase": "train"}, "unknown phase 'train'; expected one of: decode, prefill"),
         ({"split": "half"}, "unknown split 'half'; expected one of: train, validation, test, all"),
@@ -742,7 +742,7 @@ def test_vector_env_renders_each_environment() -> None:
         ({"lookahead_norm": 3}, "a norm is 0 (the max over GPUs) or a power of two from 2 to 32, found 3"),
         ({"reward_norm": 128}, "power of two from 2 to 32, found 128"),
         ({"render_mode": "ansi"}, "unknown render_mode 'ansi'"),
-        ({"trace": "nowhere"}, "unknown trace 'nowhere': give a .npz or .npy file, or one of the bundled names: synthetic"),
+        ({"trace": "nowhere"}, "unknown trace 'nowhere': give a .npz or .npy file, or one of the bundled names:"),
         ({"cluster": "b200"}, "unknown cluster 'b200'; the presets are: h800-1x8,"),
         ({"model": "gpt-9"}, "unknown model 'gpt-9'; the presets are: mixtral-8x7b,"),
         ({"model": "mixtral-8x7b", "trace": "synthetic"},

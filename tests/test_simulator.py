@@ -297,7 +297,7 @@ def what_an_action_means(sim: SimulationState, e: int, node: int, n_passes: int)
     if kind == 0:
         if e in held[g]:
             return state.OP_NOTHING, -1, -1, -1
-        # The replica on the busiest GPU moves (lowest index at a tie), against the least used one that the source lacks.
+        # The replica on the busiest GPU moves (lowest index at a tie), against the least used that the source lacks.
         source = max(holders, key=lambda h: (pairs[:, h].sum(), -h))
         if len(held[g]) < slots:
             return state.OP_PLACE, source, g, -1
@@ -396,7 +396,7 @@ HAND_INTERVAL = Interval(
     np.arange(4, dtype=np.int32)[None],
     np.array([[0, 2, 3, 3, 4]], np.int32),
 )
-# Layer 0. Where experts run: t0 on {0, 1}; t1 on 2 and, because GPU 1 is on its node, on 1; t2 on 2 and 1; t3 on 0 and 2.
+# Layer 0. Experts run: t0 on {0, 1}; t1 on 2 and, because GPU 1 is on its node, on 1; t2 on 2 and 1; t3 on 0 and 2.
 # Kernels: GPU 0 10+5+2, GPU 1 10+10+3 = 23, GPU 2 10+5+3.
 # dedup: t0 0→1; t1 0→1, 0⇒2; t2 1⇒3 (its rank on node 1), 3→2; t3 3→2, 3⇒1, 1→0.
 #   inside: GPU 0 sends 2; between: 1 at most. dispatch 3 + 2·0.02 + 0.2, combine 3 + 2·0.04 + 0.4.
@@ -570,7 +570,7 @@ def test_lower_bound_is_reached_by_a_perfect_placement(transport: str) -> None:
 
 
 def smallest_peak(loads: npt.NDArray[np.int64], held: npt.NDArray[np.bool_]) -> float:
-    """The largest GPU load cannot be below the mean over any set of GPUs of what only they can serve; and it is reached."""
+    """The largest load is at least the mean over any set of GPUs of what only they can serve; and it is reached."""
     n_gpus = held.shape[1]
     peaks = [0.0]
     for size in range(1, n_gpus + 1):
@@ -762,7 +762,8 @@ def test_eplb_equals_the_published_algorithm_or_is_better_balanced() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.booleans(), st.data()
+    st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3), st.booleans(),
+    st.data(),
 )  # fmt: skip
 def test_eplb_places_every_expert_and_none_twice_on_a_gpu(
     n_nodes: int,
