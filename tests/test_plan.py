@@ -644,6 +644,31 @@ def test_profile_follows_engine_and_phase(flags: list[str], profile: str, trace_
     assert json.loads((tmp_path / "r.json").read_text())["profile"] == profile
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_recorded_mtp_layers_are_planned(counts: bool, tmp_path: Path) -> None:
+    """TensorRT-LLM has a row for the MTP layer behind the others, and it is not the default one."""
+    model = ModelSpec("toy", n_layers=3, n_experts=8, top_k=2, hidden=64, intermediate=32, n_dense=2, n_mtp=1)
+    ids = np.array([*model.layer_ids, *model.mtp_layer_ids])
+    assert ids.tolist() == [2, 3, 4, 5]
+    trace = dataclasses.replace(small_trace(n_layers=4), layer_ids=ids)
+    recorded = LoadTrace(rng_counts(4), layer_ids=ids) if counts else trace
+    simulator = Simulator(model_of(recorded, model), CLUSTER, "tensorrt-llm")
+    plan = make_plan(recorded, simulator, "eplb", traffic=TRAFFIC, sizes=SIZES)
+    path = tmp_path / "plan.yaml"
+    written = EnginePlan(plan.best.placement, recorded.layer_ids, model)
+    write_plan(path, written, "tensorrt-llm")
+    rows = read_plan(path, "tensorrt-llm")
+    assert list(rows) == [2, 3, 4, 5]
+    assert rows[5] == plan.best.placement[3].ravel().tolist()
+    assert rows[5] != written.default_row()
+    with pytest.raises(ValueError, match=r"5 layers"):
+        model_of(LoadTrace(rng_counts(5)) if counts else small_trace(n_layers=5), model)
+
+
+def rng_counts(n_layers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng(0).integers(1, 50, (6, n_layers, 8)) * np.arange(1, 9)
+
+
 def test_command_starts_without_torch() -> None:
     """torch and scipy.stats take seconds to import. Only policies and torch files need torch."""
     code = "import sys, clustergym.cli.plan; print({'torch', 'scipy.stats'} & set(sys.modules))"

@@ -181,7 +181,7 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
     if name is None:
         raise ValueError(f"{trace.name}: the counts do not name their model: give --model: {', '.join(MODELS)}")
     spec = get_model(name)
-    if trace.n_experts > spec.n_experts or trace.n_layers > spec.n_layers:
+    if trace.n_experts > spec.n_experts or trace.n_layers > spec.n_layers + spec.n_mtp:
         raise ValueError(
             f"{trace.name}: counts of {trace.n_layers} layers × {trace.n_experts} experts, but {spec.name} has "
             f"{spec.n_layers} × {spec.n_experts}"

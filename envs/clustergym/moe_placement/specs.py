@@ -28,7 +28,7 @@ def model_for(trace: TokenTrace, model: str | ModelSpec | None) -> ModelSpec:
             f"{trace.name}: the trace is top-{trace.top_k} of {trace.n_experts} experts, but model {spec.name!r} is "
             f"top-{spec.top_k} of {spec.n_experts}"
         )
-    if trace.n_layers > spec.n_layers:
+    if trace.n_layers > spec.n_layers + spec.n_mtp:
         raise ValueError(
             f"{trace.name}: the trace has {trace.n_layers} layers, but model {spec.name!r} has {spec.n_layers}"
         )
