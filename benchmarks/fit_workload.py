@@ -7,7 +7,8 @@ is a folder with two public data sets, which are not part of the project:
   classes.
 * ``gentd26/gentd26_pod_usage.csv.gz``: Alibaba's GenAI trace of 2026 (clusterdata): 57 s samples of 143 containers.
 
-The third source is published: shares of 3,033,232 instances of Alibaba's PAI trace of 2020 by their mean utilisation.
+The third source is published: shares of 3,033,232 instances of Alibaba's PAI trace of 2020 by their mean utilisation
+(an analysis at affinode.io, not the paper of the trace).
 
     python benchmarks/fit_workload.py --data folder
     python benchmarks/fit_workload.py --data folder --check      # error if the constants in the package differ

@@ -2,7 +2,7 @@
 
 Do not edit: ``python benchmarks/fit_workload.py --data folder --check`` compares them with the data. Sources: openb
 (Alibaba's GPU trace of 2023), gentd26 (Alibaba's GenAI trace of 2026), and published statistics of PAI (Alibaba's GPU
-trace of 2020; Weng et al., NSDI 2022).
+trace of 2020; Weng et al., NSDI 2022, describes it; the shares by utilisation are from an analysis at affinode.io).
 """
 
 from __future__ import annotations
