@@ -12,11 +12,7 @@ save on the interval that just ended, and the GPU actor picks one of the operati
 saves on the NEXT interval, which the agents do not see. A supervised phase first teaches both actors to find the
 operations with the best simulated savings. PPO then teaches them which savings last until the next interval.
 
-The task is the registered environment with the options of :func:`environment_options`, nothing else:
-
-    gymnasium.make_vec("MoEPlacement-v0", num_envs=64, profile="sglang-prefill", intervals=4, schedule="drift",
-                       start="eplb", ops_per_layer=16, memory=True, lookahead_norm=4, reward_norm=4, …)
-
+The task is the registered environment ``MoEPlacement-v0`` with the options of ``environment_options``, nothing else.
 Core details 1–13 and 37 of "The 37 Implementation Details of PPO", masks, value normalisation. docs/ppo_moe_marl.md
 explains the decision process, the networks and every metric.
 """
@@ -27,81 +23,31 @@ import math
 import time
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import gymnasium
 import numpy as np
 import torch
 import tyro
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch_geometric.nn import DenseGraphConv
 
-from clustergym.moe_placement import PlacementBatch, Simulator
-from clustergym.moe_placement.batch import DEFAULT_TRACE
+from clustergym.moe_placement.batch import DEFAULT_TRACE, PlacementBatch
 from clustergym.moe_placement.environment import frame_of
-from clustergym.moe_placement.evaluation import Result
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, N_PARTS, TIME_OPERATION
-from clustergym.moe_placement.policy.export import FILE_NAME, PolicySettings, read_policy, save_policy
-from clustergym.moe_placement.policy.inputs import (
-    LAYER_KEYS,
-    PER_CENT,
-    PROGRESS,
-    STEP_KEYS,
-    Inputs,
-    gains,
-    policy_inputs,
-    same_node_weights,
-    similar_experts,
-)
-from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
-from clustergym.moe_placement.report.plots import plot_results, plot_validation
-from clustergym.moe_placement.report.tables import results_table
-from clustergym.moe_placement.specs import get_cluster, model_for
-from clustergym.moe_placement.streams import Traffic
-from clustergym.moe_placement.validation import EPLB_NAMES, Validator, summary
+from clustergym.moe_placement.policy import inputs as observed
+from clustergym.moe_placement.policy.export import describe_run, initial_weights
+from clustergym.moe_placement.policy.inputs import LAYER_KEYS, PER_CENT, PROGRESS, STEP_KEYS, Inputs, gains
+from clustergym.moe_placement.policy.network import N_CHOSEN_FEATURES, N_DERIVED_FEATURES, averaging
+from clustergym.moe_placement.policy.task import Task, TaskArgs, environment_options, load_task
+from clustergym.moe_placement.report.training import report_training
+from clustergym.moe_placement.validation import EvaluationArgs, Validator, summary
 from clustergym.moe_placement.viewer import draw
-from clustergym.traces import TokenTrace, load_traces
-from clustergym.traces.splits import split_trace
-from clustergym.training import CHECKPOINT_NAME, CheckpointError, Run, World, derive_seed, plain_args, run_trainer
+from clustergym.training import Run, RunArgs, World, check_values, derive_seed, parse_args, plain_args, run_trainer
 
 MASKED_LOGIT = -1e8
-
-
-@dataclass
-class TaskArgs:
-    layers: int = 6
-    """Number of evenly spaced layers of the trace to train and evaluate on, 0 for all."""
-    profile: str = DEFAULT_PROFILE
-    """Engine profile: sglang-prefill, sglang-decode, vllm, vllm-deepep, tensorrt-llm or vllm-ascend."""
-    intervals: int = 4
-    """Number of intervals per episode."""
-    tokens_per_rank: int | None = None
-    """Number of tokens per GPU and pass. Default: 32 in decode, 128 in prefill."""
-    sampled_passes: int | None = None
-    """Number of simulated passes per interval. Default: 4 in decode, 2 in prefill."""
-    ops_per_layer: int = 16
-    """Number of operations per layer between two intervals."""
-    schedule: str = "drift"
-    """How domains follow each other: stationary, drift, switch or replay."""
-    drift_rate: float = 0.5
-    """Step of the random walk of the domain mixture."""
-    passes_per_interval: int = 1000
-    """Number of forward passes per interval. A migration is paid once, serving is paid in every pass."""
-    start: str = "eplb"
-    """Placement at the start of an episode: eplb or static."""
-    lookahead_norm: int = 4
-    """p-norm over GPUs in the look-ahead, 0 for the true time."""
-    reward_norm: int = 4
-    """p-norm over GPUs in the reward, 0 for the true time."""
-    credit: Literal["operation", "stream"] = "operation"
-    """operation: each visit to a layer is an episode, and the cost of a migration is spread over horizon intervals.
-    stream: the whole stream is an episode, and each interval adds what earlier operations still save."""
-    horizon: float = 4.0
-    """Number of intervals over which the cost of a migration is spread (1 with credit stream)."""
 
 
 @dataclass
@@ -180,19 +126,7 @@ class AblationArgs:
 
 
 @dataclass
-class EvaluationArgs:
-    eval_interval: int = 4
-    """Iterations between evaluations on validation streams, 0 for none."""
-    eval_streams: int = 4
-    """Number of held-out streams after training, 0 for no evaluation."""
-    eval_intervals: int = 4
-    """Number of intervals per held-out stream."""
-    eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "bottleneck-8", "anneal")
-    """Planners in the final table, next to the untrained, the supervised and the trained policy."""
-
-
-@dataclass
-class Args:
+class Args(RunArgs):
     trace: tuple[str, ...] = (DEFAULT_TRACE,)
     """Traces to train on: .npz or .npy files or names of bundled traces. Several are joined, each as its own domain."""
     eval_trace: tuple[str, ...] = ()
@@ -201,27 +135,24 @@ class Args:
     """Cluster preset: gpu-NODESxGPUS."""
     model: str | None = None
     """Model preset. Default: the model that the trace names."""
-    seed: int = 1
-    """Seed for all random number generators."""
     total_timesteps: int = 131_072
     """Total number of operations, over all environments and processes. 0 stops after the supervised phase."""
-    run_dir: Path | None = None
-    """Folder for logs, checkpoints and the policy. Default: runs/ppo_moe_marl__<trace>__<seed>."""
-    resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run."""
     checkpoint_interval: int = 12
     """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint, so that resuming is exact.
     Choose it longer than an episode."""
+    eval_interval: int = 4
+    """Iterations between evaluations on validation streams, 0 for none. They do not change the training."""
     init: str | None = None
     """Start from this policy instead of random weights: a policy.pt, a run folder, or pretrained."""
     save_model: bool = True
-    """Save the trained policy as policy.pt in the run folder, for the planners ``policy`` and ``policy-guided``."""
+    """Save the policy as policy.pt, for the planners ``policy`` and ``policy-guided``, and as model.safetensors with
+    model.json."""
+    capture_video: bool = False
+    """Record an episode of each evaluation to the folder videos."""
     cuda: bool = False
     """Simulate and train on the GPU."""
     threads: int = 1
     """Number of torch threads during updates. Rollouts use one thread."""
-    track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline."""
     task: tyro.conf.OmitArgPrefixes[TaskArgs] = field(default_factory=TaskArgs)
     """The placement task that the agents are trained on."""
     pretrain: tyro.conf.OmitArgPrefixes[PretrainArgs] = field(default_factory=PretrainArgs)
@@ -321,10 +252,6 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 # Networks. clustergym/moe_placement/policy/network.py has the same actors in plain torch and loads exported weights.
 
 Layer = TypeVar("Layer", bound=nn.Module)
-N_DERIVED_FEATURES = 6
-"""Features that the encoder adds to each expert: co-activation with its own and the best other GPU and node, memory."""
-N_CHOSEN_FEATURES = 4
-"""Features of each node that describe the chosen expert there: placed, co-activation with GPU and node, legal."""
 INITIAL_LOOK_SCALE = 3.0
 """Initial weight of the look-ahead in the score of an operation, per 1 % of the layer's time."""
 
@@ -342,14 +269,6 @@ def orthogonal(layer: Layer, std: float = 2**0.5) -> Layer:
 
 def decoder(size: int, hidden: int, std: float) -> nn.Sequential:
     return nn.Sequential(orthogonal(nn.Linear(size, hidden)), nn.ReLU(), orthogonal(nn.Linear(hidden, 1), std))
-
-
-def averaging(graph: Tensor, copies: int = 1) -> Tensor:
-    """Weights with which a node averages its neighbours, as in ``DenseGraphConv(aggr="mean")``.
-
-    With ``copies`` every neighbour exists so many times.
-    """
-    return graph / (copies * graph.sum(-1, keepdim=True)).clamp(min=1)
 
 
 def to_visits(rows: Tensor, visits: int) -> Tensor:
@@ -492,9 +411,8 @@ class Agent(nn.Module):
         It reads the chosen experts (B,), their look-ahead (B, 3·G, N_PARTS) and which nodes are legal (B, 3·G).
         """
         options, rows = self.options, torch.arange(len(expert), device=expert.device)
-        chosen = torch.stack(
-            [x[rows, expert] for x in (inputs["placement"], encoded["near"], encoded["near_node"])], -1
-        )
+        about = inputs["placement"], encoded["near"], encoded["near_node"]
+        chosen = torch.stack([x[rows, expert] for x in about], -1)
         if options.simultaneous:
             legal, chosen = inputs["gpu_mask"], torch.zeros_like(chosen)
         if options.simultaneous or not options.lookahead:
@@ -522,10 +440,8 @@ class Agent(nn.Module):
         graphs += [torch.cat([gpus.mean(1), gpus.max(1).values], -1)]
         if self.options.centralised:
             graphs = [torch.cat(graphs, -1)]
-        values = [
-            critic(torch.cat([x, inputs["progress"]], -1)) for critic, x in zip(self.critics, graphs, strict=True)
-        ]
-        return torch.cat(values, -1)
+        graphs = [torch.cat([x, inputs["progress"]], -1) for x in graphs]
+        return torch.cat([critic(x) for critic, x in zip(self.critics, graphs, strict=True)], -1)
 
     def forward(self, inputs: Inputs, expert: Tensor, parts: Tensor, legal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(expert logits, node logits for the chosen experts, normalised values) in one pass."""
@@ -560,55 +476,12 @@ class Agent(nn.Module):
         self.look_scale.mul_(factor)
 
 
-# The task
-
-
-@dataclass
-class Task:
-    """What follows from the arguments before training starts."""
-
-    train: TokenTrace
-    validation: TokenTrace
-    test: TokenTrace
-    simulator: Simulator
-    traffic: Traffic
-    settings: PolicySettings
-
-
-def evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
-    picked = np.unique(np.linspace(0, trace.n_layers - 1, min(layers or trace.n_layers, trace.n_layers)).round())
-    return trace.select(layers=picked.astype(int).tolist())
-
-
-def policy_settings(args: TaskArgs) -> PolicySettings:
-    horizon = 1.0 if args.credit == "stream" else args.horizon
-    return PolicySettings(args.lookahead_norm, horizon, args.ops_per_layer)
-
-
-def environment_options(args: Args, task: Task) -> dict[str, Any]:
-    """Options of the registered environment that the agents are trained on."""
-    names = ("profile", "intervals", "tokens_per_rank", "sampled_passes", "ops_per_layer", "schedule", "drift_rate",
-             "start", "lookahead_norm", "reward_norm")  # fmt: skip
-    return {name: getattr(args.task, name) for name in names} | {
-        "trace": task.train,
-        "split": "all",
-        "cluster": task.simulator.cluster,
-        "model": task.simulator.model,
-        "passes_per_interval": task.settings.passes(args.task.passes_per_interval),
-        "memory": True,
-        "compare_eplb": False,
-    }
-
-
-def check_arguments(args: Args) -> None:
+def check_args(args: Args) -> None:
     """Refuse arguments that do not fit together before anything is loaded."""
     ppo, ops_per_layer = args.ppo, args.task.ops_per_layer
-    sizes = vars(args.network) | {"threads": args.threads, "envs_per_stream": ppo.envs_per_stream}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} is {size}: expected at least 1")
-    if args.pretrain.pretrain_sharpen <= 0:
-        raise ValueError(f"pretrain_sharpen is {args.pretrain.pretrain_sharpen}: expected more than 0")
+    for group, names in ((args, "threads"), (ppo, "envs_per_stream"), (args.network, "hidden graph_layers")):
+        check_values(group, names, lambda value: value >= 1, "at least 1")
+    check_values(args.pretrain, "pretrain_sharpen", lambda value: value > 0, "more than 0")
     if ppo.num_steps % ops_per_layer:
         raise ValueError(f"num_steps is {ppo.num_steps}: expected a multiple of ops_per_layer ({ops_per_layer})")
     visits = ppo.num_envs * ppo.num_steps // ops_per_layer
@@ -619,29 +492,6 @@ def check_arguments(args: Args) -> None:
         )
 
 
-def make_task(args: Args) -> Task:
-    check_arguments(args)
-    options = args.task
-    whole = evenly_spaced(load_traces(args.trace), options.layers)
-    train, validation, test = (split_trace(whole, part) for part in ("train", "validation", "test"))
-    if args.eval_trace:
-        test = evenly_spaced(load_traces(args.eval_trace), options.layers)
-        if (test.n_experts, test.top_k) != (train.n_experts, train.top_k):
-            raise ValueError(
-                f"--eval-trace {test.name} is top-{test.top_k} of {test.n_experts} experts, but --trace {train.name} "
-                f"is top-{train.top_k} of {train.n_experts}: expected traces of one model. Use clustergym eval "
-                "--checkpoint to evaluate on another model"
-            )
-    simulator = Simulator(
-        model_for(train, args.model), get_cluster(args.cluster), options.profile, options.passes_per_interval
-    )
-    traffic = Traffic(
-        get_profile(options.profile).phase, options.tokens_per_rank, options.sampled_passes, options.schedule,
-        options.drift_rate, allow_reuse=True,
-    )  # fmt: skip
-    return Task(train, validation, test, simulator, traffic, policy_settings(options))
-
-
 def network_options(args: Args) -> dict[str, Any]:
     return asdict(args.network) | asdict(args.ablation)
 
@@ -650,12 +500,7 @@ def make_agent(args: Args) -> Agent:
     """New networks, with the weights of --init if given."""
     agent = Agent(args)
     if args.init is not None:
-        found = read_policy(args.init)
-        for key, expected in (("network", network_options(args)), ("view", asdict(policy_settings(args.task)))):
-            if found[key] != expected:
-                message = f"--init {args.init} has {key} options {found[key]}, but the arguments ask for {expected}"
-                raise CheckpointError(message)
-        agent.load_state_dict(found["weights"])
+        agent.load_state_dict(initial_weights(args.init, network_options(args), args.task.settings))
     return agent
 
 
@@ -722,10 +567,10 @@ class Rollouts:
     def __init__(self, args: Args, agent: Agent, task: Task, device: torch.device) -> None:
         self.args, self.agent = args, agent
         self.envs_per_stream = math.gcd(args.ppo.envs_per_stream, args.ppo.num_envs)
-        options = environment_options(args, task) | {"device": device}
+        options = environment_options(args.task, task) | {"device": device}
         self.batch: PlacementBatch = gymnasium.make_vec("MoEPlacement-v0", args.ppo.num_envs, **options).batch
         self.rows = torch.arange(args.ppo.num_envs, device=device)
-        self.same_node = same_node_weights(self.batch.cluster, device)
+        self.same_node = observed.same_node_weights(self.batch.cluster, device)
         self.seconds = {"simulator": 0.0, "policy": 0.0}
         self.episodic_return: float | None = None
         """Mean return of the last finished episodes; None before the first one ends."""
@@ -735,10 +580,10 @@ class Rollouts:
         stream = np.arange(self.args.ppo.num_envs, dtype=np.int64) // self.envs_per_stream
         self.batch.seed(derive_seed(seed) * 2**20 + stream)
         self.batch.reset()
-        self.similar = similar_experts(self.batch.obs["affinity"])
+        self.similar = observed.similar_experts(self.batch.obs["affinity"])
 
     def inputs(self) -> Inputs:
-        return policy_inputs(self.batch.obs, self.similar, self.same_node)
+        return observed.policy_inputs(self.batch.obs, self.similar, self.same_node)
 
     def legal(self, experts: Tensor) -> Tensor:
         """(B, M, 3·G): nodes that are legal for the experts (B, M)."""
@@ -761,7 +606,7 @@ class Rollouts:
             self.episodic_return = float(batch.saved[done].mean())
             batch.reset(done)
         if bool(visit_end.any()):
-            self.similar = similar_experts(batch.obs["affinity"])
+            self.similar = observed.similar_experts(batch.obs["affinity"])
         return reward, visit_end, done
 
     @torch.no_grad()
@@ -797,11 +642,9 @@ class Rollouts:
         # Ends are terminations: what follows does not depend on what was done before.
         none = torch.zeros_like(rewards)
         found = [
-            compute_gae(
-                rewards, values[..., i], ends, ends, next_value[:, i], none, ppo.gamma, ppo.gae_lambda
-            )
+            compute_gae(rewards, values[..., i], ends, ends, next_value[:, i], none, ppo.gamma, ppo.gae_lambda)
             for i in range(values.shape[-1])
-        ]  # fmt: skip
+        ]
         advantages, returns = (torch.stack(x, -1) for x in zip(*found, strict=True))
         if self.envs_per_stream > 1:
             advantages = subtract_group_baseline(advantages, self.envs_per_stream)
@@ -844,6 +687,7 @@ def supervised_phase(agent: Agent, rollouts: Rollouts, args: Args, world: World)
     n_experts, device = rollouts.batch.n_experts, rollouts.batch.device
     rounds = max(1, round(options.pretrain_states / (size * ops_per_layer * world.size)))
     losses: dict[str, float] = {}
+    started = time.perf_counter()
     for i in range(rounds):
         optimizer.param_groups[0]["lr"] = anneal(options.pretrain_lr, i + 1, rounds)
         states: list[Simulated] = []
@@ -864,7 +708,7 @@ def supervised_phase(agent: Agent, rollouts: Rollouts, args: Args, world: World)
         for _ in range(options.pretrain_epochs):
             for t in torch.randperm(ops_per_layer).tolist():
                 losses = supervised_step(agent, optimizer, states[t], args, world)
-    return losses
+    return losses | {"pretrain/seconds": time.perf_counter() - started}
 
 
 def supervised_step(
@@ -905,6 +749,12 @@ class ReturnStatistics:
         self.square = 0.9 * self.square + 0.1 * world.mean(float((returns**2).mean()))
         mean = self.mean / self.weight
         return mean, max(self.square / self.weight - mean**2, 1e-16) ** 0.5
+
+    def state_dict(self) -> list[float]:
+        return [self.weight, self.mean, self.square]
+
+    def load_state_dict(self, state: list[float]) -> None:
+        self.weight, self.mean, self.square = state
 
 
 def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, world: World) -> dict[str, float]:
@@ -963,19 +813,14 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
 
 
 def iterate(
-    agent: Agent,
-    optimizer: torch.optim.Adam,
-    rollouts: Rollouts,
-    statistics: ReturnStatistics,
-    args: Args,
-    world: World,
+    agent: Agent, optimizer: torch.optim.Adam, rollouts: Rollouts, scale: ReturnStatistics, args: Args, world: World
 ) -> dict[str, float]:
     """One rollout and one update. Returns the metrics."""
     rollouts.seconds = dict.fromkeys(rollouts.seconds, 0.0)
     started = time.perf_counter()
     batch = rollouts.collect()
     collected = time.perf_counter()
-    mean, std = statistics.update(batch.returns, world)
+    mean, std = scale.update(batch.returns, world)
     agent.set_value_scale(mean, std)
     torch.set_num_threads(args.threads)
     metrics = update(agent, optimizer, batch, args, world)
@@ -993,127 +838,71 @@ def iterate(
     }
 
 
-def check_finite(agent: nn.Module, metrics: dict[str, float], iteration: int, checkpoint: Path) -> None:
-    """Stop the run if a loss or weight is not finite. Only the explained variance may be undefined."""
-    losses = {key: x for key, x in metrics.items() if key.startswith("losses/") and "explained_variance" not in key}
-    if np.isfinite(list(losses.values())).all() and all(bool(torch.isfinite(p).all()) for p in agent.parameters()):
-        return
-    kept = f"the last good checkpoint is {checkpoint}" if checkpoint.exists() else "there is no checkpoint yet"
-    message = f"iteration {iteration}: a loss or weight is not finite ({losses}); {kept}; try a lower --learning-rate"
-    raise FloatingPointError(message)
-
-
-def make_validator(args: Args, task: Task) -> Validator:
-    seed = derive_seed(args.seed, 7) % 10**6
-    traces = (task.train, task.validation, task.test)
-    return Validator(task.simulator, task.traffic, *traces, task.settings, args.task.intervals, seed)
-
-
-def snapshot(agent: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in agent.state_dict().items()}
-
-
 def train(args: Args, world: World) -> dict[str, Any]:
     """Train and evaluate. Returns the content of the result line (on rank 0)."""
-    evaluation, task = args.evaluation, make_task(args)
+    check_args(args)
+    task = load_task(args.task, args.trace, args.eval_trace, args.model, args.cluster)
     torch.manual_seed(args.seed)
     agent = make_agent(args).to(world.device)
     run = Run("ppo_moe_marl", args, world, task.train.name, args.ppo.num_envs * args.ppo.num_steps, may_be_empty=True)
     world.broadcast(agent)
-    stages = {"untrained": snapshot(agent)}
-    optimizer = make_optimizer(agent, args.ppo.learning_rate)
-    rollouts, statistics = Rollouts(args, agent, task, world.device), ReturnStatistics()
-    curve: list[list[float]] = []
-    state = run.load_checkpoint()
-    if state is not None:
-        agent.load_state_dict(state["agent"])
-        optimizer.load_state_dict(state["optimizer"])
-        statistics.weight, statistics.mean, statistics.square = state["statistics"]
-        stages["supervised"], curve = state["supervised"], state["curve"]
+    optimizer, statistics = make_optimizer(agent, args.ppo.learning_rate), ReturnStatistics()
+    rollouts = Rollouts(args, agent, task, world.device)
+    validator = Validator(task, network_options(args), args.task.intervals, derive_seed(args.seed, 7) % 10**6)
+    validator.keep_stage("untrained", agent)
+    saved = {"agent": agent, "optimizer": optimizer, "statistics": statistics, "validator": validator}
+    resumed = run.load_checkpoint(**saved) is not None
 
-    def restart(iteration: int) -> None:
-        seed = derive_seed(args.seed, iteration, world.rank)
-        torch.manual_seed(seed)
-        rollouts.restart(seed)
+    def record(iteration: int) -> None:
+        if folder := run.video_folder(iteration):
+            validator.record(agent.state_dict(), environment_options(args.task, task), args.seed, folder)
 
     def validate(iteration: int) -> dict[str, float]:
-        if validator is None:
+        if not (args.eval_interval and world.is_main):
             return {}
-        step, found = iteration * run.steps_per_iteration, validator.validate(network_options(args), agent.state_dict())
-        curve.append([step, found["validation/saved_vs_static"], found["validation/saved_vs_eplb"]])
+        step = iteration * run.steps_per_iteration
         run.logger.image("placement", draw(frame_of(rollouts.batch, [])), step)
-        return found
-
-    def save(iteration: int) -> None:
-        if run.checkpoint_due(iteration):
-            run.save_checkpoint(
-                iteration,
-                agent=agent.state_dict(),
-                supervised=stages["supervised"],
-                optimizer=optimizer.state_dict(),
-                statistics=[statistics.weight, statistics.mean, statistics.square],
-                curve=curve,
-            )
+        record(iteration)
+        return validator.validate(step, agent.state_dict())
 
     with run:
-        validator = make_validator(args, task) if world.is_main and evaluation.eval_interval else None
         validation: dict[str, float] = {}
-        if state is None:
+        if not resumed:
             if args.pretrain.pretrain_states:
-                restart(0)
-                started = time.perf_counter()
-                losses = supervised_phase(agent, rollouts, args, world)
-                run.logger.scalars(losses | {"pretrain/seconds": time.perf_counter() - started}, 0)
+                rollouts.restart(run.seed_torch(0))
+                run.logger.scalars(supervised_phase(agent, rollouts, args, world), 0)
                 agent.scale_logits(args.pretrain.pretrain_sharpen)
-            stages["supervised"] = snapshot(agent)
+            validator.keep_stage("supervised", agent)
             validation = validate(0)
             run.logger.scalars(validation, 0)
-            save(0)
+            run.checkpoint(0, **saved)
         for iteration in run.iterations():
-            if (iteration - 1) % (args.checkpoint_interval or run.num_iterations) == 0:
+            if run.restart_due(iteration):
                 # A resumed run also starts here, with the same networks, and then draws the same random numbers.
-                restart(iteration)
+                rollouts.restart(run.seed_torch(iteration))
             if args.ppo.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.ppo.learning_rate, iteration, run.num_iterations)
             metrics = iterate(agent, optimizer, rollouts, statistics, args, world)
-            check_finite(agent, metrics, iteration, run.folder / CHECKPOINT_NAME)
-            if evaluation.eval_interval and (
-                iteration % evaluation.eval_interval == 0 or iteration == run.num_iterations
-            ):
+            run.check_finite(metrics, iteration)
+            if iteration == run.num_iterations or iteration % (args.eval_interval or run.num_iterations) == 0:
                 validation = validate(iteration)
-            shown = {name.removeprefix("validation/"): value for name, value in validation.items()}
-            run.log(metrics | validation, iteration, **shown)
-            save(iteration)
+            run.log(metrics | validation, iteration, saved_vs_eplb=validation.get("validation/saved_vs_eplb", math.nan))
+            run.checkpoint(iteration, **saved)
         if not world.is_main:
             return {}
+        if not args.eval_interval:
+            record(run.num_iterations)
+        policy = None
         if args.save_model:
-            # Files by name only: folders of this machine mean nothing to others.
-            about = {
-                "args": {key: str(value) for key, value in plain_args(args).items() if key != "run_dir"}
-                | {key: ", ".join(Path(file).name for file in getattr(args, key)) for key in ("trace", "eval_trace")},
-                "steps": run.total_steps,
-            }
-            options = network_options(args)
-            save_policy(run.folder / FILE_NAME, options, agent.state_dict(), task.settings, about)
-            supervised, about = stages["supervised"], about | {"steps": 0}
-            save_policy(run.folder / "supervised" / FILE_NAME, options, supervised, task.settings, about)
-        results: dict[str, Result] = {}
-        if evaluation.eval_streams:
-            trained = {"policy": snapshot(agent)} if run.total_steps else {}
-            results = (validator or make_validator(args, task)).compare(
-                evaluation.eval_planners, network_options(args), stages | trained,
-                evaluation.eval_intervals, evaluation.eval_streams,
-            )  # fmt: skip
-            where = f"{task.simulator.cluster.name}, {task.simulator.profile.name}"
-            title = f"{task.test.name} on {where}, held out, {args.task.schedule}"
-            Console(width=130).print(results_table(list(results.values()), title))
-            plot_results(list(results.values()), title, run.folder / "planners.png")
-            run.logger.scalars({f"eval/{name}": result.total_us for name, result in results.items()}, run.total_steps)
-        if curve:
-            plot_validation(curve, run.folder / "validation.png")
-    policy = run.folder / FILE_NAME if args.save_model else None
+            run.save_model(agent=agent)
+            policy = validator.export(agent.state_dict(), describe_run(plain_args(args), run.total_steps), run.folder)
+        if run.total_steps:
+            validator.keep_stage("policy", agent)
+        results = validator.compare(args.evaluation)
+        run.logger.scalars({f"eval/{name}": result.total_us for name, result in results.items()}, run.total_steps)
+        report_training(results, task.title, validator.curve, run.folder)
     return run.result(**summary(results), episodic_return=rollouts.episodic_return, policy=policy)
 
 
 if __name__ == "__main__":
-    run_trainer(train, tyro.cli(Args, description=__doc__))
+    run_trainer(train, parse_args(Args, __doc__))

@@ -65,7 +65,7 @@ TRAFFIC = Traffic("prefill", 32, 1, allow_reuse=True)
 
 def tiny_task(args: Any) -> Any:
     trace = pairs_trace()
-    return marl.Task(trace, trace, trace, Simulator(MODEL, CLUSTER), TRAFFIC, marl.policy_settings(args.task))
+    return marl.Task(trace, trace, trace, Simulator(MODEL, CLUSTER), TRAFFIC, args.task.settings)
 
 
 def learn(iterations: int, **changes: Any) -> tuple[PolicyNetwork, Any, Any, int]:
@@ -120,7 +120,7 @@ def test_training_finds_the_known_optimum() -> None:
     shared, time_us, optimum_us = reached(network, task)
     assert shared == TOGETHER
     assert time_us == pytest.approx(optimum_us)
-    assert rollouts.saved > 0
+    assert rollouts.episodic_return > 0
     assert illegal == 0
 
 
@@ -335,7 +335,7 @@ def test_the_critic_learns_returns_of_any_scale() -> None:
 def test_the_task_is_the_registered_environment() -> None:
     """The exact call that anybody can make gives the tensors that the trainer sees."""
     args, _, rollouts = rollout(intervals=2, envs_per_stream=1)
-    options = marl.environment_options(args, tiny_task(args))
+    options = marl.environment_options(args.task, tiny_task(args))
     made = gymnasium.make_vec("MoEPlacement-v0", num_envs=16, **options)
     made.reset(seed=0)
     made.batch.set_state(rollouts.batch.get_state())

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from clustergym.training import choose_device, load_checkpoint, logger, parse_args, plain_args, read_scalars
-from short_runs import TRAINERS, Trainer
+from short_runs import PLACEMENT, TRAINERS, Trainer
 from trainers import FOLDER, load_trainer
 from update_cases import scripted_environments
 
@@ -34,7 +34,6 @@ INSTEAD = {
     },
 }
 """What a trainer has in place of a flag."""
-TO_DO = {"ppo_moe_marl"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +53,7 @@ def flags_of(trainer: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 def test_table_of_flags_is_what_the_trainers_show(capsys: pytest.CaptureFixture[str]) -> None:
     """Print the table with ``pytest -s`` after a change, and copy it to the page."""
-    names = sorted(path.stem for path in FOLDER.glob("ppo*.py") if path.stem not in TO_DO)
+    names = sorted(path.stem for path in FOLDER.glob("ppo*.py"))
     rows = [["trainer", *(f"`--{flag}`" for flag in FLAGS)], ["---"] * (len(FLAGS) + 1)]
     for name in names:
         shown, instead = flags_of(name, capsys), INSTEAD.get(name, {})
@@ -67,7 +66,13 @@ def test_table_of_flags_is_what_the_trainers_show(capsys: pytest.CaptureFixture[
     assert table in PAGE.read_text()
 
 
-ONCE = list({each.name: each for each in reversed(TRAINERS)}.values())
+ONCE = list({each.name: each for each in (PLACEMENT, *reversed(TRAINERS))}.values())
+
+
+def flat(args: dict[str, Any]) -> dict[str, Any]:
+    """Values of flags by name. Those of a group have no prefix."""
+    groups = [flat(value) for value in args.values() if isinstance(value, dict)]
+    return {key: value for each in (args, *groups) for key, value in each.items() if not isinstance(value, dict)}
 
 
 @pytest.mark.parametrize("trainer", ONCE, ids=str)
@@ -81,8 +86,8 @@ def test_run_with_a_config_file_evaluates_exports_films_and_is_extended(
         return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
 
     monkeypatch.setattr(logger, "_init_wandb", init_wandb)
-    defaults = plain_args(trainer.module.Args())
-    given = plain_args(trainer.args(tmp_path / "run"))
+    defaults = flat(plain_args(trainer.module.Args()))
+    given = flat(plain_args(trainer.args(tmp_path / "run")))
     changed = {key: value for key, value in given.items() if value != defaults[key]}
     long, length = changed.get("total_timesteps"), "total_timesteps"
     if long is None:
@@ -109,8 +114,9 @@ def test_run_with_a_config_file_evaluates_exports_films_and_is_extended(
         model = load_checkpoint(folder / "model.pt", f"{trainer.name}-model")
         assert model["args"][length] == long
         assert str(long) in (folder / "model.json").read_text()
-        steps, _ = read_scalars(folder, "eval/mean_return" if trainer.name in WITH_RETURNS else "eval/reward")
-        assert len(steps) == 3, "evaluations after iterations 1 and 2, the last one of each run included"
+        metric, number = ("eval/mean_return", 3) if trainer.name in WITH_RETURNS else trainer.evaluation
+        steps, _ = read_scalars(folder, metric)
+        assert len(steps) == number, "evaluations after iterations 1 and 2, the last one of each run included"
         assert bool(list(folder.rglob("*.mp4"))) == videos
 
 

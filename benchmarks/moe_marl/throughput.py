@@ -137,13 +137,13 @@ def main(args: ThroughputArgs) -> None:
     task = {"trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[0]}
     batched = marl.Args(**task, threads=args.threads)
     plain = marl.Args(**task, ppo=marl.PPOArgs(num_envs=8, num_steps=512))  # as many steps per update
-    made = marl.make_task(batched)
+    made = marl.load_task(batched.task, batched.trace, (), batched.model, batched.cluster)
     torch.manual_seed(1)
     agent, world = marl.make_agent(batched), marl.World()
     optimizer = marl.make_optimizer(agent, 1e-4)
     rollouts = marl.Rollouts(batched, agent, made, world.device)
     rollouts.restart(1)
-    config = PlacementConfig(**marl.environment_options(batched, made))
+    config = PlacementConfig(**marl.environment_options(batched.task, made))
     envs = ProcessPerEnvironment(config, plain.ppo.num_envs)
     rounds: dict[str, list[dict[str, float]]] = {"batched": [], "one process each": []}
     try:

@@ -156,13 +156,17 @@ class Run:
         yield from range(self.first_iteration, self.num_iterations + 1)
         self.steps_per_s = self.progress.steps_per_s(self.total_steps)
 
+    def check_finite(self, metrics: Mapping[str, float], iteration: int) -> None:
+        """Raise NonFiniteLoss if a loss is NaN or infinite. :meth:`log` does this too."""
+        check_finite(metrics, iteration, self._checkpoint)
+
     def log(self, metrics: Mapping[str, float], iteration: int, **shown: float) -> None:
         """Log the metrics of an iteration and update the progress bar, which shows the fields ``shown``.
 
         Raises:
             NonFiniteLoss: a loss is NaN or infinite. A checkpoint after it would be useless.
         """
-        check_finite(metrics, iteration, self._checkpoint)
+        self.check_finite(metrics, iteration)
         step = iteration * self.steps_per_iteration
         self.logger.scalars({**metrics, "charts/SPS": self.progress.steps_per_s(step)}, step)
         self.progress.update(step, **shown)

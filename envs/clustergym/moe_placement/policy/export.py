@@ -82,6 +82,25 @@ def read_policy(source: str | Path) -> dict[str, Any]:
     return content
 
 
+def initial_weights(source: str | Path, network: Mapping[str, Any], settings: PolicySettings) -> Mapping[str, Tensor]:
+    """Weights to start a training from. Raises CheckpointError if they are of another network or task."""
+    found = read_policy(source)
+    for key, expected in (("network", dict(network)), ("view", asdict(settings))):
+        if found[key] != expected:
+            raise CheckpointError(
+                f"--init {source} has {key} options {found[key]}, but the arguments ask for {expected}"
+            )
+    weights: Mapping[str, Tensor] = found["weights"]
+    return weights
+
+
+def describe_run(args: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Where a policy comes from. Files by name only: folders and accounts of this machine mean nothing to others."""
+    private = ("run_dir", "config", "wandb_project_name", "wandb_entity")
+    files = {key: ", ".join(Path(file).name for file in args[key]) for key in ("trace", "eval_trace")}
+    return {"args": {key: str(value) for key, value in args.items() if key not in private} | files, "steps": steps}
+
+
 def load_policy(source: str | Path = "pretrained") -> tuple[PolicyNetwork, PolicySettings]:
     """The actors and their task settings from a policy file, a run folder, or ``pretrained``."""
     content = read_policy(source)

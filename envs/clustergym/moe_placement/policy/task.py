@@ -1,0 +1,122 @@
+"""The task that a policy is trained on: its flags, its traces, and the options of the registered environment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from clustergym.moe_placement.policy.export import PolicySettings
+from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
+from clustergym.moe_placement.simulator import Simulator
+from clustergym.moe_placement.specs import get_cluster, model_for
+from clustergym.moe_placement.streams import Traffic
+from clustergym.traces import TokenTrace, load_traces
+from clustergym.traces.splits import split_trace
+
+
+@dataclass
+class TaskArgs:
+    """Flags of the trainer that describe the task."""
+
+    layers: int = 6
+    """Number of evenly spaced layers of the trace to train and evaluate on, 0 for all."""
+    profile: str = DEFAULT_PROFILE
+    """Engine profile: sglang-prefill, sglang-decode, vllm, vllm-deepep, tensorrt-llm or vllm-ascend."""
+    intervals: int = 4
+    """Number of intervals per episode."""
+    tokens_per_rank: int | None = None
+    """Number of tokens per GPU and pass. Default: 32 in decode, 128 in prefill."""
+    sampled_passes: int | None = None
+    """Number of simulated passes per interval. Default: 4 in decode, 2 in prefill."""
+    ops_per_layer: int = 16
+    """Number of operations per layer between two intervals."""
+    schedule: str = "drift"
+    """How domains follow each other: stationary, drift, switch or replay."""
+    drift_rate: float = 0.5
+    """Step of the random walk of the domain mixture."""
+    passes_per_interval: int = 1000
+    """Number of forward passes per interval. A migration is paid once, serving is paid in every pass."""
+    start: str = "eplb"
+    """Placement at the start of an episode: eplb or static."""
+    lookahead_norm: int = 4
+    """p-norm over GPUs in the look-ahead, 0 for the true time."""
+    reward_norm: int = 4
+    """p-norm over GPUs in the reward, 0 for the true time."""
+    credit: Literal["operation", "stream"] = "operation"
+    """operation: each visit to a layer is an episode, and the cost of a migration is spread over horizon intervals.
+    stream: the whole stream is an episode, and each interval adds what earlier operations still save."""
+    horizon: float = 4.0
+    """Number of intervals over which the cost of a migration is spread (1 with credit stream)."""
+
+    @property
+    def settings(self) -> PolicySettings:
+        """What a planner must know to use the policy."""
+        horizon = 1.0 if self.credit == "stream" else self.horizon
+        return PolicySettings(self.lookahead_norm, horizon, self.ops_per_layer)
+
+
+@dataclass
+class Task:
+    """What follows from the flags before training starts. The three traces share no sequence."""
+
+    train: TokenTrace
+    validation: TokenTrace
+    test: TokenTrace
+    simulator: Simulator
+    traffic: Traffic
+    settings: PolicySettings
+
+    @property
+    def title(self) -> str:
+        """Title of the comparison on held-out streams."""
+        where = f"{self.simulator.cluster.name}, {self.simulator.profile.name}"
+        return f"{self.test.name} on {where}, held out, {self.traffic.schedule}"
+
+
+def load_task(
+    args: TaskArgs, traces: Sequence[str], eval_traces: Sequence[str], model: str | None, cluster: str
+) -> Task:
+    """Load and split the traces. With ``eval_traces``, they are the test split.
+
+    Raises:
+        ValueError: the traces are not of one model, or do not fit to the model or the cluster.
+    """
+    whole = _evenly_spaced(load_traces(traces), args.layers)
+    train, validation, test = (split_trace(whole, part) for part in ("train", "validation", "test"))
+    if eval_traces:
+        test = _evenly_spaced(load_traces(eval_traces), args.layers)
+        if (test.n_experts, test.top_k) != (train.n_experts, train.top_k):
+            raise ValueError(
+                f"--eval-trace {test.name} is top-{test.top_k} of {test.n_experts} experts, but --trace {train.name} "
+                f"is top-{train.top_k} of {train.n_experts}: expected traces of one model. Use clustergym eval "
+                "--checkpoint to evaluate on another model"
+            )
+    simulator = Simulator(model_for(train, model), get_cluster(cluster), args.profile, args.passes_per_interval)
+    traffic = Traffic(
+        get_profile(args.profile).phase, args.tokens_per_rank, args.sampled_passes, args.schedule, args.drift_rate,
+        allow_reuse=True,
+    )  # fmt: skip
+    return Task(train, validation, test, simulator, traffic, args.settings)
+
+
+def _evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
+    picked = np.unique(np.linspace(0, trace.n_layers - 1, min(layers or trace.n_layers, trace.n_layers)).round())
+    return trace.select(layers=picked.astype(int).tolist())
+
+
+def environment_options(args: TaskArgs, task: Task) -> dict[str, Any]:
+    """Options of the registered environment ``MoEPlacement-v0`` that the agents are trained on."""
+    names = ("profile", "intervals", "tokens_per_rank", "sampled_passes", "ops_per_layer", "schedule", "drift_rate",
+             "start", "lookahead_norm", "reward_norm")  # fmt: skip
+    return {name: getattr(args, name) for name in names} | {
+        "trace": task.train,
+        "split": "all",
+        "cluster": task.simulator.cluster,
+        "model": task.simulator.model,
+        "passes_per_interval": task.settings.passes(args.passes_per_interval),
+        "memory": True,
+        "compare_eplb": False,
+    }
