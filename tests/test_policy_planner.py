@@ -113,8 +113,8 @@ def seen(launcher: str) -> dict[str, np.ndarray]:
     made = synthetic_trace(n_tokens=120, n_layers=2, n_experts=6, top_k=2, n_domains=2, mean_seq_len=12.0, seed=3)
     model = ModelSpec("tiny", 2, 6, 2, 64, 64, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
     config = PlacementConfig(
-        made, "all", ClusterSpec("tiny", 2, 2, 2), model, tokens_per_rank=4, ops_per_layer=2, start="eplb", memory=True,
-        lookahead_norm=4,
+        trace=made, split="all", cluster=ClusterSpec("tiny", 2, 2, 2), model=model, tokens_per_rank=4, ops_per_layer=2,
+        start="eplb", memory=True, lookahead_norm=4,
     )  # fmt: skip
     batch = PlacementBatch(config, 2)
     batch.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
