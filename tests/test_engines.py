@@ -93,7 +93,7 @@ class TestLaunch:
         assert warnings[0].startswith(f"SGLang ignores the plan: its class {spec.architecture}")
 
     def test_models_with_the_hook_are_not(self) -> None:
-        unhooked = {"mixtral-8x7b", "mixtral-8x22b", "olmoe-1b-7b", "llama-4-maverick", "tiny-moe"}
+        unhooked = {"mixtral-8x7b", "mixtral-8x22b", "olmoe-1b-7b", "llama-4-maverick", "tiny-moe", "small-moe"}
         for name in set(MODELS) - unhooked:
             assert MODELS[name].architecture in HOOKED
 

@@ -14,7 +14,8 @@ import safetensors.numpy
 import torch
 import yaml
 
-from clustergym.training import choose_device, load_checkpoint, logger, parse_args, plain_args, read_scalars
+from clustergym.training import choose_device, load_checkpoint, logger, parse_args, read_scalars
+from clustergym.training.arguments import _flags
 from short_runs import PLACEMENT, TRAINERS, Trainer
 from trainers import FOLDER, load_trainer
 from update_cases import scripted_environments
@@ -69,10 +70,16 @@ def test_table_of_flags_is_what_the_trainers_show(capsys: pytest.CaptureFixture[
 ONCE = list({each.name: each for each in (PLACEMENT, *reversed(TRAINERS))}.values())
 
 
-def flat(args: dict[str, Any]) -> dict[str, Any]:
-    """Values of flags by name. Those of a group have no prefix."""
-    groups = [flat(value) for value in args.values() if isinstance(value, dict)]
-    return {key: value for each in (args, *groups) for key, value in each.items() if not isinstance(value, dict)}
+def plain(value: Any) -> Any:
+    """A value as YAML has it."""
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def by_flag(args: object) -> dict[str, Any]:
+    """Values by the names that a config file gives them."""
+    return {name.replace("-", "_"): plain(value) for name, value in _flags(args)}
 
 
 @pytest.mark.parametrize("trainer", ONCE, ids=str)
@@ -86,8 +93,8 @@ def test_run_with_a_config_file_evaluates_exports_films_and_is_extended(
         return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
 
     monkeypatch.setattr(logger, "_init_wandb", init_wandb)
-    defaults = flat(plain_args(trainer.module.Args()))
-    given = flat(plain_args(trainer.args(tmp_path / "run")))
+    defaults = by_flag(trainer.module.Args())
+    given = by_flag(trainer.args(tmp_path / "run"))
     changed = {key: value for key, value in given.items() if value != defaults[key]}
     long, length = changed.get("total_timesteps"), "total_timesteps"
     if long is None:
