@@ -34,7 +34,7 @@ class Case(NamedTuple):
     tokens: int
     flags: tuple[str, ...]
     most_s: float | None = None
-    """Bar of issue 17: seconds of the whole command"""
+    """Seconds that the whole command may take"""
 
 
 CASES = {
