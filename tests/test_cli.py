@@ -130,6 +130,15 @@ def test_eval_writes_consistent_results(trace_file: Path, tmp_path: Path, capsys
     assert str(out) in shown.replace("\n", "")
 
 
+def test_annealing_beats_static_and_eplb(tmp_path: Path) -> None:
+    """With enough tokens that it is no chance."""
+    trace, out = make_trace(tmp_path / "larger.npz", n_tokens=6000), tmp_path / "o.json"
+    flags = ["--tokens-per-rank", "16", "--schedule", "stationary", "--streams", "2"]
+    document = evaluate(trace, out, *flags, "--planner", "static", "eplb", "anneal")
+    static, eplb, anneal = (p["served_us"] for p in document["planners"])
+    assert anneal < 0.995 * min(static, eplb)
+
+
 @pytest.mark.parametrize("schedule", ["stationary", "drift", "switch", "replay"])
 def test_every_schedule_runs(schedule: str, trace_file: Path, tmp_path: Path) -> None:
     document = evaluate(trace_file, tmp_path / "o.json", "--schedule", schedule, "--planner", "eplb")

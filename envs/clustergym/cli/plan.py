@@ -214,8 +214,8 @@ def explain(plan: Plan, console: Console) -> None:
     served, asked = plan.passes
     if plan.reused > 0 or served < asked:
         console.print(
-            f"[yellow]the held-out part is smaller than asked: {served} of {asked} passes are served, "
-            f"{100 * plan.reused:.0f} % of their tokens a second time (the interval allows for it)[/]"
+            f"[yellow]the held-out part is smaller than asked: {served} of {asked} passes are served, and "
+            f"{100 * plan.reused:.0f} % of their tokens were served before (the interval allows for it)[/]"
         )
     if plan.stopped:
         console.print("[yellow]stopped by Ctrl-C: this is the best plan so far[/]")
