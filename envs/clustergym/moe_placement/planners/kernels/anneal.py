@@ -69,10 +69,12 @@ def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_c
         else:
             change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
             after = objective_us(sim, b, objective)
-            change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
+            if after > limit or guide.choices > 1:
+                change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
             if after > limit:
                 continue
-            _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs)
+            if guide.choices > 1:  # its tables need the placement before
+                _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs)
             cost = after
         _keep_best(sim, b, cost, best, best_cost)
 
