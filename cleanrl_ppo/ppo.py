@@ -7,7 +7,7 @@
 
 Works with any Gymnasium environment with Discrete or MultiDiscrete actions. Observations can be Box, Discrete,
 MultiBinary or a Dict of them. Invalid actions are masked if the observation or the info holds an ``action_mask``.
-docs/ppo.md explains every metric, and docs/37-details.md lists the line of code of every detail.
+docs/reference/ppo.md explains every metric, and docs/reference/37-details.md lists the line of code of every detail.
 """
 
 from __future__ import annotations

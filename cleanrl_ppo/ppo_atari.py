@@ -7,7 +7,7 @@
 Needs the ``atari`` extra: ale-py, which contains the ROMs, and OpenCV. ``diff cleanrl_ppo/ppo.py
 cleanrl_ppo/ppo_atari.py`` shows what Atari adds: six wrappers, a stack of four frames, and a convolutional network that
 policy and value function share. Gymnasium's AtariPreprocessing is not used, because it restarts the game after every
-lost life. docs/ppo_atari.md explains every metric.
+lost life. docs/reference/ppo_atari.md explains every metric.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 Works with any Gymnasium environment with a Box action space. ``diff cleanrl_ppo/ppo.py
 cleanrl_ppo/ppo_continuous_action.py`` shows what continuous actions add: a normal distribution, and environments that
-clip actions, normalise observations and scale rewards. docs/ppo.md explains every metric.
+clip actions, normalise observations and scale rewards. docs/reference/ppo_continuous_action.md explains every metric.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Agent i minimises
 
 where w is the communication matrix and π_j the policy of neighbour j. Agents exchange their policies every
 ``local_updates`` rollouts; in between, π_j is frozen. The KL is exact, averaged over the states that agent i visited,
-and its gradient changes π_i only. docs/ppo_federated.md describes the protocol, the metrics and the experiments.
+and its gradient changes π_i only. docs/reference/ppo_federated.md describes the protocol and the metrics.
 """
 
 from __future__ import annotations

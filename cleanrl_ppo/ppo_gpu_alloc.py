@@ -7,7 +7,7 @@
 
 The final evaluation compares the policy with rules that operators use and with an oracle, on streams of pods that
 training has not seen. The checkpoint holds the network, the observation statistics and the environments; ``clustergym
-eval --task gpu-allocation --checkpoint …`` evaluates it. docs/ppo_gpu_alloc.md explains every metric.
+eval --task gpu-allocation --checkpoint …`` evaluates it. docs/reference/ppo_gpu_alloc.md explains every metric.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ checkpoint. The server loads the new policy between two requests. The checkpoint
 learned from, so a crash never loses an experience and never learns from one twice.
 
 This file holds the policy and the update. The package clustergym.agent holds the server, the store and the learner
-process. See docs/agent.md.
+process. See docs/reference/agent.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@
 3. A reward function scores the response at its last token. Every token costs kl_coef · log(policy / reference), so the
    policy improves the reward without forgetting its language.
 
-One CPU thread is enough. docs/ppo_llm.md explains every metric and shows results.
+One CPU thread is enough. docs/reference/ppo_llm.md explains every metric and shows results.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 The five features of GPUAllocation-v0 do not show how much the owners of pods over-request. The utilisation that earlier
 decisions led to does, so a network with memory can learn it. ``diff cleanrl_ppo/ppo_gpu_alloc.py
 cleanrl_ppo/ppo_lstm.py`` shows the recurrent network, its state in rollouts and updates, and minibatches of whole
-sequences. docs/ppo_lstm.md explains every metric.
+sequences. docs/reference/ppo_lstm.md explains every metric.
 """
 
 from __future__ import annotations

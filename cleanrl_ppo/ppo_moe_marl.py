@@ -13,8 +13,8 @@ saves on the NEXT interval, which the agents do not see. A supervised phase firs
 operations with the best simulated savings. PPO then teaches them which savings last until the next interval.
 
 The task is the registered environment ``MoEPlacement-v0`` with the options of ``environment_options``, nothing else.
-Core details 1–13 and 37 of "The 37 Implementation Details of PPO", masks, value normalisation. docs/ppo_moe_marl.md
-explains the decision process, the networks and every metric.
+Core details 1–13 and 37 of "The 37 Implementation Details of PPO", masks, value normalisation.
+docs/reference/ppo_moe_marl.md explains the decision process, the networks and every metric.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 Works with any Gymnasium environment with Discrete or MultiDiscrete actions. ``diff cleanrl_ppo/ppo.py
 cleanrl_ppo/ppo_recurrent.py`` shows the recurrent network, its state in rollouts and updates, and minibatches of whole
-sequences. ppo_lstm.py is the same idea with continuous actions for GPU allocation. docs/ppo.md explains every metric.
+sequences. ppo_lstm.py is the same idea for GPU allocation. docs/reference/ppo_recurrent.md explains every metric.
 """
 
 from __future__ import annotations
