@@ -1,15 +1,19 @@
-"""Hook of the mkdocs build: links to files outside the site become the names of the files."""
+"""Hook of the mkdocs build: tables from the code, and names of files in the place of links to them."""
 
 from __future__ import annotations
 
 import re
-from pathlib import PurePosixPath
+import sys
+from pathlib import Path, PurePosixPath
 from posixpath import normpath
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+from tables import fill
+
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace links to files of the repository that are not in the site."""
+    """Fill in the tables, and replace links to files of the repository that are not in the site."""
     folder = PurePosixPath(page.file.src_uri).parent
 
     def replaced(match: re.Match[str]) -> str:
@@ -19,4 +23,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]
         return text if "`" in text else f"{text} (`{outside.removeprefix('../')}`)"
 
-    return re.sub(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)#:]*)[^)]*\)", replaced, markdown)
+    return re.sub(r"(?<!!)\[([^\]]+)\]\(((?:\.\./)+[^)#:]*)[^)]*\)", replaced, fill(markdown))

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from typing import Annotated, Literal
 
 import pytest
+import tyro
+
+from clustergym.cli import main
+from clustergym.training import parse_args
+from trainers import load_trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,11 +29,12 @@ def load_module(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
 
 
-gen_pages = load_module(ROOT / "docs" / "gen_pages.py")
+tables = load_module(ROOT / "docs" / "tables.py")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +66,6 @@ class Links(HTMLParser):
 
 def test_every_page_is_in_the_site_and_in_its_navigation(site: Path) -> None:
     pages = [p.relative_to(ROOT / "docs").with_suffix(".html") for p in (ROOT / "docs").rglob("*.md")]
-    pages += [Path(name).with_suffix(".html") for name in gen_pages.pages()]
     front = Links()
     front.feed((site / "index.html").read_text())
     for page in pages:
@@ -87,43 +95,81 @@ def test_nothing_is_loaded_from_other_hosts(site: Path) -> None:
         assert not loaded, page
 
 
-def test_every_flag_of_every_trainer_is_documented(site: Path) -> None:
-    trainers = gen_pages.trainers()
-    assert {"ppo", "ppo_federated", "ppo_llm"} <= {path.stem for path in trainers}
-    for path in trainers:
-        text = (site / "reference" / f"{path.stem}_flags.html").read_text()
-        for name, _, _, docstring in (row for rows in gen_pages.flag_groups(path).values() for row in rows):
-            assert f"<code>--{name.replace('_', '-')}</code>" in text
-            assert docstring, f"{path.name}: {name} has no docstring"
+def text_of(page: Path) -> str:
+    return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
-def test_the_reference_contains_the_docstrings(site: Path) -> None:
-    text = (site / "reference" / "moe_placement.html").read_text()
-    for words in ("Action Space", "Observation Space", "Rewards", "Episode End", "PlacementConfig", "tokens_per_rank"):
+@pytest.mark.parametrize("trainer", tables.TRAINERS)
+def test_every_flag_of_a_trainer_is_on_its_page(site: Path, trainer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(site / "reference" / f"{trainer}.html")
+    rows = [row for group in tables.trainer_groups(trainer) for row in group.rows]
+    with pytest.raises(SystemExit):
+        parse_args(load_trainer(trainer).Args, argv=["--help"])
+    shown = set(re.findall(r"^│ (?:-\w \w+, )?(--[a-z][a-z.-]+)", capsys.readouterr().out, flags=re.M))
+    assert shown == {row.flag for row in rows}
+    for row in rows:
+        assert row.flag in text
+        assert row.text, f"{trainer}.py: {row.name} has no docstring"
+
+
+def test_every_flag_of_every_command_is_on_the_page(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(site / "reference" / "cli.html")
+    commands = tables.command_groups()
+    assert {"eval", "plan", "trace import", "bench run", "agent rollback", "collector"} <= commands.keys()
+    for name, (_, groups) in commands.items():
+        with pytest.raises(SystemExit):
+            main([*name.split(), "--help"])
+        shown = set(re.findall(r"^│ (?:-\w \w+, )?(--[a-z][a-z.-]+)", capsys.readouterr().out, flags=re.M))
+        flags = {row.flag.split(", ")[-1] for group in groups for row in group.rows if not row.positional}
+        assert shown == flags, name
+        assert all(flag in text for flag in flags), name
+
+
+def test_pages_of_environments_have_docstrings_and_arguments(site: Path) -> None:
+    text = text_of(site / "reference" / "moe-placement.html")
+    for words in ("Action Space", "Observation Space", "Rewards", "Episode End", "saved_vs_start", "tokens_per_rank"):
         assert words in text
+    assert "pod_spread" in text_of(site / "reference" / "gpu-allocation.html")
 
 
-def test_fields_of_a_small_class(tmp_path: Path) -> None:
-    (tmp_path / "t.py").write_text(
-        '"""Doc."""\nclass Args:\n'
-        '    a: int = 1\n    """First ``one``."""\n'
-        '    b: str | None = None\n    """Two\n    lines."""\n'
-    )
-    rows = gen_pages.fields(gen_pages._class(tmp_path / "t.py", "Args"))
-    assert rows == [("a", "int", "1", "First `one`."), ("b", "str | None", "None", "Two lines.")]
-    page = gen_pages.trainer_page(tmp_path / "t.py")
-    assert "| `--a` | `int` | `1` | First `one`. |" in page
-    assert "| `--b` | `str \\| None` | `None` | Two lines. |" in page
+def test_no_table_is_left_out(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not re.search(r"<!-- (flags|commands|options|ids|models|gpus|profiles)", page.read_text()), page
 
 
-def test_nested_dataclasses_are_flags_too(tmp_path: Path) -> None:
-    (tmp_path / "t.py").write_text(
-        "from clustergym.agent.settings import ServerSettings\n"
-        'class Inner:\n    a: int = 1\n    """One."""\n'
-        'class Args:\n    inner: tyro.conf.OmitArgPrefixes[Inner] = Inner()\n    """Options of PPO."""\n'
-        '    server: tyro.conf.OmitArgPrefixes[ServerSettings] = ServerSettings()\n    """Settings."""\n'
-    )
-    groups = gen_pages.flag_groups(tmp_path / "t.py")
-    assert groups[""] == []
-    assert groups["Options of PPO"] == [("a", "int", "1", "One.")]
-    assert "port" in {name for name, *_ in groups["Settings"]}
+@dataclass
+class Inner:
+    width: int = 8
+    """Width of ``it``."""
+
+
+@dataclass
+class Example:
+    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
+    """A *trace* | file_name, <seed>."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Two
+    lines."""
+    mode: Literal["a", "b"] = "a"
+    """Mode."""
+    loud: bool = True
+    """Loud."""
+    inner: tyro.conf.OmitArgPrefixes[Inner] = field(default_factory=Inner)
+    """More options."""
+
+
+def test_rows_of_a_small_class() -> None:
+    own, inner = tables.groups_of(Example)
+    assert [row.flag for row in own.rows] == ["TRACE", "-o, --output", "--mode", "--loud"]
+    assert [row.kind for row in own.rows] == ["text", "path | None", "a | b", "bool"]
+    assert [row.default for row in own.rows] == ["required", "None", "a", "True"]
+    assert own.rows[1].text == "Two lines."
+    assert inner == ("More options", [tables.Row("width", "int", "8", "Width of `it`.")])
+    page = tables.flag_table(own.rows)
+    assert "| `TRACE` | text | required | A \\*trace\\* \\| file\\_name, &lt;seed>. |" in page
+    assert "| `--loud` | switch | `True` | Loud. |" in page
+
+
+def test_roles_and_double_backticks_become_code() -> None:
+    text = "See :class:`~a.B` and ``x``.\n\n```python\n>>> y\n```"
+    assert tables.plain(text) == "See `a.B` and `x`.\n\n```python\n>>> y\n```"

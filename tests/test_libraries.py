@@ -21,7 +21,7 @@ from test_environments import GPUS, LAYERS, OPS, TINY
 
 STEPS = LAYERS * OPS
 IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0", "MoEPlacementFlat-v0", "GPUAllocation-v0", "GPUAllocationHistory-v0")
-PAGE = Path(__file__).parents[1] / "docs" / "libraries.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "libraries.md"
 # Package that a section of the page needs.
 PACKAGES = {
     "Gymnasium": "gymnasium", "PettingZoo": "pettingzoo", "SuperSuit": "supersuit",

@@ -21,7 +21,7 @@ from trainers import FOLDER, load_trainer
 from update_cases import scripted_environments
 
 CPU = torch.device("cpu")
-PAGE = FOLDER.parent / "docs" / "ppo.md"
+PAGE = FOLDER.parent / "docs" / "reference" / "trainers.md"
 FLAGS = (
     "config", "resume", "total-timesteps", "save-model", "eval-interval", "capture-video", "torch-deterministic",
     "track", "wandb-project-name", "wandb-entity",

@@ -1,6 +1,6 @@
 """The 37 implementation details of PPO as data: the line of code that implements each, and the tests that check it.
 
-python tests/details/ledger.py     # write docs/37-details.md again after a trainer changed
+python tests/details/ledger.py     # write docs/reference/37-details.md again after a trainer changed
 python tests/details/mutate.py     # break each detail in a copy of its trainer; the tests listed here must fail
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-PAGE = ROOT / "docs" / "37-details.md"
+PAGE = ROOT / "docs" / "reference" / "37-details.md"
 
 AUXILIARY = ("clip annealing", "parallel gradients", "early stop", "masking")
 
@@ -510,13 +510,13 @@ DETAILS: list[Detail] = [
         "34",
         "LSTM state reset at the end of an episode, in rollouts and updates",
         "ppo_lstm",
-        "keep = (~starts[begin]).to(encoded.device, encoded.dtype)[None, :, None]",
+        "keep = (~starts[begin]).to(encoded.device)[None, :, None]",
         (
             "test_ppo_details.py::test_lstm_state_is_reset_at_the_start_of_an_episode",
             "test_ppo_details.py::test_rollout_and_update_reset_the_lstm_state_at_the_same_steps",
         ),
         (
-            ("keep = (~starts[begin]).to(encoded.device, encoded.dtype)[None, :, None]", "keep = 1.0"),
+            ("keep = (~starts[begin]).to(encoded.device)[None, :, None]", "keep = 1.0"),
             ("self.start = ended.clone()", "pass"),
             ("agent(mb.obs, mb.starts, mb.state)", "agent(mb.obs, mb.starts & False, mb.state)"),
             (
@@ -650,7 +650,7 @@ DETAILS: list[Detail] = [
 
 
 def page() -> str:
-    """The content of docs/37-details.md."""
+    """The content of docs/reference/37-details.md."""
     rows = [
         f"| {detail.key} | {detail.name} | `cleanrl_ppo/{detail.trainer}.py:{detail.line()}` "
         f"| `{detail.code.strip()}` | " + ", ".join(f"`{test}`" for test in detail.tests) + " |"
@@ -658,18 +658,19 @@ def page() -> str:
     ]
     mutations = sum(len(detail.mutations) for detail in DETAILS)
     return (
-        f"""# The 37 details of PPO, line by line
+        f"""# The 37 details of PPO
 
-[The 37 Implementation Details of Proximal Policy Optimization][paper] (Huang et al., ICLR blog track 2022) lists the
-details that a PPO implementation needs to reproduce published results. Each row names the trainer and the line that
-implements a detail, and the tests in `tests/` that fail without it. Details 1–13 are core, 14–22 Atari, 23–31
-continuous actions, 32–36 LSTM and 37 MultiDiscrete. The last four rows are the auxiliary details. Functions that
-trainers share (`layer_init`, `compute_gae`, …) are identical in all of them (`tests/test_trainers_agree.py`), so a row
-about one of these functions holds for every trainer.
+[The 37 Implementation Details of Proximal Policy Optimization][paper] (Huang et al., ICLR blog track 2022) lists what a
+PPO implementation needs to reproduce published results. This page shows the line of code that implements each detail,
+and the tests in `tests/` that fail without it.
 
-`python tests/details/ledger.py` writes this page. `tests/details/test_ledger.py` fails if a line has moved or a test is
-missing. `python tests/details/mutate.py` removes the details in copies of the trainers, in {mutations} ways, and
-reports the test that fails. All {mutations} mutations are detected.
+Details 1–13 are core, 14–22 Atari, 23–31 continuous actions, 32–36 LSTM, and 37 MultiDiscrete. The last four rows are
+the auxiliary details. Functions that trainers share (`layer_init`, `compute_gae`, …) are identical in all of them, so
+a row about one of these functions holds for every trainer (`tests/test_trainers_agree.py`).
+
+After a change of a trainer, `python tests/details/ledger.py` writes this page again. `tests/details/test_ledger.py`
+fails if a line has moved or a test is missing. `python tests/details/mutate.py` removes the details in copies of the
+trainers, in {mutations} ways, and prints the test that fails for each.
 
 [paper]: https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 

@@ -89,7 +89,7 @@ class ShowTable:
     plot: Path | None = None
     """Write a Pareto plot of score and decision time to this file (.png, .svg or .pdf)."""
     leaderboard: Path | None = None
-    """Write the leaderboard page of all suites to this file (docs/leaderboard.md), with plots beside it."""
+    """Write the leaderboard page of all suites to this file (docs/results/leaderboard.md), with plots beside it."""
 
 
 @dataclass

@@ -104,7 +104,8 @@ class Simulator:
     """Exact cost of serving intervals on placements, for one model on one cluster under an engine profile.
 
     Args:
-        model, cluster: preset names or specs.
+        model: a preset name or a spec.
+        cluster: a preset name or a spec.
         profile: an engine profile or its name.
         passes_per_interval: forward passes over which a migration is spread (SGLang re-plans every 1000).
         migration: ``blocking`` stops serving while weights move. ``async`` moves them in the background: the placement
