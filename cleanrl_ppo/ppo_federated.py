@@ -226,14 +226,13 @@ def compute_gae(
     t, ``final_values[t]`` is the value of its last observation. It is used after a truncation, not after a termination.
     ``next_value`` (envs,) is the value of the observation that follows the last step of the rollout.
     """
+    following = torch.where(dones, final_values, torch.cat([values[1:], next_value[None]]))
+    deltas = rewards + gamma * following * ~terminations - values
+    decays = gamma * gae_lambda * ~dones
     advantages = torch.zeros_like(rewards)
     last = torch.zeros_like(next_value)
     for t in reversed(range(len(rewards))):
-        following = values[t + 1] if t + 1 < len(rewards) else next_value
-        following = torch.where(dones[t], final_values[t], following)
-        delta = rewards[t] + gamma * following * ~terminations[t] - values[t]
-        last = delta + gamma * gae_lambda * last * ~dones[t]
-        advantages[t] = last
+        advantages[t] = last = deltas[t] + decays[t] * last
     return advantages, advantages + values
 
 

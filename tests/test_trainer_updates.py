@@ -185,6 +185,13 @@ def test_figures_that_an_update_only_logs(case: Case) -> None:
     assert case.trainer.kl_estimators(logratio)[1].tolist() == [0.125, 0.0, 1.125]
 
 
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if hasattr(case.trainer, "episode_charts")], ids=lambda case: case.id
+)
+def test_rollout_without_a_finished_episode_has_no_charts_of_episodes(case: Case) -> None:
+    assert case.trainer.episode_charts([]) == {}
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if hasattr(case.trainer, "normalize_obs")], ids=lambda c: c.id)
 def test_normalised_numbers_are_clipped_on_both_sides(case: Case) -> None:
     statistics = case.trainer.RunningMeanStd((3,))
@@ -254,7 +261,7 @@ def test_rollout_matches_the_journals_of_its_environments(case: Case, setting: s
         for name in ("obs", "logprobs", "values", "advantages", "returns"):
             assert len(found[name]) == len(columns[name])
             np.testing.assert_allclose(found[name], np.array(columns[name]), rtol=2e-5, atol=2e-5, err_msg=name)
-        if getattr(batch, "masks", None) is not None:
+        if setting == "masked":
             np.testing.assert_array_equal(batch.masks.flatten(0, -2), columns["mask"])
     for (_, charts), known in zip(played.rollouts, case.charts(played), strict=True):
         assert charts == {key: pytest.approx(value, rel=1e-5, nan_ok=True) for key, value in known.items()}

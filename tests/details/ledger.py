@@ -115,7 +115,7 @@ DETAILS: list[Detail] = [
         "5",
         "generalised advantage estimation; bootstrapping at truncations (with a flag)",
         "ppo",
-        "last = delta + gamma * gae_lambda * last * ~dones[t]",
+        "advantages[t] = last = deltas[t] + decays[t] * last",
         (
             "test_ppo.py::test_gae_matches_its_definition_with_terminations_and_truncations",
             ROLLOUT,
@@ -123,10 +123,13 @@ DETAILS: list[Detail] = [
             f"{JOURNALS}[ppo-reset_steps]",
         ),
         (
-            ("gae_lambda * last * ~dones[t]", "gae_lambda * last"),
-            ("gamma * following * ~terminations[t]", "gamma * following"),
-            ("torch.where(dones[t], final_values[t], following)", "following"),
-            ("if t + 1 < len(rewards) else next_value", "if t + 1 < len(rewards) else 0 * next_value"),
+            ("gamma * gae_lambda * ~dones", "gamma * gae_lambda * torch.ones_like(rewards)"),
+            ("gamma * following * ~terminations", "gamma * following"),
+            (
+                "torch.where(dones, final_values, torch.cat([values[1:], next_value[None]]))",
+                "torch.cat([values[1:], next_value[None]])",
+            ),
+            ("torch.cat([values[1:], next_value[None]])", "torch.cat([values[1:], 0 * next_value[None]])"),
             ("return advantages, advantages + values", "return advantages, advantages"),
             ("ends = terminations if args.bootstrap_truncated else dones", "ends = dones"),
             ("ends = terminations if args.bootstrap_truncated else dones", "ends = terminations"),

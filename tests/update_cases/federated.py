@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, Normal, kl_divergence
@@ -143,7 +144,10 @@ class FederatedCase(Case):
 
         learner.learn = spy
         for i in range(iterations):
-            assert learner.iterate()["charts/learning_rate"] == used[i]["learning_rate"]
+            charts = learner.iterate()
+            assert charts["charts/learning_rate"] == used[i]["learning_rate"]
+            assert charts["charts/mean_return_100"] == pytest.approx(np.mean(learner.returns_100), nan_ok=True)
+        assert learner.returns_100, "no episode has ended"
         return used
 
     def gamma_and_lambda(self, args: Any) -> tuple[float, float]:
