@@ -639,13 +639,14 @@ class Learner:
             with torch.no_grad():
                 dist = mask_logits(self.agent.policy(batch.obs), batch.masks)
                 means["kl_after_update"] = float(self.kl(batch.dist, dist).mean())
-            self.beta = adapted_beta(self.beta, means["kl_after_update"], args.adaptive_kl_target)
         total = sum(abs(term) for term in terms.values()) or 1.0
         charts = {f"losses/{name}": value for name, value in means.items()}
         charts |= {f"charts/loss_fractions/{name}": abs(term) / total for name, term in terms.items()}
         charts["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
         charts["charts/updates"] = float(len(seen))
         charts["charts/beta"] = self.beta
+        if not args.use_clipping:
+            self.beta = adapted_beta(self.beta, means["kl_after_update"], args.adaptive_kl_target)
         return charts
 
     def iterate(self) -> dict[str, float]:

@@ -119,12 +119,12 @@ class FederatedCase(Case):
                 new_beta = beta * 2 if kl > 1.5 * target else beta / 2 if kl < target / 1.5 else beta
             total = sum(map(abs, terms.values()))
             found |= {f"charts/loss_fractions/{name}": abs(term) / total for name, term in terms.items()}
-            return found | {"charts/beta": new_beta}
+            return found | {"charts/beta": beta, "next beta": new_beta}
 
         return Problem(
             agent,
             learner.optimizer,
-            lambda world: learner.learn(),
+            lambda world: learner.learn() | {"next beta": learner.beta},
             samples_of,
             lambda order: equal_parts(order, args.num_minibatches),
             s,
