@@ -206,9 +206,21 @@ def command_groups() -> dict[str, tuple[type, list[Group]]]:
     return found
 
 
+def anchor(name: str) -> str:
+    """The link to a command on the page."""
+    return "#clustergym-" + re.sub(r"\W+", "-", name)
+
+
 def commands(_: str = "") -> str:
-    parts = []
-    for name, (cls, groups) in command_groups().items():
+    from clustergym.cli import COMMANDS
+
+    found, overview = command_groups(), []
+    for command, (_module, sentence) in COMMANDS.items():
+        names = [name for name in found if name.split()[0] == command]
+        links = [f"[`{name.removeprefix(command).strip() or name}`]({anchor(name)})" for name in names]
+        overview.append((f"`{command}`" if len(links) > 1 else links[0], sentence, " ".join(links[len(links) == 1 :])))
+    parts = [table(("command", "what it does", "parts"), overview)]
+    for name, (cls, groups) in found.items():
         parts += [f"## clustergym {name}", described(cls)]
         for title, rows in groups:
             if rows:
