@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": ("plan", "choose a placement, measure it on held-out traffic, and write it for an engine"),
     "verify": ("verify", "check a plan file against the rules of its engine, the model and the cluster"),
     "diff": ("diff", "what it takes to change from one plan to another: moves, bytes, seconds"),
+    "demo": ("demo", "write one HTML page: a trace, all planners, time per layer, placement before and after"),
     "models": ("models", "list the models, or explain one: a preset, a config.json or a YAML file"),
     "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
     "bench": ("bench", "run planners and agents on frozen suites, compare them, make the leaderboard"),

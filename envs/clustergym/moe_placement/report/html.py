@@ -14,20 +14,30 @@ import numpy as np
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.engines import PlanChange
 from clustergym.moe_placement.planning import Outcome, Plan
+from clustergym.moe_placement.report.story import Story
 from clustergym.moe_placement.report.tables import plan_cells, plan_memory, profile_cells
 
 
 def write_report(
-    path: Path, plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None
+    path: Path,
+    plan: Plan,
+    engine: str,
+    load: str,
+    command: str,
+    change: PlanChange | None = None,
+    story: Story | None = None,
 ) -> None:
     """Write the report atomically."""
-    write_atomically(path, render(plan, engine, load, command, change))
+    write_atomically(path, render(plan, engine, load, command, change, story))
 
 
-def render(plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None) -> str:
+def render(
+    plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None, story: Story | None = None
+) -> str:
     """The page, with its data, styles and script."""
     folder = resources.files(__package__)
     template, script = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("template.html", "script.js"))
+    data = _data(plan) | ({} if story is None else story.data())
     fields = {
         "TITLE": html.escape(f"{plan.model.name} on {plan.simulator.cluster.name}"),
         "HEADLINE": html.escape(_headline(plan)),
@@ -35,13 +45,15 @@ def render(plan: Plan, engine: str, load: str, command: str, change: PlanChange 
             f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in _facts(plan, engine, change)
         ),
         "REFERENCE": plan.reference,
+        "TRAFFIC": "" if story is None else story.traffic_section(),
         "TABLE": _table(plan),
+        "PARETO": "" if story is None else story.planners_section(),
         "PROFILES": _profiles(plan),
         "LOAD": html.escape(load),
         "COMMAND": html.escape(command),
         "SCRIPT": script,
         # "</script>" in a string would end the script.
-        "DATA": json.dumps(_data(plan), separators=(",", ":")).replace("<", "\\u003c"),
+        "DATA": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
     }
     # One pass, because a value may itself look like a mark.
     return re.sub(r"@@([A-Z]+)@@", lambda mark: fields[mark[1]], template)

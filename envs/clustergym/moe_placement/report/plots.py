@@ -43,9 +43,10 @@ def plot_results(results: list[Result], title: str, path: Path) -> None:
     bars.set_xlim(left=low, right=high + 0.1 * (high - low))
     _draw_break(bars)
     bars.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2, frameon=False)
-    shown = [r for r in ordered if r.planner in _LINES] or ordered[:6]
-    for r, style in zip(shown, _LINES.values(), strict=False):
-        colour, marker = _LINES.get(r.planner, style)
+    shown = ordered if len(ordered) <= len(_LINES) else [r for r in ordered if r.planner in _LINES] or ordered[:6]
+    unused = iter([style for name, style in _LINES.items() if name not in names])
+    for r in shown:
+        colour, marker = _LINES[r.planner] if r.planner in _LINES else next(unused)
         intervals = range(1, len(r.interval_totals_us) + 1)
         lines.plot(intervals, r.interval_totals_us, color=colour, marker=marker, ms=4, label=r.planner)
     lines.set(xlabel="interval", ylabel="total µs", title="interval by interval")

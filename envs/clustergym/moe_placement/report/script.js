@@ -259,6 +259,63 @@ function drawTraffic(layer) {
   drawScale("legend-traffic", "0", `${round(top, 2)} MB`);
 }
 
+// Sections of `clustergym demo`
+
+function drawDomains() {
+  const rows = D.domains.rows, experts = D.domains.experts, x0 = 84, height = 22;
+  const cell = Math.max(7, (width() - x0) / experts.length), top = Math.max(...rows.flatMap(r => r.loads));
+  const s = svg(x0 + experts.length * cell, rows.length * height + 20, "load of each expert, one row per domain");
+  rows.forEach((row, i) => {
+    s.append(text(0, i * height + 15, row.name));
+    row.loads.forEach((v, k) => {
+      const box = {x: x0 + k * cell, y: i * height + 1, width: cell - .6, height: height - 2, fill: heat(v / top)};
+      s.append(titled(el("rect", box), `${row.name}: expert ${experts[k]} has ${round(v, 2)} times the mean load`));
+    });
+  });
+  s.append(text(x0, rows.length * height + 14, "experts, busiest first", {class: "quiet"}));
+  show("domains", s);
+  drawScale("legend-domains", "0", `${round(top, 1)} × the mean`);
+}
+function drawPareto() {
+  const W = Math.max(560, width()), H = 380, x0 = 52, y0 = H - 40, points = D.pareto;
+  const s = svg(W, H, "time saved compared with EPLB over decision time, one point per planner");
+  const logs = points.map(p => Math.log10(p.ms)), first = Math.floor(Math.min(...logs));
+  const last = Math.ceil(Math.max(...logs) + .3), x = ms => x0 + 14 + (W - x0 - 130) * (Math.log10(ms) - first) / (last - first);
+  const low = Math.min(0, ...points.map(p => p.saved - p.half)), high = Math.max(...points.map(p => p.saved + p.half));
+  const y = v => y0 - (y0 - 22) * (v - low) / (high - low || 1);
+  for (const v of ticks(low, high)) {
+    s.append(line(x0, y(v), W, y(v), {class: "axis"}));
+    s.append(text(x0 - 6, y(v) + 4, `${round(v, high - low < 8 ? 1 : 0)} %`, {"text-anchor": "end", class: "quiet"}));
+  }
+  s.append(line(x0, y(0), W, y(0), {stroke: "var(--eplb)", "stroke-dasharray": "6 4", "stroke-width": 1.5}));
+  for (let k = first; k <= last; k++) {
+    s.append(text(x(10 ** k), y0 + 18, 10 ** k, {"text-anchor": "middle", class: "quiet"}));
+  }
+  s.append(text((x0 + W) / 2, H - 4, "decision time, ms per layer", {"text-anchor": "middle", class: "quiet"}));
+  s.append(text(2, 10, "time saved compared with EPLB", {class: "quiet", "font-size": 11}));
+  const front = [];
+  for (const p of points.filter(p => !p.bound).sort((a, b) => a.ms - b.ms || b.saved - a.saved)) {
+    if (!front.length || p.saved > front.at(-1).saved) front.push(p);
+  }
+  const steps = front.flatMap((p, i) => i ? [[p.ms, front[i - 1].saved], [p.ms, p.saved]] : [[p.ms, p.saved]]);
+  s.append(el("polyline", {points: steps.map(([ms, v]) => `${x(ms)},${y(v)}`).join(" "), fill: "none",
+    stroke: "var(--chosen)", "stroke-width": 2}));
+  const taken = [];
+  for (const p of [...points].sort((a, b) => b.saved - a.saved)) {
+    const best = front.includes(p), colour = p.bound ? "var(--static)" : best ? "var(--chosen)" : "var(--eplb)";
+    s.append(line(x(p.ms), y(p.saved - p.half), x(p.ms), y(p.saved + p.half), {stroke: colour}));
+    s.append(titled(marker(p.bound ? "circle" : best ? "diamond" : "square", x(p.ms), y(p.saved), colour),
+      `${p.name}: ${round(p.saved, 1)} ± ${round(p.half, 1)} % saved, ${p.ms} ms per layer`));
+    // The label moves down until it covers no other one.
+    let at = y(p.saved) + 4;
+    const from = x(p.ms) + 9, to = from + 7 * p.name.length;
+    while (taken.some(([a, b, v]) => from < b && to > a && Math.abs(v - at) < 12)) at += 3;
+    taken.push([from, to, at]);
+    s.append(text(from, at, p.name, {"font-size": 11, ...(best ? {"font-weight": 600} : {class: "quiet"})}));
+  }
+  show("pareto", s);
+}
+
 let current = -1;
 function drawLayer(layer) {
   current = layer;
@@ -268,6 +325,10 @@ function drawLayer(layer) {
   document.getElementById("shown").textContent = layer < 0 ? `layer ${D.layers[0]}; traffic: mean of all` : `layer ${D.layers[layer]}`;
 }
 function drawAll() {
+  if (D.pareto) {
+    drawDomains();
+    drawPareto();
+  }
   drawLines();
   drawParts();
   drawPeaks();
