@@ -382,7 +382,7 @@ def test_a_run_writes_policy_table_curve_and_result(
     result = marl.train(file_args(trace_file, tmp_path / "run"), World())
     assert set(result["total_us"]) == {"static", "eplb", "untrained", "supervised", "policy"}
     assert "policy" in capsys.readouterr().out
-    for name in (CHECKPOINT_NAME, "policy.pt", "planners.png", "validation.png"):
+    for name in (CHECKPOINT_NAME, "policy.pt", "planners.png", "summary.png"):
         assert (tmp_path / "run" / name).is_file()
     sim = Simulator("mixtral-8x7b", "h800-2x4")
     trace = TokenTrace.load(trace_file)

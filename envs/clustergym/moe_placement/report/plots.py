@@ -8,6 +8,7 @@ from typing import Any
 
 from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement.evaluation import Result
+from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 
 _LINES = {
     "static": ("#BBBBBB", "o"),
@@ -66,15 +67,48 @@ def _draw_break(axes: Any) -> None:
     )  # fmt: skip
 
 
-def plot_validation(curve: Sequence[Sequence[float]], path: Path) -> None:
-    """Time saved on the validation streams of a training: rows of (step, % vs static, % vs EPLB)."""
+def plot_training(
+    results: Sequence[Result], curve: Sequence[Sequence[float]], title: str, path: Path, trained: str = "policy"
+) -> None:
+    """A training in one picture: time saved on the validation streams, and all planners on the test streams.
+
+    Args:
+        results: planners at the end of the training, EPLB among them.
+        curve: rows of (step, % saved compared with static, % saved compared with EPLB).
+        trained: the planner to highlight.
+    """
     plt = require_matplotlib()
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps, static, eplb = zip(*curve, strict=True)
-    axes.plot(steps, static, "o-", ms=3, color="#4477AA", label="vs static")
-    axes.plot(steps, eplb, "s-", ms=3, color="#EE6677", label="vs EPLB in every interval")
-    axes.axhline(0, color="#BBBBBB", lw=1)
-    axes.set(xlabel="operations (0: after the supervised phase)", ylabel="time saved, %", title="validation streams")
-    axes.legend()
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(12, max(4.0, 0.26 * len(results) + 1.6)), width_ratios=(2, 3), layout="constrained"
+    )
+    figure.suptitle(title)
+    if curve:
+        steps, static, eplb = zip(*curve, strict=True)
+        left.plot(steps, static, "o-", ms=3, color="#4477AA", label="compared with static")
+        left.plot(steps, eplb, "s-", ms=3, color="#228833", label="compared with EPLB in every interval")
+        left.legend(fontsize=8)
+    left.axhline(0, color="#BBBBBB", lw=1)
+    left.set(xlabel="operations (0: after the supervised phase)", ylabel="time saved, %")
+    left.set_title("during training, validation streams", fontsize=10)
+    baseline = next((result for result in results if result.planner == "eplb"), None)
+    if baseline is not None:
+        ordered = sorted(results, key=lambda result: -result.total_us)
+        saved = [(-100 * relative, 100 * half) for relative, half in (r.versus(baseline) for r in ordered)]
+        colours = [_bar_colour(r.planner, trained) for r in ordered]
+        right.barh(
+            [r.planner for r in ordered], [mean for mean, _ in saved], xerr=[half for _, half in saved], color=colours,
+            error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#555555"},
+        )  # fmt: skip
+        right.axvline(0, color="#888888", lw=1)
+        right.tick_params(axis="y", labelsize=8)
+        right.set(xlabel="time saved compared with EPLB, %, with 95 % interval (grey: sees the future)")
+        right.set_title("after training, test streams", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _bar_colour(planner: str, trained: str) -> str:
+    if planner == trained:
+        return "#228833"
+    kind = planner_class(planner) if planner in PLANNERS else None
+    return "#BBBBBB" if kind is not None and (kind.needs_future or kind.needs_mixture) else "#4477AA"
