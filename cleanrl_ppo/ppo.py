@@ -162,10 +162,9 @@ def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)
 
 
-def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
-    """Entropy over the valid actions, from normalised log-probabilities of shape (…, actions)."""
-    terms = logprobs.exp() * logprobs
-    return -(terms if mask is None else torch.where(mask, terms, 0.0)).sum(-1)
+def categorical_entropy(logprobs: Tensor) -> Tensor:
+    """Entropy from normalised log-probabilities of shape (…, actions). Masked actions contribute exactly 0."""
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -221,11 +220,10 @@ class Agent(nn.Module):
         logits, values = self(obs)
         logprobs, entropies = torch.zeros_like(values), torch.zeros_like(values)
         parts = mask_logits(logits, masks).split(self.components, -1)
-        masks_of_parts = [None] * len(parts) if masks is None else masks.split(self.components, -1)
-        for part, mask, chosen in zip(parts, masks_of_parts, actions.view(len(obs), -1).unbind(-1), strict=True):
+        for part, chosen in zip(parts, actions.view(len(obs), -1).unbind(-1), strict=True):
             all_logprobs = part.log_softmax(-1)
             logprobs = logprobs + all_logprobs.gather(-1, chosen[:, None]).squeeze(-1)
-            entropies = entropies + categorical_entropy(all_logprobs, mask)
+            entropies = entropies + categorical_entropy(all_logprobs)
         return logprobs, entropies, values
 
 

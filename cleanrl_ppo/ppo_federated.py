@@ -271,10 +271,9 @@ def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
     return logits if mask is None else torch.where(mask, logits, MASKED_LOGIT)
 
 
-def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
-    """Entropy over the valid actions, from normalised log-probabilities of shape (…, actions)."""
-    terms = logprobs.exp() * logprobs
-    return -(terms if mask is None else torch.where(mask, terms, 0.0)).sum(-1)
+def categorical_entropy(logprobs: Tensor) -> Tensor:
+    """Entropy from normalised log-probabilities of shape (…, actions). Masked actions contribute exactly 0."""
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -363,7 +362,7 @@ def log_prob(dist: Tensor, actions: Tensor, continuous: bool) -> Tensor:
 
 def policy_entropy(dist: Tensor, continuous: bool) -> Tensor:
     if not continuous:
-        return categorical_entropy(dist.log_softmax(-1), None)
+        return categorical_entropy(dist.log_softmax(-1))
     _, logstd = dist.chunk(2, -1)
     return gaussian_entropy(logstd.exp())
 

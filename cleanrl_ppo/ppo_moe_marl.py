@@ -231,10 +231,9 @@ def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
 
 
-def categorical_entropy(logprobs: Tensor, mask: Tensor | None) -> Tensor:
+def masked_entropy(logprobs: Tensor, mask: Tensor) -> Tensor:
     """Entropy over the valid actions, from normalised log-probabilities of shape (…, actions)."""
-    terms = logprobs.exp() * logprobs
-    return -(terms if mask is None else torch.where(mask, terms, 0.0)).sum(-1)
+    return -torch.where(mask, logprobs.exp() * logprobs, 0.0).sum(-1)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -789,8 +788,8 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
             clip_vloss = ppo.clip_coef if ppo.clip_vloss else None
             v_loss = value_loss(values, old_values[rows], returns[rows], clip_vloss)
             node_mask = inputs["gpu_mask"] if args.ablation.simultaneous else legal
-            expert_entropy = categorical_entropy(expert_logprobs, inputs["expert_mask"]).mean()
-            node_entropy = categorical_entropy(node_logprobs, node_mask).mean()
+            expert_entropy = masked_entropy(expert_logprobs, inputs["expert_mask"]).mean()
+            node_entropy = masked_entropy(node_logprobs, node_mask).mean()
             approx_kl = k3.mean()
             loss = pg_loss - ppo.ent_coef * (expert_entropy + node_entropy) + ppo.vf_coef * v_loss
 

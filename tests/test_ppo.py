@@ -454,7 +454,7 @@ def test_masked_distribution_covers_only_valid_actions(logits: list[float], vali
     known = torch.distributions.Categorical(logits=raw[mask])
     torch.testing.assert_close(logprobs[mask], known.logits)
     assert logprobs.exp()[~mask].sum() == 0
-    entropy = ppo.categorical_entropy(logprobs, mask)
+    entropy = ppo.categorical_entropy(logprobs)
     torch.testing.assert_close(entropy[0], known.entropy())
     entropy.sum().backward()
     assert raw.grad is not None

@@ -225,7 +225,7 @@ def test_masked_choices_have_probability_zero_and_no_gradient() -> None:
     inputs = rollouts.inputs() | {"expert_mask": torch.tensor([[True, False, True, False]]).expand(16, 4)}
     logits = agent.expert_logits(inputs, agent.encode(inputs))
     assert bool((logits.softmax(-1)[:, [1, 3]] == 0).all())
-    entropy = marl.categorical_entropy(logits.log_softmax(-1), inputs["expert_mask"])
+    entropy = marl.masked_entropy(logits.log_softmax(-1), inputs["expert_mask"])
     assert entropy.max().item() <= np.log(2) + 1e-6
     (gradient,) = torch.autograd.grad(logits[:, 1].sum(), [agent.expert_head[-1].bias])
     assert float(gradient.abs().sum()) == 0

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Independent, Normal
 
 from clustergym.traces import tiny_moe
 from clustergym.training import World
@@ -190,6 +190,16 @@ def test_figures_that_an_update_only_logs(case: Case) -> None:
 )
 def test_rollout_without_a_finished_episode_has_no_charts_of_episodes(case: Case) -> None:
     assert case.trainer.episode_charts([]) == {}
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if hasattr(case.trainer, "gaussian_entropy")], ids=lambda case: case.id
+)
+def test_gaussian_functions_match_torch_distributions_for_one_deviation_per_row(case: Case) -> None:
+    mean, std, actions = torch.randn(7, 2), torch.rand(7, 2) + 0.1, torch.randn(7, 2)
+    known = Independent(Normal(mean, std), 1)
+    torch.testing.assert_close(case.trainer.gaussian_logprob(actions, mean, std), known.log_prob(actions))
+    torch.testing.assert_close(case.trainer.gaussian_entropy(std), known.entropy())
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if hasattr(case.trainer, "normalize_obs")], ids=lambda c: c.id)

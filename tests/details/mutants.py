@@ -302,6 +302,8 @@ DEVICES = "test_devices"
 """Only for mutants that change where a tensor is."""
 FILES = {"test_trainer_updates": {"ppo_llm"}, DEVICES: {"ppo_gpu_alloc_online"}}
 FURTHER = {
+    "ppo": ("test_ppo.py::test_log_probabilities_and_entropies_of_components_are_added",
+            "test_ppo.py::test_every_component_is_sampled_from_its_own_distribution"),
     "ppo_llm": ("test_ppo_llm.py::test_kl_controller_by_hand",
                 "test_ppo_llm.py::test_kl_coefficient_stays_positive_and_changes_by_at_most_a_fifth"),
     "vector": ("test_training.py::test_observations_masks_and_last_observations_for_every_autoreset_mode",
