@@ -202,7 +202,7 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
             {
                 "allocation_id": made.id, "cores": made.cores, "memory": made.memory_mb,
                 "policy_version": made.version, "gpu": made.gpu, "decided_by": made.decided_by,
-                "recommended_cores": made.advised_cores, "recommended_memory": made.advised_memory_mb,
+                "recommended_cores": made.recommended_cores, "recommended_memory": made.recommended_memory_mb,
                 "feedback_token": service.credentials.issue(made.id),
             }
         )  # fmt: skip

@@ -84,11 +84,15 @@ class OwnerState:
     peak_need: float = 0.0
     """Largest share of the request that was needed. It fades slowly, because habits may change."""
     peak_memory_mb: float = 0.0
+    peak_memory_share: float = 0.0
+    """Largest share of the requested memory that was needed. It fades like the other peaks."""
+    active: float = 0.0
+    """Pods that used cores. An idle pod says nothing about the peak of the others."""
     falls: float = 0.0
     cores: UsageHistogram = field(default_factory=UsageHistogram)
     memory: UsageHistogram = field(default_factory=UsageHistogram)
 
-    FADE = 0.995
+    FADE = 0.999
 
     def to_array(self) -> NDArray[np.float32]:
         numbers = [getattr(self, name) for name in NUMBERS]
@@ -114,14 +118,17 @@ class OwnerState:
         self.pods += 1.0
         self.share, self.memory_share = share, memory_share
         self.peak_memory_mb = max(self.FADE * self.peak_memory_mb, needed_mb)
+        self.peak_memory_share = max(self.FADE * self.peak_memory_share, needed_memory_share)
         self.memory.add(needed_memory_share, time_s)
         if not oom:  # a pod that was killed has not shown how many cores it needs
+            self.active += needed > 0.0
             self.peak_need = max(self.FADE * self.peak_need, needed)
             self.cores.add(usage_share, time_s)
 
     def sample(self, time_s: float, needed: float, usage_share: float, needed_mb: float, memory_share: float) -> None:
         """Add what was measured of a pod that is still running. Shares are parts of the request."""
         self.peak_memory_mb = max(self.peak_memory_mb, needed_mb)
+        self.peak_memory_share = max(self.peak_memory_share, memory_share)
         self.peak_need = max(self.peak_need, needed)
         self.cores.add(usage_share, time_s)
         self.memory.add(memory_share, time_s)

@@ -15,8 +15,8 @@ class RailSettings:
     """A grant is at least the owner's observed peak memory × this."""
     cores_margin: float = 1.1
     """A grant is at least the largest need of the owner × this."""
-    cores_margin_sensitive: float = 1.25
-    """The same for latency-sensitive pods."""
+    margin_sensitive: float = 1.25
+    """The margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
     floor: float = 0.1
     """A grant is at least this share of the request."""
     step: float = 0.1
@@ -31,6 +31,21 @@ class Bounds:
     max_cores: float = math.inf
     min_memory_mb: float = 0.0
     max_memory_mb: float = math.inf
+
+
+RARE_PODS = 50.0
+"""The margin for latency-sensitive pods is (1 + this / pods) times as large while few pods have been seen."""
+
+
+def sensitive_floor(peak: float, pods: float, margin: float) -> float:
+    """Smallest share of its request that a latency-sensitive pod gets, if ``peak`` is the most that ``pods`` pods needed.
+
+    The next pod exceeds the peak of n pods with a probability of 1 / (n + 1), and by more if n is small.
+
+    >>> [round(sensitive_floor(0.2, n, 1.25), 2) for n in (0, 10, 50, 100, 1000)]
+    [1.0, 1.0, 0.5, 0.38, 0.26]
+    """
+    return min(peak * margin * (1.0 + RARE_PODS / pods), 1.0) if pods > 0 else 1.0
 
 
 def limit(
@@ -57,9 +72,13 @@ def limit(
         last_memory_share: the same for memory.
         settings: the rails.
     """
-    margin = settings.cores_margin_sensitive if sensitive else settings.cores_margin
-    share = max(settings.floor, owner.peak_need * margin, max(last_share, owner.share) - settings.step)
+    share = max(settings.floor, owner.peak_need * settings.cores_margin, max(last_share, owner.share) - settings.step)
     memory_share = max(settings.floor, max(last_memory_share, owner.memory_share) - settings.step)
+    if sensitive:
+        share = max(share, sensitive_floor(owner.peak_need, owner.active, settings.margin_sensitive))
+        memory_share = max(
+            memory_share, sensitive_floor(owner.peak_memory_share, owner.pods, settings.margin_sensitive)
+        )
     floor_mb = max(memory_share * requested_memory_mb, owner.peak_memory_mb * settings.memory_margin)
     cores = max(cores, float(math.ceil(share * requested_cores - 1e-9)), MIN_CORES)
     memory_mb = max(memory_mb, float(math.ceil(floor_mb - 1e-9)), MIN_MEMORY_MB)

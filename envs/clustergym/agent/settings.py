@@ -51,8 +51,8 @@ class ServerSettings:
     """Rail: a grant is at least the owner's peak memory × this."""
     cores_margin: float = RailSettings.cores_margin
     """Rail: a grant is at least the largest need of the owner × this."""
-    cores_margin_sensitive: float = RailSettings.cores_margin_sensitive
-    """Rail: the same for latency-sensitive pods."""
+    margin_sensitive: float = RailSettings.margin_sensitive
+    """Rail: the margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
     grant_floor: float = RailSettings.floor
     """Rail: a grant is at least this share of the request."""
     grant_step: float = RailSettings.step
@@ -99,7 +99,7 @@ class ServerSettings:
     @property
     def rail_settings(self) -> RailSettings:
         return RailSettings(
-            self.memory_margin, self.cores_margin, self.cores_margin_sensitive, self.grant_floor, self.grant_step
+            self.memory_margin, self.cores_margin, self.margin_sensitive, self.grant_floor, self.grant_step
         )
 
     @property

@@ -29,7 +29,7 @@ from clustergym.gpu_allocation.history import new_history, remember
 log = logging.getLogger(__name__)
 
 DATABASE_NAME = "store.db"
-STORE_SCHEMA = 2
+STORE_SCHEMA = 3
 MAX_CACHED_ALLOCATIONS = 100_000
 MAX_CACHED_OWNERS = 50_000
 OOM_GROWTH, OOM_MORE_MB = 1.2, 100.0
