@@ -191,12 +191,14 @@ class Load:
     elapsed_s: float = 0.0
 
 
-async def _pods(port: int, until_s: float, load: Load, rng: random.Random) -> None:
+async def _pods(port: int, until_s: float, load: Load, rng: random.Random, pause_s: float) -> None:
     """Allocate and give feedback at once, until the time is up or the server is gone."""
     pending = None
     try:
         async with Connection(port) as connection:
             while time.perf_counter() < until_s:
+                if pause_s:
+                    await asyncio.sleep(pause_s)
                 requested = rng.choice((20, 40, 60, 80))
                 body = {
                     "owner": f"team/{rng.randrange(200)}", "cores": requested, "memory": 4000,
@@ -228,10 +230,11 @@ async def _pods(port: int, until_s: float, load: Load, rng: random.Random) -> No
             load.unanswered.append(pending)
 
 
-async def run_load(port: int, connections: int, seconds: float, seed: int = 0) -> Load:
-    """Send /allocate and /feedback in turn, without a pause, on every connection."""
+async def run_load(port: int, connections: int, seconds: float, seed: int = 0, pause_s: float = 0.0) -> Load:
+    """Send /allocate and /feedback in turn on every connection, with a pause before each pair."""
     load, start = Load(), time.perf_counter()
     until = start + seconds
-    await asyncio.gather(*(_pods(port, until, load, random.Random(f"{seed}/{i}")) for i in range(connections)))
+    rngs = [random.Random(f"{seed}/{i}") for i in range(connections)]
+    await asyncio.gather(*(_pods(port, until, load, rng, pause_s) for rng in rngs))
     load.elapsed_s = time.perf_counter() - start
     return load

@@ -1,9 +1,15 @@
 """Kill the agent under load again and again: no acknowledged feedback may be lost or counted twice.
 
-Each round starts the agent on the store of the previous round, puts it under load and kills it (SIGKILL) at a random
-time after the first update of the round, while requests are in flight and updates run. In every other round a rollback
-is requested shortly before the kill. Then the store, the checkpoint and the kept versions are checked. Without any
-update or rollback the benchmark fails: on a busy machine the learner, which has a low priority, may get no time.
+Each round starts the agent on the store of the previous round, puts it under load, waits for the first update, and
+kills it (SIGKILL) while requests are in flight. The rounds take turns:
+
+    any        at a random time; only the server is killed, and the learner process must end by itself
+    update     while the learner computes an update (its process is running and no file is being written)
+    save       while the checkpoint of an update is being written
+    rollback   while the checkpoint of a rollback is being written
+
+Then the store, the checkpoint and the kept versions are checked, and whether the kill hit: the temporary file of a
+write that did not finish is still there. Without a hit of each kind the benchmark fails.
 
     python benchmarks/agent_kill.py
 """
@@ -12,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shlex
+import signal
 import sqlite3
 import sys
 import tempfile
@@ -23,16 +31,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from agent_client import Load, Server, agent_server, run_load
-from clustergym.agent.versions import CHECKPOINT_KIND, kept_versions, request_rollback, version_path
-from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
+from clustergym.agent.versions import CHECKPOINT_KIND, kept_versions, read_request, request_rollback, version_path
+from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint
 
 ACCEPTED = 'clustergym_feedback_total{status="accepted"}'
 VERSION = "clustergym_policy_version"
+KINDS = ("any", "update", "save", "rollback")
 
 
 @dataclass
@@ -41,52 +51,82 @@ class Args:
     """Number of kills."""
     connections: int = 32
     """Number of parallel connections."""
-    shortest: float = 1.0
-    """Minimum seconds of load before a kill."""
-    longest: float = 6.0
-    """Maximum seconds of load before a kill."""
+    pause_s: float = 0.02
+    """Pause of each connection between two pods. Without it the learner, which has a low priority, gets no time."""
+    shortest: float = 0.2
+    """Minimum seconds of load after the first update of a round, before the kill."""
+    longest: float = 2.0
+    """Maximum seconds of it."""
     update_s: float = 60.0
-    """Longest wait for an update under load, in seconds, before the time to the kill begins."""
+    """Longest wait for an update under load, and then for the event to hit, in seconds."""
     seed: int = 0
     """Seed of the times of the kills and of the load."""
     output: Path = Path("runs/agent_kill.json")
     """JSON file for the results."""
 
 
-def ask_for_rollback(store: Path) -> None:
-    """Ask for the oldest version that is kept."""
-    kept = kept_versions(store)
-    if kept:
-        request_rollback(store, kept[0], "benchmark")
+def unfinished(store: Path) -> list[Path]:
+    """Temporary files of checkpoints that are being written."""
+    return list(store.glob(f".{CHECKPOINT_NAME}-*"))
 
 
-def kill_under_load(
-    server: Server, after_s: float, connections: int, seed: int, rollback_of: Path | None = None, update_s: float = 0.0
-) -> Load:
-    """Run a load and kill the server during it, and perhaps during a rollback of this store.
+def was_hit(store: Path, kind: str) -> bool:
+    """Whether a kill interrupted a write of this kind. Removes the temporary files, as an operator would."""
+    hit = False
+    for path in unfinished(store):
+        try:
+            rollback = load_checkpoint(path, CHECKPOINT_KIND).get("rollback_id")
+        except CheckpointError:  # half a file, so it is not known whose
+            rollback = None
+        request = read_request(store)
+        hit |= kind == "save" or (request is not None and rollback == request.id)
+        path.unlink()
+    return hit
 
-    The kill comes ``after_s`` seconds after the first update, or after ``update_s`` seconds without any.
-    """
+
+def wait_for(kind: str, server: Server, store: Path, until_s: float) -> bool:
+    """Wait until the learner does what a kill of this kind shall hit. False if it does not until then."""
+    children = psutil.Process(server.process.pid).children()
+    (learner,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    if kind == "rollback":
+        # Right after an update the learner sleeps, so that the next checkpoint is that of the rollback.
+        version = load_checkpoint(store / CHECKPOINT_NAME, CHECKPOINT_KIND)["version"]
+        while not version_path(store, version + 1).exists() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        request_rollback(store, kept_versions(store)[0], "benchmark")
+    while time.monotonic() < until_s:
+        writing = bool(unfinished(store))
+        if kind == "update" and not writing and learner.status() == psutil.STATUS_RUNNING:
+            return True
+        if kind in ("save", "rollback") and writing:
+            return True
+        time.sleep(0.0002)
+    return False
+
+
+def kill_under_load(server: Server, store: Path, kind: str, args: Args, after_s: float, seed: int) -> tuple[Load, bool]:
+    """Run a load and kill the server during it. Returns the load, and whether the learner was at work."""
+    ready = False
 
     def kill() -> None:
+        nonlocal ready
         try:
-            until, before = time.monotonic() + update_s, server.metrics()[VERSION]
+            until, before = time.monotonic() + args.update_s, server.metrics()[VERSION]
             while time.monotonic() < until and server.metrics()[VERSION] == before:
                 time.sleep(0.2)
-            # Up to 0.3 s before the kill: the learner looks for requests five times per second.
-            early = 0.3 * random.Random(seed).random()
-            time.sleep(max(after_s - early, 0.0))
-            if rollback_of is not None:
-                ask_for_rollback(rollback_of)
-            time.sleep(early)
+            time.sleep(after_s)
+            if kind != "any":
+                ready = wait_for(kind, server, store, time.monotonic() + args.update_s)
+                os.killpg(server.process.pid, signal.SIGKILL)
         finally:
             server.kill()
 
     killer = threading.Thread(target=kill)
     killer.start()
-    load = asyncio.run(run_load(server.port, connections, update_s + after_s + 30, seed))
+    seconds = 2 * args.update_s + after_s + 30
+    load = asyncio.run(run_load(server.port, args.connections, seconds, seed, args.pause_s))
     killer.join()
-    return load
+    return load, ready
 
 
 def check_store(store: Path, acknowledged: set[str], unanswered: set[str]) -> dict[str, Any]:
@@ -142,12 +182,13 @@ def run_rounds(args: Args, store: Path) -> list[dict[str, Any]]:
                     status, found = server.post("/feedback", body)
                     if (status, found["status"]) != (200, "duplicate"):
                         raise RuntimeError(f"round {i}: repeated feedback on {old} got {status} {found}")
-            after_s = rng.uniform(args.shortest, args.longest)
-            rollback_of = store if i % 2 else None
-            load = kill_under_load(server, after_s, args.connections, i, rollback_of, args.update_s)
+            kind, after_s = KINDS[i % len(KINDS)], rng.uniform(args.shortest, args.longest)
+            load, ready = kill_under_load(server, store, kind, args, after_s, i)
+        hit = was_hit(store, kind) if kind in ("save", "rollback") else ready
         acknowledged |= set(load.accepted)
         unanswered |= set(load.unanswered)
-        rows.append(check_store(store, acknowledged, unanswered) | {"in_flight": len(load.unanswered)})
+        checked = check_store(store, acknowledged, unanswered)
+        rows.append({"kind": kind, "hit": hit, "in_flight": len(load.unanswered)} | checked)
     return rows
 
 
@@ -157,20 +198,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = run_rounds(args, Path(folder) / "store")
     table = Table(
-        "round", "acknowledged", "stored", "in flight at the kill", "policy version", "experiences learned",
-        "rolled back to",
+        "round", "kill during", "hit", "acknowledged", "stored", "in flight at the kill", "policy version",
+        "experiences learned", "rolled back to",
         title=f"{args.rounds} kills: no feedback lost, none counted twice, every checkpoint valid",
     )  # fmt: skip
+    keys = ("kind", "hit", "acknowledged", "stored", "in_flight", "version", "experiences", "rolled_back_to")
     for i, row in enumerate(rows):
-        keys = ("acknowledged", "stored", "in_flight", "version", "experiences", "rolled_back_to")
         table.add_row(str(i + 1), *(str(row[key]) for key in keys))
     console.print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"command": shlex.join(sys.argv), "rounds": rows}, indent=2) + "\n")
     console.print(f"results: {args.output}")
-    updates, rollbacks = rows[-1]["version"], sum(row["rolled_back_to"] is not None for row in rows)
-    if not updates or not rollbacks:
-        raise SystemExit(f"{updates} updates and {rollbacks} rollbacks: kills during these were not tested")
+    hits = {kind: sum(row["hit"] for row in rows if row["kind"] == kind) for kind in KINDS[1:]}
+    console.print(f"kills that hit: {hits}; updates: {rows[-1]['version']}")
+    if not all(hits.values()):
+        raise SystemExit(f"kills that hit: {hits}, so not all of these were tested")
 
 
 if __name__ == "__main__":
