@@ -5,17 +5,24 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test lint docs install clean
+TRAIN_FLAGS ?= --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-intervals 4
+DEMO_FLAGS ?= -o demo.html
 
-train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; compare them with every planner in a table and a plot
-	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-intervals 4
+.PHONY: train test demo lint docs install clean
+
+train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; a table and a picture compare them with every planner
+	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py $(TRAIN_FLAGS)
 
 test: install  ## run all linters and tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -n 2 --dist loadfile
+
+demo: $(VENV)/.trainable  ## write demo.html: a trace, all planners, time per layer, the placement before and after
+	$(BIN)/clustergym demo $(DEMO_FLAGS)
 
 lint: install
 	$(BIN)/ruff check --fix .
@@ -40,4 +47,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) runs dist site demo.html .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

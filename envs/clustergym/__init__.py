@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clustergym import gpu_allocation, gpu_allocation_v0, moe_placement, moe_placement_v0, traces
     from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "SyntheticConfig",
     "TokenTrace",

@@ -283,9 +283,10 @@ function drawPareto() {
   const last = Math.ceil(Math.max(...logs) + .3), x = ms => x0 + 14 + (W - x0 - 130) * (Math.log10(ms) - first) / (last - first);
   const low = Math.min(0, ...points.map(p => p.saved - p.half)), high = Math.max(...points.map(p => p.saved + p.half));
   const y = v => y0 - (y0 - 22) * (v - low) / (high - low || 1);
-  for (const v of ticks(low, high)) {
+  const step = high - low > 12 ? 5 : high - low > 5 ? 2 : 1;
+  for (let v = Math.ceil(low / step) * step; v <= high; v += step) {
     s.append(line(x0, y(v), W, y(v), {class: "axis"}));
-    s.append(text(x0 - 6, y(v) + 4, `${round(v, high - low < 8 ? 1 : 0)} %`, {"text-anchor": "end", class: "quiet"}));
+    s.append(text(x0 - 6, y(v) + 4, `${v} %`, {"text-anchor": "end", class: "quiet"}));
   }
   s.append(line(x0, y(0), W, y(0), {stroke: "var(--eplb)", "stroke-dasharray": "6 4", "stroke-width": 1.5}));
   for (let k = first; k <= last; k++) {
@@ -300,18 +301,20 @@ function drawPareto() {
   const steps = front.flatMap((p, i) => i ? [[p.ms, front[i - 1].saved], [p.ms, p.saved]] : [[p.ms, p.saved]]);
   s.append(el("polyline", {points: steps.map(([ms, v]) => `${x(ms)},${y(v)}`).join(" "), fill: "none",
     stroke: "var(--chosen)", "stroke-width": 2}));
-  const taken = [];
+  const taken = [], halo = {"paint-order": "stroke", stroke: "var(--page)", "stroke-width": 4, "stroke-linejoin": "round"};
+  for (const p of [...points].sort((a, b) => b.saved - a.saved)) {
+    // The label moves down until it covers no other one.
+    const best = front.includes(p), from = x(p.ms) + 8, to = from + 7 * p.name.length;
+    let at = y(p.saved) + (best ? -6 : 4);
+    while (taken.some(([a, b, v]) => from < b && to > a && Math.abs(v - at) < 12)) at += 3;
+    taken.push([from, to, at]);
+    s.append(text(from, at, p.name, {"font-size": 11, ...halo, ...(best ? {"font-weight": 600} : {class: "quiet"})}));
+  }
   for (const p of [...points].sort((a, b) => b.saved - a.saved)) {
     const best = front.includes(p), colour = p.bound ? "var(--static)" : best ? "var(--chosen)" : "var(--eplb)";
     s.append(line(x(p.ms), y(p.saved - p.half), x(p.ms), y(p.saved + p.half), {stroke: colour}));
     s.append(titled(marker(p.bound ? "circle" : best ? "diamond" : "square", x(p.ms), y(p.saved), colour),
       `${p.name}: ${round(p.saved, 1)} ± ${round(p.half, 1)} % saved, ${p.ms} ms per layer`));
-    // The label moves down until it covers no other one.
-    let at = y(p.saved) + 4;
-    const from = x(p.ms) + 9, to = from + 7 * p.name.length;
-    while (taken.some(([a, b, v]) => from < b && to > a && Math.abs(v - at) < 12)) at += 3;
-    taken.push([from, to, at]);
-    s.append(text(from, at, p.name, {"font-size": 11, ...(best ? {"font-weight": 600} : {class: "quiet"})}));
   }
   show("pareto", s);
 }
