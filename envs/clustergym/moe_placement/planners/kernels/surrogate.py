@@ -1,0 +1,556 @@
+"""Simulated annealing on an estimate of the time of a layer that does not look at tokens.
+
+The estimate reads the load of each expert and how often two experts are used by the same token. A step costs a fraction
+of a microsecond, whatever the number of tokens; an exact trial counts tokens and costs about ten. Ranks are balanced,
+so all ranks send alike: a replica that serves a share of the ranks gets that share of its expert's tokens.
+
+With deduplication a token is sent once to a GPU (and to a node) however many of its experts are there. For a set of
+experts with ``uses`` uses in all, ``common`` of them (ordered pairs) by one token, the number of tokens is estimated as
+``uses / (1 + a·x + b·x²)``, x = common / uses: how many other experts of the set the token of a use has on average.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.moe_placement.kernels.cost import with_migration
+from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
+from clustergym.moe_placement.planners.kernels.launch import draw
+from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, LOCAL_HASH, RANK_MOD, RANK_NEAREST
+
+# Shares of the ranks that a replica serves: all of them, those of its node without its own GPU, those of other nodes.
+ALL, NEAR, FAR = range(3)
+# Sums over the replicas on a GPU: uses; uses from its own node and from other nodes; active experts; common uses.
+USES, USES_NEAR, USES_FAR, ACTIVE, COMMON = range(5)
+N_GPU_SUMS = 5
+# Sums over the replicas on a node: uses and common uses of tokens of other nodes (of one such token: its probability).
+NODE_USES, NODE_COMMON = range(2)
+# Columns of Surrogate.shape: the estimate of deduplication, then how steps are drawn.
+VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU = range(5)
+DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5)
+"""The first two: of the formula above. Then the share of the steps that replace a spare replica, the share that move an
+expert next to one that the same token uses, and how often of these to the same GPU instead of the same node."""
+
+
+class Surrogate(NamedTuple):
+    """The estimate of B layers, and scratch."""
+
+    shape: np.ndarray
+    """(5,) float64: see ``DEFAULT_SHAPE``"""
+    n_tokens: int
+    sample: np.ndarray
+    """(B, tokens, K) int16: experts of some tokens"""
+    load: np.ndarray
+    """(B, E) float64: tokens that use each expert"""
+    pairs: np.ndarray
+    """(B, E, E) float32: tokens that use both experts; of size 1 unless transport is ``dedup``"""
+    beside: np.ndarray
+    """(B, G, E) float32: sum of ``pairs`` over the replicas on a GPU, by their share"""
+    around: np.ndarray
+    """(B, N, E) float32: the same over the replicas on a node, by their share of tokens of other nodes"""
+    slots: np.ndarray
+    """(B, G, S) int16"""
+    replicas: np.ndarray
+    """(B, E, G) int16: GPUs that hold each expert, ascending"""
+    n_replicas: np.ndarray
+    """(B, E) int16"""
+    shares: np.ndarray
+    """(B, E, G, 3) float32: of each replica, see ``ALL``"""
+    gpus: np.ndarray
+    """(B, 2, G, 5) float64: see ``USES``; now and after the change that is tried"""
+    nodes: np.ndarray
+    """(B, 2, N, 2) float64"""
+    times: np.ndarray
+    """(B, 2, G, 3) float64: kernel µs, copies received inside the node and from other nodes"""
+    held_before: np.ndarray
+    """(B, E, G) int8"""
+    received: np.ndarray
+    """(B, 2, G, 2) int32: experts that the GPU must receive from its own node and from other nodes"""
+    moved: np.ndarray
+    """(B, 2 experts, G) int16: replicas after the change"""
+    moved_shares: np.ndarray
+    """(B, 2 experts, G, 3) float32"""
+    touched: np.ndarray
+    """(B, G) int8"""
+
+
+NOW, THEN = range(2)
+
+
+SAMPLE = 1024
+
+
+def allocate(
+    shape: tuple[float, ...], n_tokens: int, top_k: int, n_experts: int, slots: np.ndarray, n_nodes: int, dedup: bool
+) -> Surrogate:
+    """Tables to be filled by :func:`prepare` and :func:`take_placement`. The search changes ``slots`` in place."""
+    layers, n_gpus = slots.shape[:2]
+    return Surrogate(
+        shape=np.array(shape),
+        n_tokens=n_tokens,
+        sample=np.zeros((layers, min(SAMPLE, n_tokens), top_k), np.int16),
+        load=np.zeros((layers, n_experts)),
+        pairs=np.zeros((layers, n_experts, n_experts) if dedup else (layers, 1, 1), np.float32),
+        beside=np.zeros((layers, n_gpus, n_experts) if dedup else (layers, 1, 1), np.float32),
+        around=np.zeros((layers, n_nodes, n_experts) if dedup else (layers, 1, 1), np.float32),
+        slots=slots,
+        replicas=np.zeros((layers, n_experts, n_gpus), np.int16),
+        n_replicas=np.zeros((layers, n_experts), np.int16),
+        shares=np.zeros((layers, n_experts, n_gpus, 3), np.float32),
+        gpus=np.zeros((layers, 2, n_gpus, N_GPU_SUMS)),
+        nodes=np.zeros((layers, 2, n_nodes, 2)),
+        times=np.zeros((layers, 2, n_gpus, 3)),
+        held_before=np.zeros((layers, n_experts, n_gpus), np.int8),
+        received=np.zeros((layers, 2, n_gpus, 2), np.int32),
+        moved=np.zeros((layers, 2, n_gpus), np.int16),
+        moved_shares=np.zeros((layers, 2, n_gpus, 3), np.float32),
+        touched=np.zeros((layers, n_gpus), np.int8),
+    )
+
+
+# Which ranks a replica serves
+
+
+@inlined
+def write_shares(replicas, n, shares, topology, n_gpus):
+    """Write the shares of the ranks that each of ``n`` replicas serves, as the dispatch rule deals them on average."""
+    per_node, dispatch, one = topology.gpus_per_node, topology.dispatch, 1.0 / n_gpus
+    far = (n_gpus - per_node) * one
+    if n == 1 or not (dispatch == RANK_NEAREST or dispatch == RANK_MOD or dispatch == LOCAL_HASH):
+        for i in range(n):
+            shares[i, ALL] = 1.0 / n
+            shares[i, NEAR] = (1.0 - one - far) / n
+            shares[i, FAR] = far / n
+        return
+    if dispatch == RANK_MOD:
+        for i in range(n):
+            everyone, near, own = 0, 0, 0
+            for rank in range(i, n_gpus, n):
+                everyone += 1
+                near += topology.node_of[rank] == topology.node_of[replicas[i]]
+                own += rank == replicas[i]
+            shares[i, ALL] = everyone * one
+            shares[i, NEAR] = (near - own) * one
+            shares[i, FAR] = (everyone - near) * one
+        return
+    nodes, last = 0, -1
+    for i in range(n):
+        nodes += topology.node_of[replicas[i]] != last
+        last = topology.node_of[replicas[i]]
+    dealt = (1.0 - nodes * per_node * one) / n
+    i = 0
+    while i < n:
+        end = i + 1
+        while end < n and topology.node_of[replicas[end]] == topology.node_of[replicas[i]]:
+            end += 1
+        others = (per_node - (end - i)) * one
+        for k in range(i, end):
+            near = others / (end - i)
+            if dispatch == RANK_NEAREST:
+                near = others if k == i else 0.0
+            shares[k, ALL] = one + near + dealt
+            shares[k, NEAR] = near
+            shares[k, FAR] = dealt
+        i = end
+
+
+# Sums
+
+
+@inlined
+def _add(s, b, when, x, replicas, n, shares, sign, other, n_other, common, topology, n_gpus):
+    """Add (sign 1) or remove (−1) the replicas of expert ``x``.
+
+    ``beside`` and ``around`` are of the current placement. If ``other`` ≥ 0, that expert has been changed already: it
+    has ``n_other`` replicas now, and ``common`` tokens use both.
+    """
+    per_node, dedup = topology.gpus_per_node, s.pairs.shape[1] > 1
+    outside = n_gpus / max(1.0, float(n_gpus - per_node))
+    load = s.load[b, x]
+    for i in range(n):
+        g = int(replicas[i])
+        node, sums = topology.node_of[g], s.gpus[b, when, g]
+        share = sign * shares[i, ALL]
+        sums[USES] += share * load
+        sums[USES_NEAR] += sign * shares[i, NEAR] * load
+        sums[USES_FAR] += sign * shares[i, FAR] * load
+        if load > 0.0:
+            sums[ACTIVE] += sign
+        s.touched[b, g] = 1
+        if not dedup:
+            continue
+        beside, around = float(s.beside[b, g, x]), float(s.around[b, node, x])
+        if other >= 0:
+            for j in range(s.n_replicas[b, other]):
+                h = s.replicas[b, other, j]
+                if h == g:
+                    beside -= s.shares[b, other, j, ALL] * common
+                if topology.node_of[h] == node:
+                    around -= s.shares[b, other, j, FAR] * outside * common
+            for j in range(n_other):
+                h = s.moved[b, 0, j]
+                if h == g:
+                    beside += s.moved_shares[b, 0, j, ALL] * common
+                if topology.node_of[h] == node:
+                    around += s.moved_shares[b, 0, j, FAR] * outside * common
+        sums[COMMON] += 2.0 * share * beside
+        abroad = sign * shares[i, FAR] * outside
+        s.nodes[b, when, node, NODE_USES] += abroad * load
+        s.nodes[b, when, node, NODE_COMMON] += 2.0 * abroad * around
+
+
+@inlined
+def _add_tables(s, b, x, replicas, n, shares, sign, topology, n_gpus):
+    """Add the replicas of ``x`` to ``beside`` and ``around``, or remove them."""
+    outside = n_gpus / max(1.0, float(n_gpus - topology.gpus_per_node))
+    pairs = s.pairs[b, x]
+    for i in range(n):
+        g = int(replicas[i])
+        beside, around = s.beside[b, g], s.around[b, topology.node_of[g]]
+        share, abroad = np.float32(sign * shares[i, ALL]), np.float32(sign * shares[i, FAR] * outside)
+        for e in range(pairs.shape[0]):
+            beside[e] += share * pairs[e]
+            around[e] += abroad * pairs[e]
+
+
+@inlined
+def _receive(s, b, when, x, replicas, n, sign, topology):
+    """What the replicas of ``x`` make GPUs receive."""
+    per_node = topology.gpus_per_node
+    for i in range(n):
+        g = int(replicas[i])
+        if s.held_before[b, x, g] == 0:
+            source, first = FROM_OTHER_NODE, topology.node_of[g] * per_node
+            for h in range(first, first + per_node):
+                if s.held_before[b, x, h] == 1:
+                    source = FROM_OWN_NODE
+            s.received[b, when, g, source] += sign
+
+
+@inlined
+def _visits(s, uses, common):
+    """Tokens of a set of experts."""
+    if uses <= 0.0:
+        return 0.0
+    x = max(0.0, common / uses)
+    return uses / (1.0 + s.shape[VISIT_A] * x + s.shape[VISIT_B] * x * x)
+
+
+@inlined
+def _write_times(s, b, when, g, topology, costs):
+    """Kernel time and received copies of one GPU from its sums."""
+    per_node, sums, times = topology.gpus_per_node, s.gpus[b, when, g], s.times[b, when, g]
+    tokens = sums[USES]
+    if topology.transport == DEDUP:
+        tokens = _visits(s, sums[USES], sums[COMMON])
+        times[1] = tokens * (per_node - 1.0) / per_node
+    elif topology.transport == ALLGATHER:
+        tokens = float(s.n_tokens)
+    else:
+        times[1], times[2] = sums[USES_NEAR], sums[USES_FAR]
+    times[0] = costs.token_us * tokens + costs.expert_us * sums[ACTIVE] + costs.pair_us * sums[USES]
+
+
+@inlined
+def _power8(x):
+    x *= x
+    x *= x
+    return x * x
+
+
+@inlined
+def _root8(x):
+    return math.sqrt(math.sqrt(math.sqrt(x)))
+
+
+@inlined
+def _objective(s, b, when, objective, total_uses):
+    """The objective in the 8-norm from the times of the GPUs and the sums of the nodes."""
+    topology, costs = objective.topology, objective.costs
+    per_node, n_gpus = topology.gpus_per_node, s.slots.shape[1]
+    n_nodes = n_gpus // per_node
+    times, received = s.times[b, when], s.received[b, when]
+    kernel, intra, inter, longest = 0.0, 0.0, 0.0, 0.0
+    for g in range(n_gpus):
+        kernel += _power8(times[g, 0])
+        moved = received[g, FROM_OWN_NODE] * costs.receive_intra_us
+        longest = max(longest, moved + received[g, FROM_OTHER_NODE] * costs.receive_inter_us)
+    time = costs.dispatch_us + costs.combine_us + costs.kernel_us + _root8(kernel)
+    if topology.transport != ALLGATHER:
+        everywhere, abroad = 0.0, (n_gpus - per_node) / n_gpus
+        if topology.transport == DEDUP:
+            for node in range(n_nodes):
+                sums = s.nodes[b, when, node]
+                everywhere += abroad * _visits(s, sums[NODE_USES], sums[NODE_COMMON])
+        for node in range(n_nodes):
+            near, far = 0.0, 0.0
+            for g in range(node * per_node, (node + 1) * per_node):
+                near += times[g, 1] / per_node
+                far += (s.gpus[b, when, g, USES] - times[g, 2]) / per_node
+                intra += _power8(times[g, 1])
+                inter += _power8(times[g, 2])
+            if topology.transport == DEDUP:
+                # A copy enters a node at the GPU of its rank's number, so all GPUs of a node receive alike.
+                sums = s.nodes[b, when, node]
+                enter = abroad * _visits(s, sums[NODE_USES], sums[NODE_COMMON]) / per_node
+                sent = (everywhere / per_node - enter) / max(1, n_nodes - 1)
+                inter += per_node * (_power8(enter) + _power8(sent))
+            else:
+                inter += per_node * _power8(max(0.0, total_uses / n_gpus - far))
+            intra += per_node * _power8(near)
+        time += (costs.dispatch_intra_us + costs.combine_intra_us) * _root8(intra)
+        time += (costs.dispatch_inter_us + costs.combine_inter_us) * _root8(inter)
+    return with_migration(time, objective.migration_weight * longest, objective.before_us[b], costs)
+
+
+@inlined
+def _total_load(s, b):
+    total = 0.0
+    for e in range(s.load.shape[1]):
+        total += s.load[b, e]
+    return total
+
+
+@inlined
+def _copy_slots(source, target):
+    for g in range(source.shape[0]):
+        for k in range(source.shape[1]):
+            target[g, k] = source[g, k]
+
+
+@device
+def prepare(first, last, s, experts, rows, before):
+    """Count loads and pairs of ``rows`` of ``experts`` (L, rows, K). The interval begins with placement ``before``."""
+    for b in range(first, last):
+        top_k, dedup, n_sample = experts.shape[2], s.pairs.shape[1] > 1, s.sample.shape[1]
+        for i in range(n_sample):
+            for k in range(top_k):
+                s.sample[b, i, k] = experts[b, rows[i * len(rows) // n_sample], k]
+        for t in range(len(rows)):
+            token = experts[b, rows[t]]
+            for i in range(top_k):
+                e = token[i]
+                if e < 0:
+                    continue
+                s.load[b, e] += 1.0
+                if dedup:
+                    for j in range(i):
+                        if token[j] >= 0:
+                            s.pairs[b, e, token[j]] += np.float32(1.0)
+                            s.pairs[b, token[j], e] += np.float32(1.0)
+        for g in range(before.shape[1]):
+            for k in range(before.shape[2]):
+                if before[b, g, k] >= 0:
+                    s.held_before[b, before[b, g, k], g] = 1
+
+
+@device
+def take_placements(first, last, s, placement, objective, result):
+    """Begin with ``placement`` (L, G, S), and write its estimate to ``result`` (L,)."""
+    topology, n_gpus, dedup = objective.topology, s.slots.shape[1], s.pairs.shape[1] > 1
+    for b in range(first, last):
+        _copy_slots(placement[b], s.slots[b])
+        s.n_replicas[b] = 0
+        s.gpus[b, NOW] = 0.0
+        s.nodes[b, NOW] = 0.0
+        s.received[b, NOW] = 0
+        if dedup:
+            s.beside[b] = np.float32(0.0)
+            s.around[b] = np.float32(0.0)
+        for g in range(n_gpus):
+            for k in range(s.slots.shape[2]):
+                e = s.slots[b, g, k]
+                if e >= 0:
+                    s.replicas[b, e, s.n_replicas[b, e]] = g
+                    s.n_replicas[b, e] += 1
+        for e in range(s.load.shape[1]):
+            n = int(s.n_replicas[b, e])
+            write_shares(s.replicas[b, e], n, s.shares[b, e], topology, n_gpus)
+            # The tables have only the experts before it, so every pair is counted once.
+            _add(s, b, NOW, e, s.replicas[b, e], n, s.shares[b, e], 1.0, -1, 0, 0.0, topology, n_gpus)
+            _receive(s, b, NOW, e, s.replicas[b, e], n, 1, topology)
+            if dedup:
+                _add_tables(s, b, e, s.replicas[b, e], n, s.shares[b, e], 1.0, topology, n_gpus)
+        for g in range(n_gpus):
+            _write_times(s, b, NOW, g, topology, objective.costs)
+            s.touched[b, g] = 0
+            _copy_gpu(s, b, g, NOW, THEN)
+        _copy_nodes(s, b, NOW, THEN)
+        result[b] = _objective(s, b, NOW, objective, _total_load(s, b))
+
+
+@inlined
+def _copy_gpu(s, b, g, source, target):
+    for i in range(N_GPU_SUMS):
+        s.gpus[b, target, g, i] = s.gpus[b, source, g, i]
+    for i in range(3):
+        s.times[b, target, g, i] = s.times[b, source, g, i]
+    for i in range(2):
+        s.received[b, target, g, i] = s.received[b, source, g, i]
+
+
+@inlined
+def _copy_nodes(s, b, source, target):
+    for node in range(s.nodes.shape[2]):
+        for i in range(2):
+            s.nodes[b, target, node, i] = s.nodes[b, source, node, i]
+
+
+# Steps
+
+
+@inlined
+def _holds(s, b, e, g):
+    for i in range(s.n_replicas[b, e]):
+        if s.replicas[b, e, i] == g:
+            return True
+    return False
+
+
+@inlined
+def _move(s, b, which, e, source, target):
+    """Write the replicas of ``e`` with ``source`` replaced by ``target`` (−1 means none). Returns their number."""
+    moved, n = s.moved[b, which], 0
+    for i in range(s.n_replicas[b, e]):
+        if s.replicas[b, e, i] != source:
+            moved[n] = s.replicas[b, e, i]
+            n += 1
+    if target >= 0:
+        i = n
+        while i > 0 and moved[i - 1] > target:
+            moved[i] = moved[i - 1]
+            i -= 1
+        moved[i] = target
+        n += 1
+    return n
+
+
+@inlined
+def _propose(s, b, key, per_node):
+    """(g, slot, h, slot): exchange two slots; or (g, slot, −1, expert): put a replica of the expert into the slot.
+
+    g = −1 if the draw is not legal.
+    """
+    n_gpus, n_slots, shape = s.slots.shape[1], s.slots.shape[2], s.shape
+    sample = s.sample[b]
+    kind = draw(key, b)
+    g, k = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
+    here = int(s.slots[b, g, k])
+    if kind < shape[SPARE] or here < 0:
+        if here >= 0 and s.n_replicas[b, here] < 2:
+            return -1, -1, -1, -1
+        e = int(sample[int(draw(key, b) * sample.shape[0]), int(draw(key, b) * sample.shape[1])])
+        if e < 0 or _holds(s, b, e, g):
+            return -1, -1, -1, -1
+        return g, k, -1, e
+    h, m = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
+    if kind < shape[SPARE] + shape[TOGETHER]:
+        token = sample[int(draw(key, b) * sample.shape[0])]
+        wanted, other = int(token[int(draw(key, b) * len(token))]), int(token[int(draw(key, b) * len(token))])
+        if wanted < 0 or other < 0 or wanted == other:
+            return -1, -1, -1, -1
+        h = int(s.replicas[b, other, int(draw(key, b) * s.n_replicas[b, other])])
+        if draw(key, b) >= shape[SAME_GPU]:
+            h += int(draw(key, b) * per_node) - h % per_node
+        g = int(s.replicas[b, wanted, int(draw(key, b) * s.n_replicas[b, wanted])])
+        k = 0
+        while s.slots[b, g, k] != wanted:
+            k += 1
+        here = wanted
+    there = int(s.slots[b, h, m])
+    if g == h or here == there or there < 0 or _holds(s, b, here, h) or _holds(s, b, there, g):
+        return -1, -1, -1, -1
+    return g, k, h, m
+
+
+@inlined
+def _try_expert(s, b, which, x, n, other, n_other, common, topology, n_gpus):
+    """Replace the old replicas of ``x`` by the ``n`` in ``moved[which]`` in the sums of the trial."""
+    moved, shares, old = s.moved[b, which], s.moved_shares[b, which], int(s.n_replicas[b, x])
+    write_shares(moved, n, shares, topology, n_gpus)
+    _add(s, b, THEN, x, s.replicas[b, x], old, s.shares[b, x], -1.0, other, n_other, common, topology, n_gpus)
+    _add(s, b, THEN, x, moved, n, shares, 1.0, other, n_other, common, topology, n_gpus)
+    _receive(s, b, THEN, x, s.replicas[b, x], old, -1, topology)
+    _receive(s, b, THEN, x, moved, n, 1, topology)
+
+
+@inlined
+def _keep_expert(s, b, slot, x, n, topology, n_gpus):
+    """Make the new replicas of ``x`` the current ones."""
+    if s.pairs.shape[1] > 1:
+        _add_tables(s, b, x, s.replicas[b, x], int(s.n_replicas[b, x]), s.shares[b, x], -1.0, topology, n_gpus)
+        _add_tables(s, b, x, s.moved[b, slot], n, s.moved_shares[b, slot], 1.0, topology, n_gpus)
+    s.n_replicas[b, x] = n
+    for i in range(n):
+        s.replicas[b, x, i] = s.moved[b, slot, i]
+        for j in range(3):
+            s.shares[b, x, i, j] = s.moved_shares[b, slot, i, j]
+
+
+@device
+def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
+    """Anneal layer ``b`` on the estimate. ``best`` (G, S) and ``best_cost`` (B,) keep the best placement.
+
+    ``heat`` has the temperatures of the first and the last iteration, as shares of the cost.
+    """
+    topology, costs, n_gpus = objective.topology, objective.costs, s.slots.shape[1]
+    total_uses, dedup = _total_load(s, b), s.pairs.shape[1] > 1
+    cost = _objective(s, b, NOW, objective, total_uses)
+    scale = cost
+    if cost < best_cost[b]:
+        best_cost[b] = cost
+        _copy_slots(s.slots[b], best)
+    for i in range(iterations):
+        g, k, h, m = _propose(s, b, key, topology.gpus_per_node)
+        if g < 0:
+            continue
+        here = int(s.slots[b, g, k])
+        if h < 0:  # a new replica of e in place of a spare one, or in an empty slot
+            e, v = m, here
+            n_e, n_v = _move(s, b, 0, e, -1, g), 0
+            if v >= 0:
+                n_v = _move(s, b, 1, v, g, -1)
+        else:
+            e, v = here, int(s.slots[b, h, m])
+            n_e, n_v = _move(s, b, 0, e, g, h), _move(s, b, 1, v, h, g)
+        common = float(s.pairs[b, e, v]) if dedup and v >= 0 else 0.0
+        _try_expert(s, b, 0, e, n_e, -1, 0, 0.0, topology, n_gpus)
+        if v >= 0:
+            _try_expert(s, b, 1, v, n_v, e, n_e, common, topology, n_gpus)
+        for x in range(n_gpus):
+            if s.touched[b, x]:
+                _write_times(s, b, THEN, x, topology, costs)
+        after = _objective(s, b, THEN, objective, total_uses)
+        temperature = scale * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
+        if after <= cost - temperature * math.log(1.0 - draw(key, b)):
+            _keep_expert(s, b, 0, e, n_e, topology, n_gpus)
+            if v >= 0:
+                _keep_expert(s, b, 1, v, n_v, topology, n_gpus)
+            if h < 0:
+                s.slots[b, g, k] = e
+            else:
+                s.slots[b, g, k] = v
+                s.slots[b, h, m] = e
+            source, target = THEN, NOW
+            cost = after
+            if cost < best_cost[b]:
+                best_cost[b] = cost
+                _copy_slots(s.slots[b], best)
+        else:
+            source, target = NOW, THEN
+        for x in range(n_gpus):
+            if s.touched[b, x]:
+                _copy_gpu(s, b, x, source, target)
+                s.touched[b, x] = 0
+        _copy_nodes(s, b, source, target)
+
+
+@device
+def anneal_layers(first, last, s, objective, key, heat, iterations, best, best_cost):
+    """:func:`anneal_layer` on layers first … last−1."""
+    for b in range(first, last):
+        anneal_layer(s, b, objective, key, heat, iterations, best[b], best_cost)
