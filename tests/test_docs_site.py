@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 import tyro
@@ -99,30 +99,40 @@ def text_of(page: Path) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page.read_text()))
 
 
+def flags_of_help(text: str) -> set[str]:
+    """Flags in the output of --help. Both forms of a switch are one flag."""
+    heads = re.findall(r"^[│ ] ((?:-\w(?: \S+)?, )?--[a-z].*?)(?:  | *│|$)", text, flags=re.M)
+    flags = {flag for head in heads for flag in re.findall(r"--[a-z][a-z.-]+", head)}
+    return {flag for flag in flags if flag.replace("--no-", "--") not in flags - {flag}} - {"--help"}
+
+
+def flags_of_rows(groups: list[Any]) -> set[str]:
+    rows = [row for group in groups for row in group.rows if not row.positional]
+    return {flag for row in rows for flag in re.findall(r"--[a-z][a-z.-]+", row.flag)}
+
+
 @pytest.mark.parametrize("trainer", tables.TRAINERS)
 def test_every_flag_of_a_trainer_is_on_its_page(site: Path, trainer: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(site / "reference" / f"{trainer}.html")
-    rows = [row for group in tables.trainer_groups(trainer) for row in group.rows]
+    groups, text = tables.trainer_groups(trainer), text_of(site / "reference" / f"{trainer}.html")
     with pytest.raises(SystemExit):
         parse_args(load_trainer(trainer).Args, argv=["--help"])
-    shown = set(re.findall(r"^│ (?:-\w \w+, )?(--[a-z][a-z.-]+)", capsys.readouterr().out, flags=re.M))
-    assert shown == {row.flag for row in rows}
-    for row in rows:
-        assert row.flag in text
+    shown = flags_of_help(capsys.readouterr().out)
+    assert "--seed" in shown
+    assert shown == flags_of_rows(groups)
+    assert all(flag in text for flag in shown)
+    for row in (row for group in groups for row in group.rows):
         assert row.text, f"{trainer}.py: {row.name} has no docstring"
 
 
 def test_every_flag_of_every_command_is_on_the_page(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(site / "reference" / "cli.html")
-    commands = tables.command_groups()
+    text, commands = text_of(site / "reference" / "cli.html"), tables.command_groups()
     assert {"eval", "plan", "trace import", "bench run", "agent rollback", "collector"} <= commands.keys()
     for name, (_, groups) in commands.items():
         with pytest.raises(SystemExit):
             main([*name.split(), "--help"])
-        shown = set(re.findall(r"^│ (?:-\w \w+, )?(--[a-z][a-z.-]+)", capsys.readouterr().out, flags=re.M))
-        flags = {row.flag.split(", ")[-1] for group in groups for row in group.rows if not row.positional}
-        assert shown == flags, name
-        assert all(flag in text for flag in flags), name
+        shown = flags_of_help(capsys.readouterr().out)
+        assert shown == flags_of_rows(groups), name
+        assert all(flag in text for flag in shown), name
 
 
 def test_pages_of_environments_have_docstrings_and_arguments(site: Path) -> None:
