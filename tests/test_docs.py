@@ -17,7 +17,7 @@ PAGES = {
 
 
 def test_there_are_examples() -> None:
-    assert len(PAGES["README.md"]) >= 3
+    assert PAGES["README.md"]
     assert PAGES["docs/reference/file-formats.md"]
     assert PAGES["docs/reference/moe-placement.md"]
 
