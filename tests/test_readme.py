@@ -1,0 +1,192 @@
+"""Every command and every program of the README runs, with smaller numbers where it would take long.
+
+A command that is not in the table below fails the test, so a new one needs an entry.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clustergym import cli
+from doc_commands import ROOT, blocks, commands, words_of
+
+README = ROOT / "README.md"
+SMALL = ["--tokens-per-rank", "8", "--passes", "1"]
+SHORT_TRAINING = (
+    "--total-timesteps 64 --num-envs 8 --num-steps 8 --envs-per-stream 8 --pretrain-states 16 --layers 1 "
+    "--cluster h800-2x4 --tokens-per-rank 8 --intervals 2 --ops-per-layer 2 --eval-streams 2 "
+    "--eval-intervals 1 --eval-interval 0"
+)
+QUICK: dict[str, list[str]] = {
+    "clustergym trace info tiny_moe": [],
+    "clustergym plan tiny_moe --cluster h800-4x4 --engine sglang --seconds 10 -o plan.json --report report.html": [
+        "--seconds", "0.2", "--plan-passes", "4", *SMALL,
+    ],
+    "clustergym verify plan.json --model tiny-moe --cluster h800-4x4": [],
+    "clustergym eval --trace tiny_moe --schedule drift --planner static eplb flashlb anneal --plot planners.png": [
+        "--intervals", "1", *SMALL,
+    ],
+    "clustergym bench run placement-v1 --planner eplb anneal --quick": ["--task", "none-such"],
+}  # fmt: skip
+"""Commands that run in this process, and the flags that make them short."""
+ELSEWHERE = {
+    'pip install ".[train]"': "test_pip_resolves_the_extras",
+    "make train": "test_make_train",
+    "make test": "test_make_test_runs_all_linters_and_the_suite",
+    "python cleanrl_ppo/ppo.py --env-id CartPole-v1 --seed 1": "test_ppo_trains",
+    "python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 100000": "test_make_train",
+    'python -c "import secrets; print(secrets.token_hex(32))" > token.txt': "test_operator",
+    "chmod 600 token.txt": "test_operator",
+    "python cleanrl_ppo/ppo_gpu_alloc_online.py --port 8080 --store agent-data --token-file token.txt "
+    "--init-checkpoint pretrained": "test_operator",
+}
+"""Commands that a test below runs."""
+
+
+def run(command: str, folder: Path, timeout: float = 300) -> str:
+    """The output of a shell command, with the Python of this environment first in PATH."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the checkout, so that results do not go there."""
+    made = tmp_path_factory.mktemp("readme")
+    for name in ("cleanrl_ppo", "sweeps", "examples", "deploy"):
+        (made / name).symlink_to(ROOT / name)
+    return made
+
+
+def test_every_command_has_a_test() -> None:
+    assert set(commands(README)) == QUICK.keys() | ELSEWHERE.keys()
+    assert set(ELSEWHERE.values()) <= globals().keys()
+
+
+@pytest.mark.parametrize("command", [c for c in commands(README) if c in QUICK and "bench" not in c])
+def test_a_command_runs(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    program, *words = words_of(command)
+    assert program == "clustergym"
+    assert cli.main([*words, *QUICK[command]]) == 0
+    for file in re.findall(r"(?:-o|--report|--plot) (\S+)", command):
+        assert (folder / file).stat().st_size > 1000
+
+
+def test_bench_names_its_tasks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/test_bench.py runs the suites. Here the command must be understood up to a task that does not exist."""
+    monkeypatch.chdir(folder)
+    (command,) = [c for c in commands(README) if "bench run" in c]
+    assert cli.main([*words_of(command)[1:], *QUICK[command]]) == 2
+    assert "none-such" in capsys.readouterr().err
+
+
+def test_pip_resolves_the_extras() -> None:
+    (command,) = [c for c in commands(README) if c.startswith("pip")]
+    pip, install, target = shlex.split(command)
+    flags = "--dry-run --no-deps --no-index --no-build-isolation --ignore-installed"
+    output = run(f"{shlex.quote(sys.executable)} -m {pip} {install} {flags} '{target}'", ROOT)
+    assert "Would install clustergym" in output
+    assert "does not provide the extra" not in output
+
+
+def test_make_train(folder: Path) -> None:
+    """``make train`` with a short training ends in a picture."""
+    output = run(f"make -C {ROOT} train TRAIN_FLAGS='{SHORT_TRAINING} --run-dir {folder / 'train'}'", folder)
+    assert f"picture: {folder / 'train' / 'summary.png'}" in output
+    assert (folder / "train" / "summary.png").stat().st_size > 10_000
+
+
+def test_make_test_runs_all_linters_and_the_suite() -> None:
+    output = run(f"make -C {ROOT} -n test", ROOT)
+    for program in ("ruff check", "ruff format --check", "codespell", "mypy", "lint-imports", "pytest -n 2"):
+        assert program in output
+
+
+def test_make_demo(folder: Path) -> None:
+    assert "`make demo`" in README.read_text()
+    flags = f"-o {folder / 'demo.html'} --planners static --seconds 0.2 --tokens-per-rank 8"
+    run(f"make -C {ROOT} demo DEMO_FLAGS='{flags}'", folder)
+    page = (folder / "demo.html").read_text()
+    for words in ("What the traffic looks like", "Better plans take longer to find", '"pareto":[', '"domains":{'):
+        assert words in page
+
+
+def test_ppo_trains(folder: Path) -> None:
+    (command,) = [c for c in commands(README) if "ppo.py" in c]
+    output = run(f"{command} --total-timesteps 512 --num-envs 2 --num-steps 64 --run-dir {folder / 'ppo'}", folder)
+    assert "result {" in output
+
+
+# The researcher
+
+
+def test_program_of_the_researcher(capsys: pytest.CaptureFixture[str]) -> None:
+    code = blocks(README, "python")[0]
+    assert len(code.splitlines()) <= 10
+    exec(compile(code, "<README, researcher>", "exec"), {})
+    assert re.fullmatch(r"\d+\.\d µs per layer and pass; EPLB: \d+\.\d µs\n", capsys.readouterr().out)
+
+
+# The operator
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def agent(folder: Path, port: int) -> Iterator[None]:
+    """The agent, started with the three commands of the README on a free port."""
+    token, protect, start = [c for c in commands(README) if "token" in c]
+    run(token, folder)
+    run(protect, folder)
+    assert start.startswith("python ")
+    words = start.replace("--port 8080", f"--port {port}").split()[1:]
+    with (folder / "agent.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, *words], cwd=folder, stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"http://127.0.0.1:{port}/healthz")
+                break
+            except OSError:
+                assert process.poll() is None, (folder / "agent.log").read_text()
+                time.sleep(0.1)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+@pytest.mark.usefixtures("agent")
+def test_operator(folder: Path, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The agent decides and takes feedback, as the program of the README asks it."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    code = blocks(README, "python")[1].replace(":8080", f":{port}")
+    assert len(code.splitlines()) <= 10
+    exec(compile(code, "<README, operator>", "exec"), {})
+    decided, feedback = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"80 % of the GPU and 4000 MB, decided by: request", decided)  # the first pod of an owner
+    assert "'status': 'accepted'" in feedback
