@@ -16,7 +16,6 @@ import json
 import shlex
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,19 +75,17 @@ class Args:
     flags: str = ""
     """More flags for the trainer, as one string: --flags="--num-envs 8"."""
     output: Path = Path("runs/classic")
-    """Prefix of the .json and .png files. Runs that are in the .json file already are not repeated."""
+    """Folder of the runs, and prefix of the .json and .png files. Runs that are in the .json file are not repeated."""
 
 
-def train(env_id: str, seed: int, flags: list[str]) -> dict[str, object]:
-    """Train in a subprocess. Returns the result line and the learning curve."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "run"
-        trainer = str(TRAINERS / f"{TASKS[env_id].trainer}.py")
-        command = [sys.executable, trainer, "--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder)]
-        command += [*TASKS[env_id].flags, *flags]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        result: dict[str, object] = json.loads(output.splitlines()[-1].removeprefix("result "))
-        steps, values = read_scalars(folder, "charts/mean_return_100")
+def train(env_id: str, seed: int, flags: list[str], folder: Path) -> dict[str, object]:
+    """Train in a subprocess, or continue an interrupted run. Returns the result line and the learning curve."""
+    trainer = str(TRAINERS / f"{TASKS[env_id].trainer}.py")
+    command = [sys.executable, trainer, "--env-id", env_id, "--seed", str(seed), "--run-dir", str(folder), "--resume"]
+    command += [*TASKS[env_id].flags, *flags]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result: dict[str, object] = json.loads(output.splitlines()[-1].removeprefix("result "))
+    steps, values = read_scalars(folder, "charts/mean_return_100")
     return result | {"curve_steps": steps, "curve": values}
 
 
@@ -133,7 +130,7 @@ def main() -> None:
         for seed in args.seeds:
             if seed not in [run["seed"] for run in runs]:
                 console.print(f"{env_id} seed {seed} …", style="dim")
-                runs.append(train(env_id, seed, shlex.split(args.flags)))
+                runs.append(train(env_id, seed, shlex.split(args.flags), args.output / f"{env_id}-{seed}"))
                 store.write_text(json.dumps(results))
         last = [float(str(run["train_return_100"])) for run in runs]
         held_out = [float(str(run["mean_return"])) for run in runs]
