@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import Simulator
+from clustergym.moe_placement.evaluation import Result
 from clustergym.moe_placement.planning import Plan, Sizes, make_plan
 from clustergym.moe_placement.report.html import render, write_report
+from clustergym.moe_placement.report.story import Story
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Traffic
-from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
+from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, synthetic_trace
 
 CHROMIUM = Path("/usr/bin/chromium")
 # The tests may run as root (no sandbox) and without a network (no background requests).
@@ -129,6 +131,43 @@ def test_all_charts_are_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
         assert page.evaluate("window.hacked") is None
         assert NASTY in page.locator("dl").inner_text()
         assert "GB of it in redundant slots" in page.locator("dl").inner_text()
+
+
+def demo_result(planner: str, decision_ms: float, totals_us: list[float]) -> Result:
+    mean = float(np.mean(totals_us))
+    return Result(planner, mean, 0.0, mean, 0.0, 1.0, 1.0, 0.0, 0.0, decision_ms, 0.0, len(totals_us), totals_us)
+
+
+def test_demo_shows_the_traffic_and_the_planners(plan: Plan, browser: Any, tmp_path: Path) -> None:
+    """Loads by domain are shares of the domain's mean. Swift is slower and decides later than EPLB: not on the line."""
+    experts = np.array([[0], [0], [0], [1]] * 5 + [[2]] * 20)[:, None]
+    trace = TokenTrace(experts, n_experts=4, seq_lens=[20, 20], domains=["law", "</b>code"], name=NASTY)
+    results = [
+        demo_result("eplb", 1.0, [100.0, 100.0]),
+        demo_result("swift", 2.0, [104.0, 106.0]),
+        demo_result("anneal", 50.0, [94.0, 96.0]),
+        demo_result("oracle", 60.0, [90.0, 90.0]),
+    ]
+    write_report(tmp_path / "d.html", plan, "sglang", "load", "clustergym demo", story=Story(trace, results, 2))
+    with Visit(browser, tmp_path / "d.html") as page:
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("#domains text").first.text_content() == "</b>code"
+        loads = [t.text_content() for t in page.locator("#domains rect title").all()]
+        assert loads[:2] == [
+            "</b>code: expert 2 has 4.00 times the mean load",
+            "</b>code: expert 0 has 0.00 times the mean load",
+        ]
+        assert "law: expert 0 has 3.00 times the mean load" in loads
+        points = [t.text_content() for t in page.locator("#pareto title").all()]
+        assert sorted(point.split(",")[0] for point in points) == [
+            "anneal: 5.0 ± 12.7 % saved",
+            "eplb: 0.0 ± 0.0 % saved",
+            "oracle: 10.0 ± 0.0 % saved",
+            "swift: -5.0 ± 12.7 % saved",
+        ]
+        line = page.locator("#pareto polyline").get_attribute("points")
+        assert len(line.split()) == 3  # EPLB, a corner, annealing
+        assert page.locator("#statistics tbody tr").count() == 5
 
 
 def test_slider_shows_one_layer(plan: Plan, browser: Any, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Story:
             kind = planner_class(result.planner)
             points.append({
                 "name": result.planner, "ms": round(max(result.decision_ms, 0.01), 4),
-                "saved": round(-100 * relative, 2), "half": round(100 * half, 2),
+                "saved": round(-100 * relative, 2) + 0.0, "half": round(100 * half, 2),
                 "bound": kind.needs_future or kind.needs_mixture,
             })  # fmt: skip
         return {"domains": self._domains(), "pareto": points}
