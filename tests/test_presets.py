@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from clustergym.moe_placement.presets.clusters import GPUS
 from clustergym.moe_placement.presets.huggingface import from_config
@@ -179,6 +180,41 @@ def test_presets_agree_with_the_configs(preset: str, family: str) -> None:
     model = from_config(FAMILIES[family][0], preset)
     same = {"architecture": "", "kv_bytes": 0.0}
     assert replace(model, **same) == replace(MODELS[preset], **same)
+
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    name: {} for name in (
+        "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "deepseek_v4", "glm4_moe",
+        "glm4_moe_lite", "glm4v_moe", "glm5_next", "minimax", "minimax_m2", "minimax_m3_vl", "llama4", "gpt_oss",
+        "olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid", "ernie4_5_moe", "jamba", "kimi_k25",
+        "kimi_linear", "exaone_moe",
+    )
+} | {"llama4_text": {"interleave_moe_layer_step": 2}, "deepseek_v2": {"num_experts_per_tok": 6}}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_sizes_are_those_of_the_model_that_transformers_builds(family: str, tmp_path: Path) -> None:
+    """The config is written by transformers, and the model is built without memory: its weights tell the sizes."""
+    transformers = pytest.importorskip("transformers")
+    mapping = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if family not in mapping:
+        pytest.skip(f"this transformers has no {family}")
+    config = mapping[family](**TRANSFORMERS[family])
+    config.save_pretrained(tmp_path)
+    kind = "AutoModelForCausalLM" if config.get_text_config() is config else "AutoModelForImageTextToText"
+    with torch.device("meta"):
+        built = getattr(transformers, kind).from_config(config)
+    weights = {
+        int(found[1]): tuple(weight.shape)
+        for name, weight in built.named_parameters()
+        if (found := re.search(r"layers\.(\d+)\..*experts\.down_proj$", name)) and "shared" not in name
+    }
+    model = get_model(str(tmp_path / "config.json"))
+    assert model.layer_ids == tuple(weights)
+    for n_experts, *sides in weights.values():
+        assert (n_experts, sorted(sides)) == (model.n_experts, sorted((model.hidden, model.intermediate)))
+    text = config.get_text_config()
+    assert model.top_k == (text.moe_k if family == "ernie4_5_moe" else text.num_experts_per_tok)
 
 
 def test_quantisation_beside_the_config(tmp_path: Path) -> None:

@@ -183,6 +183,9 @@ def _rules(config: Config, total: int) -> list[Callable[[int], bool]]:
     if period > 1:
         offset = _number(config, ("expert_layer_offset",), 0)
         rules.append(lambda layer: layer % period == offset)
+    blocks = config.get("mlp_layer_types")  # transformers 5: GLM, Kimi Linear and others
+    if isinstance(blocks, list) and "sparse" in blocks:
+        rules.append(lambda layer: blocks[layer : layer + 1] == ["sparse"])
     kinds = config.get("layers_block_type")  # Nemotron-H
     if isinstance(kinds, list) and "moe" in kinds:
         rules.append(lambda layer: kinds[layer : layer + 1] == ["moe"])
