@@ -6,6 +6,7 @@ import html
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -17,8 +18,14 @@ from typing import Annotated, Any, Literal
 import pytest
 import tyro
 
-from clustergym.cli import main
+from clustergym.agent.metrics import TEXTS
+from clustergym.cli import COMMANDS, main
+from clustergym.gpu_allocation.baselines import RULES
+from clustergym.gpu_allocation.environment import EPISODE_INFO, INFO
+from clustergym.moe_placement.environment import STEP_INFO
+from clustergym.moe_placement.planner_registry import PLANNERS
 from clustergym.training import parse_args
+from test_docs_commands import check_script
 from trainers import load_trainer
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +147,40 @@ def test_pages_of_environments_have_docstrings_and_arguments(site: Path) -> None
     for words in ("Action Space", "Observation Space", "Rewards", "Episode End", "saved_vs_start", "tokens_per_rank"):
         assert words in text
     assert "pod_spread" in text_of(site / "reference" / "gpu-allocation.html")
+
+
+def test_every_planner_and_rule_is_explained() -> None:
+    planners = (ROOT / "docs" / "reference" / "planners.md").read_text()
+    assert [name for name in PLANNERS if f"`{name}`" not in planners] == []
+    rules = (ROOT / "docs" / "reference" / "gpu-allocation.md").read_text()
+    assert [name for name in [*RULES, "oracle"] if f"`{name}`" not in rules] == []
+
+
+def test_every_exported_metric_and_info_key_is_explained() -> None:
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    package = ROOT / "envs" / "clustergym"
+    sources = ("agent/metrics.py", "webhook/server.py", "collector/collect.py")
+    found = {name for file in sources for name in re.findall(r'"(clustergym_\w+)"', (package / file).read_text())}
+    found |= {f"clustergym_{name}_mean" for name in TEXTS}
+    assert len(found) > 30
+    assert [name for name in found if name not in page] == []
+    placement = (ROOT / "docs" / "reference" / "moe-placement.md").read_text()
+    assert [key for key in STEP_INFO if f"`{key}`" not in placement] == []
+    allocation = (ROOT / "docs" / "reference" / "gpu-allocation.md").read_text()
+    assert [key for key in (*INFO, *EPISODE_INFO) if f"`{key}`" not in allocation] == []
+
+
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=[page.stem for page in RESULTS])
+def test_commands_of_results_exist(page: Path, tmp_path: Path) -> None:
+    for line in re.findall(r"`((?:python|clustergym) [^`]+)`", page.read_text()):
+        words = [word for word in shlex.split(line.replace("\n", " ")) if "…" not in word]
+        if words[0] == "clustergym":
+            assert words[1] in COMMANDS, line
+        else:
+            check_script(words[1:], tmp_path)
 
 
 def test_no_table_is_left_out(site: Path) -> None:
