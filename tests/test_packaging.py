@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import clustergym
 from clustergym import TokenTrace
+from doc_commands import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,4 +88,23 @@ def test_the_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> No
     assert Path(lines[0]) == site / "clustergym" / "__init__.py"
     assert lines[1] == repr(TokenTrace.load("synthetic"))
     assert lines[2] == "(64, 16) True True"
+    quickstart = blocks(ROOT / "README.md", "python")[0]
+    small = quickstart.replace(
+        'cluster="h800-4x4"', 'cluster="h800-2x4", tokens_per_rank=2, ops_per_layer=1, intervals=1'
+    )
+    assert small != quickstart
+    output = run(python, "-c", small, cwd=empty, NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="1")
+    assert "µs per layer and pass; EPLB:" in output
     assert not list(empty.iterdir())
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert clustergym.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version} - 20" in (ROOT / "CHANGELOG.md").read_text()
+    images = re.findall(
+        r"clustergym/clustergym:(\S+)", "".join(p.read_text() for p in (ROOT / "deploy").rglob("*.yaml"))
+    )
+    assert set(images) == {version}
+    assert f"newTag: {version}\n" in (ROOT / "deploy" / "base" / "kustomization.yaml").read_text()
