@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md and the picture of the viewer: ``python docs/make_pictures.py``.
+"""Draw the pictures of docs/concepts.md and of both environments: ``python docs/make_pictures.py``.
 
 A test compares the drawings with the files.
 """
@@ -240,11 +240,28 @@ def viewer(path: Path) -> None:
     matplotlib.image.imsave(path, env.render())
 
 
+def allocation(path: Path) -> None:
+    """The allocation environment after an episode under the rule vpa."""
+    import gymnasium
+    import matplotlib.image
+
+    from clustergym.gpu_allocation.baselines import RULES
+
+    env = gymnasium.make("clustergym:GPUAllocationHistory-v0", render_mode="rgb_array")
+    env.reset(seed=1)
+    rule = RULES["vpa"](env.unwrapped.batch)
+    for _ in range(100):
+        env.step(rule.act()[0].numpy())
+        rule.learn()
+    matplotlib.image.imsave(path, env.render())
+
+
 def main() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         (FOLDER / name).write_text(draw(), encoding="utf-8")
     viewer(FOLDER.parent / "placement.png")
+    allocation(FOLDER.parent / "gpu_allocation.png")
 
 
 if __name__ == "__main__":
