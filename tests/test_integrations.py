@@ -20,6 +20,7 @@ import torch
 import clustergym.integrations.sglang as for_sglang
 import clustergym.integrations.vllm as for_vllm
 from clustergym.integrations.eplb import keep_in_place, plan_slots, rebalance_experts
+from clustergym.integrations.planners import check_name, slots_of
 from eplb_reference import balancedness, eplb
 
 SHAPES = [(12, 16, 4, 2, 8), (64, 80, 8, 4, 16), (32, 64, 32, 4, 32), (256, 288, 8, 4, 32), (64, 72, 1, 2, 8)]
@@ -174,6 +175,39 @@ class TestSGLang:
         flat = types.SimpleNamespace(name="deepseek")
         result = for_sglang.rebalance_experts(**arguments, num_groups=None, num_nodes=4, algorithm=flat)
         assert torch.equal(result[0], rebalance_experts(counts.sum(0), 80, 1, 1, 16)[0])
+
+
+class TestOtherPlanners:
+    """``CLUSTERGYM_EPLB`` names a planner that needs loads only."""
+
+    @pytest.mark.parametrize("name", ["flashlb", "swift", "hot-everywhere", "incremental", "eplb-ema", "round-robin"])
+    def test_legal_slots_in_both_engines(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CLUSTERGYM_EPLB", name)
+        counts = torch.stack([loads(2, 64, seed=s) for s in range(3)])
+        flat = types.SimpleNamespace(name="deepseek")
+        result = for_sglang.rebalance_experts(counts, 80, 5, None, 4, flat)
+        check_maps(result, 64, 80)
+        slots = for_vllm.ClusterGymPolicy.rebalance_experts(counts.sum(0), 80, 8, 4, 16, result[0])
+        for row in [*result[0].tolist(), *slots.tolist()]:
+            assert set(row) == set(range(64))
+            assert all(len(set(row[g : g + 5])) == 5 for g in range(0, 80, 5))
+
+    def test_hottest_experts_are_everywhere(self) -> None:
+        weight = loads(2, 12).numpy()
+        slots = slots_of("hot-everywhere", weight, 20, 1, 1, 4)  # 5 slots for 3 experts: two hot ones
+        for row, load in zip(slots.reshape(2, 4, 5), weight, strict=True):
+            assert all(set(np.argsort(-load)[:2]) <= set(gpu) for gpu in row.tolist())
+
+    def test_planners_remember_earlier_loads(self) -> None:
+        """A moving average of two opposite loads is flat, so the second plan differs from one without a past."""
+        first, second = np.arange(1.0, 17.0)[None] ** 2, np.arange(16.0, 0.0, -1.0)[None] ** 2
+        slots_of("eplb-ema", first, 20, 1, 1, 4)
+        assert (slots_of("eplb-ema", second, 20, 1, 1, 4) != plan_slots(second, 20, 1, 1, 4)).any()
+
+    @pytest.mark.parametrize("name", ["anneal", "policy", "static", "nope"])
+    def test_others_are_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"planner '{name}' cannot run inside an engine: give one of round-robin"):
+            check_name(name)
 
 
 def arguments_of(source: Path, function: str) -> list[str]:

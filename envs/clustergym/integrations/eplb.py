@@ -46,7 +46,7 @@ def plan_slots(
     from clustergym.moe_placement.planners.kernels import loads as kernels
 
     n_layers, n_experts = loads.shape
-    _check(n_experts, n_physical, n_groups, n_nodes, n_gpus)
+    check_sizes(n_experts, n_physical, n_groups, n_nodes, n_gpus)
     per_gpu = n_physical // n_gpus
     placement = np.empty((n_layers, n_gpus, min(per_gpu, n_experts)), np.int16)
     ints, floats = np.empty((n_layers, 3, n_experts), np.int32), np.empty((n_layers, n_experts + n_gpus))
@@ -54,14 +54,15 @@ def plan_slots(
     kernels.eplb(placement, values, n_nodes, 0 if n_groups % n_nodes else n_groups, ints, floats)
     slots = np.full((n_layers, n_gpus, per_gpu), -1, np.int64)
     slots[:, :, : placement.shape[2]] = placement
-    _fill(slots, values, n_groups, n_nodes)
+    fill(slots, values, n_groups, n_nodes)
     planned = slots.reshape(n_layers, n_physical)
     if old is not None and old.shape == planned.shape:
         return keep_in_place(planned, old, n_nodes, n_gpus)
     return planned
 
 
-def _check(n_experts: int, n_physical: int, n_groups: int, n_nodes: int, n_gpus: int) -> None:
+def check_sizes(n_experts: int, n_physical: int, n_groups: int, n_nodes: int, n_gpus: int) -> None:
+    """Raise a ValueError that names the argument of the engine that cannot work."""
     for name, value in (("num_groups", n_groups), ("num_nodes", n_nodes), ("num_gpus", n_gpus)):
         if value < 1:
             raise ValueError(f"{name} is {value}: expected at least 1")
@@ -75,7 +76,7 @@ def _check(n_experts: int, n_physical: int, n_groups: int, n_nodes: int, n_gpus:
         raise ValueError(f"{n_experts} experts do not divide into num_groups = {n_groups}")
 
 
-def _fill(slots: Slots, loads: npt.NDArray[np.float64], n_groups: int, n_nodes: int) -> None:
+def fill(slots: Slots, loads: npt.NDArray[np.float64], n_groups: int, n_nodes: int) -> None:
     """Fill empty slots (−1) of (L, G, S) with the lightest expert of the node that the GPU does not hold yet."""
     gpus_per_node = slots.shape[1] // n_nodes
     for l, g, s in np.argwhere(slots < 0):

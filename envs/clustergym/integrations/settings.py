@@ -11,13 +11,19 @@ import numpy.typing as npt
 from clustergym.moe_placement.engines import PlanError, detect_engine, read_plan
 
 ENABLE = "CLUSTERGYM_EPLB"
-"""1: replace the engine's load balancer."""
+"""Replace the engine's load balancer: by our EPLB (1), or by the planner of this name (flashlb, swift …)."""
 PLAN = "CLUSTERGYM_EPLB_PLAN"
 """A plan file. The load balancer returns it as long as its sizes are those of the model."""
 
 
 def enabled() -> bool:
     return os.environ.get(ENABLE, "0") not in ("", "0") or bool(os.environ.get(PLAN))
+
+
+def planner_name() -> str:
+    """The planner that the environment asks for."""
+    asked = os.environ.get(ENABLE, "")
+    return "eplb" if asked in ("", "0", "1") else asked
 
 
 def fixed_plan(n_layers: int, n_physical: int, n_experts: int) -> npt.NDArray[np.int64] | None:

@@ -1,7 +1,7 @@
 """A policy of vLLM's expert-parallel load balancer (``vllm.distributed.eplb.policy``).
 
-To use it, install clustergym into vLLM's environment, set ``CLUSTERGYM_EPLB=1`` and serve with
-``--enable-expert-parallel --enable-eplb``. vLLM calls :func:`register` in each of its processes (entry point
+To use it, install clustergym into vLLM's environment, set ``CLUSTERGYM_EPLB=1`` (or the name of a planner) and serve
+with ``--enable-expert-parallel --enable-eplb``. vLLM calls :func:`register` in each of its processes (entry point
 ``vllm.general_plugins``).
 
 With ``CLUSTERGYM_EPLB_PLAN=plan.json`` the policy returns a plan of ``clustergym plan --engine vllm`` instead. vLLM
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from clustergym.integrations.eplb import keep_in_place, plan_slots
-from clustergym.integrations.settings import enabled, fixed_plan
+from clustergym.integrations.eplb import keep_in_place
+from clustergym.integrations.planners import check_name, slots_of
+from clustergym.integrations.settings import enabled, fixed_plan, planner_name
 
 if TYPE_CHECKING:
     AbstractEplbPolicy = object
@@ -30,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterGymPolicy(AbstractEplbPolicy):
-    """EPLB that is never less balanced than vLLM's default, and moves fewer experts."""
+    """The planner that ``CLUSTERGYM_EPLB`` names. Our EPLB is never less balanced than vLLM's default, and moves fewer
+    experts."""
 
     @classmethod
     def rebalance_experts(
@@ -47,7 +49,7 @@ class ClusterGymPolicy(AbstractEplbPolicy):
         old = None if old_global_expert_indices is None else old_global_expert_indices.cpu().numpy()
         planned = fixed_plan(len(loads), num_replicas, loads.shape[1])
         if planned is None:
-            planned = plan_slots(loads, num_replicas, num_groups, num_nodes, num_ranks, old)
+            planned = slots_of(planner_name(), loads, num_replicas, num_groups, num_nodes, num_ranks, old)
         elif old is not None and old.shape == planned.shape:
             planned = keep_in_place(planned, old, num_ranks, num_ranks)  # slots may be reordered, GPUs not
         return torch.from_numpy(planned)
@@ -59,8 +61,9 @@ def register() -> None:
         return
     from vllm.distributed.eplb import policy
 
+    name = check_name(planner_name())
     install(policy.EPLB_POLICIES)
-    logger.info("clustergym's EPLB policy is installed")
+    logger.info("clustergym's planner %r is installed", name)
 
 
 def install(policies: dict[str, Any]) -> None:
