@@ -136,6 +136,40 @@ def test_ppo_trains(folder: Path) -> None:
     assert "result {" in output
 
 
+# Readers
+
+QUESTIONS = {
+    "How do I install it, and which extras are there?": ("docs/get-started.md", "## Extras"),
+    "What do rank, slot, replica and profile mean?": ("docs/concepts.md", "**Replica**"),
+    "How do I get a placement file into SGLang?": ("docs/guides/plan.md", "--init-expert-location"),
+    "How do I record the traffic of my own model?": ("docs/guides/traces.md", "clustergym trace record"),
+    "Which planner is best for my engine, and by how much?": ("docs/results/placement.md", "What to take from it"),
+    "What are the observations, actions and rewards?": (
+        "docs/reference/moe-placement.md",
+        "::: clustergym.moe_placement.environment.MoEPlacementEnv",
+    ),
+    "Can I train with Stable-Baselines3?": ("docs/guides/libraries.md", "MaskablePPO"),
+    "What does --ent-coef do?": ("docs/reference/ppo.md", "<!-- flags: ppo -->"),
+    "How do I try the agent in Kubernetes without risk?": ("docs/guides/agent.md", "shadow mode"),
+    "Has this run on a GPU or in a real engine?": ("docs/results/index.md", "What has not been measured"),
+}
+"""What a newcomer asks → the page with the answer, and words on it."""
+
+
+def linked_pages(page: Path) -> set[Path]:
+    targets = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_an_answer_is_two_clicks_away(question: str) -> None:
+    name, words = QUESTIONS[question]
+    first = linked_pages(README)
+    second = set().union(*(linked_pages(page) for page in first))
+    assert ROOT / name in first | second
+    assert words in (ROOT / name).read_text()
+
+
 # The researcher
 
 
