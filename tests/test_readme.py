@@ -55,6 +55,11 @@ ELSEWHERE = {
 """Commands that a test below runs."""
 
 
+installed = pytest.mark.skipif(
+    not (ROOT / ".venv" / ".installed").exists(), reason="without .venv of `make test`, make would install it first"
+)
+
+
 def run(command: str, folder: Path, timeout: float = 300) -> str:
     """The output of a shell command, with the Python of this environment first in PATH."""
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
@@ -108,6 +113,7 @@ def test_pip_resolves_the_extras() -> None:
     assert "does not provide the extra" not in output
 
 
+@installed
 def test_make_train(folder: Path) -> None:
     """``make train`` with a short training ends in a picture."""
     output = run(f"make -C {ROOT} train TRAIN_FLAGS='{SHORT_TRAINING} --run-dir {folder / 'train'}'", folder)
@@ -121,6 +127,7 @@ def test_make_test_runs_all_linters_and_the_suite() -> None:
         assert program in output
 
 
+@installed
 def test_make_demo(folder: Path) -> None:
     assert "`make demo`" in README.read_text()
     flags = f"-o {folder / 'demo.html'} --planners static --seconds 0.2 --tokens-per-rank 8"
