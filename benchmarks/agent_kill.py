@@ -37,8 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Load, Server, agent_server, run_load
+from clustergym.agent.settings import ServerSettings
 from clustergym.agent.versions import CHECKPOINT_KIND, kept_versions, read_request, request_rollback, version_path
-from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint
+from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
 
 ACCEPTED = 'clustergym_feedback_total{status="accepted"}'
 VERSION = "clustergym_policy_version"
@@ -71,17 +72,11 @@ def unfinished(store: Path) -> list[Path]:
 
 
 def was_hit(store: Path, kind: str) -> bool:
-    """Whether a kill interrupted a write of this kind. Removes the temporary files, as an operator would."""
-    hit = False
-    for path in unfinished(store):
-        try:
-            rollback = load_checkpoint(path, CHECKPOINT_KIND).get("rollback_id")
-        except CheckpointError:  # half a file, so it is not known whose
-            rollback = None
-        request = read_request(store)
-        hit |= kind == "save" or (request is not None and rollback == request.id)
+    """Whether a write did not finish, and with a rollback, whether its request still waits. Removes temporary files."""
+    left = unfinished(store)
+    for path in left:
         path.unlink()
-    return hit
+    return bool(left) and (kind != "rollback" or read_request(store) is not None)
 
 
 def wait_for(kind: str, server: Server, store: Path, until_s: float) -> bool:
@@ -89,11 +84,13 @@ def wait_for(kind: str, server: Server, store: Path, until_s: float) -> bool:
     children = psutil.Process(server.process.pid).children()
     (learner,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
     if kind == "rollback":
-        # Right after an update the learner sleeps, so that the next checkpoint is that of the rollback.
+        # After an update the learner sleeps. A request at this time is carried out before the next update.
         version = load_checkpoint(store / CHECKPOINT_NAME, CHECKPOINT_KIND)["version"]
         while not version_path(store, version + 1).exists() and time.monotonic() < until_s:
             time.sleep(0.001)
         request_rollback(store, kept_versions(store)[0], "benchmark")
+        if time.time() - version_path(store, version + 1).stat().st_mtime > ServerSettings.update_interval_s:
+            return False
     while time.monotonic() < until_s:
         writing = bool(unfinished(store))
         if kind == "update" and not writing and learner.status() == psutil.STATUS_RUNNING:
@@ -184,7 +181,7 @@ def run_rounds(args: Args, store: Path) -> list[dict[str, Any]]:
                         raise RuntimeError(f"round {i}: repeated feedback on {old} got {status} {found}")
             kind, after_s = KINDS[i % len(KINDS)], rng.uniform(args.shortest, args.longest)
             load, ready = kill_under_load(server, store, kind, args, after_s, i)
-        hit = was_hit(store, kind) if kind in ("save", "rollback") else ready
+        hit = ready and (kind == "update" or was_hit(store, kind))
         acknowledged |= set(load.accepted)
         unanswered |= set(load.unanswered)
         checked = check_store(store, acknowledged, unanswered)

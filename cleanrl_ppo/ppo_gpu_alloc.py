@@ -65,6 +65,9 @@ class Args(TrainArgs):
     """Number of parallel environments per process."""
     num_steps: int = 32
     """Number of steps per environment between updates."""
+    copies: int = 1
+    """Number of environments that decide on the same pod in the same situation; 1 or an even divisor of num_envs. Their
+    mean reward is the baseline, which removes the luck of the pod. Then all continue from the first one. 1: off."""
     num_minibatches: int = 4
     """Number of minibatches per epoch."""
     update_epochs: int = 4
@@ -402,6 +405,8 @@ class Rollouts:
         # All episodes have the same length. Start them at different times, so that a rollout contains all phases.
         decisions = torch.arange(args.num_envs) * self.envs.config.arrivals // args.num_envs
         self.envs.state["counters"][:, COUNT_DECISIONS] = decisions
+        if args.copies > 1:
+            self.envs.copy_first(args.copies)
         self.statistics = RunningMeanStd((self.envs.n_features,), world)
         self.scaler = RewardScaler(args.num_envs, args.gamma, world)
         if args.norm_obs:
@@ -435,6 +440,9 @@ class Rollouts:
         raw_reward = 0.0
 
         noise = torch.randn(*shape, 2)
+        if args.copies > 1:
+            # Opposite noise: the difference of two rewards then shows the slope.
+            noise[:, 1::2] = -noise[:, ::2]
         with torch.inference_mode():
             std = agent.std().cpu()
             for step in range(args.num_steps):
@@ -451,6 +459,8 @@ class Rollouts:
                     where = ended.nonzero().squeeze(-1)
                     last_obs.append((step, where, self.normalize(envs.last_obs[where])))
                     finished.append(envs.final_sums[where].clone())
+                if args.copies > 1:
+                    envs.copy_first(args.copies)
 
         with torch.no_grad():
             flat_obs, flat_actions = obs.flatten(0, 1).to(device), actions.flatten(0, 1).to(device)
@@ -466,6 +476,9 @@ class Rollouts:
             ends = torch.zeros_like(dones) if args.bootstrap_truncated else dones
             steps = (rewards.to(device), values, ends, dones, next_value, final_values)
             advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
+            if args.copies > 1:
+                groups = advantages.view(args.num_steps, -1, args.copies)
+                groups -= groups.mean(-1, keepdim=True)
         batch = Batch(flat_obs, flat_actions, logprobs, advantages.flatten(), returns.flatten(), values.flatten())
         return batch, {"charts/reward": raw_reward / len(batch)} | episode_charts(finished)
 
@@ -532,6 +545,9 @@ def train(args: Args, world: World) -> dict[str, Any]:
         raise ValueError(f"final_std is {args.final_std}: expected more than 0, or None for a learned one")
     if not 0 < args.initial_mean < 1:
         raise ValueError(f"initial_mean is {args.initial_mean}: expected a share between 0 and 1")
+    if args.copies < 1 or (args.copies > 1 and (args.copies % 2 or args.num_envs % args.copies or args.gamma > 0)):
+        expected = f"1, or an even divisor of num_envs {args.num_envs} with gamma 0"
+        raise ValueError(f"copies is {args.copies} with gamma {args.gamma:g}: expected {expected}")
     device = world.device
     run = Run("ppo_gpu_alloc", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)

@@ -286,3 +286,32 @@ def test_other_checkpoints_are_refused(tmp_path: Path) -> None:
     message = r"observations have shape \(3, 19\), but the policy was trained on \(…, 5\)"
     with pytest.raises(ValueError, match=message):
         policy.act(torch.zeros(3, 19))
+
+
+def test_copies_decide_on_the_same_pod_and_share_a_baseline(tmp_path: Path) -> None:
+    args = ppo.Args(num_envs=4, num_steps=16, copies=2, norm_obs=False)
+    torch.manual_seed(0)
+    agent = ppo.Agent(19)
+    rollouts = ppo.Rollouts(args, agent, torch.device("cpu"), seed=3)
+    batch, _ = rollouts.collect()
+    obs, actions, advantages = (column.view(16, 2, 2, -1) for column in (batch.obs, batch.actions, batch.advantages))
+    assert torch.equal(obs[:, :, 0], obs[:, :, 1])
+    assert not torch.equal(obs[:, 0], obs[:, 1])
+    # Opposite noise around the same mean, and advantages relative to the mean of the two.
+    means = agent.actor(obs[:, :, 0])
+    torch.testing.assert_close(actions.mean(2), means, atol=1e-6, rtol=0)
+    torch.testing.assert_close(advantages.sum(2), torch.zeros(16, 2, 1), atol=1e-6, rtol=0)
+    # The difference is that of the rewards in copies of one environment.
+    alone = ppo.make_envs(args, 4)
+    alone.seed(3 + torch.arange(4).numpy())
+    alone.reset()
+    alone.state["counters"][:, 0] = torch.arange(4) * 32
+    alone.copy_first(2)
+    _, rewards, _ = alone.step(ppo.clip_action(actions[0].flatten(0, 1)))
+    torch.testing.assert_close(advantages[0, :, 0, 0], (rewards[::2] - rewards[1::2]).float() / 2, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("changes", [{"copies": 3}, {"copies": 16}, {"copies": 2, "gamma": 0.5}])
+def test_copies_that_cannot_work_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected 1, or an even divisor of num_envs 8 with gamma 0"):
+        trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, **changes)

@@ -38,7 +38,7 @@ RARE_PODS = 50.0
 
 
 def sensitive_floor(peak: float, pods: float, margin: float) -> float:
-    """Smallest share of its request that a latency-sensitive pod gets, if ``peak`` is the most that ``pods`` pods needed.
+    """Smallest share of its request that a latency-sensitive pod gets, if n pods needed at most ``peak``.
 
     The next pod exceeds the peak of n pods with a probability of 1 / (n + 1), and by more if n is small.
 

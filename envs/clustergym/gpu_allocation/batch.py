@@ -247,6 +247,15 @@ class AllocationBatch:
         self._run(dynamics.step_range, self._state, self._rules, chosen, *outputs, autoreset)
         return self.obs, self.reward, self.ended
 
+    def copy_first(self, copies: int) -> None:
+        """Continue each group of ``copies`` consecutive environments from the state of its first one.
+
+        The copies then see the same pod in the same situation, so their next rewards differ only by their actions.
+        """
+        for tensor in (*self.state.values(), self.obs):
+            groups = tensor.view(-1, copies, *tensor.shape[1:])
+            groups[:, 1:] = groups[:, :1]
+
     def oracle(self) -> torch.Tensor:
         """(B, 2) actions with the highest reward for the waiting pods, given their hidden needs."""
         action = np.zeros((self.num_envs, 2), np.float32)
