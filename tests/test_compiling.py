@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clustergym.common import compiling
-from clustergym.common.compiling import imported_sources, source_fingerprint
+from clustergym.common.compiling import _direct_imports, imported_sources, source_fingerprint
 from clustergym.moe_placement import simulator
 from clustergym.moe_placement.kernels import cost, episode, streams
 from clustergym.moe_placement.launchers import cpu
@@ -76,12 +76,12 @@ def test_a_change_renews_what_it_is_part_of_and_nothing_else(
     files |= {"cpu": package / "moe_placement/launchers/cpu.py", "simulator": package / "moe_placement/simulator.py"}
 
     def fingerprints() -> dict[str, str]:
-        imported_sources.cache_clear()
+        _direct_imports.cache_clear()
         return {name: source_fingerprint(imported_sources(file)) for name, file in files.items()}
 
     before = fingerprints()
     with open(package / changed, "a") as file:
         file.write("# changed\n")
     after = fingerprints()
-    imported_sources.cache_clear()
+    _direct_imports.cache_clear()
     assert {name for name in files if before[name] != after[name]} == renewed

@@ -31,20 +31,28 @@ def source_fingerprint(paths: Iterable[Path]) -> str:
 
 
 @cache
+def _direct_imports(path: Path) -> frozenset[Path]:
+    """The files of this package that a file imports."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ImportFrom) or node.module is None:
+            continue
+        # What is imported from a package may be a module.
+        for module in (node.module, *(f"{node.module}.{name.name}" for name in node.names)):
+            root, *parts = module.split(".")
+            source = _PACKAGE.joinpath(*parts).with_suffix(".py")
+            if root == _PACKAGE.name and source.is_file():
+                found.add(source)
+    return frozenset(found)
+
+
 def imported_sources(path: Path) -> frozenset[Path]:
     """A file of this package and all files of it that it imports, directly or not."""
     found, waiting = {path}, [path]
     while waiting:
-        for node in ast.parse(waiting.pop().read_text()).body:
-            if not isinstance(node, ast.ImportFrom) or node.module is None:
-                continue
-            # What is imported from a package may be a module.
-            for module in (node.module, *(f"{node.module}.{name.name}" for name in node.names)):
-                root, *parts = module.split(".")
-                source = _PACKAGE.joinpath(*parts).with_suffix(".py")
-                if root == _PACKAGE.name and source.is_file() and source not in found:
-                    found.add(source)
-                    waiting.append(source)
+        new = _direct_imports(waiting.pop()) - found
+        found |= new
+        waiting += new
     return frozenset(found)
 
 

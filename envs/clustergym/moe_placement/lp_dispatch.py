@@ -8,7 +8,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from clustergym.moe_placement.kernels.passes import count_all
-from clustergym.moe_placement.kernels.replicas import hash31, slot_of
+from clustergym.moe_placement.kernels.replicas import hash31
 from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
 
 
@@ -48,19 +48,17 @@ def split_by_program(state: SimulationState, topology: Topology, costs: Costs) -
         held = np.zeros((state.replicas.shape[1], state.slots.shape[1]), bool)
         for g, slots in enumerate(state.slots[b]):
             held[slots[slots >= 0], g] = True
-        several = np.flatnonzero(held.sum(1) > 1)
+        several = {e: np.nonzero(state.slots[b] == e) for e in np.flatnonzero(held.sum(1) > 1)}
         for w in range(n_passes):
             split, _ = optimal_shares(state.load[b, w], held)
-            for e in several:
-                gpus = state.replicas[b, e, : state.n_replicas[b, e]]
-                slots = [slot_of(state, b, e, g) for g in gpus]
+            for e, (gpus, slots) in several.items():
                 words = np.bitwise_or.reduce(state.slot_tokens[b, w, gpus, slots], axis=0)
                 uses = np.unpackbits(words.view(np.uint8), bitorder="little")[:n_tokens].astype(bool)
                 limits = np.cumsum(split[e, gpus]) / max(1, state.load[b, w, e])
                 chosen = np.minimum(np.searchsorted(limits, chances[w], side="right"), len(gpus) - 1)
-                for i, (g, s) in enumerate(zip(gpus, slots, strict=True)):
+                for i, place in enumerate(zip(gpus, slots, strict=True)):
                     run = np.zeros(64 * len(words), np.uint8)
                     run[:n_tokens] = uses & (chosen == i)
-                    state.slot_tokens[b, w, g, s] = np.packbits(run, bitorder="little").view(np.uint64)
-                    state.slot_pairs[b, w, g, s] = run.sum()
+                    state.slot_tokens[b, w][place] = np.packbits(run, bitorder="little").view(np.uint64)
+                    state.slot_pairs[b, w][place] = run.sum()
             count_all(state, b, w, topology, costs)

@@ -446,7 +446,6 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
     """
     placement = placement.copy()
     loads = observed.loads.loads(simulator.n_experts).astype(float)
-    passes = None if observed.tokens is None else observed.tokens.first_passes(_FILL_PASSES)
     while (layers := np.flatnonzero((placement < 0).any((1, 2)))).size:
         spots, candidates = [], []
         for l in layers:
@@ -461,16 +460,18 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
             ordered = np.argsort(-share, kind="stable")[:_FILL_CANDIDATES]
             candidates.append(ordered[share[ordered] >= 0])
         chosen = [int(experts[0]) for experts in candidates]
-        if passes is not None:
+        if observed.tokens is not None:
+            # With transport "stay" layers depend on each other.
+            served = np.arange(len(placement)) if simulator.stay else layers
+            passes = replace(observed.tokens.first_passes(_FILL_PASSES), experts=observed.tokens.experts[served])
             least = np.full(len(spots), np.inf)
             for i in range(min(len(experts) for experts in candidates)):
                 trial = placement.copy()
                 for spot, experts in zip(spots, candidates, strict=True):
                     trial[spot] = experts[i]
-                times = simulator.evaluate(passes, trial, check=False).time_us
-                for j, (layer, _, _) in enumerate(spots):
-                    if times[layer] < least[j]:
-                        least[j], chosen[j] = times[layer], int(candidates[j][i])
+                times = simulator.pass_times(passes, trial[served]).mean(1)[np.searchsorted(served, layers)]
+                for j in np.flatnonzero(times < least):
+                    least[j], chosen[j] = times[j], int(candidates[j][i])
         for spot, expert in zip(spots, chosen, strict=True):
             placement[spot] = expert
     return placement

@@ -22,7 +22,6 @@ from clustergym.moe_placement.kernels.passes import count_pass
 from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
 from clustergym.moe_placement.kernels.token_sets import copy_set
-from clustergym.moe_placement.lp_dispatch import split_by_program
 from clustergym.moe_placement.profiles import (
     ALLGATHER,
     DEFAULT_PROFILE,
@@ -297,6 +296,15 @@ class Simulator:
             spread(_count_range, interval.n_layers, *arguments)
         return state
 
+    def _served(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
+        """As :meth:`count`, but with the linear program of dispatch ``lp``, which planners do without."""
+        state = self.count(interval, placement, before)
+        if self.profile.dispatch == "lp":
+            from clustergym.moe_placement.lp_dispatch import split_by_program  # scipy takes long to import
+
+            split_by_program(state, self.topology, self.interval_costs(interval))
+        return state
+
     def evaluate(
         self, interval: Interval, placement: Placement, before: Placement | None = None, *, check: bool = True
     ) -> Served:
@@ -308,9 +316,7 @@ class Simulator:
             for slots in (placement,) if before is None else (placement, before):
                 if len(self.check(slots)) != interval.n_layers:
                     raise ValueError(f"placement has {len(slots)} layers, but the interval has {interval.n_layers}")
-        state, costs = self.count(interval, placement, before), self.interval_costs(interval)
-        if self.profile.dispatch == "lp":
-            split_by_program(state, self.topology, costs)
+        state, costs = self._served(interval, placement, before), self.interval_costs(interval)
         layers, gpus = interval.n_layers, self.n_gpus
         times = np.zeros((layers, interval.n_passes, 3))
         links, transfer_us = np.zeros((layers, gpus, gpus)), np.zeros(layers)
@@ -342,9 +348,7 @@ class Simulator:
 
     def pass_times(self, interval: Interval, placement: Placement) -> npt.NDArray[np.float64]:
         """(L, P) time of every pass: that of :meth:`evaluate`, without its other figures. The placement is trusted."""
-        state, costs = self.count(interval, placement), self.costs(interval.n_tokens)
-        if self.profile.dispatch == "lp":
-            split_by_program(state, self.topology, costs)
+        state, costs = self._served(interval, placement), self.interval_costs(interval)
         times, links = np.zeros((interval.n_layers, interval.n_passes, 3)), np.zeros((self.n_gpus, self.n_gpus))
         for b in range(interval.n_layers):
             _write_times(state, b, self.topology, costs, times[b], links)

@@ -200,15 +200,18 @@ class TokenTrace:
             raise ValueError(f"{self.name}: no sequence is selected")
         lengths = self.seq_lens[keep]
         tokens = np.repeat(self.seq_starts[keep] - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-        positions = np.arange(self.n_layers)
+        experts, positions = self.experts, np.arange(self.n_layers)
         if layers is not None:
             positions = np.asarray(layers, dtype=np.int64)
             if not positions.size or positions.min() < 0 or positions.max() >= self.n_layers:
                 raise ValueError(
                     f"{self.name}: layers {list(layers)} asked for, but the positions are 0 … {self.n_layers - 1}"
                 )
+            experts = experts[:, positions]
+        if len(tokens) < self.n_tokens or sequences is not None:
+            experts = experts[tokens]
         return TokenTrace(
-            self.experts[tokens][:, positions],
+            experts,
             n_experts=self.n_experts,
             layer_ids=self.layer_ids[positions],
             seq_lens=lengths,
