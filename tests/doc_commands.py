@@ -18,7 +18,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[str]:
     """Command lines of the sh blocks, without comments. Lines that end in a backslash are joined."""
     lines = [line for code in blocks(page, "sh") for line in code.replace("\\\n", " ").splitlines()]
-    plain = [re.sub(r"\s+#.*", "", line).strip() for line in lines]
+    plain = [" ".join(re.sub(r"\s+#.*", "", line).split()) for line in lines]
     return [line for line in plain if line and not line.startswith("#")]
 
 
