@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -59,14 +59,12 @@ class Task:
     cleanrl: Setting
     """Settings of CleanRL's ppo.py and ppo_continuous_action.py."""
     no_evaluation: dict[str, int]
-    plain: dict[str, int] = field(default_factory=dict)
-    """Flags that make the trainer plain PPO, for the same settings as CleanRL."""
 
 
 TASKS = {
     "CartPole-v1": Task("ppo", Setting(4, 128, 4, 4), {"eval_episodes": 0}),
     "Pendulum-v1": Task("ppo_continuous_action", Setting(1, 2048, 32, 10), {"eval_episodes": 0}),
-    "GPUAllocation-v0": Task("ppo_gpu_alloc", Setting(1, 2048, 32, 10), {"eval_streams": 0}, {"copies": 1}),
+    "GPUAllocation-v0": Task("ppo_gpu_alloc", Setting(1, 2048, 32, 10), {"eval_streams": 0}),
 }
 
 
@@ -228,7 +226,7 @@ def ours(module: ModuleType, task: Task, env_id: str, setting: Setting, iteratio
     with tempfile.TemporaryDirectory() as folder, swapped(Run, "iterations", timed_iterations):
         args = module.Args(
             env_id=env_id, run_dir=Path(folder) / "run", total_timesteps=iterations * setting.batch_size,
-            **vars(setting), **task.no_evaluation, **(task.plain if setting == task.cleanrl else {}),
+            **vars(setting), **task.no_evaluation,
         )  # fmt: skip
         module.train(args, World())
     return iterations * setting.batch_size / spent

@@ -234,6 +234,13 @@ def test_agents_have_random_numbers_of_their_own(case: Case) -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.id == "ppo_federated"], ids=lambda case: case.id)
+def test_mean_return_is_unknown_before_an_episode_has_ended(case: Case) -> None:
+    charts = case.make_learner(case.args(num_steps=1, num_minibatches=1)).iterate()
+    assert math.isnan(charts["charts/mean_return_100"])
+    assert "charts/episodic_return" not in charts
+
+
 # Roll-outs
 
 ROLLOUTS: dict[str, dict[str, Any]] = {

@@ -329,8 +329,8 @@ class MutationRun:
             needed = {item for each in left if each.trainer == trainer for item in tests_of(each, session.items)}
             own = [item for item in session.items if item in needed]
             # Once here, so that the children inherit what torch loads at first use.
-            passes([item for item in own if "defaults" in item.name])
-            if not in_a_child(None, own, 20 * self.timeout_s):
+            warm = passes([item for item in own if "defaults" in item.name])
+            if not warm or not in_a_child(None, own, 20 * self.timeout_s):
                 raise pytest.UsageError(f"tests of {trainer} fail without a mutant")
         for number, mutant in enumerate(left, 1):
             began = time.perf_counter()

@@ -165,11 +165,24 @@ class FederatedCase(Case):
         steps = cut([transitions(each.journal, False) for each in scripts], args.num_steps)
         return Played(args, learner.agent, rollouts, steps, args.num_envs, [each.journal[0].obs for each in scripts])
 
+    def rows_of(self, batch: Any) -> dict[str, Tensor]:
+        """The stored distributions must be those that the stored log-probabilities belong to."""
+        assert batch.actions.dtype == (torch.int64 if batch.actions.ndim == 1 else torch.float32)
+        known = Categorical(logits=batch.dist) if batch.actions.ndim == 1 else diagonal_normal(*halves(batch.dist))
+        torch.testing.assert_close(known.log_prob(batch.actions), batch.logprobs)
+        return super().rows_of(batch)
+
     def charts(self, played: Played) -> list[dict[str, float]]:
         return [
             {key: value for key, value in charts.items() if key != "charts/mean_return_100"}
             for charts in super().charts(played)
         ]
+
+
+def halves(dist: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and standard deviations."""
+    mean, logstd = dist.chunk(2, -1)
+    return mean, logstd.exp()
 
 
 def frozen(distribution: Any) -> dict[str, Any]:
