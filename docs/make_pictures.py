@@ -95,7 +95,7 @@ def serving_pass() -> str:
     for node in (0, 1):
         p.box(20 + 420 * node, 50, 400, 190, PANEL)
         p.text(34 + 420 * node, 72, f"node {node}", 13, SOFT)
-    loads = (5, 3, 2, 4)
+    loads = (6, 4, 2, 4)
     for rank in range(4):
         x = 34 + 420 * (rank // 2) + 192 * (rank % 2)
         p.box(x, 84, 180, 142, "#ffffff", SOFT)
@@ -107,7 +107,7 @@ def serving_pass() -> str:
         for i, name in enumerate((*held[rank], "")):
             p.expert(x + 62 + 35 * i, 144, name, replica=name == "A")
         p.text(x + 10, 205, "work", 12, SOFT)
-        p.box(x + 62, 195, 20 * loads[rank], 12, RED if loads[rank] == max(loads) else BLUE, "none", 3)
+        p.box(x + 62, 195, 17 * loads[rank], 12, RED if loads[rank] == max(loads) else BLUE, "none", 3)
     steps = (
         ("dispatch", "tokens travel to their experts", CYAN),
         ("compute", "the busiest GPU sets the time", BLUE),
