@@ -149,7 +149,7 @@ def growth(args: Args) -> list[dict[str, Any]]:
             "MoEPlacement-v0", num_envs=128, vectorization_mode="vector_entry_point", trace=trace, split="all",
             model=ModelSpec("bench", size["layers"], size["experts"], trace.top_k, 2048, 1408),
             cluster=ClusterSpec("bench", size["GPUs"] // 4, 4), profile=args.profile, tokens_per_rank=size["tokens"],
-            sampled_passes=size["passes"],
+            sampled_passes=size["passes"], allow_reuse=True,
         )  # fmt: skip
         env.reset(seed=0)
         rng = np.random.default_rng(0)
@@ -313,7 +313,7 @@ def main(args: Args) -> None:
         against(args.against.resolve(), args.rounds)
         return
     console = Console(width=130)
-    options = {"profile": args.profile, "trace": args.trace}
+    options = {"profile": args.profile, "trace": args.trace, "allow_reuse": True}
     results = []
     table = Table(title=f"environment steps per second: {args.trace}, {args.profile}, 64 experts, 16 GPUs")
     for column in ("environments", "batched", "sync", "async", "single", "batched / sync", "µs per step",

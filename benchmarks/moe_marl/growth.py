@@ -36,6 +36,7 @@ def step_us(experts: int, gpus: int, tokens: int, environments: int) -> dict[str
     config = PlacementConfig(
         trace=synthetic_trace(shape, seed=0), model=model, cluster=cluster, intervals=4,
         tokens_per_rank=tokens // gpus, sampled_passes=1, schedule="drift", start="eplb", memory=True,
+        allow_reuse=True,
     )  # fmt: skip
     batch, rows, same_node = (
         PlacementBatch(config, environments),

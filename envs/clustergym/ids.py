@@ -7,20 +7,32 @@ Every rung is registered for every profile and schedule, with both kinds of acti
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 RUNGS: dict[str, dict[str, Any]] = {
-    "small": {"trace": "synthetic-small", "cluster": "h800-2x4", "slots_per_gpu": 2, "tokens_per_rank": 64,
-              "sampled_passes": 1, "passes_per_interval": 10_000},
-    "2x8": {"trace": "tiny_moe", "cluster": "h800-2x8"},
-    "4x4": {"trace": "tiny_moe", "cluster": "h800-4x4"},
-    "4x8": {"trace": "tiny_moe", "cluster": "h800-4x8"},
+    "small": {"trace": "synthetic-small", "cluster": "h800-2x4", "slots_per_gpu": 2},
+    "2x8": {"trace": "tiny_moe_domains", "cluster": "h800-2x8"},
+    "4x4": {"trace": "tiny_moe_domains", "cluster": "h800-4x4"},
+    "4x8": {"trace": "tiny_moe_domains", "cluster": "h800-4x8"},
     "deepseek-v3": {"trace": "synthetic-deepseek-v3", "cluster": "h800-4x8"},
-}  # fmt: skip
-"""Size of a task → its arguments, from easy to hard. ``small`` has 16 experts on 8 GPUs and no spare slots. Its
-optimum is not proven: the exact planner takes at most 120 binary choices, and this task has 128."""
-PROFILES = ("sglang-prefill", "sglang-decode", "vllm", "vllm-deepep", "tensorrt-llm", "vllm-ascend")
-"""Engine profiles that an environment can have."""
+}
+"""Size of a task → its arguments, from easy to hard. ``small`` has 16 experts on 8 GPUs and no spare slots: the exact
+planner proves its optimum."""
+PHASES = {
+    "sglang-prefill": "prefill",
+    "sglang-decode": "decode",
+    "vllm": "decode",
+    "vllm-deepep": "decode",
+    "tensorrt-llm": "decode",
+    "vllm-ascend": "decode",
+}
+"""Engine profiles that an environment can have → the phase that they serve."""
+SAMPLED_PASSES = {"prefill": 2, "decode": 4}
+INTERVAL_TOKENS = 2048
+"""Tokens of the sampled passes of an interval, in every task. Nine intervals, the longest episode, then fit into the
+smallest split of every trace, so no episode serves a token twice."""
+_GPUS = {"h800-2x4": 8, "h800-2x8": 16, "h800-4x4": 16, "h800-4x8": 32}
 SCHEDULES: dict[str, dict[str, Any]] = {
     "stationary": {"schedule": "stationary"},
     "drift": {"schedule": "drift", "intervals": 8, "start": "eplb"},
@@ -29,6 +41,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 """Traffic → its arguments. ``stationary`` is one walk over the layers from the static placement. The others serve eight
 intervals from EPLB's placement."""
+REFERENCE_SCORES = Path(__file__).parent / "moe_placement" / "reference_scores.json"
+"""Scores of simple agents, planners and bounds on every task; made by ``benchmarks/reference_scores.py``."""
 KINDS = {
     "MoEPlacement": ("environment:MoEPlacementEnv", "vector:MoEPlacementVectorEnv"),
     "MoEPlacementFlat": ("flat:MoEPlacementFlatEnv", "flat:MoEPlacementFlatVectorEnv"),
@@ -39,15 +53,18 @@ KINDS = {
 def ladder() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every task of the ladder: the middle of its id, and its arguments."""
     for rung, size in RUNGS.items():
-        for profile in PROFILES:
+        for profile, phase in PHASES.items():
+            passes = SAMPLED_PASSES[phase]
+            sizes = {"sampled_passes": passes, "tokens_per_rank": INTERVAL_TOKENS // passes // _GPUS[size["cluster"]]}
             for schedule, traffic in SCHEDULES.items():
-                yield f"{rung}-{profile}-{schedule}", {**size, "profile": profile, **traffic}
+                yield f"{rung}-{profile}-{schedule}", {**size, **sizes, "profile": profile, **traffic}
 
 
 def placement_ids() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """(id, first part of the id, arguments) of every placement environment."""
     for kind in KINDS:
         yield f"{kind}-v0", kind, {}
-        yield f"{kind}Drift-v0", kind, SCHEDULES["drift"]
         for name, arguments in ladder():
+            if name == "4x4-sglang-prefill-drift":
+                yield f"{kind}Drift-v0", kind, arguments
             yield f"{kind}-{name}-v0", kind, arguments

@@ -89,8 +89,8 @@ class PlacementConfig:
     """Step of the mixture walk (drift), or the chance of another domain at each interval (switch)."""
     rank_imbalance: float = 0.0
     """Spread of the GPUs' shares of the tokens; 0 is balanced, as engines are."""
-    allow_reuse: bool = True
-    """A stream serves every token once before it serves one again. False: an error if the trace is too short."""
+    allow_reuse: bool = False
+    """Serve tokens again when the split is used up, instead of raising an error when the environment is made."""
     migration: str = "blocking"
     """``blocking``: serving stops while weights move. ``async``: they move in the background."""
     background_share: float = 0.1

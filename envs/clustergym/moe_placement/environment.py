@@ -274,6 +274,8 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     `MoEPlacement-v0` is one walk over the layers (`intervals=1`, starting from the static placement, stationary
     traffic). `MoEPlacementDrift-v0` serves eight intervals whose mix of domains drifts, starting from EPLB.
+    `MoEPlacement-{size}-{profile}-{schedule}-v0` are the tasks of a ladder (`clustergym.ids`), with reference scores
+    below.
 
     The time of a layer is dispatch + compute + combine of a pass, counted exactly for every token and averaged over the
     sampled passes: the busiest link sets dispatch and combine, the slowest expert kernel sets compute. Receiving an
@@ -337,12 +339,14 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     ## Starting State
     A stream begins at a random place of the trace; the first interval has been served on the start placement (`start`).
+    An episode serves no token twice. If the split is too short for that, making the environment is an error that says
+    how many intervals it can fill.
 
     ## Episode End
     Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps. `info` then holds means per
     layer and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned
     again before every interval, migration included), `saved_vs_start` (equals the return), `saved_vs_eplb`, and
-    `reused` (1 if the trace was too short and tokens were served twice).
+    `reused` (1 if the split was used up and tokens were served again, which only `allow_reuse=True` permits).
 
     ## Arguments
     The fields of `clustergym.moe_placement.PlacementConfig`, `observation` (`"full"`, `"compact"`), `illegal_penalty`,

@@ -10,12 +10,12 @@ from clustergym.traces.token_trace import TokenTrace
 GENERATED = {
     "synthetic-small": (
         "small-moe",
-        SyntheticConfig(n_tokens=24_000, n_layers=2, n_experts=16, top_k=2, n_domains=4, mean_seq_len=60.0),
+        SyntheticConfig(n_tokens=88_000, n_layers=2, n_experts=16, top_k=2, n_domains=8, mean_seq_len=60.0),
     ),
     "synthetic-deepseek-v3": (
         "deepseek-v3",
         SyntheticConfig(
-            n_tokens=48_000, n_layers=4, first_layer=3, n_experts=256, top_k=8, n_groups=8, group_limit=4, n_domains=8
+            n_tokens=88_000, n_layers=4, first_layer=3, n_experts=256, top_k=8, n_groups=8, group_limit=4, n_domains=8
         ),
     ),
 }

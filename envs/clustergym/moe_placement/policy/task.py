@@ -119,4 +119,5 @@ def environment_options(args: TaskArgs, task: Task) -> dict[str, Any]:
         "passes_per_interval": task.settings.passes(args.passes_per_interval),
         "memory": True,
         "compare_eplb": False,
+        "allow_reuse": True,
     }

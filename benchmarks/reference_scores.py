@@ -1,0 +1,141 @@
+"""Reference scores of the ladder of placement ids: what simple agents, planners and bounds reach on each task.
+
+    python benchmarks/reference_scores.py [--tasks '4x4-*']
+
+Every score is the return of ``gymnasium.make(id, split="test")`` in percent: the time saved against the start
+placement, per interval, in units of the static placement's time. All are measured on the episodes of the seeds 0, 1, …,
+which draw from the same test sequences: the standard deviation over them is a spread, not a confidence interval.
+
+* ``no-op``: changes nothing, so its score is 0 by definition. The file has its time.
+* ``random``: uniform over the legal operations of ``MoEPlacement``; ``random-flat``: uniform over the mask of
+  ``MoEPlacementFlat``; ``first-candidate``: always the candidate that saves most on the observed interval, if any does.
+* planners plan after every observed interval, with no limit on the number of operations. ``policy`` is the shipped
+  network as a planner.
+* ``oracle``: annealing that sees the next interval. A search, so a better placement may exist.
+* ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
+
+The results go to ``envs/clustergym/moe_placement/reference_scores.json``, from which the tables of the documentation
+are made. Finished tasks are not measured again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import tyro
+
+from clustergym.common.files import write_atomically
+from clustergym.ids import REFERENCE_SCORES, ladder
+from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.planner_registry import make_planner, planner_class
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.eplb import EPLB
+from clustergym.moe_placement.streams import IntervalStream
+
+PLANNERS = ("eplb", "flashlb", "bottleneck-8", "anneal", "anneal-max", "policy", "oracle")
+ITERATIONS = {"anneal": 5000, "anneal-max": 5000, "oracle": 5000}
+"""Steps of annealing per layer, about 0.1 s."""
+
+
+@dataclass
+class Args:
+    """Measure the reference scores of the ladder."""
+
+    tasks: tuple[str, ...] = ("*",)
+    """Patterns of tasks, such as '4x4-*-drift', in the order in which they are measured"""
+    streams: int = 4
+    """Episodes of a task with one interval; the others have half as many"""
+    out: Path = REFERENCE_SCORES
+    """File for the results"""
+
+
+def play(task: str, kind: str, streams: int, agent: str) -> list[dict[str, float]]:
+    """The information at the end of each episode of a simple agent."""
+    envs: Any = gymnasium.make_vec(
+        f"{kind}-{task}-v0", num_envs=streams, split="test", observation="compact" if "Flat" in kind else "full"
+    )
+    obs, infos = envs.reset(seed=0)
+    rng = np.random.default_rng(0)
+    while True:
+        if agent == "no-op":
+            actions = envs.noop_actions()
+        elif agent == "first-candidate":
+            actions = (obs[:, 1] > 0).astype(np.int64)
+        elif agent == "random-flat":
+            actions = (rng.random(infos["action_mask"].shape) * infos["action_mask"]).argmax(1)
+        else:
+            legal = obs["joint_mask"].reshape(streams, -1)
+            chosen = (rng.random(legal.shape) * legal).argmax(1)
+            actions = np.stack(np.divmod(chosen, obs["joint_mask"].shape[2]), axis=1)
+        obs, _, ended, _, infos = envs.step(actions)
+        if ended.all():
+            final = infos["final_info"]
+            return [{name: float(final[name][i]) for name in ("time_us", "start_us", "eplb_us", "saved_vs_start")}
+                    for i in range(streams)]  # fmt: skip
+
+
+def plan(batch: PlacementBatch, planner: Planner, seed: int, sees_future: bool) -> float:
+    """µs per layer and pass, migration included, of an episode that a planner plays."""
+    sim, config = batch.simulator, batch.config
+    intervals = IntervalStream(batch.trace, batch.n_gpus, batch.traffic, seed).take(config.intervals + 1)
+    placement = sim.static(batch.n_layers)
+    if config.start == "eplb":
+        eplb = EPLB(sim)
+        placement = eplb.pack(eplb.loads(intervals[0]))
+    planner.reset()
+    history, total = [intervals[0]], 0.0
+    for interval in intervals[1:]:
+        seen = [*history, interval] if sees_future else history
+        chosen = planner.plan(seen, placement)
+        total += float(sim.evaluate(interval, chosen, placement).total_us.mean())
+        placement = chosen
+        history.append(interval)
+    return total / config.intervals
+
+
+def measure(task: str, arguments: dict[str, Any], streams: int) -> dict[str, Any]:
+    """The scores of a task by agent: mean and standard deviation over streams, in percent."""
+    batch = PlacementBatch(PlacementConfig(**{**arguments, "split": "test"}))
+    static_us = batch.rules_host.static_us / batch.n_layers
+    played = {agent: play(task, kind, streams, agent) for agent, kind in (
+        ("no-op", "MoEPlacement"), ("random", "MoEPlacement"), ("random-flat", "MoEPlacementFlat"),
+        ("first-candidate", "MoEPlacementFlat"))}  # fmt: skip
+    start_us = [info["start_us"] for info in played["no-op"]]
+    saved = {agent: [100 * info["saved_vs_start"] for info in infos] for agent, infos in played.items()}
+    names = [*PLANNERS, *(["optimum"] if task.startswith("small-") and batch.config.intervals == 1 else [])]
+    for name in names:
+        kind = "exact" if name == "optimum" else name
+        options: dict[str, Any] = {"seed": 0}
+        if name in ITERATIONS:
+            options["iterations"] = ITERATIONS[name]
+        if planner_class(kind).takes_checkpoint:
+            options["checkpoint"] = "pretrained"
+        planner = make_planner(kind, batch.simulator, **options)
+        times = [plan(batch, planner, seed, name in ("oracle", "optimum")) for seed in range(streams)]
+        saved[name] = [100 * (start - time) / static_us for start, time in zip(start_us, times, strict=True)]
+    # The environment's own EPLB is the planner's: the same streams, the same simulator.
+    own = [100 * (info["start_us"] - info["eplb_us"]) / static_us for info in played["no-op"]]
+    np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
+    scores = {name: [round(float(np.mean(values)), 3), round(float(np.std(values, ddof=1)), 3)]
+              for name, values in saved.items()}  # fmt: skip
+    return {"streams": streams, "start_us": round(float(np.mean(start_us)), 2), "saved_percent": scores}
+
+
+def main(args: Args) -> None:
+    results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    chosen = {t: a for pattern in args.tasks for t, a in ladder() if fnmatch(t, pattern) and t not in results}
+    for task, arguments in chosen.items():
+        streams = args.streams if "intervals" not in arguments else max(2, args.streams // 2)
+        results[task] = measure(task, arguments, streams)
+        write_atomically(args.out, json.dumps(results, indent=1, sort_keys=True) + "\n")
+        print(task, {name: score[0] for name, score in results[task]["saved_percent"].items()}, flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
