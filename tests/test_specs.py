@@ -135,19 +135,6 @@ def test_bad_clusters_are_refused(field: str, value: float, message: str) -> Non
         replace(CLUSTER, **{field: value})
 
 
-@pytest.mark.parametrize(("n_gpus", "n_nodes"), [(10, 4), (8, 0), (8, -2), (0, 1), (3, 6)])
-def test_gpus_must_divide_over_nodes(n_gpus: int, n_nodes: int) -> None:
-    with pytest.raises(ValueError, match=r"cluster 'c': "):
-        ClusterSpec.from_gpus("c", n_gpus, n_nodes)
-    if n_gpus == 10:
-        with pytest.raises(ValueError, match=r"10 GPUs do not divide over 4 nodes"):
-            ClusterSpec.from_gpus("c", n_gpus, n_nodes)
-
-
-def test_from_gpus() -> None:
-    assert ClusterSpec.from_gpus("c", 12, 3, slots_per_gpu=4) == ClusterSpec("c", 3, 4, 4)
-
-
 def test_too_few_slots_are_refused() -> None:
     message = "cluster 'c' has too few slots: 8 GPUs × 3 slots = 24 for 25 experts; at least 4 slots per GPU are needed"
     assert CLUSTER.slots_for(24) == 3

@@ -100,11 +100,6 @@ def help_text() -> Iterator[str]:
     yield from (topics[name] for name in sorted(topics))
 
 
-def source_text() -> Iterator[str]:
-    """Programs: the source code of modules."""
-    yield from (inspect.getsource(module) for module in modules())
-
-
 def html_text() -> Iterator[str]:
     """Markup: the HTML documentation of modules by pydoc, one line per paragraph."""
     for module in modules():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any
 
 MAX_GPUS = 32_767
 """A GPU is a 16-bit integer in the simulator."""
@@ -58,15 +57,6 @@ class ClusterSpec:
         for key in ("intra_latency_us", "inter_latency_us"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"cluster {self.name!r}: {key} is {getattr(self, key)}: expected 0 µs or more")
-
-    @classmethod
-    def from_gpus(cls, name: str, n_gpus: int, n_nodes: int, **options: Any) -> ClusterSpec:
-        """A cluster of ``n_gpus`` on ``n_nodes`` nodes of equal size."""
-        if n_nodes < 1 or n_gpus % n_nodes:
-            raise ValueError(
-                f"cluster {name!r}: {n_gpus} GPUs do not divide over {n_nodes} nodes: every node has the same number"
-            )
-        return cls(name, n_nodes, n_gpus // n_nodes, **options)
 
     @property
     def n_gpus(self) -> int:
