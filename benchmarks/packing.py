@@ -33,12 +33,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from clustergym.agent.hindsight import Measured, would_be
+from clustergym.agent.owners import GuardSettings, OwnerState
+from clustergym.agent.rails import RailSettings, limit
+from clustergym.agent.service import vpa_amounts
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig, state
 from clustergym.gpu_allocation.baselines import RULES, AmountRule
+from clustergym.gpu_allocation.history import LAST
 from clustergym.gpu_allocation.policy import AllocationPolicy
-from clustergym.gpu_allocation.space import action_for
+from clustergym.gpu_allocation.space import action_for, grant
 from clustergym.gpu_allocation.workload import LATENCY_SENSITIVE
 
 Floats = npt.NDArray[np.float64]
@@ -58,7 +63,7 @@ class Args:
     nodes: str = "openb_node_list_gpu_node.csv"
     """List of nodes."""
     checkpoint: Path | None = None
-    """Policy of ppo_gpu_alloc.py with history, to be compared too."""
+    """Policy of ppo_gpu_alloc.py with history, to be compared too: alone, and within the rails of the agent."""
     seeds: int = 5
     """Repetitions: simulated streams, order of the pods."""
     streams: int = 64
@@ -196,6 +201,58 @@ class PolicyRule(AmountRule):
         return self.policy.act(self.batch.obs)
 
 
+class AgentRule(PolicyRule):
+    """The policy within the rails of the agent, without exploration: levels of owners, peaks, steps and margins."""
+
+    def __init__(self, batch: AllocationBatch, policy: AllocationPolicy) -> None:
+        super().__init__(batch, policy)
+        self.owners = [[OwnerState() for _ in range(batch.config.owners)] for _ in self.rows]
+        self.rails, self.guard = RailSettings(), GuardSettings()
+
+    def act(self) -> torch.Tensor:
+        means, (cores, memory) = self.policy.act(self.batch.obs).double().numpy(), self.requests()
+        owners = self.waiting_group()
+        self.sensitive = self.batch.state["ask"].numpy()[:, state.ASK_SENSITIVE] > 0.5
+        self.proposed: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        granted = np.zeros((len(means), 2))
+        for i, (cores_i, memory_i) in enumerate(zip(cores.tolist(), memory.tolist(), strict=True)):
+            owner = self.owners[i][owners[i]]
+            last = owner.share, owner.memory_share
+            advised, vpa = (
+                limit(*amounts, cores_i, memory_i, bool(self.sensitive[i]), owner, *last, self.rails)
+                for amounts in (grant(means[i], cores_i, memory_i), vpa_amounts(owner, cores_i, memory_i))
+            )
+            self.proposed.append((advised, vpa))
+            granted[i] = (advised, vpa, (cores_i, memory_i))[int(owner.level)]
+        return torch.from_numpy(
+            np.clip(np.stack(action_for(granted[:, 0], granted[:, 1]), 1), 0.0, 1.0).astype(np.float32)
+        )
+
+    def learn(self) -> None:
+        history = self.batch.state["history"].numpy()
+        for i, out in enumerate(self.batch.outcome.numpy().astype(float).tolist()):
+            owner = int(out[state.OUTCOME_OWNER])
+            known, request, request_mb = (
+                self.owners[i][owner],
+                out[state.OUTCOME_REQUEST],
+                out[state.OUTCOME_REQUEST_MB],
+            )
+            oom, met, used_mb = out[state.OUTCOME_OOM] > 0.5, out[state.OUTCOME_MET] > 0.5, out[state.OUTCOME_USED_MB]
+            needed = 0.0 if oom else float(history[i, owner, LAST])
+            needed_mb = max(1.2 * used_mb, used_mb + 100.0) if oom else used_mb
+            measured = Measured(
+                request, out[state.OUTCOME_USAGE], needed * request, needed_mb, int(out[state.OUTCOME_PODS])
+            )
+            (advised, advised_met), (vpa, _) = (would_be(measured, *amounts) for amounts in self.proposed[i])
+            known.remember(
+                time_s=out[state.OUTCOME_TIME], share=out[state.OUTCOME_CORES] / request,
+                memory_share=out[state.OUTCOME_MEMORY] / request_mb, needed=needed,
+                usage_share=out[state.OUTCOME_USAGE] / request, needed_mb=needed_mb,
+                needed_memory_share=needed_mb / request_mb, oom=oom,
+            )  # fmt: skip
+            known.judge(bool(self.sensitive[i]), met, advised_met, advised - vpa, self.guard)
+
+
 def play(batch: AllocationBatch, make_rule: Callable[[AllocationBatch], Any], margin: float, seed: int) -> Decisions:
     """Play a policy whose grants are multiplied by a margin. Grants never exceed the request."""
     batch.seed(seed + np.arange(batch.num_envs))
@@ -269,6 +326,7 @@ def study(args: Args, console: Console) -> list[dict[str, Any]]:
     if args.checkpoint is not None:
         policy = AllocationPolicy.load(args.checkpoint)
         rules["ppo"] = lambda batch: PolicyRule(batch, policy)
+        rules["agent"] = lambda batch: AgentRule(batch, policy)
     results = []
     for listed in args.pods:
         pods = read_pods(args.openb / listed)

@@ -55,7 +55,7 @@ from clustergym.training import (
 
 NORM_CLIP = 10.0
 PRETRAINED = Path(clustergym.agent.__file__).with_name("pretrained.pt")
-"""ppo_gpu_alloc.py --total-timesteps 3000000 --seed 1 --save-model."""
+"""The policy of ``benchmarks/gpu_allocation.py --only history --seeds 1``."""
 log = logging.getLogger("clustergym.agent")
 
 
