@@ -167,6 +167,16 @@ def test_an_answer_is_two_clicks_away(question: str) -> None:
     assert words in (ROOT / name).read_text()
 
 
+def test_figures_are_those_of_the_results_pages() -> None:
+    (table,) = re.findall(r"^\| what \| result \| caveat \|\n.*?\n\n", README.read_text(), flags=re.M | re.S)
+    rows = [row.split(" | ") for row in table.strip().splitlines()[2:]]
+    assert len(rows) >= 5
+    for what, result, _ in rows:
+        page = ROOT / re.findall(r"\(([^)]+)\)", what)[0]
+        for figure in re.findall(r"\d[\d.,–]*\d|\d", result):
+            assert figure in page.read_text(), f"{figure} in '{result}' is not in {page.name}"
+
+
 # The researcher
 
 
