@@ -10,11 +10,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
 from clustergym import moe_placement_v0
-from clustergym.ids import placement_ids
 from clustergym.moe_placement.environment import MoEPlacementEnv, product_masks
 from clustergym.moe_placement.flat import MoEPlacementFlatEnv, MoEPlacementFlatVectorEnv
 from clustergym.moe_placement.kernels.candidates import (
@@ -279,29 +277,6 @@ def test_conditional_env_copies_and_states() -> None:
     env.reset()
     with pytest.raises(ValueError, match="the expert is 99: expected 0 … 7"):
         env.step(99)
-
-
-# The ladder
-
-
-def test_every_id_of_the_ladder_can_be_made() -> None:
-    """The spec of each id is complete and can be written as JSON; one of each size and schedule is checked in full."""
-    names = [name for name, _, _ in placement_ids()]
-    assert len(names) == len(set(names)) == 2 * (2 + 5 * 6 * 4)
-    for name in names:
-        spec = gymnasium.spec(name)
-        assert gymnasium.envs.registration.EnvSpec.from_json(spec.to_json()) == spec
-
-
-@pytest.mark.parametrize(
-    "task",
-    ["small-vllm-stationary", "small-sglang-prefill-switch", "2x8-sglang-decode-drift", "4x4-tensorrt-llm-replay"],
-)
-def test_ids_pass_the_checker(task: str) -> None:
-    env = gymnasium.make(f"MoEPlacementFlat-{task}-v0", intervals=1)
-    check_env(env.unwrapped, skip_render_check=True)
-    assert env.unwrapped.batch.config.profile in task  # type: ignore[attr-defined]
-    assert env.unwrapped.batch.config.schedule in task  # type: ignore[attr-defined]
 
 
 def test_deepseek_v3_rung() -> None:
