@@ -417,7 +417,8 @@ def test_annealing_on_statistics_beats_annealing_on_loads_alone() -> None:
         make_planner("anneal", sim, iterations=4000).plan([interval], sim.static(2)) for interval in (recorded, *seen)
     ]
     on_tokens, on_pairs, on_loads = (float(sim.evaluate(recorded, plan).time_us.mean()) for plan in plans)
-    assert on_tokens < on_pairs < 0.97 * on_loads
+    assert on_pairs < 0.97 * on_loads
+    assert on_pairs == pytest.approx(on_tokens, rel=0.01)  # most steps read loads and pairs only
 
 
 def test_eplb_serves_with_dispatch_by_a_linear_program() -> None:

@@ -46,7 +46,7 @@ PLANNERS: dict[str, Entry] = {
     "bottleneck": Entry(Bottleneck),
     "bottleneck-8": Entry(Bottleneck, {"candidates": 8}),
     "swap-greedy": Entry(SwapGreedy),
-    "anneal-max": Entry(Anneal, {"norm": 0, "mix_tokens": 0, "choices": 1}),
+    "anneal-max": Entry(Anneal, {"norm": 0, "mix_tokens": 0}),
     "anneal": Entry(Anneal),
     "anneal-4": Entry(Anneal, {"intervals": 4}),
     "policy": Entry("Policy"),

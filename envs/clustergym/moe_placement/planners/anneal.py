@@ -1,4 +1,4 @@
-"""Simulated annealing."""
+"""Simulated annealing: first on an estimate of the time that does not look at tokens, then on the exact time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from numba import config
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.kernels import anneal as kernels
+from clustergym.moe_placement.planners.kernels import surrogate
 from clustergym.moe_placement.planners.kernels.launch import Objective, over_layers
-from clustergym.moe_placement.planners.kernels.proposals import make_guide
+from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.moe_placement.planners.kernels.trial import allocate, prepare
 from clustergym.moe_placement.planners.search import Search
 from clustergym.moe_placement.profiles import DEDUP
@@ -26,11 +27,18 @@ SHORTEST_SECONDS = 1e-4
 LAYERS_BETWEEN_STOPS = 16
 # Measured with benchmarks/search_curve.py.
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
+_ESTIMATE_TOKENS = 16384
+_LEAST_EXACT_MS = 30.0
+"""With less time per layer and core, all of it is spent on the estimate."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Anneal(Search):
-    """Simulated annealing of every layer, migration included, from the current placement, EPLB's or the static one."""
+    """Simulated annealing of every layer, migration included, from the current placement, EPLB's or the static one.
+
+    Most steps are made on an estimate from loads and co-activation (:mod:`.kernels.surrogate`), the last ones on the
+    exact time of the observed tokens. Transport ``stay`` and dispatch ``lp`` have no estimate.
+    """
 
     takes_seconds = True
 
@@ -39,60 +47,78 @@ class Anneal(Search):
     mix_tokens: int = 16384
     """See :class:`Search`; less if ``seconds`` are few. 0 follows the chance of single passes, which the next ones do
     not share."""
-    iterations: int = 20000
-    """Number of steps per layer."""
+    estimate_steps: int = 40000
+    """Number of steps per layer on the estimate. 0 anneals on the exact time only."""
+    iterations: int = 4000
+    """Number of exact steps per layer."""
     seconds: float | None = None
-    """Time budget for all layers together, instead of ``iterations``. The result then depends on the machine."""
+    """Time budget for all layers together, instead of numbers of steps. The result then depends on the machine."""
+    estimate_share: float = 0.6
+    """Share of the time budget for the estimate; all of it if the budget is short."""
     heat: tuple[float, float] = (1e-3, 1e-5)
-    """First and last temperature, as shares of the time of the layer."""
+    """First and last temperature of the exact steps, as shares of the time of the layer. After steps on the estimate
+    they begin with a tenth."""
+    estimate_heat: tuple[float, float] = (3e-4, 3e-6)
+    """The same for the steps on the estimate."""
     shares: tuple[float, float, float, float] = (0.3, 0.35, 0.2, 0.0)
-    """Share of the steps that replace a spare replica, that move an expert next to one that the same token uses, and
-    that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first kind
-    that empties a slot instead; engines need all slots filled."""
+    """Share of the exact steps that replace a spare replica, that move an expert next to one that the same token uses,
+    and that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first
+    kind that empties a slot instead; engines need all slots filled."""
+    shape: tuple[float, ...] = surrogate.DEFAULT_SHAPE
+    """Numbers of the estimate and of its steps."""
     stop: Callable[[], bool] = lambda: False
     """Asked between parts of the search: True ends it with the best placement so far."""
-    choices: int | None = None
-    """A step tries the best of so many random moves by an estimate. By default 16 where a trial counts tokens
-    (deduplicated transport), else 1, because a trial then costs as little as the estimate."""
     restart: bool = True
     """Start each layer from EPLB's or the static placement if that is better, migration included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.iterations < 1 or (self.seconds is not None and self.seconds <= 0):
+        if self.iterations < 1 or (self.seconds is not None and self.seconds <= 0) or self.estimate_steps < 0:
             raise ValueError(
-                "annealing needs at least 1 iteration and more than 0 seconds, "
-                f"found {self.iterations} and {self.seconds}"
+                "annealing needs at least 1 iteration, 0 or more steps on the estimate and more than 0 seconds, "
+                f"found {self.iterations}, {self.estimate_steps} and {self.seconds}"
             )
-        if min(self.heat) <= 0:
-            raise ValueError(f"heat is {self.heat}: both temperatures must be more than 0")
-        if self.choices is None:
-            self.choices = 16 if self.simulator.topology.transport == DEDUP else 1
-        if self.choices < 1:
-            raise ValueError(f"choices is {self.choices}: expected at least 1")
+        if min(*self.heat, *self.estimate_heat) <= 0:
+            raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
+        if not 0 <= self.estimate_share <= 1:
+            raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
+        # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
+        self.estimates = self.estimate_steps > 0 and not self.simulator.stay and self.simulator.profile.dispatch != "lp"
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began = time.perf_counter()
+        start, short = placement, self.core_ms(len(placement)) < _LEAST_EXACT_MS
+        if self.estimates:
+            start = self.search_estimate(history, placement, 1.0 if short else self.estimate_share)
+            if short:
+                return start
         interval = self.observe(history, self.tokens_for(len(placement)))
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
-        # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
         if self.restart and not self.simulator.stay:
             eplb = EPLB(self.simulator)
-            least, start = self.objectives(sim, objective), placement
-            for other in (self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))):
+            least, best = self.objectives(sim, objective), placement
+            for other in (start, self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))):
                 found = self.objectives(self.simulator.count(interval, other, placement), objective)
-                start = np.where((found < least)[:, None, None], other, start)
+                best = np.where((found < least)[:, None, None], other, best)
                 least = np.minimum(found, least)
+            start = best
+        if start is not placement:
             sim = self.simulator.count(interval, start, placement)
         left = None if self.seconds is None else max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
-        return self.refine(interval, sim, objective, left)
+        return self.refine(interval, sim, objective, left, 0.1 if self.estimates else 1.0)
+
+    def core_ms(self, layers: int) -> float:
+        """Milliseconds of one core per layer."""
+        return math.inf if self.seconds is None else (
+            1e3 * self.seconds / layers * min(config.NUMBA_NUM_THREADS, layers)
+        )  # fmt: skip
 
     def tokens_for(self, layers: int) -> int:
         """Tokens of the mixed pass: with little time, few tokens and more steps are better."""
         if self.seconds is None:
             return self.mix_tokens
-        ms = 1e3 * self.seconds / layers * min(config.NUMBA_NUM_THREADS, layers)
+        ms = self.core_ms(layers)
         return min(self.mix_tokens, max(_FEWEST_TOKENS, int(_TOKENS_IN_20_MS * math.sqrt(ms / 20))))
 
     def objectives(self, sim: SimulationState, objective: Objective) -> npt.NDArray[np.float64]:
@@ -101,59 +127,101 @@ class Anneal(Search):
         kernels.objectives(sim, objective, found)
         return found
 
+    def search_estimate(self, history: Sequence[Interval], placement: Placement, share: float) -> Placement:
+        """Anneal on the estimate, for ``share`` of the time budget if there is one."""
+        began, layers, simulator = time.perf_counter(), len(placement), self.simulator
+        tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
+        if self.seconds is not None:
+            tokens = min(tokens, _ESTIMATE_TOKENS if self.core_ms(layers) > 8 else _ESTIMATE_TOKENS // 2)
+        seen = self.observe(history, tokens)
+        placement = np.ascontiguousarray(placement, np.int16)
+        before = None if simulator.background_share < 0 else simulator.count(seen, placement)
+        objective = self.objective(seen, before)
+        state = surrogate.allocate(
+            self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
+            simulator.cluster.n_nodes, simulator.topology.transport == DEDUP,
+        )  # fmt: skip
+        over_layers(surrogate.prepare, 0, layers, state, seen.experts, seen.rows[0], placement)
+        start, least = placement, self._take(state, placement, objective)
+        if self.restart:
+            eplb = EPLB(simulator)
+            for other in (simulator.static(layers), eplb.pack(state.load)):
+                found = self._take(state, other, objective)
+                start = np.where((found < least)[:, None, None], other, start)
+                least = np.minimum(found, least)
+        self._take(state, start, objective)
+        best, best_cost, key = start.copy(), np.full(layers, np.inf), self.random_keys(layers)
+
+        def run(first: int, last: int, heat: tuple[float, float], steps: int) -> None:
+            arguments = (state, objective, key, np.array(heat), steps, best, best_cost)
+            over_layers(surrogate.anneal_layers, first, last, *arguments)
+
+        left = None
+        if self.seconds is not None:
+            left = max(SHORTEST_SECONDS, share * self.seconds - (time.perf_counter() - began))
+        self._run(run, 0, layers, layers, left, self.estimate_heat, self.estimate_steps)
+        return best
+
+    @staticmethod
+    def _take(state: surrogate.Surrogate, placement: Placement, objective: Objective) -> npt.NDArray[np.float64]:
+        """Let the estimate begin with ``placement``. Returns its objectives (L,)."""
+        found = np.empty(len(placement))
+        over_layers(surrogate.take_placements, 0, len(placement), state, placement.astype(np.int16), objective, found)
+        return found
+
     def refine(
         self,
         interval: Interval,
         sim: SimulationState,
         objective: Objective,
         seconds: float | None = None,
+        cooler: float = 1.0,
     ) -> Placement:
-        """Anneal from the state ``sim``."""
+        """Anneal on the exact time from the state ``sim``. ``cooler`` multiplies the first temperature."""
+        heat = (max(self.heat[0] * cooler, self.heat[1]), self.heat[1])
         layers = interval.n_layers
         best, best_cost, key = sim.slots.copy(), np.full(layers, np.inf), self.random_keys(layers)
         scratch = allocate(sim, self.simulator.topology)
         over_layers(prepare, 0, layers, scratch, sim, interval.experts, self.simulator.topology)
+        sample = np.zeros((layers, SAMPLE, interval.experts.shape[2]), np.int16)
+        over_layers(draw_samples, 0, layers, sample, interval.experts, interval.rows.ravel())
         shares = np.array(self.shares)
-        assert self.choices is not None
-        _, n_gpus, n_slots = sim.slots.shape
-        n_experts, n_nodes, top_k = self.simulator.n_experts, self.simulator.cluster.n_nodes, interval.experts.shape[2]
-        guide = make_guide(self.choices, layers, top_k, n_experts, n_gpus, n_slots, n_nodes)
-        over_layers(kernels.prepare_guides, 0, layers, sim, guide, interval.experts, objective)
 
         def run(first: int, last: int, heat: tuple[float, float], iterations: int) -> None:
-            kernels.anneal(
-                first,
-                last,
-                sim,
-                scratch,
-                objective,
-                key,
-                np.array(heat),
-                iterations,
-                best,
-                best_cost,
-                shares,
-                guide,
-            )
+            arguments = (objective, key, np.array(heat), iterations, best, best_cost, shares, sample)
+            kernels.anneal(first, last, sim, scratch, *arguments)
 
         def search(first: int, last: int) -> None:
-            if seconds is None:
-                # In parts, so that a stop is noticed. Layers that are not reached keep their first placement.
-                for part in range(first, last, LAYERS_BETWEEN_STOPS):
-                    if not self.stop():
-                        run(part, min(part + LAYERS_BETWEEN_STOPS, last), self.heat, self.iterations)
-                return
-            budget = seconds * (last - first) / layers
-            began, done, chunk = time.perf_counter(), 0.0, 50
-            low, high = np.log(self.heat[1]), np.log(self.heat[0])
-            while done < 1 and not self.stop():
-                before = time.perf_counter()
-                heat = float(np.exp(high + (low - high) * done))
-                run(first, last, (heat, heat), chunk)
-                now = time.perf_counter()
-                done = (now - began) / budget
-                # Each chunk should take about 2 % of the budget.
-                chunk = max(10, min(1000, int(chunk * 0.02 * budget / max(now - before, 1e-6))))
+            self._run(run, first, last, layers, seconds, heat, self.iterations)
 
         self.each_layer(interval, sim, search, best)
         return best
+
+    def _run(
+        self,
+        run: Callable[[int, int, tuple[float, float], int], None],
+        first: int,
+        last: int,
+        layers: int,
+        seconds: float | None,
+        heat: tuple[float, float],
+        steps: int,
+    ) -> None:
+        """Run ``steps`` on layers first … last−1, or as many as fit their share of ``seconds``."""
+        if seconds is None:
+            # In parts, so that a stop is noticed. Layers that are not reached keep their first placement.
+            for part in range(first, last, LAYERS_BETWEEN_STOPS):
+                if not self.stop():
+                    run(part, min(part + LAYERS_BETWEEN_STOPS, last), heat, steps)
+            return
+        budget = seconds * (last - first) / layers
+        began, done, chunk = time.perf_counter(), 0.0, 50
+        low, high = np.log(heat[1]), np.log(heat[0])
+        while done < 1 and not self.stop():
+            before = time.perf_counter()
+            temperature = float(np.exp(high + (low - high) * done))
+            run(first, last, (temperature, temperature), chunk)
+            now = time.perf_counter()
+            done = (now - began) / budget
+            # Each chunk should take about 2 % of the budget.
+            chunk = max(10, min(20000, int(chunk * 0.02 * budget / max(now - before, 1e-6))))

@@ -46,11 +46,15 @@ class Search(Planner):
         seen = history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
         return seen.mixed(tokens, self.seed) if tokens else seen
 
-    def objective(self, interval: Interval, before: SimulationState) -> Objective:
-        """What to minimize, for an interval that begins with the placement counted in ``before``."""
+    def objective(self, interval: Interval, before: SimulationState | None) -> Objective:
+        """What to minimize, for an interval that begins with the placement counted in ``before``.
+
+        Blocking migration does not depend on that placement: then ``before`` may be None.
+        """
         simulator = self.simulator
         costs, before_us = simulator.interval_costs(interval), np.zeros(interval.n_layers)
-        if simulator.background_share >= 0:  # blocking migration does not depend on it
+        if simulator.background_share >= 0:
+            assert before is not None
             pass_times(0, interval.n_layers, before, simulator.topology, costs, self.norm_log2, before_us)
         return Objective(costs, simulator.topology, self.norm_log2, float(self.migration_weight), before_us)
 

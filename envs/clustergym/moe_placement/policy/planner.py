@@ -152,7 +152,7 @@ class PolicyGuided(Policy):
             raise ValueError(f"lead is {self.lead}: expected 0 … 1")
         self.search = Anneal(
             self.simulator, self.seed, iterations=self.iterations, seconds=self.seconds, heat=self.heat,
-            migration_weight=1.0 / self.settings.horizon, stop=self.stop,
+            estimate_steps=0, migration_weight=1.0 / self.settings.horizon, stop=self.stop,
         )  # fmt: skip
 
     def reset(self) -> None:

@@ -12,12 +12,7 @@ from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.passes import change
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.kernels.launch import Objective, draw, objective_us, over_layers
-from clustergym.moe_placement.planners.kernels.proposals import (
-    add_expert,
-    prepare_guide,
-    propose_best,
-    watch,
-)
+from clustergym.moe_placement.planners.kernels.proposals import propose
 from clustergym.moe_placement.planners.kernels.trial import can_try, try_change
 
 
@@ -31,22 +26,7 @@ def _keep_best(sim, b, cost, best, best_cost):
 
 
 @device
-def _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs):
-    """Change the placement and the tables of the guide."""
-    if guide.choices > 1:
-        add_expert(sim, b, guide, e, -1.0, topology)
-        if v >= 0:
-            add_expert(sim, b, guide, v, -1.0, topology)
-    change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, sim.rows.shape[1])
-    if guide.choices > 1:
-        add_expert(sim, b, guide, e, 1.0, topology)
-        if v >= 0:
-            add_expert(sim, b, guide, v, 1.0, topology)
-        watch(sim, b, guide, topology, costs)
-
-
-@device
-def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_cost, shares, guide):
+def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_cost, shares, sample):
     """Anneal from the current placement; ``best`` (G, S) and ``best_cost`` (B,) keep the best placement found.
 
     ``heat`` has the temperatures of the first and the last iteration, as shares of the cost.
@@ -56,7 +36,7 @@ def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_c
     first_cost = cost
     _keep_best(sim, b, cost, best, best_cost)
     for i in range(iterations):
-        e, e_from, e_to, v, v_from, v_to = propose_best(sim, b, key, shares, guide, topology, costs)
+        e, e_from, e_to, v, v_from, v_to = propose(sim, b, key, sample[b], shares, topology.gpus_per_node)
         if e < 0:
             continue
         temperature = first_cost * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
@@ -64,32 +44,22 @@ def anneal_layer(sim, scratch, b, objective, key, heat, iterations, best, best_c
         if can_try(sim, b, e, e_from, e_to, v, v_from, v_to, topology):
             if try_change(sim, scratch, b, e, e_from, e_to, v, v_from, v_to, objective) > limit:
                 continue
-            _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs)
+            change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
             cost = objective_us(sim, b, objective)
         else:
             change(sim, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes)
             after = objective_us(sim, b, objective)
-            if after > limit or guide.choices > 1:
-                change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
             if after > limit:
+                change(sim, b, e, e_to, e_from, v, v_to, v_from, topology, costs, n_passes)
                 continue
-            if guide.choices > 1:  # its tables need the placement before
-                _change(sim, b, guide, e, e_from, e_to, v, v_from, v_to, topology, costs)
             cost = after
         _keep_best(sim, b, cost, best, best_cost)
 
 
 @device
-def _anneal_layers(first, last, sim, scratch, objective, key, heat, iterations, best, best_cost, shares, guide):
+def _anneal_layers(first, last, sim, scratch, objective, key, heat, iterations, best, best_cost, shares, sample):
     for b in range(first, last):
-        anneal_layer(sim, scratch, b, objective, key, heat, iterations, best[b], best_cost, shares, guide)
-
-
-@device
-def prepare_guides(first, last, sim, guide, experts, objective):
-    """:func:`prepare_guide` of layers first … last−1."""
-    for b in range(first, last):
-        prepare_guide(sim, b, guide, experts, objective.topology, objective.costs)
+        anneal_layer(sim, scratch, b, objective, key, heat, iterations, best[b], best_cost, shares, sample)
 
 
 @device

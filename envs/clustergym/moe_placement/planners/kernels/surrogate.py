@@ -20,6 +20,7 @@ from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import with_migration
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
 from clustergym.moe_placement.planners.kernels.launch import draw
+from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, LOCAL_HASH, RANK_MOD, RANK_NEAREST
 
 # Shares of the ranks that a replica serves: all of them, those of its node without its own GPU, those of other nodes.
@@ -27,8 +28,11 @@ ALL, NEAR, FAR = range(3)
 # Sums over the replicas on a GPU: uses; uses from its own node and from other nodes; active experts; common uses.
 USES, USES_NEAR, USES_FAR, ACTIVE, COMMON = range(5)
 N_GPU_SUMS = 5
-# Sums over the replicas on a node: uses and common uses of tokens of other nodes (of one such token: its probability).
-NODE_USES, NODE_COMMON = range(2)
+# Sums over the replicas on a node: uses and common uses of tokens of other nodes. Then what follows from them and from
+# the GPUs of the node: copies that enter it; 8th powers of kernel times and of copies inside the node and from other
+# nodes; uses by its own ranks; the longest time to receive experts.
+NODE_USES, NODE_COMMON, ENTER, KERNEL_8, INTRA_8, INTER_8, LOCAL, RECEIVE = range(8)
+N_NODE_SUMS = 8
 # Columns of Surrogate.shape: the estimate of deduplication, then how steps are drawn.
 VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU = range(5)
 DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5)
@@ -63,7 +67,7 @@ class Surrogate(NamedTuple):
     gpus: np.ndarray
     """(B, 2, G, 5) float64: see ``USES``; now and after the change that is tried"""
     nodes: np.ndarray
-    """(B, 2, N, 2) float64"""
+    """(B, 2, N, 8) float64: see ``NODE_USES``"""
     times: np.ndarray
     """(B, 2, G, 3) float64: kernel µs, copies received inside the node and from other nodes"""
     held_before: np.ndarray
@@ -81,9 +85,6 @@ class Surrogate(NamedTuple):
 NOW, THEN = range(2)
 
 
-SAMPLE = 1024
-
-
 def allocate(
     shape: tuple[float, ...], n_tokens: int, top_k: int, n_experts: int, slots: np.ndarray, n_nodes: int, dedup: bool
 ) -> Surrogate:
@@ -92,7 +93,7 @@ def allocate(
     return Surrogate(
         shape=np.array(shape),
         n_tokens=n_tokens,
-        sample=np.zeros((layers, min(SAMPLE, n_tokens), top_k), np.int16),
+        sample=np.zeros((layers, SAMPLE, top_k), np.int16),
         load=np.zeros((layers, n_experts)),
         pairs=np.zeros((layers, n_experts, n_experts) if dedup else (layers, 1, 1), np.float32),
         beside=np.zeros((layers, n_gpus, n_experts) if dedup else (layers, 1, 1), np.float32),
@@ -102,7 +103,7 @@ def allocate(
         n_replicas=np.zeros((layers, n_experts), np.int16),
         shares=np.zeros((layers, n_experts, n_gpus, 3), np.float32),
         gpus=np.zeros((layers, 2, n_gpus, N_GPU_SUMS)),
-        nodes=np.zeros((layers, 2, n_nodes, 2)),
+        nodes=np.zeros((layers, 2, n_nodes, N_NODE_SUMS)),
         times=np.zeros((layers, 2, n_gpus, 3)),
         held_before=np.zeros((layers, n_experts, n_gpus), np.int8),
         received=np.zeros((layers, 2, n_gpus, 2), np.int32),
@@ -268,40 +269,48 @@ def _root8(x):
 
 
 @inlined
-def _objective(s, b, when, objective, total_uses):
-    """The objective in the 8-norm from the times of the GPUs and the sums of the nodes."""
-    topology, costs = objective.topology, objective.costs
+def _write_node(s, b, when, node, topology, costs):
+    """What follows from the sums of a node and from its GPUs."""
     per_node, n_gpus = topology.gpus_per_node, s.slots.shape[1]
-    n_nodes = n_gpus // per_node
-    times, received = s.times[b, when], s.received[b, when]
+    times, received, gpus, sums = s.times[b, when], s.received[b, when], s.gpus[b, when], s.nodes[b, when, node]
+    first, near, local = node * per_node, 0.0, 0.0
     kernel, intra, inter, longest = 0.0, 0.0, 0.0, 0.0
-    for g in range(n_gpus):
+    for g in range(first, first + per_node):
         kernel += _power8(times[g, 0])
+        near += times[g, 1]
+        local += (gpus[g, USES] - times[g, 2]) / per_node
+        inter += _power8(times[g, 2])
         moved = received[g, FROM_OWN_NODE] * costs.receive_intra_us
         longest = max(longest, moved + received[g, FROM_OTHER_NODE] * costs.receive_inter_us)
+    for g in range(first, first + per_node):
+        # What the other GPUs of the node receive inside it, all of its GPUs have sent alike.
+        intra += _power8(times[g, 1]) + _power8((near - times[g, 1]) / max(1, per_node - 1))
+    sums[KERNEL_8], sums[INTRA_8], sums[INTER_8], sums[LOCAL], sums[RECEIVE] = kernel, intra, inter, local, longest
+    if topology.transport == DEDUP:
+        # A copy enters a node at the GPU of its rank's number, so all GPUs of a node receive alike.
+        sums[ENTER] = _visits(s, sums[NODE_USES], sums[NODE_COMMON]) * (n_gpus - per_node) / (n_gpus * per_node)
+
+
+@inlined
+def _objective(s, b, when, objective, total_uses):
+    """The objective in the 8-norm from the sums of the nodes."""
+    topology, costs, n_gpus, n_nodes = objective.topology, objective.costs, s.slots.shape[1], s.nodes.shape[2]
+    per_node, nodes = topology.gpus_per_node, s.nodes[b, when]
+    kernel, intra, inter, longest, entering = 0.0, 0.0, 0.0, 0.0, 0.0
+    for node in range(n_nodes):
+        kernel += nodes[node, KERNEL_8]
+        intra += nodes[node, INTRA_8]
+        entering += nodes[node, ENTER]
+        longest = max(longest, nodes[node, RECEIVE])
     time = costs.dispatch_us + costs.combine_us + costs.kernel_us + _root8(kernel)
     if topology.transport != ALLGATHER:
-        everywhere, abroad = 0.0, (n_gpus - per_node) / n_gpus
-        if topology.transport == DEDUP:
-            for node in range(n_nodes):
-                sums = s.nodes[b, when, node]
-                everywhere += abroad * _visits(s, sums[NODE_USES], sums[NODE_COMMON])
         for node in range(n_nodes):
-            near, far = 0.0, 0.0
-            for g in range(node * per_node, (node + 1) * per_node):
-                near += times[g, 1] / per_node
-                far += (s.gpus[b, when, g, USES] - times[g, 2]) / per_node
-                intra += _power8(times[g, 1])
-                inter += _power8(times[g, 2])
             if topology.transport == DEDUP:
-                # A copy enters a node at the GPU of its rank's number, so all GPUs of a node receive alike.
-                sums = s.nodes[b, when, node]
-                enter = abroad * _visits(s, sums[NODE_USES], sums[NODE_COMMON]) / per_node
-                sent = (everywhere / per_node - enter) / max(1, n_nodes - 1)
-                inter += per_node * (_power8(enter) + _power8(sent))
+                enter = nodes[node, ENTER]
+                inter += per_node * (_power8(enter) + _power8((entering - enter) / max(1, n_nodes - 1)))
             else:
-                inter += per_node * _power8(max(0.0, total_uses / n_gpus - far))
-            intra += per_node * _power8(near)
+                sent = max(0.0, total_uses / n_gpus - nodes[node, LOCAL])
+                inter += nodes[node, INTER_8] + per_node * _power8(sent)
         time += (costs.dispatch_intra_us + costs.combine_intra_us) * _root8(intra)
         time += (costs.dispatch_inter_us + costs.combine_inter_us) * _root8(inter)
     return with_migration(time, objective.migration_weight * longest, objective.before_us[b], costs)
@@ -325,11 +334,9 @@ def _copy_slots(source, target):
 @device
 def prepare(first, last, s, experts, rows, before):
     """Count loads and pairs of ``rows`` of ``experts`` (L, rows, K). The interval begins with placement ``before``."""
+    draw_samples(first, last, s.sample, experts, rows)
     for b in range(first, last):
-        top_k, dedup, n_sample = experts.shape[2], s.pairs.shape[1] > 1, s.sample.shape[1]
-        for i in range(n_sample):
-            for k in range(top_k):
-                s.sample[b, i, k] = experts[b, rows[i * len(rows) // n_sample], k]
+        top_k, dedup = experts.shape[2], s.pairs.shape[1] > 1
         for t in range(len(rows)):
             token = experts[b, rows[t]]
             for i in range(top_k):
@@ -379,7 +386,9 @@ def take_placements(first, last, s, placement, objective, result):
             _write_times(s, b, NOW, g, topology, objective.costs)
             s.touched[b, g] = 0
             _copy_gpu(s, b, g, NOW, THEN)
-        _copy_nodes(s, b, NOW, THEN)
+        for node in range(s.nodes.shape[2]):
+            _write_node(s, b, NOW, node, topology, objective.costs)
+            _copy_node(s, b, node, NOW, THEN)
         result[b] = _objective(s, b, NOW, objective, _total_load(s, b))
 
 
@@ -394,10 +403,17 @@ def _copy_gpu(s, b, g, source, target):
 
 
 @inlined
-def _copy_nodes(s, b, source, target):
-    for node in range(s.nodes.shape[2]):
-        for i in range(2):
-            s.nodes[b, target, node, i] = s.nodes[b, source, node, i]
+def _copy_node(s, b, node, source, target):
+    for i in range(N_NODE_SUMS):
+        s.nodes[b, target, node, i] = s.nodes[b, source, node, i]
+
+
+@inlined
+def _is_touched(s, b, node, per_node):
+    for g in range(node * per_node, (node + 1) * per_node):
+        if s.touched[b, g]:
+            return True
+    return False
 
 
 # Steps
@@ -498,6 +514,7 @@ def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
     ``heat`` has the temperatures of the first and the last iteration, as shares of the cost.
     """
     topology, costs, n_gpus = objective.topology, objective.costs, s.slots.shape[1]
+    n_nodes, per_node = s.nodes.shape[2], topology.gpus_per_node
     total_uses, dedup = _total_load(s, b), s.pairs.shape[1] > 1
     cost = _objective(s, b, NOW, objective, total_uses)
     scale = cost
@@ -521,9 +538,12 @@ def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
         _try_expert(s, b, 0, e, n_e, -1, 0, 0.0, topology, n_gpus)
         if v >= 0:
             _try_expert(s, b, 1, v, n_v, e, n_e, common, topology, n_gpus)
-        for x in range(n_gpus):
-            if s.touched[b, x]:
-                _write_times(s, b, THEN, x, topology, costs)
+        for node in range(n_nodes):
+            if _is_touched(s, b, node, per_node):
+                for x in range(node * per_node, (node + 1) * per_node):
+                    if s.touched[b, x]:
+                        _write_times(s, b, THEN, x, topology, costs)
+                _write_node(s, b, THEN, node, topology, costs)
         after = _objective(s, b, THEN, objective, total_uses)
         temperature = scale * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
         if after <= cost - temperature * math.log(1.0 - draw(key, b)):
@@ -542,11 +562,13 @@ def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
                 _copy_slots(s.slots[b], best)
         else:
             source, target = NOW, THEN
-        for x in range(n_gpus):
-            if s.touched[b, x]:
-                _copy_gpu(s, b, x, source, target)
-                s.touched[b, x] = 0
-        _copy_nodes(s, b, source, target)
+        for node in range(n_nodes):
+            if _is_touched(s, b, node, per_node):
+                _copy_node(s, b, node, source, target)
+                for x in range(node * per_node, (node + 1) * per_node):
+                    if s.touched[b, x]:
+                        _copy_gpu(s, b, x, source, target)
+                        s.touched[b, x] = 0
 
 
 @device

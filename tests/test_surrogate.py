@@ -1,0 +1,175 @@
+"""The estimate that annealing works on: shares of ranks, sums, and what it finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clustergym.moe_placement import ClusterSpec, EngineProfile, Interval, ModelSpec, Placement, Simulator, Traffic
+from clustergym.moe_placement.kernels.cost import mean_pass_time
+from clustergym.moe_placement.planners.anneal import Anneal
+from clustergym.moe_placement.planners.kernels import surrogate
+from clustergym.moe_placement.planners.kernels.launch import Objective
+from clustergym.moe_placement.planners.kernels.surrogate import ALL, FAR, NEAR, NOW, Surrogate
+from clustergym.moe_placement.profiles import DEDUP, DISPATCHES
+from clustergym.moe_placement.streams import sample_passes
+from clustergym.traces import SyntheticConfig, synthetic_trace
+from instances import Instance, made_profile, random_instance
+
+RULES = [rule for rule in DISPATCHES if rule != "lp"]
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> Instance:
+    return random_instance(
+        draw(st.integers(0, 2**31)), nodes=draw(st.integers(1, 3)), per_node=draw(st.integers(1, 3)),
+        n_experts=draw(st.integers(2, 9)), top_k=draw(st.integers(1, 3)), tokens=draw(st.integers(1, 12)),
+        layers=draw(st.integers(1, 2)), spare_slots=draw(st.integers(0, 2)),
+    )  # fmt: skip
+
+
+def simulator(
+    nodes: int, per_node: int, n_experts: int, top_k: int, slots: int, profile: str | EngineProfile = "sglang-prefill"
+) -> Simulator:
+    model = ModelSpec("m", 1, n_experts, top_k, 64, 64, kernel_start_us=5.0, kernel_expert_us=2.0, kernel_pair_us=0.5)
+    return Simulator(model, ClusterSpec("c", nodes, per_node, slots, 160, 40, 2.0, 4.0), profile, 100)
+
+
+def surrogate_of(sim: Simulator, interval: Interval, placement: Placement, before: Placement) -> Surrogate:
+    state = surrogate.allocate(
+        surrogate.DEFAULT_SHAPE, interval.n_tokens, interval.experts.shape[2], sim.n_experts, placement.copy(),
+        sim.cluster.n_nodes, sim.topology.transport == DEDUP,
+    )  # fmt: skip
+    surrogate.prepare(0, len(placement), state, interval.experts, interval.rows.ravel(), before)
+    return state
+
+
+def take(state: Surrogate, placement: Placement, objective: Objective) -> npt.NDArray[np.float64]:
+    found = np.empty(len(placement))
+    surrogate.take_placements(0, len(placement), state, placement, objective, found)
+    return found
+
+
+@pytest.mark.parametrize("dispatch", RULES)
+@settings(max_examples=60, deadline=None)
+@given(instance=instances())
+def test_shares_are_those_of_the_ranks_that_choose_a_replica(dispatch: str, instance: Instance) -> None:
+    """Counted from the choices that the simulator writes. Ranks without a near replica are dealt evenly on average."""
+    sim = instance.simulator(made_profile(dispatch, "per-expert"))
+    state = sim.count(instance.interval, instance.placement)
+    n_gpus, node_of, shares = sim.n_gpus, sim.topology.node_of, np.zeros((sim.n_gpus, 3), np.float32)
+    for e in range(sim.n_experts):
+        n, replicas = int(state.n_replicas[0, e]), state.replicas[0, e]
+        surrogate.write_shares(replicas, n, shares, sim.topology, n_gpus)
+        counted = np.zeros((n, 3))
+        for rank in range(n_gpus):
+            first, count = int(state.replica_choice[0, e, rank]) & 0xFFFF, int(state.replica_choice[0, e, rank]) >> 16
+            for i in range(first, first + count):
+                counted[i, ALL] += 1 / count / n_gpus
+                near = node_of[replicas[i]] == node_of[rank]
+                if rank != replicas[i]:
+                    counted[i, NEAR if near else FAR] += 1 / count / n_gpus
+        dealt = 1 / n_gpus if dispatch == "rank-nearest" and n > 1 else 0.0  # one rank more or less
+        np.testing.assert_allclose(shares[:n], counted, atol=dealt + 1e-6)
+        np.testing.assert_allclose(shares[:n].sum(0), counted.sum(0), atol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["dedup", "per-expert", "allgather"])
+@settings(max_examples=40, deadline=None)
+@given(instance=instances(), dispatch=st.sampled_from(RULES), weight=st.sampled_from([0.0, 1.0]))
+def test_sums_follow_the_changes(transport: str, instance: Instance, dispatch: str, weight: float) -> None:
+    """After many steps they are those that are made from scratch for the last placement."""
+    sim, interval = instance.simulator(made_profile(dispatch, transport)), instance.interval
+    planner = Anneal(sim, migration_weight=weight)
+    objective, layers = planner.objective(interval, None), interval.n_layers
+    state = surrogate_of(sim, interval, instance.placement, instance.before)
+    first = take(state, instance.placement, objective)
+    best, cost = instance.placement.copy(), np.full(layers, np.inf)
+    heat = np.array([0.5, 0.1])  # accepts most steps
+    surrogate.anneal_layers(0, layers, state, objective, planner.random_keys(layers), heat, 300, best, cost)
+    assert (cost <= first).all()
+    sim.check(state.slots)
+    sim.check(best)
+    made = surrogate_of(sim, interval, state.slots, instance.before)
+    take(made, state.slots, objective)
+    for name in ("gpus", "nodes", "times", "received"):
+        now, scratch = getattr(state, name)[:, NOW], getattr(made, name)[:, NOW]
+        np.testing.assert_allclose(now, scratch, rtol=1e-4, atol=1e-3, err_msg=name)
+    for name in ("beside", "around", "replicas", "n_replicas"):
+        held = ... if name != "replicas" else np.arange(sim.n_gpus) < made.n_replicas[..., None]
+        found, scratch = getattr(state, name)[held], getattr(made, name)[held]
+        np.testing.assert_allclose(found, scratch, rtol=1e-4, atol=1e-3, err_msg=name)
+    np.testing.assert_allclose(take(made, best, objective), cost, rtol=1e-6)
+
+
+@pytest.mark.parametrize("transport", ["dedup", "per-expert", "allgather"])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_the_estimate_is_exact_if_all_ranks_send_the_same_tokens(transport: str, top_k: int) -> None:
+    """One replica per expert; with deduplication, no token has two experts on one node."""
+    rng = np.random.default_rng(0)
+    n_experts, n_gpus, tokens = 8, 4, 60
+    sim = simulator(2, 2, n_experts, top_k, 2, made_profile("rank-nearest", transport))
+    first = rng.integers(0, n_experts // 2, tokens)
+    own = np.stack([first, n_experts // 2 + rng.integers(0, n_experts // 2, tokens)], axis=1)[:, :top_k]
+    experts = np.tile(own, (n_gpus, 1))[None].astype(np.int16)
+    interval = Interval.even(experts, np.arange(n_gpus * tokens, dtype=np.int32)[None], n_gpus)
+    placement = np.arange(n_experts, dtype=np.int16).reshape(1, n_gpus, 2)
+    objective = Anneal(sim, norm=8).objective(interval, None)
+    told = take(surrogate_of(sim, interval, placement, placement), placement, objective)
+    state = sim.count(interval, placement)
+    exact = mean_pass_time(state, 0, 0, 1, sim.topology, objective.costs, 3)
+    # Kernels do not run in blocks here: the estimate of a mixed pass has none either.
+    assert objective.costs.block_us == 0
+    assert told[0] == pytest.approx(exact, rel=1e-6)
+
+
+def test_visits_of_experts_that_are_always_used_together() -> None:
+    """A token with all its three experts on a GPU comes once; with a = b = 1/2 it is estimated as 3 / (1 + 1 + 2)."""
+    sim = simulator(1, 2, 6, 3, 3)
+    experts = np.repeat([[[0, 1, 2]]], 40, axis=1).astype(np.int16)
+    interval = Interval.even(experts, np.arange(40, dtype=np.int32)[None], 2)
+    placement = np.arange(6, dtype=np.int16).reshape(1, 2, 3)
+    state = surrogate_of(sim, interval, placement, placement)
+    state.shape[:2] = 0.5, 0.5
+    take(state, placement, Anneal(sim).objective(interval, None))
+    assert state.times[0, NOW, 0, 1] == pytest.approx(
+        40 * 3 / (1 + 0.5 * 2 + 0.5 * 4) / 2
+    )  # half are of the other rank
+    assert state.times[0, NOW, 1, 1] == 0.0
+
+
+def test_annealing_on_the_estimate_unites_experts_that_are_used_together() -> None:
+    """Each token uses experts 2i and 2i + 1, which lie on different nodes at first."""
+    rng = np.random.default_rng(0)
+    sim = simulator(2, 2, 8, 2, 2)
+    pairs = rng.permutation(np.repeat(np.arange(4), 256))
+    experts = np.stack([2 * pairs, 2 * pairs + 1], axis=1).astype(np.int16)[None]
+    interval = Interval.even(experts, np.arange(1024, dtype=np.int32)[None], 4)
+    before = np.array([[[0, 2], [4, 6], [1, 3], [5, 7]]], np.int16)
+    planner = Anneal(sim, estimate_steps=3000, iterations=1, migration_weight=0.0, estimate_heat=(1e-2, 1e-4))
+    plan = planner.search_estimate([interval], before, 1.0)
+    assert {tuple(sorted(gpu)) for gpu in plan[0].tolist()} == {(0, 1), (2, 3), (4, 5), (6, 7)}
+
+
+@pytest.mark.parametrize("profile", ["sglang-prefill", "sglang-decode", "vllm-deepep"])
+def test_the_estimate_saves_most_of_what_exact_steps_save(profile: str) -> None:
+    trace = synthetic_trace(SyntheticConfig(n_tokens=16384, n_layers=2, n_experts=32, top_k=4), seed=3)
+    sim = Simulator("gpt-oss-20b", "h800-4x4", profile)
+    interval = sample_passes(trace, sim.n_gpus, Traffic(sim.profile.phase), 8)
+    static = sim.static(2)
+    options = {"migration_weight": 0.0, "seed": 1}
+    exact = Anneal(sim, estimate_steps=0, iterations=20000, **options).plan([interval], static)  # type: ignore[arg-type]
+    quick = Anneal(sim, **options).search_estimate([interval], static, 1.0)  # type: ignore[arg-type]
+    start, best, found = (sim.evaluate(interval, plan).time_us.mean() for plan in (static, exact, quick))
+    assert best < 0.95 * start
+    assert start - found > 0.85 * (start - best)
+
+
+def test_profiles_without_an_estimate_are_searched_exactly() -> None:
+    for profile, expected in (("sglang-lp", False), (made_profile("local-hash", "stay"), False), ("vllm", True)):
+        sim = simulator(2, 2, 8, 2, 3, profile)
+        assert Anneal(sim).estimates is expected
+    assert not Anneal(sim, estimate_steps=0).estimates
