@@ -21,8 +21,9 @@ from clustergym.moe_placement import (
 
 
 def made_profile(dispatch: str = "rank-nearest", transport: str = "dedup", phase: str = "decode") -> EngineProfile:
-    """A profile of any replica choice and transport."""
-    return EngineProfile("made", "sglang", phase, dispatch, transport, (), "made by a test")
+    """A profile of any replica choice and transport. rank-nearest-dealt is the rule of newer SGLang."""
+    rule, dealt = dispatch.removesuffix("-dealt"), dispatch.endswith("-dealt")
+    return EngineProfile("made", "sglang", phase, rule, transport, (), "made by a test", dealt)
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,13 @@ def serving_gpu(
     if dispatch == "local-hash":
         candidates = near or holders
         return candidates[token_hash(token.row) * len(candidates) >> 31]
-    assert dispatch == "rank-nearest"
-    if near:
-        return near[0]
-    # Ranks without a replica on their node are dealt over all replicas, beginning with another one for each expert.
+    assert dispatch in ("rank-nearest", "rank-nearest-dealt")
     nodes = {g // per_node for g in holders}
-    far = [g for g in range(n_gpus) if g // per_node not in nodes]
-    return holders[(expert + far.index(rank)) % n]
+    dealt = [g for g in range(n_gpus) if g // per_node not in nodes]
+    if dispatch == "rank-nearest-dealt" and len(nodes) == 1:
+        dealt = [g for g in range(n_gpus) if g not in holders]
+    # These ranks are dealt over all replicas, beginning with another one for each expert.
+    return holders[(expert + dealt.index(rank)) % n] if rank in dealt else near[0]
 
 
 def copies_of(at: int, ran: list[int], per_node: int, transport: str) -> list[tuple[int, int]]:

@@ -76,9 +76,19 @@ def full_placement(seed: int) -> np.ndarray:
     return slots
 
 
+def replicas_on_one_node() -> np.ndarray:
+    """Four experts per node, three replicas each."""
+    gpu, slot = np.indices((GPUS, SLOTS))
+    return (gpu // PER_NODE * 4 + (gpu + slot) % 4).astype(np.int16)
+
+
+@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
 @pytest.mark.parametrize("seed", range(10))
-def test_rank_nearest_is_sglang_s_static_dispatch(seed: int) -> None:
-    """SGLang 0.5.23. Other ranks are dealt over the replicas in random order there, and in order here."""
+def test_rank_nearest_is_sglang_s_static_dispatch(seed: int, dispatch: str) -> None:
+    """SGLang 0.5.23. Other ranks are dealt over the replicas in random order there, and in order here.
+
+    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
+    """
     text = source("sglang", "srt/eplb/expert_location.py")
     engine = functions(
         text,
@@ -89,7 +99,7 @@ def test_rank_nearest_is_sglang_s_static_dispatch(seed: int) -> None:
         torch=torch, random=random, _prefer_same_node_experts=lambda: True,
         get_parallel=lambda: SimpleNamespace(ep_size=GPUS, nnodes=NODES),
     )  # fmt: skip
-    slots = full_placement(seed)
+    slots = full_placement(seed) if seed else replicas_on_one_node()
     physical: list[list[int]] = [[] for _ in range(EXPERTS)]
     for place, e in enumerate(slots.ravel().tolist()):
         physical[e].append(place)
@@ -101,14 +111,19 @@ def test_rank_nearest_is_sglang_s_static_dispatch(seed: int) -> None:
             for rank in range(GPUS)
         ]
     )
-    ours = chosen("rank-nearest", slots)
+    ours = chosen(dispatch, slots)
     for e in range(EXPERTS):
         holders = [place // SLOTS for place in physical[e]]
         nodes = {g // PER_NODE for g in holders}
-        if len(nodes) == 1:
-            # Newer versions deal all ranks then, those of the node too. Our rule takes the first replica on the node.
-            continue
         near = [g for g in range(GPUS) if g // PER_NODE in nodes]
+        if len(nodes) == 1 and len(holders) > 1:
+            if dispatch == "rank-nearest":
+                first = [g for g in near if g not in holders]
+                assert (ours[first, e] == holders[0]).all()
+                continue
+            near = holders
+        elif len(holders) == 1:
+            near = list(range(GPUS))
         dealt = [g for g in range(GPUS) if g not in near]
         np.testing.assert_array_equal(ours[near, e], theirs[near, e])
         shares = [sorted(Counter(choice[dealt, e].tolist()).values()) for choice in (ours, theirs)]

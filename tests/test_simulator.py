@@ -34,7 +34,7 @@ from instances import Instance, made_profile, random_instance, random_placement
 from reference import migration_us, received, sent_and_received, serve, serve_pass, times_us, token_hash
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "1"))
-RULES = [dispatch for dispatch in DISPATCHES if dispatch != "lp"]
+RULES = [dispatch for dispatch in DISPATCHES if dispatch != "lp"] + ["rank-nearest-dealt"]
 every_rule = pytest.mark.parametrize(("dispatch", "transport"), list(product(RULES, TRANSPORTS)))
 
 
@@ -96,7 +96,8 @@ def check_against_reference(case: Instance, simulator: Simulator) -> None:
     served = simulator.evaluate(case.interval, case.placement, case.before)
     sim, costs = simulator.count(case.interval, case.placement, case.before), simulator.costs(case.interval.n_tokens)
     gpus, per_node = case.cluster.n_gpus, case.cluster.gpus_per_node
-    dispatch, transport = simulator.profile.dispatch, simulator.profile.transport
+    dealt = "-dealt" if simulator.profile.deals_one_node else ""
+    dispatch, transport = simulator.profile.dispatch + dealt, simulator.profile.transport
     for layer, passes in enumerate(serve(case.interval, case.placement, per_node, dispatch, transport)):
         for w, truth in enumerate(passes):
             assert_counts(sim, layer, w, truth, transport, per_node)

@@ -237,6 +237,11 @@ def test_profiles_are_found_by_name() -> None:
     profile = get_profile("vllm")
     assert get_profile(profile) is profile
     assert profile.with_phase("decode") is profile
+    newer = get_profile("sglang-decode-0.5.16")
+    assert newer.deals_one_node
+    assert replace(newer, name="sglang-decode", deals_one_node=False, about="") == replace(
+        get_profile("sglang-decode"), about=""
+    )
     assert profile.with_phase("prefill") == replace(profile, name="vllm (prefill)", phase="prefill")
     with pytest.raises(ValueError, match="unknown profile 'sglang'; the profiles are: sglang-prefill"):
         get_profile("sglang")

@@ -44,7 +44,8 @@ class Command:
     """Engine that serves: sglang, vllm, tensorrt-llm or vllm-ascend. It sets the default of --profile."""
     profile: str | None = None
     """How the engine serves: sglang-prefill, sglang-decode, sglang-lp, vllm, vllm-deepep, tensorrt-llm or
-    vllm-ascend; by default the first profile of the engine."""
+    vllm-ascend; by default the first profile of the engine. SGLang 0.5.16 changed its static dispatch:
+    sglang-prefill-0.5.16 and sglang-decode-0.5.16."""
     phase: Literal["decode", "prefill"] | None = None
     """Serve this phase instead of the profile's."""
     planner: list[str] = field(default_factory=lambda: ["all"])

@@ -66,7 +66,8 @@ class Command:
     """Engine to write the plan for: sglang, tensorrt-llm, vllm-ascend or vllm."""
     profile: str | None = None
     """How the engine serves: sglang-prefill, sglang-decode, sglang-lp, vllm, vllm-deepep, tensorrt-llm or
-    vllm-ascend; by default the first profile of the engine (of --phase, if given)."""
+    vllm-ascend; by default the first profile of the engine (of --phase, if given). SGLang 0.5.16 changed its static
+    dispatch: sglang-prefill-0.5.16 and sglang-decode-0.5.16."""
     phase: Literal["decode", "prefill", "both"] | None = None
     """Plan for this phase instead of the profile's. both: a plan for each, plan-prefill.json and plan-decode.json."""
     planner: str | None = None

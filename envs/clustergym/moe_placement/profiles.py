@@ -43,6 +43,9 @@ class EngineProfile:
     kernels: tuple[str, ...]
     """Expert kernels that the engine uses, best known first (see :mod:`clustergym.moe_placement.costs`)."""
     about: str
+    deals_one_node: bool = False
+    """Of the dispatch rank-nearest: if all replicas of an expert are on one node, the ranks of that node are dealt over
+    them. Otherwise they all use the first one."""
 
     def __post_init__(self) -> None:
         one_of(self.phase, PHASES, "phase")
@@ -89,6 +92,18 @@ PROFILES = {
 }  # fmt: skip
 """Every profile by its name."""
 
+NEWER_PROFILES = {
+    profile.name: profile
+    for profile in (
+        replace(
+            PROFILES[f"sglang-{phase}"], name=f"sglang-{phase}-0.5.16", deals_one_node=True,
+            about=f"{PROFILES[f'sglang-{phase}'].about}, SGLang 0.5.16 and newer",
+        )
+        for phase in ("prefill", "decode")
+    )
+}  # fmt: skip
+"""Rules that an engine changed. Results are published for :data:`PROFILES`; these can be planned for, too."""
+
 DEFAULT_PROFILE = "sglang-prefill"
 
 
@@ -96,9 +111,10 @@ def get_profile(profile: str | EngineProfile) -> EngineProfile:
     """A profile by name, or the profile itself."""
     if isinstance(profile, EngineProfile):
         return profile
-    if profile not in PROFILES:
-        raise ValueError(f"unknown profile {profile!r}; the profiles are: {', '.join(PROFILES)}")
-    return PROFILES[profile]
+    known = PROFILES | NEWER_PROFILES
+    if profile not in known:
+        raise ValueError(f"unknown profile {profile!r}; the profiles are: {', '.join(known)}")
+    return known[profile]
 
 
 def profiles_of(engine: str) -> list[EngineProfile]:

@@ -140,6 +140,7 @@ class Simulator:
             gpus_per_node=self.cluster.gpus_per_node,
             transport=TRANSPORTS.index(self.profile.transport),
             dispatch=RANDOM if dispatch == LP else dispatch,
+            deals_one_node=int(self.profile.deals_one_node),
         )
         if self.stay and migration == "async":
             raise ValueError("migration='async' does not work with transport 'stay': layers depend on each other")

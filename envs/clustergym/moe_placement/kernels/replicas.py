@@ -37,7 +37,8 @@ def choose(topology, row, position, rank, ordinal, count):
 def write_choices(state, b, e, topology):
     """Derive from the replicas of ``e`` which of them a token of each rank chooses from.
 
-    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas.
+    * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas. With
+      ``deals_one_node``, so are the ranks of a node that has all replicas.
     * rank-mod: replica number rank modulo the number of replicas.
     * local-hash: the one on the rank's GPU, else those on its node, else all.
     * random, token-hash, round-robin: all.
@@ -54,8 +55,9 @@ def write_choices(state, b, e, topology):
             choice[g] = g % n | 1 << 16
         return
     # Replicas on one node are neighbours in the ascending list.
+    one_node = node_of[replicas[0]] == node_of[replicas[n - 1]]
     first = 0
-    for i in range(n):
+    for i in range(0 if one_node and topology.deals_one_node else n):
         node = node_of[replicas[i]]
         if node_of[replicas[first]] != node:
             first = i

@@ -62,6 +62,7 @@ class Topology(NamedTuple):
     gpus_per_node: int
     transport: int
     dispatch: int
+    deals_one_node: int
 
 
 class Costs(NamedTuple):
