@@ -1,4 +1,4 @@
-"""Replica choice against the engines' own functions.
+"""The engines' own code: replica choice equals theirs, and readers read what their recorders write.
 
 Each test needs the source of one engine, without its dependencies, and skips where it is absent:
 
@@ -9,8 +9,11 @@ Each test needs the source of one engine, without its dependencies, and skips wh
 from __future__ import annotations
 
 import ast
+import logging
 import random
-from collections import Counter, defaultdict
+import time
+from abc import ABC
+from collections import Counter, defaultdict, deque
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +26,9 @@ import torch
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
 from clustergym.moe_placement.kernels.replicas import _KNUTH
 from clustergym.moe_placement.streams import Interval
+from clustergym.traces import LoadTrace, TokenTrace
+from clustergym.traces.readers import ReadOptions, read_trace
+from engine_files import routing, slot_map, to_physical
 from instances import made_profile, random_placement
 
 NODES, PER_NODE, SLOTS, EXPERTS = 3, 4, 3, 12
@@ -39,15 +45,16 @@ def source(package: str, path: str) -> str:
 
 
 def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
-    """Functions of a source file, and the names that they use."""
+    """Functions and classes of a source file, and the names that they use."""
     tree = ast.parse(text)
+    defined = (ast.FunctionDef, ast.ClassDef)
     tree.body = [
         node
         for node in tree.body
-        if (isinstance(node, ast.FunctionDef) and node.name in names)
+        if (isinstance(node, defined) and node.name in names)
         or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
     ]
-    assert {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} == names
+    assert {node.name for node in tree.body if isinstance(node, defined)} == names
     space: dict[str, Any] = dict(known)
     exec(compile(tree, "<engine>", "exec"), space)
     return SimpleNamespace(**{name: space[name] for name in names})
@@ -151,3 +158,72 @@ def test_token_hash_has_vllm_s_multiplier() -> None:
     assert f"KNUTH_MULTIPLIER = {_KNUTH}\n" in text
     assert "hashed = (token_idx * KNUTH_MULTIPLIER) & 0xFFFFFFFF\n" in text
     assert "replica_idx = hashed % replica_count\n" in text
+
+
+# Recordings of SGLang: 2 dense layers and 3 of experts, passes of 7 prefill and 3 decode tokens.
+DENSE, LAYERS, TOP_K = 2, 3, 4
+PASSES = ((1, 7, [4, 3]), (2, 3, None))
+LOGICAL = routing(10, LAYERS, TOP_K, EXPERTS)
+
+
+def sglang_recording(mode: str, gatherer: str, accumulator: str, folder: Path, monkeypatch: Any) -> Path:
+    """The file that SGLang's recorder writes on one rank."""
+    stub = SimpleNamespace
+    slots = torch.from_numpy(slot_map(DENSE + LAYERS, EXPERTS, 4))
+    location = stub(
+        num_layers=DENSE + LAYERS, num_physical_experts=16, num_logical_experts=EXPERTS, physical_to_logical_map=slots
+    )
+    names = {
+        "_SinglePassGatherer", "_DetailSinglePassGatherer", "_LayerBasedGpuSinglePassGatherer",
+        "_SelectExpertsSinglePassGatherer", "_Accumulator", "_UtilizationRateAccumulatorMixin", "_DequeCollection",
+        "_DetailAccumulator", "_StatAccumulator", "_Buffer", "_CircularBuffer", "_InfiniteBuffer", "_dump_to_file",
+        "_convert_per_token_to_global_physical_count", "_convert_global_physical_count_to_logical_count",
+    }  # fmt: skip
+    settings = stub(moe=stub(expert_distribution_recorder_mode=mode, expert_distribution_recorder_buffer_size=4),
+                    overlap=stub(enable_two_batch_overlap=False))  # fmt: skip
+    engine = functions(
+        source("sglang", "srt/eplb/expert_distribution.py"), names, torch=torch, ABC=ABC, deque=deque, time=time,
+        Path=Path, logger=logging.getLogger(), get_exec=lambda: settings, get_device=lambda: "cpu",
+        get_schedule=lambda: stub(chunked_prefill_size=2), get_device_namespace=lambda: stub(device="cpu"),
+        reports_expert_balancedness=lambda: False, _SINGLE_PASS_GATHERER_KEY_PRIMARY="primary",
+        envs=stub(SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR=stub(get=lambda: str(folder))),
+    )  # fmt: skip
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)  # one rank
+    monkeypatch.setattr(torch, "get_device_module", lambda: stub(empty_cache=lambda: None))
+    gather, record = getattr(engine, gatherer)(location, 0), getattr(engine, accumulator)(location, 0)
+    physical, first = torch.from_numpy(to_physical(LOGICAL, slots[DENSE:].numpy())), 0
+    for i, (forward_mode, n, lens) in enumerate(PASSES):
+        gather.reset()
+        ids = torch.arange(first, first + n)
+        gather.on_forward_pass_start(
+            stub(input_ids=ids, positions=ids, extend_seq_lens_cpu=lens, forward_mode=stub(value=forward_mode))
+        )
+        for layer in range(LAYERS):
+            gather.on_select_experts(DENSE + layer, physical[first : first + n, layer])
+        record.append(i, "primary", gather.collect(), {})
+        first += n
+    record.dump("file")
+    return next(folder.glob("expert_distribution_recorder_*.pt"))
+
+
+def test_recorded_tokens_of_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sglang_recording("per_token", "_DetailSinglePassGatherer", "_DetailAccumulator", tmp_path, monkeypatch)
+    trace = read_trace([path], None, ReadOptions())
+    assert isinstance(trace, TokenTrace)
+    np.testing.assert_array_equal(trace.experts, LOGICAL)
+    assert trace.layer_ids.tolist() == [2, 3, 4]
+    assert trace.seq_lens.tolist() == [4, 3, 1, 1, 1]
+    assert trace.domains.tolist() == ["prefill"] * 2 + ["decode"] * 3
+
+
+@pytest.mark.parametrize(("mode", "accumulator"), [("per_pass", "_DetailAccumulator"), ("stat", "_StatAccumulator")])
+def test_recorded_loads_of_sglang(mode: str, accumulator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sglang_recording(mode, "_SelectExpertsSinglePassGatherer", accumulator, tmp_path, monkeypatch)
+    trace = read_trace([path], None, ReadOptions())
+    assert isinstance(trace, LoadTrace)
+    assert trace.layer_ids.tolist() == [2, 3, 4]
+    expected = [
+        [np.bincount(LOGICAL[part, layer].ravel(), minlength=EXPERTS) for layer in range(LAYERS)]
+        for part in (slice(0, 7), slice(7, 10))
+    ]
+    np.testing.assert_array_equal(trace.counts, expected)
