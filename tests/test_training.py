@@ -454,11 +454,28 @@ class Masked(Countdown):
         return obs, reward, truncated, terminated, {"action_mask": np.arange(5) == self.left}
 
 
+class MaskInObservation(Masked):
+    """The mask is part of the observation."""
+
+    observation_space = gym.spaces.Dict(action_mask=gym.spaces.MultiBinary(5), left=gym.spaces.Discrete(9))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        obs, info = super().reset(seed=seed, options=options)
+        return info | {"left": obs}, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        obs, reward, terminated, truncated, info = super().step(action)
+        return info | {"left": obs}, reward, terminated, truncated, {}
+
+
+@pytest.mark.parametrize("env", [Masked, MaskInObservation])
 @pytest.mark.parametrize("mode", gym.vector.AutoresetMode)
-def test_observations_masks_and_last_observations_for_every_autoreset_mode(mode: gym.vector.AutoresetMode) -> None:
+def test_observations_masks_and_last_observations_for_every_autoreset_mode(
+    mode: gym.vector.AutoresetMode, env: type[Masked]
+) -> None:
     """Environments count down from 2, 3 and 4. Ends are truncations with observation 0 (one-hot, so column 0)."""
     statistics = EpisodeStatistics(3)
-    envs = VectorEnvs(gym.vector.SyncVectorEnv([Masked] * 3, autoreset_mode=mode), seed=3, episodes=statistics)
+    envs = VectorEnvs(gym.vector.SyncVectorEnv([env] * 3, autoreset_mode=mode), seed=3, episodes=statistics)
     lengths = []
     for _ in range(12):
         left = envs.obs.argmax(1)
