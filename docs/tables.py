@@ -5,7 +5,7 @@ A page contains a comment, and docs/hooks.py puts the table in its place when th
     <!-- flags: ppo -->                                    flags of a trainer
     <!-- commands -->                                      every clustergym command with its flags
     <!-- options: clustergym.moe_placement.batch:PlacementConfig -->
-    <!-- ids --> <!-- models --> <!-- gpus --> <!-- profiles -->
+    <!-- ids --> <!-- scores --> <!-- models --> <!-- gpus --> <!-- profiles -->
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -255,6 +256,23 @@ def ids(_: str = "") -> str:
     return f"{sizes}\n\n- **Profiles:** {profiles}\n- **Schedules:** {schedules}"
 
 
+def scores(_: str = "") -> str:
+    """Reference scores of the ladder, as far as they are measured: mean ± standard deviation over episodes."""
+    from clustergym.ids import REFERENCE_SCORES, ladder
+
+    found = json.loads(REFERENCE_SCORES.read_text()) if REFERENCE_SCORES.is_file() else {}
+    tasks = [name for name, _arguments in ladder() if name in found]
+    if not tasks:
+        return "Not measured yet."
+    agents = list(dict.fromkeys(agent for task in tasks for agent in found[task]["saved_percent"] if agent != "no-op"))
+    rows = []
+    for task in tasks:
+        saved = found[task]["saved_percent"]
+        cells = (f"{saved[agent][0]:.1f} ± {saved[agent][1]:.1f}" if agent in saved else "" for agent in agents)
+        rows.append((f"`{task}`", f"{found[task]['start_us']:.0f}", *(text.replace("-", "−") for text in cells)))
+    return table(("task", "start, µs", *agents), rows)
+
+
 def models(_: str = "") -> str:
     from clustergym.moe_placement.specs import MODELS
 
@@ -298,8 +316,8 @@ def profiles(_: str = "") -> str:
 
 
 MAKERS: dict[str, Callable[[str], str]] = {
-    "flags": flags, "commands": commands, "options": options, "ids": ids, "models": models, "gpus": gpus,
-    "profiles": profiles,
+    "flags": flags, "commands": commands, "options": options, "ids": ids, "scores": scores, "models": models,
+    "gpus": gpus, "profiles": profiles,
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -185,7 +186,7 @@ def test_commands_of_results_exist(page: Path, tmp_path: Path) -> None:
 
 def test_no_table_is_left_out(site: Path) -> None:
     for page in site.rglob("*.html"):
-        assert not re.search(r"<!-- (flags|commands|options|ids|models|gpus|profiles)", page.read_text()), page
+        assert not re.search(r"<!-- (flags|commands|options|ids|scores|models|gpus|profiles)", page.read_text()), page
 
 
 @dataclass
@@ -219,6 +220,21 @@ def test_rows_of_a_small_class() -> None:
     page = tables.flag_table(own.rows)
     assert "| `TRACE` | text | required | A \\*trace\\* \\| file\\_name, &lt;seed>. |" in page
     assert "| `--loud` | switch | `True` | Loud. |" in page
+
+
+def test_table_of_reference_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = {"no-op": [0.0, 0.0], "random": [-1.25, 0.5], "optimum": [9.0, 0.1]}
+    tasks = {"small-vllm-drift": {"start_us": 200.4, "saved_percent": {"no-op": [0, 0], "random": [2.0, 1.0]}},
+             "small-sglang-prefill-stationary": {"start_us": 100.0, "saved_percent": saved}}  # fmt: skip
+    (tmp_path / "scores.json").write_text(json.dumps(tasks))
+    monkeypatch.setattr("clustergym.ids.REFERENCE_SCORES", tmp_path / "scores.json")
+    _, _, *rows = tables.scores().splitlines()
+    assert rows == [
+        "| `small-sglang-prefill-stationary` | 100 | −1.2 ± 0.5 | 9.0 ± 0.1 |",
+        "| `small-vllm-drift` | 200 | 2.0 ± 1.0 |  |",
+    ]
+    monkeypatch.setattr("clustergym.ids.REFERENCE_SCORES", tmp_path / "none.json")
+    assert tables.scores() == "Not measured yet."
 
 
 def test_roles_and_double_backticks_become_code() -> None:
