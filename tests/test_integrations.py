@@ -204,6 +204,12 @@ class TestOtherPlanners:
         slots_of("eplb-ema", first, 20, 1, 1, 4)
         assert (slots_of("eplb-ema", second, 20, 1, 1, 4) != plan_slots(second, 20, 1, 1, 4)).any()
 
+    def test_experts_that_stay_on_a_gpu_keep_their_slot(self) -> None:
+        old = plan_slots(loads(2, 64, seed=1).numpy(), 80, 1, 1, 16)
+        new = slots_of("incremental", loads(2, 64).numpy(), 80, 1, 1, 16, old)
+        for before, after in zip(old.reshape(32, 5), new.reshape(32, 5), strict=True):
+            assert (before == after).sum() == len(set(before) & set(after))
+
     @pytest.mark.parametrize("name", ["anneal", "policy", "static", "nope"])
     def test_others_are_refused(self, name: str) -> None:
         with pytest.raises(ValueError, match=f"planner '{name}' cannot run inside an engine: give one of round-robin"):

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.integrations.eplb import Slots, check_sizes, fill, plan_slots
+from clustergym.integrations.eplb import Slots, check_sizes, fill, keep_in_place, plan_slots
 from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.recorded import LoadInterval
@@ -46,7 +46,10 @@ def slots_of(
     interval = LoadInterval(counts.round().astype(np.int64), int(counts.sum() / len(counts) / n_layers) + 1)
     planned = planner.plan([interval], _start(planner.simulator, n_layers, old)).astype(np.int64)
     fill(planned, counts.sum(0), n_groups, n_nodes)
-    return planned.reshape(n_layers, n_physical)
+    slots = planned.reshape(n_layers, n_physical)
+    if old is None or old.shape != slots.shape:
+        return slots
+    return keep_in_place(slots, old, n_gpus, n_gpus)  # slots are reordered, GPUs are not
 
 
 @lru_cache(maxsize=4)
