@@ -60,6 +60,8 @@ class TestLaunch:
             "--ep-dispatch-algorithm static"
         )
         assert start.warnings == ()
+        newer = launch(Path("plan.json"), plan_of(), "sglang", "sglang-decode-0.5.16", n_nodes=2)
+        assert newer.command == start.command
         prefill = launch(Path("plan.json"), plan_of(), "sglang", "sglang-prefill")
         assert "--deepep-mode normal" in prefill.command
         assert prefill.profile.name == "sglang-prefill"

@@ -118,7 +118,7 @@ def launch(
     """How to start the engine so that it loads the plan and serves as the profile says."""
     names = [known.name for known in profiles_of(get_engine(engine).name)]
     chosen = get_profile(names[0] if profile is None else profile)
-    if chosen.name not in names:
+    if chosen.engine != get_engine(engine).name:
         raise ValueError(f"{engine} does not serve with profile {chosen.name!r}; its profiles are: {', '.join(names)}")
     if n_nodes < 1 or plan.n_gpus % n_nodes:
         raise ValueError(f"{plan.n_gpus} GPUs do not divide over {n_nodes} nodes")
