@@ -92,8 +92,9 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
         return super()._observe() | _more(self._proposed["compact"], self._proposed["mask"])
 
     def _operation(self, action: Any) -> tuple[int, int]:
-        expert, node = self.batch.operations(torch.tensor([int(action)]))
-        return int(expert), int(node)
+        choice, operations = int(action), self._proposed["operations"]
+        expert, node = operations[choice].tolist() if 0 <= choice < len(operations) else (-1, -1)
+        return expert, node
 
     def noop_action(self) -> Any:
         """The action that changes nothing."""

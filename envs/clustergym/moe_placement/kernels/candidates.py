@@ -161,8 +161,11 @@ def _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest):
 
 
 @device
-def _try(episode, sim, obs, b, rules, e, node, row):
-    """Write the features of one operation, which is tried and undone exactly."""
+def _try(episode, sim, obs, b, rules, e, node, true, smooth, moved, row):
+    """Write the features of one operation, which is tried and undone exactly.
+
+    ``true``, ``smooth`` and ``moved`` are the times without it.
+    """
     costs, topology, n_passes = rules.costs, rules.topology, rules.n_passes
     for f in range(row.shape[0]):
         row[f] = 0.0
@@ -170,9 +173,6 @@ def _try(episode, sim, obs, b, rules, e, node, row):
         return
     before_us = episode.times_us[b, TIME_OBSERVED_START]
     kind, source, target, victim = resolve(sim, b, e, node, n_passes)
-    true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
-    smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
-    moved = migration_time(sim, b, costs)
     # Exchanging source and target undoes the operation.
     apply_operation(sim, b, e, source, target, victim, topology, costs, n_passes)
     true_then = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
@@ -208,9 +208,13 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
     n_gpus, k = sim.slots.shape[1], operations.shape[0] - 1
     work, coldest = score[k + 1 : k + 1 + n_gpus], score[k + 1 + n_gpus :]
     _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest)
+    n_passes, topology, costs = rules.n_passes, rules.topology, rules.costs
+    true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
+    smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
+    moved = migration_time(sim, b, costs)
     for i in range(1, k + 1):
         row = compact[(i - 1) * N_CANDIDATE_FEATURES : i * N_CANDIDATE_FEATURES]
-        _try(episode, sim, obs, b, rules, operations[i, 0], operations[i, 1], row)
+        _try(episode, sim, obs, b, rules, operations[i, 0], operations[i, 1], true, smooth, moved, row)
     # Best first: insertion sort, because equal ones must keep their order on every device.
     for i in range(1, k):
         j = i
