@@ -62,6 +62,10 @@ def own_s(pid: int) -> float:
 def measure(args: Args, learning: bool, store: Path) -> dict[str, Any]:
     """Results of one measurement."""
     with agent_server(store, "--explore", "all" if learning else "off") as server:
+        # The learner has a low priority and would not even start under full load: with pauses, until its first update.
+        until = time.monotonic() + 60.0
+        while learning and not server.metrics()["clustergym_policy_version"] and time.monotonic() < until:
+            asyncio.run(run_load(server.port, args.connections, 2.0, seed=1, pause_s=0.1))
         asyncio.run(run_load(server.port, args.connections, args.warmup, seed=1))
         before = server.metrics()
         busy, own = busy_s(), own_s(server.process.pid)

@@ -92,7 +92,7 @@ class OwnerState:
     cores: UsageHistogram = field(default_factory=UsageHistogram)
     memory: UsageHistogram = field(default_factory=UsageHistogram)
 
-    FADE = 0.999
+    FADE = 0.9997
 
     def to_array(self) -> NDArray[np.float32]:
         numbers = [getattr(self, name) for name in NUMBERS]

@@ -15,7 +15,7 @@ class RailSettings:
     """A grant is at least the owner's observed peak memory × this."""
     cores_margin: float = 1.1
     """A grant is at least the largest need of the owner × this."""
-    margin_sensitive: float = 1.25
+    margin_sensitive: float = 1.4
     """The margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
     floor: float = 0.1
     """A grant is at least this share of the request."""
@@ -42,8 +42,8 @@ def sensitive_floor(peak: float, pods: float, margin: float) -> float:
 
     The next pod exceeds the peak of n pods with a probability of 1 / (n + 1), and by more if n is small.
 
-    >>> [round(sensitive_floor(0.2, n, 1.25), 2) for n in (0, 10, 50, 100, 1000)]
-    [1.0, 1.0, 0.5, 0.38, 0.26]
+    >>> [round(sensitive_floor(0.2, n, 1.4), 2) for n in (0, 10, 50, 100, 1000)]
+    [1.0, 1.0, 0.56, 0.42, 0.29]
     """
     return min(peak * margin * (1.0 + RARE_PODS / pods), 1.0) if pods > 0 else 1.0
 
