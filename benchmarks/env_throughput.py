@@ -134,14 +134,14 @@ GROWTH = {
     "GPUs": (4, 8, 16, 32),
     "layers": (2, 8, 26),
 }
+BASE = {"passes": 4, "tokens": 32, "experts": 64, "GPUs": 16, "layers": 8}
 
 
 def growth(args: Args) -> list[dict[str, Any]]:
-    """The batched rate as one size at a time is varied around 4 passes of 32 tokens per GPU, 64 experts, 16 GPUs."""
-    base = {"passes": 4, "tokens": 32, "experts": 64, "GPUs": 16, "layers": 8}
+    """The batched rate as one size at a time differs from ``BASE``."""
     rows = []
     for what, value in [(what, value) for what, values in GROWTH.items() for value in values]:
-        size = base | {what: value}
+        size = BASE | {what: value}
         trace = synthetic_trace(
             SyntheticConfig(n_tokens=12_000, n_layers=size["layers"], n_experts=size["experts"]), seed=0
         )
@@ -293,12 +293,19 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         ("GPUs", "#228833", "^"),
         ("layers", "#AA3377", "D"),
     ):
-        points = [(r["value"], 1e6 / r["rate"]) for r in rows if r["what"] == what]
-        label = "tokens per GPU" if what == "tokens" else what
+        points = [(r["value"] / BASE[what], 1e6 / r["rate"]) for r in rows if r["what"] == what]
+        label = f"{what} per GPU ({BASE[what]})" if what == "tokens" else f"{what} ({BASE[what]})"
         if points:
             axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=label)
-    axes[1].set(xlabel="size", ylabel="µs per step", title="growth of the cost of a step, 128 environments")
+    axes[1].set(
+        xlabel="size / size in brackets", ylabel="µs per step", title="growth of the cost of a step, 128 environments"
+    )
     if rows:
+        for axis in (axes[1].xaxis, axes[1].yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
+        axes[1].set_xticks([1 / 4, 1 / 2, 1, 2, 4])
+        axes[1].set_xticks([], minor=True)
         axes[1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
