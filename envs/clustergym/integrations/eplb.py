@@ -92,33 +92,10 @@ def keep_in_place(new: Slots, old: Slots, n_nodes: int, n_gpus: int) -> Slots:
 
     The GPUs of a node are equal, so which of them gets which set of experts is free.
     """
-    from scipy.optimize import linear_sum_assignment
+    from clustergym.moe_placement import transition
 
-    n_layers, n_physical = new.shape
-    slots = n_physical // n_gpus
-    per_node = n_gpus // n_nodes
-    before, after = old.reshape(n_layers, n_gpus, slots), new.reshape(n_layers, n_gpus, slots)
-    kept = np.empty_like(after)
-    for l in range(n_layers):
-        for first in range(0, n_gpus, per_node):
-            node = slice(first, first + per_node)
-            # (old GPU, new set): experts that would stay.
-            stay = (before[l, node, None, :, None] == after[l, None, node, None, :]).any(2).sum(2)
-            gpus, sets = linear_sum_assignment(stay, maximize=True)
-            for gpu, chosen in zip(gpus, sets, strict=True):
-                kept[l, first + gpu] = _same_slots(after[l, first + chosen], before[l, first + gpu])
-    return kept.reshape(n_layers, n_physical)
-
-
-def _same_slots(experts: Slots, before: Slots) -> Slots:
-    """The experts of a GPU, those that it held before in their old slots."""
-    left = experts.tolist()
-    placed = [-1] * len(left)
-    for s, expert in enumerate(before.tolist()):
-        if expert in left:
-            left.remove(expert)
-            placed[s] = expert
-    return np.array([expert if expert >= 0 else left.pop(0) for expert in placed])
+    planned, live = (slots.reshape(len(slots), n_gpus, -1).astype(np.int16) for slots in (new, old))
+    return transition.keep_in_place(planned, live, n_gpus // n_nodes).reshape(new.shape).astype(np.int64)
 
 
 def invert(slots: Slots, n_experts: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -32,7 +32,7 @@ from clustergym.traces.token_trace import TokenTrace
 PASSES_OF_A_PERMANENT_PLAN = 10**12
 """Forward passes served by a plan that is loaded at startup: so many that migration costs nothing."""
 PLAN_PASSES_OF_LOADS = 256
-"""Passes of the planning part that planners on loads see. They cost next to nothing."""
+"""Passes of the planning part that planners on loads see. They take little time."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Protocol:
         return self.intervals + (not self.stationary)
 
     def parts(self, trace: TokenTrace) -> tuple[TokenTrace, TokenTrace]:
-        """(planning part, served part) of a trace. No sequence is in both, except that without a plan made in advance
-        both are the whole split."""
+        """(planning part, served part) of a trace. With the ``stationary`` schedule no sequence is in both; with the
+        others both are the whole split."""
         chosen = split_trace(trace, self.split)
         return chosen.split(1 - self.holdout, seed=self.seed) if self.stationary else (chosen, chosen)
 
@@ -95,7 +95,7 @@ def deal_sequences(trace: TokenTrace, groups: int, seed: int) -> list[TokenTrace
     if groups == 1:
         return [trace]
     rng = np.random.default_rng(seed)
-    # Domains in random order, because the last cards of a domain do not go round.
+    # Domains in random order, because the last sequences of a domain may not reach every group.
     rank = rng.permutation(len(trace.domain_names))[np.searchsorted(trace.domain_names, trace.domains)]
     order = np.lexsort((rng.random(trace.n_sequences), rank))
     group = np.empty(trace.n_sequences, int)

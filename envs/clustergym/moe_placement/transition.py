@@ -65,12 +65,14 @@ def keep_in_place(new: Placement, live: Placement, gpus_per_node: int) -> Placem
     return kept
 
 
-def _same_slots(experts: npt.NDArray[np.int16], before: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
-    """The experts of a GPU, those that it held before in their old slots."""
-    stays = np.isin(before, experts)
-    placed = before.copy()
-    placed[~stays] = experts[~np.isin(experts, before)]
-    return placed
+def _same_slots(experts: npt.NDArray[np.int16], before: npt.NDArray[np.int16]) -> list[int]:
+    """The experts of a GPU, those that it held before in their old slots. An engine may hold an expert twice."""
+    left, placed = experts.tolist(), [-1] * len(experts)
+    for s, expert in enumerate(before.tolist()):
+        if expert in left:
+            left.remove(expert)
+            placed[s] = expert
+    return [expert if expert >= 0 else left.pop(0) for expert in placed]
 
 
 def layer_steps(
