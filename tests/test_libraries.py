@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -171,3 +174,31 @@ def test_maskable_ppo_plays_no_illegal_action(name: str) -> None:
         obs, _, done, _, info = env.step(action)
     assert info["illegal_actions"] == 0
     assert env.unwrapped.batch.n_gpus == GPUS
+
+
+# CleanRL
+
+# CleanRL's file is for Gymnasium 0.29, where this argument did not exist. The file itself is not changed.
+RUN_CLEANRL = """
+import functools, runpy, sys
+import gymnasium
+wrapper = gymnasium.wrappers.TransformObservation
+gymnasium.wrappers.TransformObservation = functools.partial(wrapper, observation_space=None)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("env_id", ["GPUAllocation-v0", "GPUAllocationHistory-v0"])
+def test_cleanrl_trains_on_the_allocation_environment(env_id: str, tmp_path: Path) -> None:
+    """CleanRL's own ppo_continuous_action.py, if ``CLUSTERGYM_CLEANRL`` names the file."""
+    script = os.environ.get("CLUSTERGYM_CLEANRL", "")
+    if not script:
+        pytest.skip("CLUSTERGYM_CLEANRL does not name CleanRL's ppo_continuous_action.py")
+    flags = ["--total-timesteps", "1024", "--num-steps", "512", "--update-epochs", "2", "--no-cuda"]
+    run = subprocess.run(
+        [sys.executable, "-c", RUN_CLEANRL, str(Path(script).resolve()), "--env-id", f"clustergym:{env_id}", *flags],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout.count("SPS:")) == (0, 2), run.stderr
+    assert list(tmp_path.glob("runs/*/events*"))
