@@ -5,6 +5,7 @@ experts, GPUs and layers is measured on the batched environment. Writes a JSON f
 
     python benchmarks/env_throughput.py
     python benchmarks/env_throughput.py --against ../other-checkout   # only the ratio of speeds of two revisions
+    python benchmarks/env_throughput.py --against ../other-checkout --only allocation --rounds 21
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Args:
     """Prefix of the .json and .png files."""
     against: Path | None = None
     """Folder of another checkout: measure both revisions in turns, in CPU time of one thread, and print the ratios."""
-    worker: tyro.conf.Suppress[bool] = False
+    only: str = ""
+    """With --against: only the cases whose name contains this."""
 
 
 def actions(env: Any, n: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -175,6 +177,7 @@ CASES: dict[str, tuple[int, str]] = {
     f"{batch} environments, {transport}": (batch, transport) for batch in (1, 1024) for transport in TRANSPORTS
 }
 ANNEAL = "anneal, one plan"
+ALLOCATION = "allocation, 1024 environments"
 
 
 def options_of(transport: str) -> dict[str, Any]:
@@ -186,7 +189,7 @@ def options_of(transport: str) -> dict[str, Any]:
 def work() -> None:
     """Measure the cases named on standard input, one per line.
 
-    Writes the CPU seconds of each, per token that a step counts, to standard output.
+    Writes the CPU seconds of each, per token that a step counts (allocation: per step), to standard output.
     """
     envs: dict[str, Any] = {}
     rng = np.random.default_rng(0)
@@ -194,6 +197,12 @@ def work() -> None:
         case = line.strip()
         if case == ANNEAL:
             print(anneal_seconds(), flush=True)
+            continue
+        if case == ALLOCATION:
+            if case not in envs:
+                envs[case] = gymnasium.make_vec("GPUAllocation-v0", 1024, "vector_entry_point")
+                envs[case].reset(seed=0)
+            print(allocation_seconds(envs[case], rng), flush=True)
             continue
         if case not in envs:
             batch, transport = CASES[case]
@@ -206,6 +215,16 @@ def work() -> None:
             env.step(action)
         steps = len(chosen) * env.num_envs
         print((time.process_time() - began) / steps / tokens_counted(env.batch), flush=True)
+
+
+def allocation_seconds(env: Any, rng: np.random.Generator) -> float:
+    """CPU seconds per step of one environment of the allocation task, with random actions."""
+    space = env.action_space
+    chosen = [rng.random(space.shape).astype(space.dtype) for _ in range(200)]
+    began = time.process_time()
+    for action in chosen:
+        env.step(action)
+    return (time.process_time() - began) / len(chosen) / env.num_envs
 
 
 def anneal_seconds() -> float:
@@ -228,8 +247,8 @@ def anneal_seconds() -> float:
     return (time.process_time() - began) / seen[0].rows.size
 
 
-def against(other: Path, rounds: int) -> None:
-    """Print the ratio of the other revision's CPU time per token to this one's. Above 1, this one is faster."""
+def against(other: Path, rounds: int, only: str) -> None:
+    """Print the ratio of the other revision's CPU time to this one's. Above 1, this one is faster."""
     workers = []
     for tree in (ROOT, other):
         environment = os.environ | {"PYTHONPATH": str(tree / "envs"), "NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -250,7 +269,7 @@ def against(other: Path, rounds: int) -> None:
         return float(worker.stdout.readline())
 
     table = Table("case", "this, ns", "other, ns", "speed ratio", "quartiles", title=f"this checkout against {other}")
-    for case in (*CASES, ANNEAL):
+    for case in (case for case in (*CASES, ANNEAL, ALLOCATION) if only in case):
         for worker in workers:
             measure(worker, case)  # compiles
         pairs = []
@@ -313,11 +332,8 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
 
 def main(args: Args) -> None:
     torch.set_num_threads(1)
-    if args.worker:
-        work()
-        return
     if args.against is not None:
-        against(args.against.resolve(), args.rounds)
+        against(args.against.resolve(), args.rounds, args.only)
         return
     console = Console(width=130)
     options = {"profile": args.profile, "trace": args.trace, "allow_reuse": True}
@@ -365,4 +381,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    if sys.argv[1:] == ["--worker"]:  # started by against()
+        torch.set_num_threads(1)
+        work()
+    else:
+        main(tyro.cli(Args, description=__doc__))
