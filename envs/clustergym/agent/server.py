@@ -236,5 +236,5 @@ async def run_maintenance(service: Service) -> None:
     await store.shrink_log()
     oldest_s = store.clock.now() - DAY_S * service.settings.retention_days
     while store.delete_before(oldest_s):
-        # Small batches: requests wait for one of them at most.
-        await asyncio.sleep(0.02)
+        # Small batches, 2,000 rows per second: faster than rows can come, and too slow to take time from requests.
+        await asyncio.sleep(0.1)
