@@ -235,6 +235,7 @@ def test_a_run_is_resumed_and_submitted(tiny_suite: Suite, tmp_path: Path, capsy
     assert (page.parent / "images" / "leaderboard-tiny-v0.png").stat().st_size > 5000
     lines = page.read_text().splitlines()
     assert any(line.startswith("|  | oracle (sees the future) |") for line in lines)
+    assert any("`t`, `u` draw from the same test sequences" in line for line in lines)
     assert sum(line.startswith(("| 1 | eplb", "| 1 | incremental")) for line in lines) == 1
 
 

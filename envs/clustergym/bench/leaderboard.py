@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from clustergym.bench.results import Result
-from clustergym.bench.suites import Suite
+from clustergym.bench.suites import PlacementTask, Suite
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
 
@@ -209,11 +209,27 @@ def markdown(rows: Sequence[Row], suite: Suite, found: dict[str, dict[str, Resul
         lines += ["", f"![{suite.name}: score over decision time]({plot})"]
     lines += ["", f"Tasks ({len(suite.tasks)}), sha256 of the suite `{suite.sha256[:16]}`:", ""]
     lines += [f"- `{task.name}`, {task.streams} runs" for task in suite.tasks]
+    lines += shared_data(suite)
     every = [result for results in found.values() for result in results.values()]
     machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in every})
     codes = sorted({r["code_sha256"][:12] for r in every})
     lines += ["", f"Decision times measured on: {'; '.join(machines)}. Code: {', '.join(f'`{c}`' for c in codes)}.", ""]
     return "\n".join(lines)
+
+
+def shared_data(suite: Suite) -> list[str]:
+    """Lines that say which tasks draw from the same sequences."""
+    by_data: dict[str, list[str]] = {}
+    for task in suite.tasks:
+        if isinstance(task, PlacementTask):
+            by_data.setdefault(f"{task.trace} {task.data_sha256} {task.split}", []).append(task.name)
+    lines = []
+    for names in by_data.values():
+        if len(names) > 1:
+            tasks = ", ".join(f"`{name}`" for name in names)
+            lines += ["", f"The runs of a task share no sequence. But {tasks} draw from the same test sequences, so "
+                      "these tasks are not independent of each other. The intervals do not count that."]  # fmt: skip
+    return lines
 
 
 PAGE = """# Leaderboard
