@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from copy import deepcopy
 from typing import Any
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from clustergym.ids import INTERVAL_TOKENS, PHASES, RUNGS, SCHEDULES, ladder, placement_ids
+from clustergym.ids import INTERVAL_TOKENS, PHASES, REFERENCE_SCORES, RUNGS, SCHEDULES, ladder, placement_ids
 from clustergym.moe_placement import PROFILES
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig, load_cached
-from clustergym.moe_placement.environment import frame_of
+from clustergym.moe_placement.environment import MoEPlacementEnv, frame_of
 from clustergym.moe_placement.kernels.state import CLOCK_INTERVAL
 from clustergym.moe_placement.planners.exact import Exact
 from clustergym.moe_placement.specs import get_cluster
@@ -23,6 +24,9 @@ from clustergym.traces.splits import split_trace
 from test_environments import same
 
 TASKS = dict(ladder())
+SCORES = json.loads(REFERENCE_SCORES.read_text())
+BOUNDS = ("oracle", "optimum")
+PLANNERS = ("flashlb", "bottleneck-8", "anneal", "anneal-max")
 
 
 def cases() -> list[tuple[str, str]]:
@@ -42,6 +46,31 @@ def test_profiles_of_the_ladder_are_those_of_the_environments() -> None:
     for name in names:
         spec = gymnasium.spec(name)
         assert gymnasium.envs.registration.EnvSpec.from_json(spec.to_json()) == spec
+
+
+def score_row(rung: str, saved: dict[str, list[float]]) -> str:
+    """A row of the table in the docstring of the environment."""
+    planner = max(PLANNERS, key=lambda name: saved[name][0])
+    text = {name: f"{round(mean, 1) + 0.0:.1f}" for name, (mean, _) in saved.items()}
+    bound = f"{text['optimum']} (proven)" if "optimum" in text else text["oracle"]
+    cells = [*(text[name] for name in ("no-op", "random", "random-flat", "eplb", "policy")),
+             f"{text[planner]} (`{planner}`)", bound]  # fmt: skip
+    return f"| `{rung}` | " + " | ".join(cells) + " |"
+
+
+def test_reference_scores_are_in_the_docstring_and_make_sense() -> None:
+    """No score is above its bound by more than its spread; the proven optimum is above all."""
+    for rung in RUNGS:
+        row = score_row(rung, SCORES[f"{rung}-sglang-prefill-stationary"]["saved_percent"])
+        assert row in (MoEPlacementEnv.__doc__ or ""), row
+    for task, scores in SCORES.items():
+        assert task in TASKS
+        saved = scores["saved_percent"]
+        best = max(saved[name][0] for name in saved if name not in BOUNDS)
+        assert saved["no-op"] == [0.0, 0.0]
+        assert best <= saved["oracle"][0] + saved["oracle"][1]
+        if "optimum" in saved:
+            assert max(best, saved["oracle"][0]) <= saved["optimum"][0]
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])

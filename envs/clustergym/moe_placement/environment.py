@@ -360,6 +360,21 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     ```
 
+    ## Reference Scores
+    Return in percent on the test split of `MoEPlacement-{size}-sglang-prefill-stationary-v0`. `random-flat` plays the
+    candidates of `MoEPlacementFlat`. The best planner is one of `flashlb`, `bottleneck-8`, `anneal` and `anneal-max`.
+    The bound is a search that sees the next interval, or where it says so the proven optimum for it.
+
+    | size | no-op | random | random-flat | EPLB | policy | best planner | bound |
+    | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+    | `small` | 0.0 | -4.6 | 9.9 | 10.9 | 11.4 | 11.3 (`anneal`) | 12.1 (proven) |
+    | `2x8` | 0.0 | 0.0 | 2.7 | 3.3 | 3.6 | 5.0 (`anneal-max`) | 9.1 |
+    | `4x4` | 0.0 | 0.0 | 2.5 | 4.6 | 3.4 | 6.7 (`anneal`) | 12.0 |
+    | `4x8` | 0.0 | -0.5 | 2.8 | 4.7 | 4.0 | 6.1 (`anneal`) | 10.5 |
+    | `deepseek-v3` | 0.0 | -0.4 | 0.1 | 0.1 | 0.3 | 3.5 (`anneal`) | 3.7 |
+
+    `clustergym.ids.REFERENCE_SCORES` names the file with all scores. `python benchmarks/reference_scores.py` makes it.
+
     ## Version History
     * v0: initial version. Since 0.2.0: passes and intervals on balanced ranks; rewards add up to the time saved.
     """
