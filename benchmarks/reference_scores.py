@@ -14,7 +14,7 @@ which draw from the same test sequences: the standard deviation over them is a s
 * ``oracle``: annealing that sees the next interval. A search, so a better placement may exist.
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
-The results go to ``envs/clustergym/moe_placement/reference_scores.json``, from which the tables of the documentation
+The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation
 are made. Finished tasks are not measured again.
 """
 

@@ -41,7 +41,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 """Traffic → its arguments. ``stationary`` is one walk over the layers from the static placement. The others serve eight
 intervals from EPLB's placement."""
-REFERENCE_SCORES = Path(__file__).parent / "moe_placement" / "reference_scores.json"
+REFERENCE_SCORES = Path(__file__).parent / "reference_scores.json"
 """Scores of simple agents, planners and bounds on every task; made by ``benchmarks/reference_scores.py``."""
 KINDS = {
     "MoEPlacement": ("environment:MoEPlacementEnv", "vector:MoEPlacementVectorEnv"),
