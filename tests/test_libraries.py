@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from gymnasium.wrappers.vector import RecordVideo as RecordVideos
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, render_test, seed_test
 from pettingzoo.test.max_cycles_test import max_cycles_test
 
-from clustergym import moe_placement_v0
+from clustergym import gpu_allocation_v0, moe_placement_v0
 from test_environments import GPUS, LAYERS, OPS, TINY
 
 STEPS = LAYERS * OPS
@@ -76,6 +79,36 @@ def test_vector_wrappers_count_whole_episodes() -> None:
         for _ in range(STEPS):
             infos = envs.step(np.ones(2, int))[4]
         assert infos["episode"]["l"].tolist() == [STEPS, STEPS]
+
+
+@pytest.mark.parametrize("make", [
+    lambda: gymnasium.make("GPUAllocation-v0", render_mode="rgb_array").unwrapped,
+    lambda: gymnasium.make("GPUAllocationHistory-v0").unwrapped,
+    lambda: gymnasium.make_vec("GPUAllocation-v0", 3),
+    lambda: gpu_allocation_v0.parallel_env(n_nodes=2),
+])  # fmt: skip
+def test_copies_of_allocation_environments_continue_bit_for_bit(make: Callable[[], Any]) -> None:
+    env, rng = make(), np.random.default_rng(0)
+    env.reset(seed=1)
+    parallel = hasattr(env, "possible_agents")
+    shape = (env.num_envs, 2) if hasattr(env, "num_envs") else (2,)
+
+    def act() -> Any:
+        draw = rng.random(shape, dtype=np.float32)
+        return {agent: rng.random(2, dtype=np.float32) for agent in env.agents} if parallel else draw
+
+    for _ in range(5):
+        env.step(act())
+    others, state, actions = (
+        [deepcopy(env), pickle.loads(pickle.dumps(env))],
+        env.get_state(),
+        [act() for _ in range(30)],
+    )
+    expected = [repr(env.step(action)) for action in actions]
+    assert len(set(expected)) == len(expected)
+    env.set_state(state)
+    for other in (*others, env):
+        assert [repr(other.step(action)) for action in actions] == expected
 
 
 def test_videos(tmp_path: Path) -> None:

@@ -273,3 +273,10 @@ class AllocationBatch:
                 found = "nothing" if name not in saved else f"shape {tuple(saved[name].shape)}"
                 raise ValueError(f"saved environments have {found} for {name!r}: expected shape {tuple(tensor.shape)}")
             tensor.copy_(saved[name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"arguments": (self.config, self.num_envs, self.mixes), "state": self.state_dict()}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        self.__init__(*content["arguments"])  # type: ignore[misc]
+        self.load_state_dict(content["state"])

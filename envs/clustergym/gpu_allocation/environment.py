@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
+import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
@@ -78,6 +80,33 @@ def episode_info(sums: Doubles) -> dict[str, Any]:
     return {name: sums[..., column] / steps for name, column in EPISODE_INFO.items()}
 
 
+class Copying:
+    """States and copies of environments: arrays that share memory with the batch are made again."""
+
+    batch: AllocationBatch
+    _obs: Floats
+    _outcome: Floats
+
+    def _look(self) -> None:
+        self._obs, self._outcome = self.batch.obs.numpy(), self.batch.outcome.numpy()
+
+    def get_state(self) -> dict[str, npt.NDArray[Any]]:
+        """Everything that changes, as arrays."""
+        return {name: tensor.numpy() for name, tensor in self.batch.state_dict().items()}
+
+    def set_state(self, state: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go back to a state of :meth:`get_state`: the environment continues bit for bit."""
+        self.batch.load_state_dict({name: torch.from_numpy(array) for name, array in state.items()})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A window stays with the original.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_obs", "_outcome", "_window")}
+
+    def __setstate__(self, content: dict[str, Any]) -> None:
+        self.__dict__.update(content)
+        self._look()
+
+
 class Rendering:
     """Pictures of environment 0, for the Gymnasium and the PettingZoo environment."""
 
@@ -137,7 +166,7 @@ class Rendering:
             self._window = None
 
 
-class GPUAllocationEnv(Rendering, gymnasium.Env[Floats, Floats]):
+class GPUAllocationEnv(Copying, Rendering, gymnasium.Env[Floats, Floats]):
     """
     ## Description
     An edge node has one GPU (a V100 with 32 GB, shared through MPS). Pods that serve a neural network arrive one after
@@ -230,8 +259,11 @@ class GPUAllocationEnv(Rendering, gymnasium.Env[Floats, Floats]):
         self._choose_render_mode(render_mode)
         self.batch = AllocationBatch(config_from(options), 1)
         self.observation_space, self.action_space = single_spaces(self.batch.n_features)
-        self._obs, self._outcome = self.batch.obs.numpy()[0], self.batch.outcome.numpy()[0]
+        self._look()
         self._seeded = False
+
+    def _look(self) -> None:
+        self._obs, self._outcome = self.batch.obs.numpy()[0], self.batch.outcome.numpy()[0]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Floats, dict[str, Any]]:
         super().reset(seed=seed)
@@ -251,7 +283,7 @@ class GPUAllocationEnv(Rendering, gymnasium.Env[Floats, Floats]):
         return self._obs.copy(), float(self.batch.reward[0]), False, done, info
 
 
-class GPUAllocationVectorEnv(gymnasium.vector.VectorEnv[Floats, Floats, npt.NDArray[Any]]):
+class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats, npt.NDArray[Any]]):
     """`num_envs` copies of :class:`GPUAllocationEnv` in one simulator.
 
     Make it with ``gymnasium.make_vec("GPUAllocation-v0", num_envs=N)``. Environment i of a vector environment with seed
@@ -281,7 +313,7 @@ class GPUAllocationVectorEnv(gymnasium.vector.VectorEnv[Floats, Floats, npt.NDAr
         self.single_observation_space, self.single_action_space = single_spaces(self.batch.n_features)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._obs, self._outcome = self.batch.obs.numpy(), self.batch.outcome.numpy()
+        self._look()
         self._all_true = np.ones(num_envs, bool)
         self._all_true.setflags(write=False)
         self._seeded = False

@@ -9,11 +9,18 @@ from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
 from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.environment import Rendering, config_from, episode_info, outcome_info, single_spaces
+from clustergym.gpu_allocation.environment import (
+    Copying,
+    Rendering,
+    config_from,
+    episode_info,
+    outcome_info,
+    single_spaces,
+)
 from clustergym.gpu_allocation.state import Floats
 
 
-class GPUAllocationParallelEnv(Rendering, ParallelEnv[str, Floats, Floats]):  # type: ignore[misc]  # pettingzoo is untyped
+class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floats]):  # type: ignore[misc]  # untyped
     """Edge nodes with one GPU and one agent each: ``gpu_allocation_v0.parallel_env(n_nodes=N)``.
 
     Agent `node_i` decides for the pods of node i. The nodes do not influence each other. Each node has its own mix of
@@ -54,7 +61,7 @@ class GPUAllocationParallelEnv(Rendering, ParallelEnv[str, Floats, Floats]):  # 
         # One action space per agent: seeding one must not seed the others.
         self.action_spaces = {agent: single_spaces(self.batch.n_features)[1] for agent in self.possible_agents}
         self.state_space = spaces.Box(0.0, 1.0, (n_nodes * self.batch.n_features,), np.float32)
-        self._obs, self._outcome = self.batch.obs.numpy(), self.batch.outcome.numpy()
+        self._look()
         self._seeded = False
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
