@@ -85,34 +85,38 @@ class Anneal(Search):
         # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
         self.estimates = self.estimate_steps > 0 and not self.simulator.stay and self.simulator.profile.dispatch != "lp"
 
-    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+    def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
+        """``others`` are more placements that the search may start from."""
         began = time.perf_counter()
-        start, short = placement, self.core_ms(len(placement)) < _LEAST_EXACT_MS
+        short = self.core_ms(len(placement)) < _LEAST_EXACT_MS
         if self.estimates:
-            start = self.search_estimate(history, placement, 1.0 if short else self.estimate_share)
+            estimated = self.search_estimate(history, placement, 1.0 if short else self.estimate_share, others)
             if short:
-                return start
+                return estimated
+            others = [estimated]
         interval = self.observe(history, self.tokens_for(len(placement)))
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
-        if self.restart and not self.simulator.stay:
-            eplb = EPLB(self.simulator)
+        if not self.simulator.stay:
+            starts = list(others)
+            if self.restart:
+                eplb = EPLB(self.simulator)
+                starts += [self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))]
             least, best = self.objectives(sim, objective), placement
-            for other in (start, self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))):
+            for other in starts:
                 found = self.objectives(self.simulator.count(interval, other, placement), objective)
                 best = np.where((found < least)[:, None, None], other, best)
                 least = np.minimum(found, least)
-            start = best
-        if start is not placement:
-            sim = self.simulator.count(interval, start, placement)
+            if best is not placement:
+                sim = self.simulator.count(interval, best, placement)
         left = None if self.seconds is None else max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
         return self.refine(interval, sim, objective, left, 0.1 if self.estimates else 1.0)
 
     def core_ms(self, layers: int) -> float:
         """Milliseconds of one core per layer."""
-        return math.inf if self.seconds is None else (
-            1e3 * self.seconds / layers * min(config.NUMBA_NUM_THREADS, layers)
-        )  # fmt: skip
+        if self.seconds is None:
+            return math.inf
+        return 1e3 * self.seconds / layers * min(int(config.NUMBA_NUM_THREADS), layers)
 
     def tokens_for(self, layers: int) -> int:
         """Tokens of the mixed pass: with little time, few tokens and more steps are better."""
@@ -127,7 +131,9 @@ class Anneal(Search):
         kernels.objectives(sim, objective, found)
         return found
 
-    def search_estimate(self, history: Sequence[Interval], placement: Placement, share: float) -> Placement:
+    def search_estimate(
+        self, history: Sequence[Interval], placement: Placement, share: float = 1.0, others: Sequence[Placement] = ()
+    ) -> Placement:
         """Anneal on the estimate, for ``share`` of the time budget if there is one."""
         began, layers, simulator = time.perf_counter(), len(placement), self.simulator
         tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
@@ -145,10 +151,11 @@ class Anneal(Search):
         start, least = placement, self._take(state, placement, objective)
         if self.restart:
             eplb = EPLB(simulator)
-            for other in (simulator.static(layers), eplb.pack(state.load)):
-                found = self._take(state, other, objective)
-                start = np.where((found < least)[:, None, None], other, start)
-                least = np.minimum(found, least)
+            others = [*others, simulator.static(layers), eplb.pack(state.load)]
+        for other in others:
+            found = self._take(state, other, objective)
+            start = np.where((found < least)[:, None, None], other, start)
+            least = np.minimum(found, least)
         self._take(state, start, objective)
         best, best_cost, key = start.copy(), np.full(layers, np.inf), self.random_keys(layers)
 

@@ -131,18 +131,16 @@ class Policy(Planner):
 
 @dataclass(eq=False, kw_only=True)
 class PolicyGuided(Policy):
-    """Annealing that starts from the policy's plan."""
+    """Annealing that may start from the policy's plan."""
 
     takes_seconds = True
 
     seconds: float | None = None
     """Time budget for all layers together, including the policy's time; None uses ``iterations``."""
-    iterations: int = 3000
-    """Annealing steps per layer without a time budget."""
+    iterations: int = 4000
+    """Exact annealing steps per layer without a time budget."""
     lead: float = 0.5
     """Share of the time budget that the policy may use before the search."""
-    heat: tuple[float, float] = (3e-4, 1e-5)
-    """First and last temperature of the annealing."""
     stop: Callable[[], bool] = lambda: False
     """See :class:`Anneal`."""
 
@@ -151,8 +149,8 @@ class PolicyGuided(Policy):
         if not 0 <= self.lead <= 1:
             raise ValueError(f"lead is {self.lead}: expected 0 … 1")
         self.search = Anneal(
-            self.simulator, self.seed, iterations=self.iterations, seconds=self.seconds, heat=self.heat,
-            estimate_steps=0, migration_weight=1.0 / self.settings.horizon, stop=self.stop,
+            self.simulator, self.seed, iterations=self.iterations, seconds=self.seconds,
+            migration_weight=1.0 / self.settings.horizon, stop=self.stop,
         )  # fmt: skip
 
     def reset(self) -> None:
@@ -160,12 +158,10 @@ class PolicyGuided(Policy):
         self.search.reset()
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        began = time.perf_counter()
-        seconds = self.seconds
-        proposed = self.decode(history[-1], placement, None if seconds is None else began + self.lead * seconds)
-        interval = self.search.observe(history, self.search.tokens_for(len(placement)))
-        sim = self.simulator.count(interval, proposed, before=placement)
-        objective = self.search.objective(interval, self.simulator.count(interval, placement))
-        if seconds is not None:
-            seconds = max(SHORTEST_SECONDS, seconds - (time.perf_counter() - began))
-        return self.search.refine(interval, sim, objective, seconds)
+        began, until = time.perf_counter(), None
+        if self.seconds is not None:
+            until = began + self.lead * self.seconds
+        proposed = self.decode(history[-1], placement, until)
+        if self.seconds is not None:
+            self.search.seconds = max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
+        return self.search.plan(history, placement, [proposed])
