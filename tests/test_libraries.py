@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import RecordVideo
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from gymnasium.wrappers.vector import RecordVideo as RecordVideos
@@ -109,6 +110,34 @@ def test_copies_of_allocation_environments_continue_bit_for_bit(make: Callable[[
     env.set_state(state)
     for other in (*others, env):
         assert [repr(other.step(action)) for action in actions] == expected
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_autoreset_modes_of_the_allocation_environment_are_those_of_gymnasium(mode: AutoresetMode) -> None:
+    """The same arrays as Gymnasium's SyncVectorEnv of single environments."""
+    mine = gymnasium.make_vec("GPUAllocation-v0", 3, autoreset_mode=mode.value, arrivals=6)
+    theirs = gymnasium.make_vec("GPUAllocation-v0", 3, "sync", vector_kwargs={"autoreset_mode": mode}, arrivals=6)
+    assert mine.metadata["autoreset_mode"] == mode
+    rng, ends = np.random.default_rng(0), 0
+    assert np.array_equal(mine.reset(seed=4)[0], theirs.reset(seed=4)[0])
+    for _ in range(20):
+        actions = rng.random((3, 2), dtype=np.float32)
+        results = [env.step(actions) for env in (mine, theirs)]
+        for one, other in zip(results[0][:4], results[1][:4], strict=True):
+            assert np.array_equal(one, other)
+        ended = results[0][3]
+        ends += int(ended.sum())
+        if mode != AutoresetMode.SAME_STEP and ended.any():
+            for name in ("reward", "mean_reward", "qos"):
+                assert (name in results[0][4]) == (name in results[1][4])
+                if name in results[0][4]:
+                    assert np.allclose(results[0][4][name], results[1][4][name])
+        if mode == AutoresetMode.DISABLED and ended.any():
+            with pytest.raises(gymnasium.error.ResetNeeded, match="reset_mask"):
+                mine.step(actions)
+            again = [env.reset(options={"reset_mask": ended.copy()})[0] for env in (mine, theirs)]
+            assert np.array_equal(*again)
+    assert ends >= 6
 
 
 def test_videos(tmp_path: Path) -> None:

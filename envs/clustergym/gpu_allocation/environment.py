@@ -287,9 +287,12 @@ class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats,
     """`num_envs` copies of :class:`GPUAllocationEnv` in one simulator.
 
     Make it with ``gymnasium.make_vec("GPUAllocation-v0", num_envs=N)``. Environment i of a vector environment with seed
-    s equals a single environment with seed s + i. The autoreset mode is SAME_STEP: at the end of an episode, the
-    returned observation is the first one of the next episode, and ``info["final_obs"]`` and ``info["final_info"]`` hold
-    the last ones of the old episode. Returned arrays are never modified later.
+    s equals a single environment with seed s + i. Returned arrays are never modified later.
+
+    ``autoreset_mode`` is one of Gymnasium's. ``"SameStep"`` (default): at the end of an episode, the returned
+    observation is the first one of the next episode, and ``info["final_obs"]`` and ``info["final_info"]`` hold the last
+    ones of the old episode. ``"NextStep"``: the next step begins a new episode and ignores its action. ``"Disabled"``:
+    call ``reset(options={"reset_mask": ended})``.
 
     Trainers can use the tensors of ``self.batch`` (:class:`AllocationBatch`) directly.
     """
@@ -301,6 +304,7 @@ class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats,
         num_envs: int = 1,
         render_mode: str | None = None,
         max_episode_steps: int | None = None,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.SAME_STEP,
         **options: Any,
     ) -> None:
         if max_episode_steps is not None:
@@ -308,6 +312,8 @@ class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats,
         if render_mode is not None:
             raise ValueError(f"render_mode is {render_mode!r}: only the single environment can draw pictures")
         self.render_mode = None
+        self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
         self.batch = AllocationBatch(config_from(options), num_envs)
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = single_spaces(self.batch.n_features)
@@ -316,31 +322,75 @@ class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats,
         self._look()
         self._all_true = np.ones(num_envs, bool)
         self._all_true.setflags(write=False)
+        self._ended = np.zeros(num_envs, bool)
         self._seeded = False
 
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Floats, dict[str, Any]]:
         super().reset(seed=seed if isinstance(seed, int) else None)
+        where = (options or {}).get("reset_mask", self._all_true)
+        if (
+            not isinstance(where, np.ndarray)
+            or where.shape != (self.num_envs,)
+            or where.dtype != bool
+            or not where.any()
+        ):
+            raise ValueError(
+                f"reset_mask is {where!r}: expected a bool array ({self.num_envs},) with at least one True"
+            )
+        keys = self.batch.state["random"].clone()
         if isinstance(seed, list):
             seeds = [int(self.np_random.integers(2**62)) if s is None else s for s in seed]
             self.batch.seed(np.array(seeds, dtype=np.int64))
         elif seed is not None or not self._seeded:
             first = int(self.np_random.integers(2**62)) if seed is None else seed
             self.batch.seed(first + np.arange(self.num_envs))
+        others = torch.from_numpy(~where)
+        self.batch.state["random"][others] = keys[others]
         self._seeded = True
-        self.batch.reset()
+        self.batch.reset(~others)
+        self._ended &= ~where
         return self._obs.copy(), {}
 
     def step(
         self, actions: Floats
     ) -> tuple[Floats, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
+        if self.autoreset_mode != AutoresetMode.SAME_STEP:
+            return self._step_without_reset(actions)
         _, reward, ended = self.batch.step(actions)
         truncated = ended.numpy().copy()
         infos = self._infos()
         if truncated.any():
             infos = self._finish(truncated, infos)
         return self._obs.copy(), reward.numpy().copy(), np.zeros(self.num_envs, bool), truncated, infos
+
+    def _step_without_reset(
+        self, actions: Floats
+    ) -> tuple[Floats, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
+        """A step with NEXT_STEP or DISABLED. Where an episode was over before, a new one begins and nothing is done."""
+        again = self._ended
+        if again.any() and self.autoreset_mode == AutoresetMode.DISABLED:
+            raise gymnasium.error.ResetNeeded(
+                "an episode is over and autoreset is disabled: call reset(options={'reset_mask': ended})"
+            )
+        over = torch.from_numpy(again)
+        kept = {name: tensor[over] for name, tensor in self.batch.state.items()}
+        _, reward, ended = self.batch.step(actions, autoreset=False)
+        for name, tensor in self.batch.state.items():
+            tensor[over] = kept[name]
+        self.batch.reset(over)
+        rewards, truncated = np.where(again, 0.0, reward.numpy()), ended.numpy() & ~again
+        infos = self._infos()
+        for name in INFO:
+            infos[name] = np.where(again, 0, infos[name]).astype(infos[name].dtype)
+            infos[f"_{name}"] = ~again
+        if truncated.any():
+            sums = np.where(truncated[:, None], self.batch.final_sums.numpy(), 1.0)
+            means = {name: np.where(truncated, mean, 0.0) for name, mean in episode_info(sums).items()}
+            infos |= means | {f"_{name}": truncated.copy() for name in means}
+        self._ended = truncated.copy()
+        return self._obs.copy(), rewards, np.zeros(self.num_envs, bool), truncated, infos
 
     def _infos(self) -> dict[str, Any]:
         """Results of the last decisions as arrays (B,): columns of one copy."""
