@@ -418,7 +418,7 @@ def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(ValueError, match="has schema 99; this agent reads schema 2"):
+    with pytest.raises(ValueError, match="has schema 99; this agent reads schema 3"):
         Store(tmp_path, "process")
 
 

@@ -358,7 +358,7 @@ def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) ->
         assert {one["policy_version"] for one in found} == {0}
         wait_until(lambda: version(server) == 1, "the first update")
         learned = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, 2)
+        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, 3)
         assert {"agent", "optimizer", "statistics"} <= set(learned)
         for one in found:
             assert feedback(server, one["allocation_id"], qos_met=False)["status"] == "duplicate"
