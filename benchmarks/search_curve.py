@@ -101,9 +101,7 @@ def table(lines: list[dict[str, Any]]) -> str:
     for cluster, planner, ms in sorted(keys, key=lambda k: (k[0], k[2], k[1])):
         own = {x["seed"]: x for x in lines if (x["cluster"], x["planner"], x["budget_ms"]) == (cluster, planner, ms)}
         plain = {
-            x["seed"]: x["share"]
-            for x in lines
-            if (x["cluster"], x["planner"], x["budget_ms"]) == (cluster, EXACT, ms)
+            x["seed"]: x["share"] for x in lines if (x["cluster"], x["planner"], x["budget_ms"]) == (cluster, EXACT, ms)
         }
         shares = [x["share"] for x in own.values()]
         both = [100 * (own[s]["share"] / plain[s] - 1) for s in own if s in plain]

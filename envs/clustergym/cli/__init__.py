@@ -5,6 +5,7 @@ Only the module of the given command is imported, so ``clustergym webhook`` need
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from importlib import import_module
@@ -61,6 +62,8 @@ def _overview(console: Console) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point of ``clustergym``. Invalid input gives a one-line error and exit code 2, not a traceback."""
     argv = sys.argv[1:] if argv is None else argv
+    # The planners have threads of their own. Threads of torch, which is imported later, would only wait actively.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Piped output has no width of its own: leave room for a whole table.
     console = Console() if sys.stdout.isatty() else Console(width=130)
 
