@@ -1,7 +1,7 @@
 """Short Atari runs of ``ppo_atari.py`` beside Stable-Baselines3, with the same settings, on one CPU core.
 
-The score of a run is the mean of the last 100 whole games in training, with unclipped rewards. Ten million steps, for
-which CleanRL publishes its curves, take about eight hours of one core; a short run only shows that both learn alike.
+The score of a run is the mean of the last 100 whole games in training, with unclipped rewards. CleanRL publishes curves
+of ten million steps; a short run only shows that both learn alike.
 
     python benchmarks/atari.py
     python benchmarks/atari.py --seeds 1 2 3 --steps 200000
