@@ -43,7 +43,8 @@ def surrogate_of(sim: Simulator, interval: Interval, placement: Placement, befor
         surrogate.DEFAULT_SHAPE, interval.n_tokens, interval.experts.shape[2], sim.n_experts, placement.copy(),
         sim.cluster.n_nodes, sim.topology.transport == DEDUP,
     )  # fmt: skip
-    surrogate.prepare(0, len(placement), state, interval.experts, interval.rows.ravel(), before)
+    rows = interval.rows.ravel()
+    surrogate.prepare(0, len(placement), state, interval.experts, rows, rows, before)
     return state
 
 

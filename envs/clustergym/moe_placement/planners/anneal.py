@@ -27,7 +27,7 @@ SHORTEST_SECONDS = 1e-4
 LAYERS_BETWEEN_STOPS = 16
 # Measured with benchmarks/search_curve.py.
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
-_ESTIMATE_TOKENS = 16384
+_ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 
@@ -139,7 +139,7 @@ class Anneal(Search):
         tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
         if self.seconds is not None:
             tokens = min(tokens, _ESTIMATE_TOKENS if self.core_ms(layers) > 8 else _ESTIMATE_TOKENS // 2)
-        seen = self.observe(history, tokens)
+        whole, seen = self.observe(history, 0), self.observe(history, tokens)
         placement = np.ascontiguousarray(placement, np.int16)
         before = None if simulator.background_share < 0 else simulator.count(seen, placement)
         objective = self.objective(seen, before)
@@ -147,11 +147,11 @@ class Anneal(Search):
             self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
             simulator.cluster.n_nodes, simulator.topology.transport == DEDUP,
         )  # fmt: skip
-        over_layers(surrogate.prepare, 0, layers, state, seen.experts, seen.rows[0], placement)
+        over_layers(surrogate.prepare, 0, layers, state, seen.experts, whole.rows.ravel(), seen.rows[0], placement)
         start, least = placement, self._take(state, placement, objective)
         if self.restart:
             eplb = EPLB(simulator)
-            others = [*others, simulator.static(layers), eplb.pack(state.load)]
+            others = [*others, eplb.pack(state.load)]
         for other in others:
             found = self._take(state, other, objective)
             start = np.where((found < least)[:, None, None], other, start)
@@ -166,8 +166,9 @@ class Anneal(Search):
         left = None
         if self.seconds is not None:
             left = max(SHORTEST_SECONDS, share * self.seconds - (time.perf_counter() - began))
-        self._run(run, 0, layers, layers, left, self.estimate_heat, self.estimate_steps)
-        return best
+        steps = self._run(run, 0, layers, layers, left, self.estimate_heat, self.estimate_steps)
+        # The first steps follow the errors of the estimate: too few of them do harm.
+        return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best
 
     @staticmethod
     def _take(state: surrogate.Surrogate, placement: Placement, objective: Objective) -> npt.NDArray[np.float64]:
@@ -213,22 +214,24 @@ class Anneal(Search):
         seconds: float | None,
         heat: tuple[float, float],
         steps: int,
-    ) -> None:
-        """Run ``steps`` on layers first … last−1, or as many as fit their share of ``seconds``."""
+    ) -> int:
+        """Run ``steps`` on layers first … last−1, or as many as fit their share of ``seconds``. Returns how many."""
         if seconds is None:
             # In parts, so that a stop is noticed. Layers that are not reached keep their first placement.
             for part in range(first, last, LAYERS_BETWEEN_STOPS):
                 if not self.stop():
                     run(part, min(part + LAYERS_BETWEEN_STOPS, last), heat, steps)
-            return
+            return steps
         budget = seconds * (last - first) / layers
-        began, done, chunk = time.perf_counter(), 0.0, 50
+        began, done, chunk, total = time.perf_counter(), 0.0, 50, 0
         low, high = np.log(heat[1]), np.log(heat[0])
         while done < 1 and not self.stop():
             before = time.perf_counter()
             temperature = float(np.exp(high + (low - high) * done))
             run(first, last, (temperature, temperature), chunk)
+            total += chunk
             now = time.perf_counter()
             done = (now - began) / budget
             # Each chunk should take about 2 % of the budget.
             chunk = max(10, min(20000, int(chunk * 0.02 * budget / max(now - before, 1e-6))))
+        return total

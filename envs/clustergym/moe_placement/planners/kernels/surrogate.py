@@ -332,23 +332,27 @@ def _copy_slots(source, target):
 
 
 @device
-def prepare(first, last, s, experts, rows, before):
-    """Count loads and pairs of ``rows`` of ``experts`` (L, rows, K). The interval begins with placement ``before``."""
+def prepare(first, last, s, experts, all_rows, rows, before):
+    """Count loads of ``all_rows`` and pairs of ``rows`` of ``experts`` (L, rows, K).
+
+    Counting pairs takes longer, so ``rows`` may be a part. The interval begins with placement ``before``.
+    """
     draw_samples(first, last, s.sample, experts, rows)
     for b in range(first, last):
         top_k, dedup = experts.shape[2], s.pairs.shape[1] > 1
-        for t in range(len(rows)):
+        one = len(rows) / len(all_rows)
+        for t in range(len(all_rows)):
+            for i in range(top_k):
+                e = experts[b, all_rows[t], i]
+                if e >= 0:
+                    s.load[b, e] += one
+        for t in range(len(rows) if dedup else 0):
             token = experts[b, rows[t]]
             for i in range(top_k):
-                e = token[i]
-                if e < 0:
-                    continue
-                s.load[b, e] += 1.0
-                if dedup:
-                    for j in range(i):
-                        if token[j] >= 0:
-                            s.pairs[b, e, token[j]] += np.float32(1.0)
-                            s.pairs[b, token[j], e] += np.float32(1.0)
+                for j in range(i):
+                    if token[i] >= 0 and token[j] >= 0:
+                        s.pairs[b, token[i], token[j]] += np.float32(1.0)
+                        s.pairs[b, token[j], token[i]] += np.float32(1.0)
         for g in range(before.shape[1]):
             for k in range(before.shape[2]):
                 if before[b, g, k] >= 0:
