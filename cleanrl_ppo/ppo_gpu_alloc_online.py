@@ -128,7 +128,7 @@ def compute_gae(
     """
     following = torch.where(dones, final_values, torch.cat([values[1:], next_value[None]]))
     deltas = rewards + gamma * following * ~terminations - values
-    decays = gamma * gae_lambda * ~dones
+    decays = gamma * gae_lambda * (~dones).to(rewards.dtype)
     advantages = torch.zeros_like(rewards)
     last = torch.zeros_like(next_value)
     for t in reversed(range(len(rewards))):

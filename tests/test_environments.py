@@ -606,7 +606,7 @@ def test_observations_mean_what_the_table_says(transport: str) -> None:
 
 def test_coactivation_and_affinity_of_many_tokens_come_from_samples() -> None:
     """Every second token of 1200 for co-activation (at most 1024), every fifth for affinity (at most 256)."""
-    env = MoEPlacementEnv(**(TINY | {"tokens_per_rank": 150, "ops_per_layer": 1}))
+    env = MoEPlacementEnv(**(TINY | {"tokens_per_rank": 150, "ops_per_layer": 1, "allow_reuse": True}))
     env.reset(seed=0)
     obs = env.step([0, 0])[0]
     interval = interval_of(env.batch, 0)
@@ -767,7 +767,7 @@ def test_unknown_arguments_raise_a_type_error() -> None:
 
 
 def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
-    trace = TokenTrace(np.argsort(np.random.default_rng(0).random((50, 2, 8)), axis=2)[:, :, :2], name="mine")
+    trace = TokenTrace(np.argsort(np.random.default_rng(0).random((90, 2, 8)), axis=2)[:, :, :2], name="mine")
     with pytest.raises(
         ValueError, match=r"mine: the trace does not say which model.*; mixtral-8x7b, .* has the trace's 8 experts"
     ):

@@ -229,7 +229,7 @@ def test_reuse_is_noted_only_when_a_token_was_served_twice() -> None:
     pieces = len(config(profile="sglang-decode", sampled_passes=4).traffic.cut(TRACE).piece_row)
     fits = pieces // (6 * GPUS)
     for intervals, reused in ((fits - 1, 0), (fits, 1)):
-        task = config(profile="sglang-decode", sampled_passes=4, intervals=intervals, ops_per_layer=1)
+        task = config(profile="sglang-decode", sampled_passes=4, intervals=intervals, ops_per_layer=1, allow_reuse=True)
         batch = started(task, [1])
         play(batch, np.random.default_rng(0))
         assert batch.episode["clock"][0, CLOCK_REUSE] == episode_info(batch, 0)["reused"] == reused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -54,12 +56,14 @@ def take(state: Surrogate, placement: Placement, objective: Objective) -> npt.ND
     return found
 
 
-@pytest.mark.parametrize("dispatch", RULES)
+@pytest.mark.parametrize(("dispatch", "deals_one_node"), [*((rule, False) for rule in RULES), ("rank-nearest", True)])
 @settings(max_examples=60, deadline=None)
 @given(instance=instances())
-def test_shares_are_those_of_the_ranks_that_choose_a_replica(dispatch: str, instance: Instance) -> None:
+def test_shares_are_those_of_the_ranks_that_choose_a_replica(
+    dispatch: str, deals_one_node: bool, instance: Instance
+) -> None:
     """Counted from the choices that the simulator writes. Ranks without a near replica are dealt evenly on average."""
-    sim = instance.simulator(made_profile(dispatch, "per-expert"))
+    sim = instance.simulator(replace(made_profile(dispatch, "per-expert"), deals_one_node=deals_one_node))
     state = sim.count(instance.interval, instance.placement)
     n_gpus, node_of, shares = sim.n_gpus, sim.topology.node_of, np.zeros((sim.n_gpus, 3), np.float32)
     for e in range(sim.n_experts):

@@ -100,6 +100,11 @@ def help_text() -> Iterator[str]:
     yield from (topics[name] for name in sorted(topics))
 
 
+def source_text() -> Iterator[str]:
+    """Programs: the source code of modules. Used by traces/make_tiny_moe.py."""
+    yield from (inspect.getsource(module) for module in modules())
+
+
 def html_text() -> Iterator[str]:
     """Markup: the HTML documentation of modules by pydoc, one line per paragraph."""
     for module in modules():

@@ -138,6 +138,13 @@ def write_shares(replicas, n, shares, topology, n_gpus):
             shares[i, NEAR] = (near - own) * one
             shares[i, FAR] = (everyone - near) * one
         return
+    one_node = topology.node_of[replicas[0]] == topology.node_of[replicas[n - 1]]
+    if dispatch == RANK_NEAREST and topology.deals_one_node and one_node:
+        for i in range(n):
+            shares[i, NEAR] = (per_node - n) * one / n
+            shares[i, FAR] = far / n
+            shares[i, ALL] = one + shares[i, NEAR] + shares[i, FAR]
+        return
     nodes, last = 0, -1
     for i in range(n):
         nodes += topology.node_of[replicas[i]] != last
