@@ -123,7 +123,7 @@ DETAILS: list[Detail] = [
             f"{JOURNALS}[ppo-reset_steps]",
         ),
         (
-            ("gamma * gae_lambda * ~dones", "gamma * gae_lambda * torch.ones_like(rewards)"),
+            ("gamma * gae_lambda * (~dones).to(rewards.dtype)", "gamma * gae_lambda * torch.ones_like(rewards)"),
             ("gamma * following * ~terminations", "gamma * following"),
             (
                 "torch.where(dones, final_values, torch.cat([values[1:], next_value[None]]))",
