@@ -117,7 +117,7 @@ def main(args: Args) -> None:
     best = study.best_params
     learned: Numbers = (tuple(best[name] for name in NAMES), (best["first_heat"], best["last_heat"]))
     print(f"{len(study.trials)} trials; best: " + ", ".join(f"{name} {value:.3g}" for name, value in best.items()))
-    gain = 100 * np.expm1(study.best_value - study.trials[0].value)  # type: ignore[operator]
+    gain = 100 * np.expm1(study.best_value - study.trials[0].value)
     print(f"on the seeds of the trials: {gain:+.2f} % of the time with the defaults")
     difference = scores(tasks, learned, args.seeds) - scores(tasks, default, args.seeds)
     for steps, share in zip(STEPS, 100 * np.expm1(difference.mean((0, 2))), strict=True):

@@ -18,6 +18,7 @@ import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import with_migration
+from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
 from clustergym.moe_placement.planners.kernels.launch import draw
 from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
@@ -431,14 +432,6 @@ def _is_touched(s, b, node, per_node):
 
 
 @inlined
-def _holds(s, b, e, g):
-    for i in range(s.n_replicas[b, e]):
-        if s.replicas[b, e, i] == g:
-            return True
-    return False
-
-
-@inlined
 def _move(s, b, which, e, source, target):
     """Write the replicas of ``e`` with ``source`` replaced by ``target`` (−1 means none). Returns their number."""
     moved, n = s.moved[b, which], 0
@@ -471,7 +464,7 @@ def _propose(s, b, key, per_node):
         if here >= 0 and s.n_replicas[b, here] < 2:
             return -1, -1, -1, -1
         e = int(sample[int(draw(key, b) * sample.shape[0]), int(draw(key, b) * sample.shape[1])])
-        if e < 0 or _holds(s, b, e, g):
+        if e < 0 or holds(s, b, e, g):
             return -1, -1, -1, -1
         return g, k, -1, e
     h, m = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
@@ -484,12 +477,10 @@ def _propose(s, b, key, per_node):
         if draw(key, b) >= shape[SAME_GPU]:
             h += int(draw(key, b) * per_node) - h % per_node
         g = int(s.replicas[b, wanted, int(draw(key, b) * s.n_replicas[b, wanted])])
-        k = 0
-        while s.slots[b, g, k] != wanted:
-            k += 1
+        k = slot_of(s, b, wanted, g)
         here = wanted
     there = int(s.slots[b, h, m])
-    if g == h or here == there or there < 0 or _holds(s, b, here, h) or _holds(s, b, there, g):
+    if g == h or here == there or there < 0 or holds(s, b, here, h) or holds(s, b, there, g):
         return -1, -1, -1, -1
     return g, k, h, m
 
