@@ -197,6 +197,11 @@ class TestDifference:
         assert (change.moves, change.between_nodes, change.layers, change.slots) == (3, 2, 1, 12)
         assert change.n_bytes == 3 * 60e3
         assert change.seconds == pytest.approx(120e3 / 10e9)
+        text = (
+            "3 of 12 experts move (2 of them between nodes), in 1 layer: 0.00 GB, 0.012 ms if all GPUs receive at once"
+        )
+        assert change.describe() == text
+        assert replace(change, seconds=2.345).duration == "2.35 s"
 
     def test_from_the_own_node_if_possible(self) -> None:
         """Expert 0 lies on both nodes: GPU 1 gets it from GPU 0."""

@@ -237,9 +237,7 @@ def explain_change(plan: Plan, change: PlanChange, console: Console) -> None:
     saved_us = (plan.outcomes["live"].served_us - plan.best.served_us) * len(plan.layer_ids)
     if change.moves and saved_us > 0:
         passes = change.seconds * 1e6 / saved_us
-        console.print(
-            f"a pause of {change.seconds:.3f} s is paid back after {passes:,.0f} forward passes", highlight=False
-        )
+        console.print(f"a pause of {change.duration} is paid back after {passes:,.0f} forward passes", highlight=False)
 
 
 def live_plan(path: Path, model: ModelSpec, cluster: ClusterSpec, layer_ids: npt.NDArray[np.int64]) -> EnginePlan:

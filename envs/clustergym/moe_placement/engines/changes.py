@@ -27,10 +27,16 @@ class PlanChange:
     seconds: float
     """Time of the transfer if all GPUs receive at once: that of the GPU that receives longest."""
 
+    @property
+    def duration(self) -> str:
+        """``seconds`` for a reader."""
+        return f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1000 * self.seconds:.3g} ms"
+
     def describe(self) -> str:
+        layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
         return (
             f"{self.moves:,} of {self.slots:,} experts move ({self.between_nodes:,} of them between nodes), in "
-            f"{self.layers} layers: {self.n_bytes / 1e9:.2f} GB, {self.seconds:.3f} s if all GPUs receive at once"
+            f"{layers}: {self.n_bytes / 1e9:.2f} GB, {self.duration} if all GPUs receive at once"
         )
 
 

@@ -22,7 +22,8 @@ def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
 
 
 def _percent(relative: float, half: float = 0.0) -> str:
-    return f"{100 * relative:+.1f}{f' ± {100 * half:.1f}' if half else ''} %"
+    digits = 2 if 0 < half < 0.0005 else 1  # "-0.0 ± 0.0 %" says nothing
+    return f"{100 * relative:+.{digits}f}{f' ± {100 * half:.{digits}f}' if half else ''} %"
 
 
 def results_table(results: list[Result], title: str) -> Table:
