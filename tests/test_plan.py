@@ -28,7 +28,7 @@ from clustergym.moe_placement.engines import (
     PlanError,
     check_plan,
     compare_plans,
-    how_to_load,
+    launch,
     load_plan,
     read_plan,
     write_plan,
@@ -109,7 +109,7 @@ def test_sglang_schema(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "plan.pt", weights_only=True)
     assert isinstance(loaded["physical_to_logical_map"], torch.Tensor)
     assert loaded["physical_to_logical_map"].tolist() == table
-    assert how_to_load(Path("plan.json"), plan, "sglang").startswith(
+    assert launch(Path("plan.json"), plan, "sglang").command.startswith(
         "--init-expert-location plan.json --ep-num-redundant-experts 4 --tp-size 4 "
     )
 

@@ -13,7 +13,6 @@ from clustergym.gpu_allocation.baselines import RULES
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 
 Kind = Literal["named", "function", "agent", "checkpoint"]
-SEES_THE_FUTURE = "sees the future"
 
 
 @dataclass(frozen=True)

@@ -41,40 +41,10 @@ TRAINING_SHARE = 0.3
 """Share of the paragraphs of a domain that a model may be trained on."""
 _MAX_FILE_BYTES = 400_000
 _WORDS = [
-    "node",
-    "queue",
-    "cache",
-    "token",
-    "expert",
-    "layer",
-    "batch",
-    "kernel",
-    "memory",
-    "driver",
-    "index",
-    "table",
-    "image",
-    "record",
-    "signal",
-    "packet",
-    "buffer",
-    "thread",
-    "socket",
-    "policy",
-    "window",
-    "bundle",
-    "filter",
-    "review",
-    "update",
-    "commit",
-    "branch",
-    "result",
-    "metric",
-    "sample",
-    "vector",
-    "matrix",
-    "stream",
-]
+    "node", "queue", "cache", "token", "expert", "layer", "batch", "kernel", "memory", "driver", "index", "table",
+    "image", "record", "signal", "packet", "buffer", "thread", "socket", "policy", "window", "bundle", "filter",
+    "review", "update", "commit", "branch", "result", "metric", "sample", "vector", "matrix", "stream",
+]  # fmt: skip
 _NAMES = "anna boris chen dana emil fatima george hana ivan jose keiko liam maria nils olga pedro".split()  # noqa: SIM905
 _MORSE = ".- -... -.-. -.. . ..-. --. .... .. .--- -.- .-.. -- -. --- .--. --.- .-. ... - ..- ...- .-- -..- -.-- --.."
 

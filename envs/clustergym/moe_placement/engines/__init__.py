@@ -33,7 +33,6 @@ __all__ = [
     "compare_plans",
     "detect_engine",
     "get_engine",
-    "how_to_load",
     "launch",
     "load_plan",
     "memory_use",
@@ -123,10 +122,3 @@ def launch(
     if n_nodes < 1 or plan.n_gpus % n_nodes:
         raise ValueError(f"{plan.n_gpus} GPUs do not divide over {n_nodes} nodes")
     return get_engine(engine).launch(path, plan, chosen, n_nodes)
-
-
-def how_to_load(
-    path: Path, plan: EnginePlan, engine: str, profile: str | EngineProfile | None = None, n_nodes: int = 1
-) -> str:
-    """The flags or settings that make the engine load the plan."""
-    return launch(path, plan, engine, profile, n_nodes).command
