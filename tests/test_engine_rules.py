@@ -1,34 +1,40 @@
-"""The engines' own code: replica choice equals theirs, and readers read what their recorders write.
+"""The engines' own code: replica choice equals theirs, readers read what they write, and they load our plans.
 
 Each test needs the source of one engine, without its dependencies, and skips where it is absent:
 
-    pip install --no-deps --target /tmp/engines sglang
+    pip install --no-deps --target /tmp/engines sglang vllm
     PYTHONPATH=/tmp/engines pytest tests/test_engine_rules.py
 """
 
 from __future__ import annotations
 
 import ast
+import base64
+import io
+import json
 import logging
+import os
 import random
 import time
 from abc import ABC
 from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
 import torch
 
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
+from clustergym.moe_placement.engines import EnginePlan, write_plan
 from clustergym.moe_placement.kernels.replicas import _KNUTH
 from clustergym.moe_placement.streams import Interval
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.readers import ReadOptions, read_trace
-from engine_files import routing, slot_map, to_physical
+from engine_files import routing, slot_map, to_physical, with_dense_zeros
 from instances import made_profile, random_placement
 
 NODES, PER_NODE, SLOTS, EXPERTS = 3, 4, 3, 12
@@ -45,12 +51,12 @@ def source(package: str, path: str) -> str:
 
 
 def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
-    """Functions and classes of a source file, and the names that they use."""
+    """Functions, methods and classes of a source file, and the names that they use."""
     tree = ast.parse(text)
     defined = (ast.FunctionDef, ast.ClassDef)
     tree.body = [
         node
-        for node in tree.body
+        for node in ast.walk(tree)
         if (isinstance(node, defined) and node.name in names)
         or (isinstance(node, ast.ImportFrom) and node.module == "__future__")
     ]
@@ -227,3 +233,128 @@ def test_recorded_loads_of_sglang(mode: str, accumulator: str, tmp_path: Path, m
         for part in (slice(0, 7), slice(7, 10))
     ]
     np.testing.assert_array_equal(trace.counts, expected)
+
+
+def test_tokens_of_sglang_over_http(tmp_path: Path) -> None:
+    """The detokenizer encodes the experts of each request."""
+    name = "_b64_encode_per_request"
+    engine = functions(source("sglang", "srt/managers/detokenizer_manager.py"), {name}, pybase64=base64)
+    dense = torch.from_numpy(with_dense_zeros(LOGICAL, DENSE).astype(np.int32))
+    requests = getattr(engine, name)([dense[:6], None, dense[6:]])
+    lines = [json.dumps({"meta_info": {"routed_experts": text}}) for text in requests if text is not None]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    trace = read_trace([tmp_path / "r.jsonl"], "sglang", ReadOptions(model=MODEL))
+    assert isinstance(trace, TokenTrace)
+    np.testing.assert_array_equal(trace.experts, LOGICAL)
+    assert trace.seq_lens.tolist() == [6, 4]
+
+
+def test_tokens_of_vllm_over_http(tmp_path: Path) -> None:
+    engine = functions(
+        source("vllm", "utils/serial_utils.py"), {"numpy2base64"}, np=np, io=io, pybase64=base64
+    )  # fmt: skip
+    text = engine.numpy2base64(with_dense_zeros(LOGICAL, DENSE).astype(np.uint8))
+    (tmp_path / "r.json").write_text(json.dumps({"choices": [{"routed_experts": text}]}))
+    trace = read_trace([tmp_path / "r.json"], "vllm", ReadOptions(model=MODEL))
+    assert isinstance(trace, TokenTrace)
+    np.testing.assert_array_equal(trace.experts, LOGICAL)
+
+
+def test_recorded_loads_of_tensorrt_llm(tmp_path: Path) -> None:
+    """Two ranks, two iterations; an iteration outside of the range is not recorded."""
+    env = SimpleNamespace(get_env=lambda name: str(tmp_path / "statistics"))
+    engine = functions(
+        source("tensorrt_llm", "_torch/expert_statistic.py"), {"ExpertStatistic"}, torch=torch, os=os, json=json,
+        safetensors=SimpleNamespace(torch=pytest.importorskip("safetensors.torch")), envs=env,
+        logger=logging.getLogger(),
+    )  # fmt: skip
+    experts = torch.from_numpy(LOGICAL.astype(np.int64))
+    for rank in range(2):
+        recorder = engine.ExpertStatistic(rank, 5, 7)
+        for i in range(4, 8):
+            recorder._set_iter(i)
+            for layer in range(LAYERS):
+                recorder._set_layer(DENSE + layer)
+                recorder._maybe_add_info(EXPERTS, experts[5 * rank : 5 * rank + i - 3, layer])
+    trace = read_trace([tmp_path / "statistics"], None, ReadOptions())
+    assert isinstance(trace, LoadTrace)
+    assert trace.layer_ids.tolist() == [2, 3, 4]
+    expected = [
+        [
+            np.bincount(np.concatenate([LOGICAL[:n, layer], LOGICAL[5 : 5 + n, layer]]).ravel(), minlength=EXPERTS)
+            for layer in range(LAYERS)
+        ]
+        for n in (2, 3)
+    ]
+    np.testing.assert_array_equal(trace.counts, expected)
+
+
+# Plans, loaded by the engines
+
+MODEL = ModelSpec("small", LAYERS, EXPERTS, TOP_K, 64, 32, n_dense=DENSE)
+
+
+def written(name: str, engine: str, folder: Path) -> tuple[Path, np.ndarray]:
+    """A plan file, and its placement."""
+    placement = np.stack([full_placement(seed) for seed in range(LAYERS)]).astype(np.int16)
+    plan = EnginePlan(placement, np.array(MODEL.layer_ids), MODEL)
+    write_plan(folder / name, plan, engine)
+    return folder / name, placement
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.pt"])
+def test_sglang_loads_the_plan(name: str, tmp_path: Path) -> None:
+    path, placement = written(name, "sglang", tmp_path)
+    stub = SimpleNamespace
+    moe = stub(
+        init_expert_location=str(path), ep_num_redundant_experts=GPUS * SLOTS - EXPERTS, ep_dispatch_algorithm=None,
+        moe_a2a_backend="none",
+    )  # fmt: skip
+    sizes = stub(num_layers=DENSE + LAYERS, num_logical_experts=EXPERTS, num_groups=None)
+    names = {
+        "ExpertLocationMetadata", "compute_initial_expert_location_metadata", "_compute_logical_to_all_physical_map",
+        "_pad_nested_array",
+    }  # fmt: skip
+    engine = functions(
+        source("sglang", "srt/eplb/expert_location.py"), names, torch=torch, F=torch.nn.functional, json=json,
+        Path=Path, dataclass=dataclass, logger=logging.getLogger(), get_exec=lambda: stub(moe=moe),
+        get_parallel=lambda: stub(ep_size=GPUS, elastic_ep_initial_size=None),
+        get_device=lambda: stub(device="cpu"),
+        ModelConfigForExpertLocation=stub(from_model_config=lambda config: sizes),
+    )  # fmt: skip
+    loaded = engine.compute_initial_expert_location_metadata(None, moe_ep_rank=0)
+    np.testing.assert_array_equal(loaded.physical_to_logical_map[DENSE:].reshape(LAYERS, GPUS, SLOTS), placement)
+    assert loaded.num_local_physical_experts == SLOTS
+    assert int(loaded.logical_to_all_physical_map_num_valid.min()) >= 1
+
+
+def test_vllm_ascend_loads_the_plan(tmp_path: Path) -> None:
+    path, placement = written("plan.json", "vllm-ascend", tmp_path)
+    engine = functions(
+        source("vllm_ascend", "eplb/core/eplb_utils.py"), {"expert_file_to_tensor"}, torch=torch, json=json,
+        logger=logging.getLogger(),
+    )  # fmt: skip
+    for layer in range(LAYERS):
+        loaded, slots = engine.expert_file_to_tensor(path, layer)
+        np.testing.assert_array_equal(loaded, placement[layer])
+        assert slots == GPUS * SLOTS
+
+
+def test_tensorrt_llm_loads_the_plan(tmp_path: Path) -> None:
+    pydantic, yaml = pytest.importorskip("pydantic"), pytest.importorskip("yaml")
+    path, placement = written("plan.yaml", "tensorrt-llm", tmp_path)
+
+    class Strict(pydantic.BaseModel):  # type: ignore[misc, name-defined]
+        model_config = pydantic.ConfigDict(extra="forbid")
+
+    engine = functions(
+        source("tensorrt_llm", "llmapi/llm_args.py"), {"MoeLoadBalancerConfig"}, StrictBaseModel=Strict,
+        Field=pydantic.Field, PrivateAttr=pydantic.PrivateAttr,
+    )  # fmt: skip
+    engine.MoeLoadBalancerConfig.model_rebuild(_types_namespace={"Optional": Optional, "Dict": dict, "List": list})
+    loaded = engine.MoeLoadBalancerConfig(**yaml.safe_load(path.read_text()))
+    for rank in range(GPUS):
+        loaded.setup(rank, GPUS)
+        for layer in range(LAYERS):
+            row = loaded.get_layer_initial_global_assignments(DENSE + layer)
+            assert row[loaded.slot_start : loaded.slot_end] == placement[layer, rank].tolist()
