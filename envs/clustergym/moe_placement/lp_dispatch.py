@@ -42,8 +42,8 @@ def split_by_program(state: SimulationState, topology: Topology, costs: Costs) -
     A token chooses among the replicas of an expert by a hash, with the program's shares as probabilities.
     """
     n_layers, n_passes, n_tokens = state.rows.shape
-    # All layers serve the same tokens.
-    chances = [np.array([hash31(int(row)) for row in rows]) / 2**31 for rows in state.rows[0]]
+    # All layers serve the same tokens. The plain function works on arrays; with NUMBA_DISABLE_JIT it is the only one.
+    chances = getattr(hash31, "py_func", hash31)(state.rows[0].astype(np.int64)) / 2**31  # (P, T)
     for b in range(n_layers):
         held = np.zeros((state.replicas.shape[1], state.slots.shape[1]), bool)
         for g, slots in enumerate(state.slots[b]):

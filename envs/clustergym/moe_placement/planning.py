@@ -326,6 +326,9 @@ def make_plan(
         said = [f"{part.n_steps} steps of counts" for part in (before, steps)]
         held_out = HeldOutCounts(steps, simulator, traffic)
     observed = Observed(before, simulator, traffic, sizes)
+    warm_up: Interval = observed.loads
+    if isinstance(before, TokenTrace):
+        warm_up = evaluation.compile_on(before.select(layers=[0]), simulator)
     outcomes: dict[str, Outcome] = {}
 
     def serve(name: str, placement: Placement, decision_s: float, empty: int) -> None:
@@ -349,8 +352,7 @@ def make_plan(
         progress(f"compiling {name}", None)
         # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
         once = {"seconds": None, "iterations": 1} if "seconds" in given else {}
-        warm_up = observed.loads if isinstance(before, LoadTrace) else evaluation.compile_on(before, simulator)
-        make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static)
+        make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static[: warm_up.n_layers])
         if stop() and "eplb" in outcomes:
             planner = "eplb"
             break
