@@ -669,9 +669,10 @@ def rng_counts(n_layers: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.default_rng(0).integers(1, 50, (6, n_layers, 8)) * np.arange(1, 9)
 
 
-def test_command_starts_without_torch() -> None:
+@pytest.mark.parametrize("command", ["plan", "evaluate"])
+def test_command_starts_without_torch(command: str) -> None:
     """torch and scipy.stats take seconds to import. Only policies and torch files need torch."""
-    code = "import sys, clustergym.cli.plan; print({'torch', 'scipy.stats'} & set(sys.modules))"
+    code = f"import sys, clustergym.cli.{command}; print({{'torch', 'scipy.stats'}} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from clustergym.moe_placement.batch import DEFAULT_TRACE
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import model_for
@@ -22,6 +21,7 @@ from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import layer_information
 from clustergym.traces.texts import tidy
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
+from clustergym.traces.token_trace import DEFAULT_TRACE
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("tiny_moe", "tiny_moe_ppo")

@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from clustergym.cli.common import prepare_outputs
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.batch import DEFAULT_TRACE
 from clustergym.moe_placement.evaluation import Protocol, Result, compare, deal_streams
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.report.plots import plot_results
@@ -22,7 +21,7 @@ from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
-from clustergym.traces import load_traces
+from clustergym.traces.token_trace import DEFAULT_TRACE, load_traces
 
 
 @dataclass

@@ -48,9 +48,8 @@ from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, 
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
-from clustergym.traces.token_trace import TokenTrace, bundled_traces
+from clustergym.traces.token_trace import DEFAULT_TRACE, TokenTrace, bundled_traces
 
-DEFAULT_TRACE = "tiny_moe"
 # Intervals over which the time of the static placement, the unit of rewards, is averaged.
 _STATIC_INTERVALS = 4
 

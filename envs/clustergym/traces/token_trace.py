@@ -15,6 +15,8 @@ from clustergym.common.cache import cache_folder
 from clustergym.common.files import atomic_file
 from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npy, read_npz, write_npz
 
+DEFAULT_TRACE = "tiny_moe"
+"""The bundled trace of environments and commands that are given none"""
 FORMAT_VERSION = 1
 MAX_EXPERTS = np.iinfo(np.int16).max
 # Default of the optional arrays. None would not fit their type; construction replaces it.
