@@ -1,6 +1,7 @@
 """Can other people's agents learn the task? Stable-Baselines3 with its default settings, on the flat environments.
 
     python benchmarks/libraries.py --out libraries.json
+    python benchmarks/libraries.py --speed   # only the speed of one environment, with and without look-ahead
 
 Every agent is trained on the training split and played on the test split, next to doing nothing, random legal
 operations (uniform over the mask, as ``action_space.sample(mask)``), and always taking the first candidate. The test
@@ -57,6 +58,8 @@ class Args:
     """Environment steps per run"""
     episodes: int = 8
     """Test episodes per group of sequences"""
+    speed: bool = False
+    """Train nothing. Measure steps per second of single environments"""
 
 
 @lru_cache(maxsize=4)
@@ -133,7 +136,37 @@ def result(env_id: str, algorithm: str, seed: int, args: Args) -> dict[str, Any]
     return {"saved_percent": saved, "illegal": illegal, "steps": args.steps, "seconds": round(seconds, 1)}
 
 
+SPEED = {
+    "MoEPlacement-v0, full observation": ("MoEPlacement-v0", {}),
+    "MoEPlacement-v0, compact observation": ("MoEPlacement-v0", {"observation": "compact"}),
+    "MoEPlacementFlat-v0, 8 candidates tried exactly": ("MoEPlacementFlat-v0", {}),
+    "MoEPlacement-v0, lookahead=True: every operation tried exactly": ("MoEPlacement-v0", {"lookahead": True}),
+}
+
+
+def measure_speed(rounds: int = 5, seconds: float = 1.0) -> None:
+    """Steps per second with random actions: median, smallest and largest of the rounds, which take turns."""
+    envs = {name: gymnasium.make(env_id, **options) for name, (env_id, options) in SPEED.items()}
+    found: dict[str, list[float]] = {name: [] for name in envs}
+    for round_ in range(rounds + 1):
+        for name, env in envs.items():
+            env.reset(seed=round_)
+            env.action_space.seed(round_)
+            steps, began = 0, time.perf_counter()
+            while time.perf_counter() - began < seconds:
+                if env.step(env.action_space.sample())[2]:
+                    env.reset()
+                steps += 1
+            if round_:  # the first one compiles
+                found[name].append(steps / (time.perf_counter() - began))
+    for name, values in found.items():
+        print(f"{name}: {np.median(values):,.0f} steps/s ({min(values):,.0f} to {max(values):,.0f})")
+
+
 def main(args: Args) -> None:
+    if args.speed:
+        measure_speed()
+        return
     results: dict[str, dict[str, Any]] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for seed in range(args.seeds):
         for algorithm in (*SIMPLE, *args.algorithms):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import bench_entries
 from clustergym import cli
@@ -21,6 +23,7 @@ from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.play import play
 from clustergym.bench.submitted import drop_second_copies
 from clustergym.bench.suites import AllocationTask, Limits, PlacementTask, Suite, load_suite
+from clustergym.common.checkpoints import save_checkpoint
 from clustergym.common.executors import LocalExecutor, make_executor
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
 from clustergym.moe_placement.evaluation import deal_streams, slot_balancedness
@@ -49,6 +52,12 @@ def tiny_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Suite:
 
 def target(name: str) -> str:
     return f"{FILE}:{name}"
+
+
+@cache
+def nothing_moved() -> list[float]:
+    """The scores of the planner that keeps EPLB's first placement."""
+    return play(TASK, Entry("named", "eplb-once")).scores
 
 
 # Suites
@@ -152,7 +161,7 @@ def test_submitted_planners_score_as_the_planners_that_they_copy() -> None:
     assert subclass.scores == [0.0, 0.0]
     assert subclass.metrics["failed"] == 0
     kept = play(TASK, Entry("function", target("keep")))
-    assert kept.scores == play(TASK, Entry("named", "eplb-once")).scores
+    assert kept.scores == nothing_moved()
     assert kept.metrics["moves"] == 0
     deepseek = play(TASK, Entry("function", target("rebalance_experts")))
     assert deepseek.metrics["failed"] == 0
@@ -161,9 +170,8 @@ def test_submitted_planners_score_as_the_planners_that_they_copy() -> None:
 
 
 def test_failed_decisions_keep_the_placement_and_are_counted() -> None:
-    kept = play(TASK, Entry("named", "eplb-once"))
     played = play(TASK, Entry("function", target("wrong_shape")))
-    assert played.scores == kept.scores
+    assert played.scores == nothing_moved()
     assert played.metrics["failed"] == 1
     assert "expected integers of shape (2, " in played.failures[0]
     half = play(TASK, Entry("function", target("fails_every_second_time")))
@@ -171,9 +179,8 @@ def test_failed_decisions_keep_the_placement_and_are_counted() -> None:
 
 
 def test_an_agent_that_does_nothing_scores_as_the_planner_that_does_nothing() -> None:
-    kept = play(TASK, Entry("named", "eplb-once"))
     agent = play(TASK, Entry("agent", target("do_nothing")))
-    assert agent.scores == pytest.approx(kept.scores, abs=1e-6)
+    assert agent.scores == pytest.approx(nothing_moved(), abs=1e-6)
     assert agent.metrics["failed"] == 0
     with pytest.raises(ValueError, match="most actions fail, the last one: action"):
         play(TASK, Entry("agent", target("out_of_range")))
@@ -189,6 +196,28 @@ def test_allocation_scores_lie_between_the_references() -> None:
     assert np.mean(agent.scores) < 1
 
 
+def test_each_allocation_task_gets_the_policy_that_takes_its_observation(tmp_path: Path) -> None:
+    def save(name: str, n_features: int, action: float) -> None:
+        """A policy that always answers the same."""
+        layers = {"actor.0": (4, n_features), "actor.2": (4, 4), "actor.4": (2, 4)}
+        agent = {f"{layer}.weight": torch.zeros(shape) for layer, shape in layers.items()}
+        agent |= {f"{layer}.bias": torch.zeros(shape[0]) for layer, shape in layers.items()}
+        agent["actor.4.bias"] += np.log(action / (1 - action))
+        state = {"agent": agent, "args": {"norm_obs": False}, "statistics": None}
+        save_checkpoint(tmp_path / name, "ppo_gpu_alloc-model", state)
+
+    save("a.pt", 5, 0.5)
+    save("b.pt", 19, 0.9)
+    ids = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
+    five, history = tasks = [AllocationTask("a", name, 4, options={"arrivals": 16}) for name in ids]
+    both = [play(task, Entry("checkpoint", str(tmp_path))) for task in tasks]
+    alone = [play(task, Entry("checkpoint", f"{tmp_path}/{name}.pt")) for task, name in ((five, "a"), (history, "b"))]
+    assert [one.scores for one in both] == [one.scores for one in alone]
+    assert both[0].scores != both[1].scores
+    with pytest.raises(ValueError, match="takes 19 numbers, but GPUAllocation-v0 has 5"):
+        play(five, Entry("checkpoint", f"{tmp_path}/b.pt"))
+
+
 def test_entries_of_the_command_line(tmp_path: Path) -> None:
     assert {e.target for e in parse_entries("placement", ["all"], [], [])} >= {"eplb", "anneal", "policy", "oracle"}
     assert parse_entries("allocation", ["vpa"], [], []) == [Entry("named", "vpa")]
@@ -200,6 +229,7 @@ def test_entries_of_the_command_line(tmp_path: Path) -> None:
         (([f"{tmp_path}/absent.py:f"], [], []), "no file at"),
         ((["no_such_module:f"], [], []), "no module 'no_such_module'"),
         (([], [], [tmp_path / "absent.pt"]), "no checkpoint at"),
+        (([], [], [tmp_path]), "no checkpoint at"),
         ((["eplb", "eplb"], [], []), "the same name"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -326,8 +356,6 @@ def public_balancedness(log2phy: np.ndarray, logcnt: np.ndarray, workload: np.nd
 
 
 def test_balancedness_is_that_of_the_public_evaluator() -> None:
-    import torch
-
     rng = np.random.default_rng(3)
     loads, served = rng.integers(0, 1000, (3, 64)), rng.integers(0, 1000, (3, 64))
     slots, log2phy, logcnt = bench_entries.rebalance_experts(torch.from_numpy(loads), 80, 8, 4, 16)

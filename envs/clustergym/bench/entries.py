@@ -21,7 +21,8 @@ class Entry:
 
     kind: Kind
     target: str
-    """Name of a planner or rule, ``module:function``, ``file.py:function``, or the path of a checkpoint."""
+    """Name of a planner or rule, ``module:function``, ``file.py:function``, or the path of a checkpoint or of a folder
+    with checkpoints."""
     label: str = ""
     """Name in tables; by default the target."""
 
@@ -39,11 +40,24 @@ class Entry:
         """Hash of the file of a function or checkpoint. Named entries are part of the code of clustergym."""
         if self.kind == "named":
             return ""
-        path = Path(self.target) if self.kind == "checkpoint" else _source(self.target)
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        paths = checkpoints(self.target) if self.kind == "checkpoint" else [_source(self.target)]
+        return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def checkpoints(target: str) -> list[Path]:
+    """A checkpoint, or all of a folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(target)
+    found = sorted(path.glob("*.pt")) if path.is_dir() else [path]
+    if not found or not found[0].is_file():
+        raise ValueError(f"no checkpoint at {target}")
+    return found
 
 
 def _source(target: str) -> Path:
@@ -82,7 +96,7 @@ def sees_the_future(entry: Entry, kind: str) -> bool:
 
 
 def parse_entries(
-    kind: str, planners: list[str], agents: list[str], checkpoints: list[Path], label: str | None = None
+    kind: str, planners: list[str], agents: list[str], policies: list[Path], label: str | None = None
 ) -> list[Entry]:
     """Entries from the flags of the command line. Without any, every named entry.
 
@@ -91,7 +105,7 @@ def parse_entries(
     """
     known = named_entries(kind)
     entries: list[Entry] = []
-    if planners == ["all"] or not (planners or agents or checkpoints):
+    if planners == ["all"] or not (planners or agents or policies):
         entries = [Entry("named", name) for name in known]
         planners = []
     for name in planners:
@@ -106,10 +120,8 @@ def parse_entries(
                 f"unknown planner {name!r}; give module:function, file.py:function or one of: {', '.join(known)}"
             )
     entries += [Entry("agent", target) for target in agents]
-    entries += [Entry("checkpoint", str(path)) for path in checkpoints]
+    entries += [Entry("checkpoint", str(path)) for path in policies]
     for entry in entries:
-        if entry.kind == "checkpoint" and not Path(entry.target).is_file():
-            raise ValueError(f"no checkpoint at {entry.target}")
         _ = entry.code_sha256
     if label is not None:
         if len(entries) != 1:

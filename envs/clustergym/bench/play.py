@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from clustergym.bench.entries import Entry
+from clustergym.bench.entries import Entry, checkpoints
 from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.submitted import Submitted, simulator_options, submit
 from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
@@ -200,11 +199,11 @@ def play_allocation(task: AllocationTask, entry: Entry) -> Played:
     if entry.kind == "named":
         rewards, metrics = _rule_rewards(batch, entry.target, task.seed)
     elif entry.kind == "checkpoint":
-        policy = AllocationPolicy.load(Path(entry.target))
-        if policy.n_features != batch.n_features:
-            raise ValueError(
-                f"{entry.target} takes {policy.n_features} numbers, but {task.env_id} has {batch.n_features}"
-            )
+        policies = {policy.n_features: policy for policy in map(AllocationPolicy.load, checkpoints(entry.target))}
+        if batch.n_features not in policies:
+            takes = " or ".join(map(str, policies))
+            raise ValueError(f"{entry.target} takes {takes} numbers, but {task.env_id} has {batch.n_features}")
+        policy = policies[batch.n_features]
         policy.reset()
         rewards, metrics = _timed(batch, lambda: policy.act(batch.obs), None, task.seed)
     elif entry.kind == "agent":
