@@ -161,6 +161,32 @@ class TestSGLang:
         with pytest.raises(ValueError, match="not a multiple of 7 layers"):
             tokens_of(path, n_layers=7, top_k=TOP_K)
 
+    @pytest.mark.parametrize("kind", ["tokens", "passes", "stat"])
+    def test_dumps_of_another_model_are_refused(self, kind: str, tmp_path: Path) -> None:
+        path, counts = tmp_path / "r.pt", np.ones((2, DENSE + LAYERS, EXPERTS), int)
+        counts[:, :DENSE] = 0
+        if kind == "tokens":
+            files.sglang_per_token(path, LOGICAL, DENSE, SLOTS, self.PASSES)
+        elif kind == "passes":
+            files.sglang_per_pass(path, np.repeat(counts[:, :, :1], SLOTS.shape[1], axis=2), SLOTS)
+        else:
+            files.sglang_stat(path, counts, 2)
+        trace = read_trace([path], None, ReadOptions(model=SMALL))
+        assert (trace.layer_ids.tolist(), trace.n_experts) == ([2, 3, 4, 5], EXPERTS)
+        others: list[tuple[dict[str, int], str]] = [
+            ({"n_experts": 16}, "12 experts recorded, expected 16"),
+            ({"n_dense": 1}, "4 MoE layers recorded, but small has 4: layer 1 is missing"),
+            ({"n_layers": 5}, "4 MoE layers recorded, but small has 5: layer 6 is missing"),
+        ]
+        if kind == "tokens":
+            others += [
+                ({"top_k": 4}, "tokens use at most 3 experts, expected top-4"),
+                ({"top_k": 2}, "more than top-2"),
+            ]
+        for changes, message in others:
+            with pytest.raises(ValueError, match=message):
+                read_trace([path], None, ReadOptions(model=replace(SMALL, **changes)))
+
     def test_wrong_shapes_and_kinds(self, tmp_path: Path) -> None:
         stat = files.sglang_stat(tmp_path / "s.pt", np.ones((1, LAYERS, EXPERTS), int), 2)
         token = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)

@@ -313,8 +313,8 @@ def slot_counts_to_logical(counts: npt.NDArray[Any], slots: npt.NDArray[Any], n_
     return np.bincount(slots, weights=counts, minlength=n_experts).astype(np.int64)
 
 
-def check_slot_map(slots: npt.NDArray[Any], where: str) -> npt.NDArray[np.int64]:
-    """(L, P) validated map from physical slot to logical expert."""
+def check_slot_map(slots: npt.NDArray[Any], where: str, n_experts: int = 0) -> npt.NDArray[np.int64]:
+    """(L, P) validated map from physical slot to logical expert. Every expert has a slot, so it tells their number."""
     if slots.ndim != 2 or slots.dtype.kind not in "iu":
         raise ValueError(f"{where}: physical → logical map of shape {slots.shape}: expected (layers, slots) integers")
     if slots.size == 0 or slots.min() < 0 or slots.max() >= min(MAX_EXPERTS, slots.shape[1]):
@@ -322,6 +322,8 @@ def check_slot_map(slots: npt.NDArray[Any], where: str) -> npt.NDArray[np.int64]
             f"{where}: the physical → logical map of {slots.shape[1]} slots names experts "
             f"{slots.min() if slots.size else '(none)'} … {slots.max() if slots.size else ''}"
         )
+    if n_experts not in (0, int(slots.max()) + 1):
+        raise ValueError(f"{where}: {slots.max() + 1} experts recorded, expected {n_experts}")
     return slots.astype(np.int64)
 
 

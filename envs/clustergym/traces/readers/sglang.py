@@ -62,8 +62,10 @@ def _read_dumps(files: Sequence[Path], options: ReadOptions) -> TokenTrace | Loa
         else:
             _add_tokens(dump, path, blocks, seen, options)
     if "per_token" in kinds:
+        fields = blocks.fields()
+        options.check_moe_layers(fields["layer_ids"].tolist())
         return TokenTrace(
-            **blocks.fields(),
+            **fields,
             n_experts=options.expected_experts or seen.n_experts,
             model=options.model_name,
             name=options.name,
@@ -94,6 +96,11 @@ def _tensor(value: Any, dims: int, what: str, where: str) -> npt.NDArray[Any]:
     return value.numpy()
 
 
+def _slot_map(dump: dict[Any, Any], path: Path, options: ReadOptions) -> npt.NDArray[np.int64]:
+    slots = _tensor(dump["last_physical_to_logical_map"], 2, "the slot map", str(path))
+    return check_slot_map(slots, str(path), options.expected_experts)
+
+
 def _add_stat(dump: dict[Any, Any], path: Path, counts: dict[object, npt.NDArray[np.int64]]) -> None:
     recorded = _tensor(dump["logical_count"], 3, "logical_count (buffer, layers, experts)", str(path))
     # Steps of the ring buffer that were never filled are 0.
@@ -104,7 +111,7 @@ def _add_stat(dump: dict[Any, Any], path: Path, counts: dict[object, npt.NDArray
 def _add_passes(
     dump: dict[Any, Any], path: Path, counts: dict[object, npt.NDArray[np.int64]], options: ReadOptions
 ) -> None:
-    slots = check_slot_map(_tensor(dump["last_physical_to_logical_map"], 2, "the slot map", str(path)), str(path))
+    slots = _slot_map(dump, path, options)
     n_experts = options.expected_experts or int(slots.max()) + 1
     for i, record in enumerate(dump["records"]):
         where = f"{path}, record {i}"
@@ -127,6 +134,8 @@ def _loads(counts: dict[object, npt.NDArray[np.int64]], options: ReadOptions) ->
         raise ValueError(f"the files have counts of different shapes {sorted(shapes)}: import one model at a time")
     # Forward passes by id, whichever rank recorded them; steps of ring buffers in the order of the files.
     whole = np.stack([counts[key] for key in sorted(counts, key=lambda key: key if isinstance(key, int) else 0)])
+    if options.expected_experts not in (0, whole.shape[2]):
+        raise ValueError(f"{whole.shape[2]} experts recorded, expected {options.expected_experts}")
     layers = np.flatnonzero(whole.any((0, 2)))  # dense layers are 0
     if not len(layers):
         raise ValueError("every layer of the recording is empty: nothing to import")
@@ -152,7 +161,7 @@ class _Seen:
 
 
 def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Seen, options: ReadOptions) -> None:
-    slots = check_slot_map(_tensor(dump["last_physical_to_logical_map"], 2, "the slot map", str(path)), str(path))
+    slots = _slot_map(dump, path, options)
     seen.n_experts = max(seen.n_experts, int(slots.max()) + 1)
     moe: npt.NDArray[np.int64] | None = None
     for i, record in enumerate(dump["records"]):
@@ -170,6 +179,8 @@ def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Se
         # The 8 columns are filled from the left. Rows without experts are padding.
         first = routed[moe[0]]
         width = options.expected_top_k or max(int((routed[l] >= 0).sum(1).max()) for l in moe)
+        if options.expected_top_k and (used := int((first >= 0).sum(1).max())) < width:
+            raise ValueError(f"{where}: tokens use at most {used} experts, expected top-{width}")
         rows = np.flatnonzero((first >= 0).any(1))
         block = np.empty((len(rows), len(moe), width), np.int16)
         for column, layer in enumerate(moe):
