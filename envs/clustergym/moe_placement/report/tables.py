@@ -15,7 +15,7 @@ from clustergym.moe_placement.planning import Outcome, Plan
 
 def _table(title: str, caption: str, columns: Sequence[str]) -> Table:
     table = Table(title=escape(title), caption=caption)
-    table.add_column("planner")
+    table.add_column("planner", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
     return table
@@ -39,8 +39,9 @@ def results_table(results: list[Result], title: str) -> Table:
         title,
         f"µs per layer and forward pass; moves and decision per layer and interval; {len(first.stream_totals_us)} "
         f"stream(s), {interval}; {100 * first.reused:.0f} % of the tokens of a stream were served before",
-        ("served", "migration", "total", "vs eplb", "balance", "GPUs/token", "inter-node MB", "moves", "decision ms"),
-    )
+        ("served", "migration", "total", "vs eplb", "balance", "GPUs\nper token", "inter-\nnode MB", "moves",
+         "decision\nms"),
+    )  # fmt: skip
     eplb = next((r for r in results if r.planner == "eplb"), None)
     kinds = {name: planner_class(name) for name in {r.planner for r in results} & set(PLANNERS)}
     sees_more = {name for name, kind in kinds.items() if kind.needs_future or kind.needs_mixture}
