@@ -34,7 +34,8 @@ from clustergym.moe_placement.engines import (
     write_plan,
 )
 from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
-from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
+from clustergym.moe_placement.planner_registry import PLANNERS, Entry, make_planner, planners_on_loads
+from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.planning import (
@@ -697,9 +698,14 @@ def test_both_phases_give_two_plans(trace_file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("planner", ["eplb", "anneal"])
 def test_live_plan_is_changed_within_the_limit(
-    planner: str, trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    planner: str,
+    trace_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The static placement is live: much can be gained, more with more moves."""
+    monkeypatch.setitem(PLANNERS, "anneal", Entry(Anneal, {"estimate_steps": 2000}))  # a tenth of the time
     live, out, results = tmp_path / "live.json", tmp_path / "p.json", tmp_path / "r.json"
     base = ["plan", str(trace_file), *SMALL, "--profile", "sglang-decode"]
     assert cli.main([*base, "--planner", "static", "--force", "-o", str(live)]) == 0
