@@ -2,8 +2,11 @@
 
 Eight nodes, each with its own owners, start with the same untrained policy. "alone": each node learns from its own
 pods. "cluster": all nodes send their experiences to one learner (agents with --leader) and use its policy. Both use the
-agent's own update, after every 32 experiences. The measure is the mean reward of the sampled actions, without rails.
-The cluster plays first; then the nodes alone play eight times as long, or until they reach the same reward.
+agent's own update after every 32 experiences, and as many updates per learner. Without rails.
+
+The rewards of the pods themselves are too noisy to compare. So after every second update, the mean actions of the
+policies are played on an exam: new pods of the same owners, the same ones every time. A level is a part of the way from
+the untrained policy to the shipped one. It is reached at the first of two exams in a row above it.
 
     python benchmarks/agent_cluster.py
 """
@@ -15,6 +18,7 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +29,31 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.agent.learner import Experiences
+from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo_gpu_alloc_online.py"
-FIRST_NODE = 2**42
+FIRST_NODE = 2**45
+EXAM_SEED = 2**46
+
+
+LEVELS = (0.25, 0.5, 0.75)
+"""Parts of the way from the untrained to the shipped policy. The one in the middle is the measure."""
+BATCH_SIZE = 32
 
 
 @dataclass
 class Args:
     nodes: int = 8
     """Number of nodes."""
-    pods: int = 750
-    """Pods per node with one learner for the cluster."""
-    times: int = 8
-    """Nodes alone play at most this many times as long."""
-    seeds: int = 3
+    updates: int = 128
+    """Updates of each learner, at most. It stops after the highest level."""
+    seeds: int = 5
     """Number of repetitions with other nodes and weights."""
-    window: int = 200
-    """Rewards are averaged over this many pods per node."""
+    exam_streams: int = 48
+    """Streams of each node in an exam."""
+    exam_pods: int = 96
+    """Pods per stream of an exam."""
     output: Path = Path("runs/agent_cluster.json")
     """JSON file for the results."""
 
@@ -74,9 +85,9 @@ class Learner:
         action, log_prob = self.policy.sample(self.policy.mean(obs), rng)
         return action, log_prob
 
-    def learn(self, batch_size: int = 32) -> None:
+    def learn(self) -> None:
         """Update if there are enough experiences."""
-        if len(self.waiting) < batch_size:
+        if len(self.waiting) < BATCH_SIZE:
             return
         obs, actions, logprobs, rewards = zip(*self.waiting, strict=True)
         n = len(obs)
@@ -91,53 +102,99 @@ class Learner:
         self._prepare()
 
 
-def play(program: Any, args: Args, seed: int, pods: int, shared: bool) -> np.ndarray:
-    """Mean reward of the nodes in each window of pods (pods − window + 1,)."""
-    batch = AllocationBatch(
-        AllocationConfig(history=True, arrivals=args.times * args.pods + 1, reward="seed"), args.nodes
-    )
-    batch.seed([FIRST_NODE + seed * args.nodes + i for i in range(args.nodes)])
-    batch.reset()
+class Exam:
+    """New pods of the owners of the nodes."""
+
+    def __init__(self, args: Args, seeds: np.ndarray) -> None:
+        config = AllocationConfig(history=True, arrivals=args.exam_pods + 1, reward="seed")
+        self.args, self.batch = args, AllocationBatch(config, args.nodes * args.exam_streams)
+        self.seeds = seeds.repeat(args.exam_streams)
+
+    def reward(self, policies: list[Any]) -> float:
+        """Mean reward of the mean actions; one policy, or one per node."""
+        # A reset draws the owners. Then other seeds: the same owners with other pods in each stream.
+        self.batch.seed(self.seeds)
+        self.batch.reset()
+        self.batch.seed(EXAM_SEED + np.arange(len(self.seeds)))
+        total = 0.0
+        for _ in range(self.args.exam_pods):
+            parts = np.split(self.batch.obs.numpy(), len(policies))
+            action = np.concatenate([policy.mean(part) for policy, part in zip(policies, parts, strict=True)])
+            self.batch.step(action, autoreset=False)
+            total += float(self.batch.reward.mean())
+        return total / self.args.exam_pods
+
+
+def play(program: Any, args: Args, seed: int, shared: bool, exam: Exam, top: float) -> list[float]:
+    """Reward in the exam before learning and after every second update, until it is above ``top`` twice."""
     rng = np.random.default_rng(seed)
-    learners = [Learner(program, seed)] if shared else [Learner(program, seed) for _ in range(args.nodes)]
-    rewards = np.zeros((pods, args.nodes))
+    learners = [Learner(program, seed) for _ in range(1 if shared else args.nodes)]
+    pods = args.updates * BATCH_SIZE * len(learners) // args.nodes
+    batch = AllocationBatch(AllocationConfig(history=True, arrivals=pods + 1, reward="seed"), args.nodes)
+    batch.seed(exam.seeds[:: args.exam_streams])
+    batch.reset()
+    found = [exam.reward([learner.policy for learner in learners])]
     for t in range(pods):
         obs = batch.obs.numpy().copy()
         acted = [learners[i % len(learners)].act(obs[i], rng) for i in range(args.nodes)]
         batch.step(np.stack([action for action, _ in acted]).clip(0, 1).astype(np.float32), autoreset=False)
-        rewards[t] = batch.reward.numpy()
+        rewards = batch.reward.tolist()
         for i, (action, log_prob) in enumerate(acted):
-            learners[i % len(learners)].waiting.append((obs[i], action, log_prob, float(rewards[t, i])))
+            learners[i % len(learners)].waiting.append((obs[i], action, log_prob, rewards[i]))
         for learner in learners:
             learner.learn()
-    return np.convolve(rewards.mean(1), np.ones(args.window) / args.window, "valid")
+        if (t + 1) % (2 * BATCH_SIZE * len(learners) // args.nodes) == 0:
+            found.append(exam.reward([learner.policy for learner in learners]))
+            if min(found[-2:]) >= top:
+                break
+    return found
+
+
+def reached(rewards: list[float], level: float) -> int | None:
+    """Number of updates at the first of two exams in a row that reach the level; None if there is none."""
+    return next((2 * i for i, pair in enumerate(pairwise(rewards)) if min(pair) >= level), None)
 
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
     program, rows = load_agent(), []
-    table = Table(
-        "seed", "first reward", "cluster: reward", "pods per node", "alone: reward", "pods per node", "faster"
-    )
-    for seed in range(args.seeds):
-        cluster = play(program, args, seed, args.pods, shared=True)
-        alone = play(program, args, seed, args.times * args.pods, shared=False)
-        # The first window of the cluster that is as good as its last: it does not get credit for luck on the way.
-        level = float(cluster[-1])
-        reached = np.flatnonzero(alone >= level)
-        until = int(reached[0]) + args.window if len(reached) else None
-        row = {
-            "seed": seed, "first": float(cluster[0]), "level": level, "cluster_pods": args.pods, "alone_pods": until,
-            "alone_end": float(alone[-1]), "alone_played": args.times * args.pods,
-        }  # fmt: skip
-        rows.append(row)
-        faster = f"> {args.times}" if until is None else f"{until / args.pods:.1f}"
-        table.add_row(
-            str(seed), f"{row['first']:.3f}", f"{level:.3f}", str(args.pods), f"{row['alone_end']:.3f}",
-            f"> {row['alone_played']}" if until is None else str(until), faster,
-        )  # fmt: skip
     console = Console(width=130)
+    shipped = program.Policy(program.initial_state(program.Args(init_checkpoint=Path("pretrained"))))
+    for seed in range(args.seeds):
+        exam = Exam(args, FIRST_NODE + seed * args.nodes + np.arange(args.nodes))
+        start = exam.reward([Learner(program, seed).policy])
+        goal = exam.reward([shipped])
+        levels = [start + part * (goal - start) for part in LEVELS]
+        row: dict[str, Any] = {"seed": seed, "untrained": start, "shipped": goal}
+        for name, shared in (("cluster", True), ("alone", False)):
+            row[name] = play(program, args, seed, shared, exam, levels[-1])
+            # An update of the cluster's learner takes 32 / nodes pods of each node.
+            pods = BATCH_SIZE // args.nodes if shared else BATCH_SIZE
+            row[f"{name}_pods"] = [None if n is None else n * pods for n in (reached(row[name], x) for x in levels)]
+        rows.append(row)
+        console.print(
+            f"seed {seed}: untrained {start:.3f}, shipped {goal:.3f}; last exam: cluster {row['cluster'][-1]:.3f}, "
+            f"alone {row['alone'][-1]:.3f}; pods per node {row['cluster_pods']}, {row['alone_pods']}"
+        )
+    table = Table(
+        "part of the way", "pods per node, cluster", "pods per node, alone", "times faster, each seed", "mean"
+    )
+    for k, part in enumerate(LEVELS):
+        both = [(row["cluster_pods"][k], row["alone_pods"][k]) for row in rows]
+        most = args.updates * BATCH_SIZE
+        # A level that nodes alone did not reach counts with all the pods that they played.
+        ratios = [(alone or most) / cluster for cluster, alone in both if cluster]
+        if len(ratios) < len(rows):
+            console.print(f"level {part:g}: the cluster did not reach it with {len(rows) - len(ratios)} seeds")
+            continue
+        logs = np.log(ratios)
+        spread = np.exp([np.mean(logs) - ci95(logs.tolist()), np.mean(logs) + ci95(logs.tolist())])
+        table.add_row(
+            f"{part:g}", ", ".join(str(cluster) for cluster, _ in both), ", ".join(str(alone) for _, alone in both),
+            ", ".join(f"{'' if alone else '> '}{ratio:.1f}" for (_, alone), ratio in zip(both, ratios, strict=True)),
+            f"{np.exp(np.mean(logs)):.1f} ({spread[0]:.1f} … {spread[1]:.1f})",
+        )  # fmt: skip
     console.print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"command": shlex.join(sys.argv), "rows": rows}, indent=1) + "\n")

@@ -1,7 +1,8 @@
 """Latency of the agent with an empty store and with a million rows, while old rows are being deleted.
 
 The rows are written into the database before the agent starts. A tenth of them is older than the retention, so the
-agent deletes them during the measurement.
+agent deletes them during the measurement. The two stores are measured in turn, so that the spread between rounds shows
+what a difference is worth.
 
     python benchmarks/agent_rows.py
 """
@@ -26,14 +27,17 @@ from rich.table import Table
 
 from agent_client import agent_server, run_load
 from clustergym.agent.store import Feedback, Store
+from clustergym.common.statistics import ci95
 
 
 @dataclass
 class Args:
     rows: int = 1_000_000
     """Number of allocations with feedback."""
-    seconds: float = 15.0
+    seconds: float = 8.0
     """Seconds of load per measurement."""
+    rounds: int = 3
+    """Number of measurements of each store."""
     connections: int = 16
     """Number of parallel connections."""
     output: Path = Path("runs/agent_rows.json")
@@ -74,19 +78,15 @@ def fill(folder: Path, rows: int) -> None:
     connection.close()
 
 
-def measure(args: Args, rows: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        if rows:
-            fill(store, rows)
-        begin = time.perf_counter()
-        with agent_server(store, "--explore", "off", ready_s=300) as server:
-            start_s = time.perf_counter() - begin
-            asyncio.run(run_load(server.port, args.connections, 2.0, seed=1))
-            load = asyncio.run(run_load(server.port, args.connections, args.seconds, seed=2))
-        connection = sqlite3.connect(store / "store.db")
-        (left,) = connection.execute("SELECT count(*) FROM allocations WHERE seq <= ?", (rows,)).fetchone()
-        connection.close()
+def measure(args: Args, store: Path, rows: int) -> dict[str, Any]:
+    begin = time.perf_counter()
+    with agent_server(store, "--explore", "off", ready_s=300) as server:
+        start_s = time.perf_counter() - begin
+        asyncio.run(run_load(server.port, args.connections, 2.0, seed=1))
+        load = asyncio.run(run_load(server.port, args.connections, args.seconds, seed=2))
+    connection = sqlite3.connect(store / "store.db")
+    (left,) = connection.execute("SELECT count(*) FROM allocations WHERE seq <= ?", (rows,)).fetchone()
+    connection.close()
     every = 1e3 * np.array(load.latencies_s["/allocate"] + load.latencies_s["/feedback"])
     return {
         "rows": rows, "deleted": rows - left, "start_s": start_s, "requests_per_s": len(every) / load.elapsed_s,
@@ -97,15 +97,27 @@ def measure(args: Args, rows: int) -> dict[str, Any]:
 
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
-    found = [measure(args, rows) for rows in (0, args.rows)]
+    with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder) / str(args.rows), args.rows)
+        found = [measure(args, Path(folder) / str(n), n) for _ in range(args.rounds) for n in (0, args.rows)]
     table = Table(*found[0])
     for one in found:
         table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in one.values()))
     console = Console(width=130)
     console.print(table)
+    for key in ("p99_ms", "requests_per_s"):
+        empty, full = ([one[key] for one in found if one["rows"] == n] for n in (0, args.rows))
+        change = [b / a - 1 for a, b in zip(empty, full, strict=True)]
+        console.print(
+            f"{key}: {np.mean(empty):.1f} empty, {np.mean(full):.1f} with {args.rows:,} rows, {shown(change)}"
+        )
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"command": shlex.join(sys.argv), "measurements": found}, indent=1) + "\n")
     console.print(f"results: {args.output}")
+
+
+def shown(changes: list[float]) -> str:
+    return f"{100 * np.mean(changes):+.1f} ± {100 * ci95(changes):.1f} %"
 
 
 if __name__ == "__main__":

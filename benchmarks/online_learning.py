@@ -29,7 +29,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -45,9 +45,6 @@ from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.baselines import RULES
 
 RULE_NAMES = ("grant", "vpa", "vpa-fraction", "oracle")
-AGENT_NAMES = ("cold", "offline", "warm")
-FIRST_NODE = 2**41
-"""Seed of the first stream. The offline trainer and its evaluation use other seeds."""
 QOS_WINDOW = 200
 LARGEST_LOSS = 1.0
 """Points of QoS that latency-sensitive pods may lose against ``grant`` in a window."""
@@ -62,6 +59,10 @@ class Args:
     """Checkpoint of ppo_gpu_alloc.py on GPUAllocationHistory-v0 for the arms warm and offline."""
     nodes: int = 4
     """Number of nodes. Each has its own owners and stream."""
+    first_node: int = 2**44
+    """Seed of the first node. The trainers use other seeds; 2**41 … and 2**43 … were used to choose the rails."""
+    arms: tuple[Literal["cold", "offline", "warm"], ...] = ("cold", "offline", "warm")
+    """Agents to run. The rules always run."""
     decisions: int = 1_500
     """Number of pods per node."""
     window: int = 500
@@ -85,8 +86,8 @@ class Played:
     updates: int = 0
 
 
-def play_rule(name: str, index: int, decisions: int) -> Played:
-    node = SimulatedNode(FIRST_NODE + index, decisions)
+def play_rule(name: str, seed: int, decisions: int) -> Played:
+    node = SimulatedNode(seed, decisions)
     rule, rows = RULES[name](node.batch), []
     for _ in range(decisions):
         sensitive = node.sensitive
@@ -107,9 +108,9 @@ def wait_for_update(server: Server, version: int) -> None:
         time.sleep(0.02)
 
 
-async def play_agent(server: Server, gpu: StubGpu, index: int, decisions: int, learning: bool) -> Played:
+async def play_agent(server: Server, gpu: StubGpu, seed: int, decisions: int, learning: bool) -> Played:
     """The agent's rewards are compared with those of the simulator."""
-    node, rows = SimulatedNode(FIRST_NODE + index, decisions, f"node-{index}"), []
+    node, rows = SimulatedNode(seed, decisions), []
     version, waiting = 0, 0
     async with Connection(server.port) as connection:
         for _ in range(decisions):
@@ -148,7 +149,7 @@ def worst_windows(arm: Played, grant: Played) -> tuple[float, float]:
 def run_arm(arm: str, index: int, args: Args) -> Played:
     """One arm on one node."""
     if arm in RULE_NAMES:
-        return play_rule(arm, index, args.decisions)
+        return play_rule(arm, args.first_node + index, args.decisions)
     flags: list[object] = ["--telemetry-s", 0, "--seed", index, "--update-interval-s", 0.05]
     flags += [] if arm == "cold" else ["--init-checkpoint", args.checkpoint]
     flags += ["--explore", "off"] if arm == "offline" else []
@@ -156,7 +157,9 @@ def run_arm(arm: str, index: int, args: Args) -> Played:
     with tempfile.TemporaryDirectory() as folder:
         gpu = StubGpu(Path(folder))
         with agent_server(Path(folder) / "store", *flags, **gpu.environment) as server:
-            return asyncio.run(play_agent(server, gpu, index, args.decisions, learning=arm != "offline"))
+            return asyncio.run(
+                play_agent(server, gpu, args.first_node + index, args.decisions, learning=arm != "offline")
+            )
 
 
 def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
@@ -201,7 +204,7 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     console, begin = Console(width=150), time.perf_counter()
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    arms = [*RULE_NAMES, *AGENT_NAMES]
+    arms = [*RULE_NAMES, *args.arms]
     found: dict[str, list[Played]] = {arm: [] for arm in arms}
     worst: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     for index in range(args.nodes):
@@ -253,7 +256,7 @@ def main() -> None:
     curves = {arm: np.stack([p.rewards for p in each]) for arm, each in found.items()}
     plot(curves, args.window, args.output.with_suffix(".png"))
     console.print(f"results: {args.output.with_suffix('.json')}, plot: {args.output.with_suffix('.png')}")
-    for arm in AGENT_NAMES:
+    for arm in args.arms:
         if args.rails and figures[arm]["worst_of_200_pods"] > LARGEST_LOSS:
             raise SystemExit(f"{arm}: {figures[arm]['worst_of_200_pods']:.2f} points below grant in a window")
         if arm != "offline" and not figures[arm]["updates"]:

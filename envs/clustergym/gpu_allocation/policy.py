@@ -4,17 +4,38 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint
+from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, action_for
 
+MIN_SHARES = (0.1, 0.5)
+"""Smallest shares of the requested cores and memory that a categorical policy can choose."""
 KINDS = ("ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc-model", "ppo_lstm-model")
 OBS_CLIP = 10.0
 
 
+def share_actions(obs: Tensor, chosen: Tensor, levels: int) -> Tensor:
+    """(B, 2) actions that grant shares of the requests, which are the first two numbers of an observation.
+
+    Args:
+        obs: (B, features) observations, not normalised.
+        chosen: (B, 2) indices of the shares of cores and memory: 0 is the smallest of ``MIN_SHARES``, levels − 1 is 1.
+        levels: number of shares.
+
+    >>> share_actions(torch.tensor([[0.5, 0.25]]), torch.tensor([[4, 0]]), 5)  # 50 % of the GPU, 4096 MB
+    tensor([[0.4444, 0.1111]])
+    """
+    low = np.array(MIN_SHARES)
+    shares = low + (1.0 - low) * chosen.numpy() / (levels - 1)
+    cores, memory = (obs[:, :2].double().numpy() * shares * (MAX_CORES, MAX_MEMORY_MB)).T
+    return torch.from_numpy(np.stack(action_for(cores, memory), 1).clip(0.0, 1.0)).float()
+
+
 class AllocationPolicy:
-    """The mean action of a trained policy. The statistics of the observations stay as they were saved.
+    """The most probable action of a trained policy. The statistics of the observations stay as they were saved.
 
     Args:
         agent: state dict of a trainer's network.
@@ -23,6 +44,8 @@ class AllocationPolicy:
 
     def __init__(self, agent: dict[str, Tensor], statistics: dict[str, Tensor] | None) -> None:
         self.recurrent = "lstm.weight_ih_l0" in agent
+        self.levels = 0
+        """Number of shares that a categorical policy chooses from; 0 for a Gaussian one."""
         if self.recurrent:
             hidden, self.n_features = agent["encoder.0.weight"].shape
             self.encoder = nn.Sequential(nn.Linear(self.n_features, hidden), nn.ReLU())
@@ -32,9 +55,11 @@ class AllocationPolicy:
             self._load(self.lstm, agent, "lstm.")
         else:
             hidden, self.n_features = agent["actor.0.weight"].shape
+            outputs = len(agent["actor.4.bias"])
+            self.levels = outputs // 2 if outputs > 2 else 0
             self.actor = nn.Sequential(
                 nn.Linear(self.n_features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
-                nn.Linear(hidden, 2), nn.Sigmoid(),
+                nn.Linear(hidden, outputs), nn.Identity() if self.levels else nn.Sigmoid(),
             )  # fmt: skip
         self._load(self.actor, agent, "actor.")
         self.statistics = statistics
@@ -79,4 +104,6 @@ class AllocationPolicy:
                 features, self.state = self.lstm(self.encoder(rows)[None], self.state)
                 rows = features[0]
             action: Tensor = self.actor(rows)
+        if self.levels:
+            return share_actions(obs, action.view(-1, 2, self.levels).argmax(-1), self.levels)
         return action
