@@ -25,6 +25,7 @@ COMMANDS = {
     "verify": ("verify", "check a plan file against the rules of its engine, the model and the cluster"),
     "diff": ("diff", "what it takes to change from one plan to another: moves, bytes, seconds"),
     "demo": ("demo", "write one HTML page: a trace, all planners, time per layer, placement before and after"),
+    "export": ("export", "write a trained placement policy as ONNX, safetensors and JSON"),
     "models": ("models", "list the models, or explain one: a preset, a config.json or a YAML file"),
     "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
     "bench": ("bench", "run planners and agents on frozen suites, compare them, make the leaderboard"),

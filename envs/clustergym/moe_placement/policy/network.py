@@ -133,7 +133,7 @@ class Encoders(nn.Module):
         derived = torch.stack([own[0], other[0], own[1], other[1]], -1)
         progress = inputs["progress"][:, None].expand(-1, placement.shape[1], -1)
         experts = self.experts_in(torch.cat([inputs["experts"], derived, inputs["memory"], progress], -1))
-        gpus = torch.relu(self.gpus_in(inputs["gpus"][:, : len(same_node)]))
+        gpus = torch.relu(self.gpus_in(inputs["gpus"][:, : same_node.shape[0]]))
         gpus = self.gpu_layer(gpus[:, None], averaging(inputs["traffic"]), same_node)[:, 0]
         if self.around is not None:
             # Embeddings of the GPUs that hold an expert, and of those that hold the experts it is used with.
@@ -193,7 +193,7 @@ class PolicyNetwork(nn.Module):
         self, inputs: Inputs, encoded: dict[str, Tensor], expert: Tensor, parts: Tensor, legal: Tensor
     ) -> Tensor:
         """(B, 3·G) scores of the nodes, masked, for chosen experts (B,), look-ahead (B, 3·G, parts) and legality."""
-        config, rows = self.config, torch.arange(len(expert), device=expert.device)
+        config, rows = self.config, torch.arange(expert.shape[0], device=expert.device)
         chosen = torch.stack(
             [x[rows, expert] for x in (inputs["placement"], encoded["near"], encoded["near_node"])], -1
         )
