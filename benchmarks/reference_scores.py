@@ -14,13 +14,16 @@ which draw from the same test sequences: the standard deviation over them is a s
 * ``oracle``: annealing that sees the next interval. A search, so a better placement may exist.
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
-The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation
-are made. Finished tasks are not measured again.
+The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation are made, and
+the table in the docstring of the environment, which this program writes. Finished tasks are not measured again: remove
+the file, or give ``--again``, after a change to the planners.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -38,9 +41,19 @@ from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.streams import IntervalStream
 
-PLANNERS = ("eplb", "flashlb", "bottleneck-8", "anneal", "anneal-max", "policy", "oracle")
-ITERATIONS = {"anneal": 5000, "anneal-max": 5000, "oracle": 5000}
-"""Steps of annealing per layer, about 0.1 s."""
+BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
+"""Planners among which the best one is named."""
+PLANNERS = ("eplb", *BEST, "policy", "oracle")
+STEPS = 5000
+"""Steps of annealing per layer and interval."""
+ORACLE_STEPS = {True: 5000, False: 2500}
+"""Steps of the oracle per layer, start and stage: of tasks with one interval, and of the others."""
+ENVIRONMENT = REFERENCE_SCORES.parent / "moe_placement" / "environment.py"
+HEAD = """\
+    | task | random | random-flat | EPLB | policy | best planner | bound |
+    | --- | ---: | ---: | ---: | ---: | ---: | ---: |
+"""
+"""Begin of the table in the docstring."""
 
 
 @dataclass
@@ -53,6 +66,10 @@ class Args:
     """Episodes of a task with one interval; the others have half as many"""
     out: Path = REFERENCE_SCORES
     """File for the results"""
+    again: bool = False
+    """Measure tasks that have a result, too"""
+    docstring: bool = False
+    """Measure nothing. Write the docstring from the file"""
 
 
 def play(task: str, kind: str, streams: int, agent: str) -> list[dict[str, float]]:
@@ -102,7 +119,7 @@ def plan(batch: PlacementBatch, planner: Planner, seed: int, sees_future: bool) 
 def measure(task: str, arguments: dict[str, Any], streams: int) -> dict[str, Any]:
     """The scores of a task by agent: mean and standard deviation over streams, in percent."""
     batch = PlacementBatch(PlacementConfig(**{**arguments, "split": "test"}))
-    static_us = batch.rules_host.static_us / batch.n_layers
+    static_us, oracle_steps = batch.rules_host.static_us / batch.n_layers, ORACLE_STEPS[batch.config.intervals == 1]
     played = {agent: play(task, kind, streams, agent) for agent, kind in (
         ("no-op", "MoEPlacement"), ("random", "MoEPlacement"), ("random-flat", "MoEPlacementFlat"),
         ("first-candidate", "MoEPlacementFlat"))}  # fmt: skip
@@ -112,29 +129,60 @@ def measure(task: str, arguments: dict[str, Any], streams: int) -> dict[str, Any
     for name in names:
         kind = "exact" if name == "optimum" else name
         options: dict[str, Any] = {"seed": 0}
-        if name in ITERATIONS:
-            options["iterations"] = ITERATIONS[name]
+        if name.startswith("anneal"):
+            options["iterations"] = STEPS
+        if name == "oracle":
+            options["iterations"] = oracle_steps
         if planner_class(kind).takes_checkpoint:
             options["checkpoint"] = "pretrained"
         planner = make_planner(kind, batch.simulator, **options)
         times = [plan(batch, planner, seed, name in ("oracle", "optimum")) for seed in range(streams)]
-        saved[name] = [100 * (start - time) / static_us for start, time in zip(start_us, times, strict=True)]
+        saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
     # The environment's own EPLB is the planner's: the same streams, the same simulator.
     own = [100 * (info["start_us"] - info["eplb_us"]) / static_us for info in played["no-op"]]
     np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
     scores = {name: [round(float(np.mean(values)), 3), round(float(np.std(values, ddof=1)), 3)]
               for name, values in saved.items()}  # fmt: skip
-    return {"streams": streams, "start_us": round(float(np.mean(start_us)), 2), "saved_percent": scores}
+    sizes = {"streams": streams, "annealing_steps": STEPS, "oracle_steps": oracle_steps}
+    return {**sizes, "start_us": round(float(np.mean(start_us)), 2), "saved_percent": scores}
+
+
+def score_row(task: str, saved: dict[str, list[float]]) -> str:
+    """A row of the table in the docstring."""
+    planner = max((name for name in BEST if name in saved), key=lambda name: saved[name][0])
+    text = {name: f"{round(mean, 1) + 0.0:.1f}" for name, (mean, _) in saved.items()}
+    bound = f"{text['optimum']} (proven)" if "optimum" in text else text["oracle"]
+    cells = [text["random"], text["random-flat"], text["eplb"], text["policy"], f"{text[planner]} (`{planner}`)", bound]
+    return f"    | `{task}` | " + " | ".join(cells) + " |\n"
+
+
+def docstring_table(results: dict[str, Any]) -> str:
+    """The table in the docstring of the environment: all tasks that are measured."""
+    return HEAD + "".join(score_row(t, results[t]["saved_percent"]) for t, _ in ladder() if t in results)
+
+
+def write_docstring(results: dict[str, Any]) -> None:
+    pattern = re.escape(HEAD) + r"(?:    \|.*\n)*"
+    text, found = re.subn(pattern, lambda _: docstring_table(results), ENVIRONMENT.read_text())
+    if found != 1:
+        raise ValueError(f"{ENVIRONMENT} has {found} tables of reference scores, expected one")
+    write_atomically(ENVIRONMENT, text)
 
 
 def main(args: Args) -> None:
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    chosen = {t: a for pattern in args.tasks for t, a in ladder() if fnmatch(t, pattern) and t not in results}
-    for task, arguments in chosen.items():
+    chosen = {t: a for pattern in args.tasks for t, a in ladder() if fnmatch(t, pattern)}
+    for task, arguments in {} if args.docstring else chosen.items():
+        if task in results and not args.again:
+            continue
         streams = args.streams if "intervals" not in arguments else max(2, args.streams // 2)
+        began = time.perf_counter()
         results[task] = measure(task, arguments, streams)
         write_atomically(args.out, json.dumps(results, indent=1, sort_keys=True) + "\n")
-        print(task, {name: score[0] for name, score in results[task]["saved_percent"].items()}, flush=True)
+        scores = {name: score[0] for name, score in results[task]["saved_percent"].items()}
+        print(f"{task} ({time.perf_counter() - began:.0f} s)", scores, flush=True)
+    if args.out == REFERENCE_SCORES:
+        write_docstring(results)
 
 
 if __name__ == "__main__":

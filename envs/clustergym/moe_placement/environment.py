@@ -361,19 +361,39 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     ```
 
     ## Reference Scores
-    Return in percent on the test split of `MoEPlacement-{size}-sglang-prefill-stationary-v0`. `random-flat` plays the
-    candidates of `MoEPlacementFlat`. The best planner is one of `flashlb`, `bottleneck-8`, `anneal` and `anneal-max`.
-    The bound is a search that sees the next interval, or where it says so the proven optimum for it.
+    Return in percent on the test split of `MoEPlacement-{task}-v0`; changing nothing (no-op) has 0. `random` plays
+    legal operations, `random-flat` the candidates of `MoEPlacementFlat`. The best of six planners is named. The bound
+    is a search that sees the next interval, or where it says so the proven optimum for it. Means over two to four
+    episodes: `clustergym.ids.REFERENCE_SCORES` names the file with all scores and their spread.
 
-    | size | no-op | random | random-flat | EPLB | policy | best planner | bound |
-    | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
-    | `small` | 0.0 | -4.6 | 9.9 | 10.9 | 11.4 | 11.3 (`anneal`) | 12.1 (proven) |
-    | `2x8` | 0.0 | 0.0 | 2.7 | 3.3 | 3.6 | 5.0 (`anneal-max`) | 9.1 |
-    | `4x4` | 0.0 | 0.0 | 2.5 | 4.6 | 3.4 | 6.7 (`anneal`) | 12.0 |
-    | `4x8` | 0.0 | -0.5 | 2.8 | 4.7 | 4.0 | 6.1 (`anneal`) | 10.5 |
-    | `deepseek-v3` | 0.0 | -0.4 | 0.1 | 0.1 | 0.3 | 3.5 (`anneal`) | 3.7 |
+    | task | random | random-flat | EPLB | policy | best planner | bound |
+    | --- | ---: | ---: | ---: | ---: | ---: | ---: |
+    | `small-sglang-prefill-stationary` | -4.6 | 9.9 | 10.9 | 11.4 | 11.3 (`anneal`) | 12.1 (proven) |
+    | `small-sglang-decode-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.2 (`bottleneck-8`) | 12.9 (proven) |
+    | `small-vllm-stationary` | -4.8 | 7.0 | 8.8 | 9.0 | 8.9 (`flashlb`) | 9.2 (proven) |
+    | `small-vllm-deepep-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.2 (`bottleneck-8`) | 12.9 (proven) |
+    | `small-tensorrt-llm-stationary` | -5.0 | 7.6 | 9.0 | 9.1 | 9.5 (`anneal-max`) | 10.0 (proven) |
+    | `small-vllm-ascend-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.2 (`bottleneck-8`) | 12.9 (proven) |
+    | `2x8-sglang-prefill-stationary` | 0.0 | 2.7 | 3.3 | 3.6 | 5.0 (`anneal-max`) | 9.1 |
+    | `2x8-sglang-decode-stationary` | 0.1 | 5.7 | 7.3 | 7.3 | 12.3 (`anneal`) | 14.0 |
+    | `2x8-vllm-stationary` | -0.3 | 0.6 | 1.1 | 0.9 | 1.7 (`anneal`) | 4.8 |
+    | `2x8-vllm-deepep-stationary` | 0.0 | 6.0 | 8.4 | 6.9 | 8.7 (`anneal`) | 10.8 |
+    | `2x8-tensorrt-llm-stationary` | -0.2 | 1.8 | 3.0 | 2.7 | 3.7 (`anneal`) | 6.0 |
+    | `2x8-vllm-ascend-stationary` | -0.1 | 5.9 | 8.1 | 6.5 | 8.6 (`anneal-max`) | 10.6 |
+    | `4x4-sglang-prefill-stationary` | 0.0 | 2.5 | 4.6 | 3.4 | 6.7 (`anneal`) | 12.0 |
+    | `4x4-sglang-decode-stationary` | 0.1 | 7.4 | 10.1 | 8.1 | 12.2 (`anneal`) | 14.5 |
+    | `4x4-vllm-stationary` | -0.4 | 0.5 | 0.7 | 0.7 | 1.1 (`bottleneck-8`) | 4.1 |
+    | `4x4-vllm-deepep-stationary` | -0.1 | 6.5 | 10.0 | 8.3 | 10.2 (`anneal`) | 12.6 |
+    | `4x4-tensorrt-llm-stationary` | -0.2 | 1.6 | 3.1 | 3.1 | 4.8 (`anneal-max`) | 7.6 |
+    | `4x4-vllm-ascend-stationary` | -0.2 | 7.0 | 9.9 | 7.9 | 10.2 (`anneal-max`) | 12.6 |
+    | `4x8-sglang-prefill-stationary` | -0.5 | 2.8 | 4.7 | 4.0 | 6.1 (`anneal`) | 10.5 |
+    | `4x8-sglang-decode-stationary` | -0.2 | 5.9 | 10.0 | 6.9 | 12.3 (`anneal`) | 14.3 |
+    | `4x8-vllm-stationary` | -0.3 | 0.4 | 0.9 | 0.3 | 1.0 (`flashlb`) | 3.0 |
+    | `4x8-vllm-deepep-stationary` | -0.3 | 5.9 | 10.2 | 6.6 | 10.2 (`flashlb`) | 12.6 |
+    | `deepseek-v3-sglang-prefill-stationary` | -0.4 | 0.1 | 0.1 | 0.3 | 3.5 (`anneal`) | 3.7 |
+    | `deepseek-v3-sglang-decode-stationary` | -0.6 | 4.3 | 9.7 | 3.3 | 13.8 (`anneal`) | 15.6 |
 
-    `clustergym.ids.REFERENCE_SCORES` names the file with all scores. `python benchmarks/reference_scores.py` makes it.
+    `python benchmarks/reference_scores.py` measures the scores and writes this table.
 
     ## Version History
     * v0: initial version. Since 0.2.0: passes and intervals on balanced ranks; rewards add up to the time saved.
