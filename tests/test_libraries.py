@@ -33,6 +33,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "libraries.md"
 PACKAGES = {
     "Gymnasium": "gymnasium", "PettingZoo": "pettingzoo", "SuperSuit": "supersuit",
     "Stable-Baselines3": "stable_baselines3", "sb3-contrib": "sb3_contrib", "TorchRL": "torchrl", "RLlib": "ray.rllib",
+    "PufferLib": "pufferlib",
 }  # fmt: skip
 
 
@@ -55,7 +56,8 @@ def test_the_page_has_a_program_for_every_library() -> None:
 
 
 @pytest.mark.parametrize("library", PACKAGES)
-def test_program_of_the_page(library: str) -> None:
+def test_program_of_the_page(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # PufferLib creates a link in the working directory
     pytest.importorskip(PACKAGES[library])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -55,11 +55,11 @@ def test_the_core_dependencies_are_few() -> None:
     assert names == {"gymnasium", "pettingzoo", "numpy", "numba", "scipy", "tyro", "rich", "torch"}
 
 
-def test_dev_installs_every_extra_but_ray() -> None:
+def test_dev_installs_every_extra_but_those_of_ray() -> None:
     """Ray is large, and only runs on several hosts need it."""
     extras = PROJECT["optional-dependencies"]
     (own,) = [requirement for requirement in extras["dev"] if requirement.startswith("clustergym[")]
-    assert set(own.removeprefix("clustergym[").removesuffix("]").split(",")) == set(extras) - {"dev", "ray"}
+    assert set(own.removeprefix("clustergym[").removesuffix("]").split(",")) == set(extras) - {"dev", "ray", "rllib"}
 
 
 def test_the_blocker_blocks(tmp_path: Path) -> None:
