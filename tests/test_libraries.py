@@ -48,7 +48,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 def programs() -> dict[str, str]:
     """The program of each section of the page."""
-    return dict(re.findall(r"^## (.+?)\n\n```python\n(.+?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+    return dict(re.findall(r"^## ([^\n]+)\n\n```python\n(.+?)```", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
 
 def test_the_page_has_a_program_for_every_library() -> None:
