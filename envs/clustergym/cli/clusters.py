@@ -40,7 +40,7 @@ def run(args: Command, console: Console, line: str) -> None:
     spec = get_cluster(args.cluster)
     table = Table("", escape(spec.name), box=None)
     for name, value in {
-        "GPUs": f"{spec.n_gpus}: {spec.n_nodes} nodes of {spec.gpus_per_node}",
+        "GPUs": f"{spec.n_gpus}: {spec.n_nodes} node{'s' * (spec.n_nodes > 1)} of {spec.gpus_per_node}",
         "slots per GPU and layer": str(spec.slots_per_gpu or "about a quarter more than needed"),
         "link to the own node": f"{spec.intra_gb_s:g} GB/s per direction, {spec.intra_latency_us:g} µs",
         "link to other nodes": f"{spec.inter_gb_s:g} GB/s per direction, {spec.inter_latency_us:g} µs",

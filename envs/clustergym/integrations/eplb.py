@@ -35,12 +35,7 @@ def rebalance_experts(
 
 
 def plan_slots(
-    loads: npt.NDArray[np.floating],
-    n_physical: int,
-    n_groups: int,
-    n_nodes: int,
-    n_gpus: int,
-    old: Slots | None = None,
+    loads: npt.NDArray[np.floating], n_physical: int, n_groups: int, n_nodes: int, n_gpus: int, old: Slots | None = None
 ) -> Slots:
     """The slots for (L, E) loads. With the ``old`` slots, GPUs and slots are renamed so that few experts move."""
     from clustergym.moe_placement.planners.kernels import loads as kernels

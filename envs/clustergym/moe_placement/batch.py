@@ -18,12 +18,7 @@ from clustergym.common.choices import one_of
 from clustergym.common.compiling import warn_while_compiling
 from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, N_COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.cost import add_links
-from clustergym.moe_placement.kernels.observation import (
-    N_EXPERT_FEATURES,
-    N_GPU_FEATURES,
-    N_LOAD_FEATURES,
-    N_PROGRESS,
-)
+from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES, N_LOAD_FEATURES, N_PROGRESS
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
     LAST_KIND,

@@ -8,14 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from clustergym.traces.readers.base import (
-    Ids,
-    ReadOptions,
-    expand,
-    lines_of,
-    parse_json,
-    parse_naturals,
-)
+from clustergym.traces.readers.base import Ids, ReadOptions, expand, lines_of, parse_json, parse_naturals
 from clustergym.traces.token_trace import TokenTrace
 
 _FIELD = b'"top_indices"'

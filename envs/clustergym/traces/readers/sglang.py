@@ -65,10 +65,7 @@ def _read_dumps(files: Sequence[Path], options: ReadOptions) -> TokenTrace | Loa
         fields = blocks.fields()
         options.check_moe_layers(fields["layer_ids"].tolist())
         return TokenTrace(
-            **fields,
-            n_experts=options.expected_experts or seen.n_experts,
-            model=options.model_name,
-            name=options.name,
+            **fields, n_experts=options.expected_experts or seen.n_experts, model=options.model_name, name=options.name
         )
     return _loads(counts, options)
 
@@ -244,8 +241,5 @@ def _read_responses(files: Sequence[Path], options: ReadOptions) -> TokenTrace:
             blocks.add(block, layer_ids, [len(block)] if len(block) else [], "all", where)
     dense.check_dropped(blocks.n_tokens)
     return TokenTrace(
-        **blocks.fields(),
-        n_experts=options.expected_experts,
-        model=options.model_name,
-        name=options.name,
+        **blocks.fields(), n_experts=options.expected_experts, model=options.model_name, name=options.name
     )

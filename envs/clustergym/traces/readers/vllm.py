@@ -28,10 +28,7 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace:
             blocks.add(block, layer_ids, [len(block)] if len(block) else [], "all", where)
     dense.check_dropped(blocks.n_tokens)
     return TokenTrace(
-        **blocks.fields(),
-        n_experts=options.expected_experts,
-        model=options.model_name,
-        name=options.name,
+        **blocks.fields(), n_experts=options.expected_experts, model=options.model_name, name=options.name
     )
 
 
