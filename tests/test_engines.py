@@ -303,7 +303,7 @@ def test_clusters_command(files: Path, capsys: pytest.CaptureFixture[str]) -> No
     for gpu in ("h20", "h200", "b200", "gb200", "mi300x", "ascend910c"):
         assert gpu in said
     assert run("clusters", "gb200-nvl72") == 0
-    assert "72: 1 nodes of 72" in capsys.readouterr().out
+    assert "72: 1 node of 72" in capsys.readouterr().out
     assert run("clusters", files / "c.yaml") == 0
     assert "10 GB/s per direction" in capsys.readouterr().out
 
