@@ -317,6 +317,7 @@ def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, kl_coef: float, world: World
 ) -> dict[str, float]:
     """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
+    parameters = list(agent.parameters())
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))
@@ -339,8 +340,8 @@ def update(
 
             optimizer.zero_grad()
             loss.backward()
-            world.average_gradients(agent.parameters())
-            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            world.average_gradients(parameters)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()

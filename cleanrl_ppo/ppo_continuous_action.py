@@ -169,7 +169,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Log-density of independent normal components, summed over the last dimension."""
-    return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
+    deviations = (actions - mean) / std
+    return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)
 
 
 def gaussian_entropy(std: Tensor) -> Tensor:
@@ -182,30 +183,29 @@ class RunningMeanStd:
 
     def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
         self.world = world or World()
-        self.mean = torch.zeros(shape, dtype=torch.float64)
-        self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = 1e-4
+        # NumPy: torch takes several times as long for a few numbers per step.
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
 
-    def update(self, rows: Tensor) -> None:
+    def update(self, rows: Tensor | np.ndarray) -> None:
         """Add a batch of rows (n, *shape)."""
-        mean, var, n = self.world.moments(rows.double())
+        mean, var, n = self.world.moments(np.asarray(rows, np.float64))
         self.count += n
         new = n / self.count
         delta = mean - self.mean
-        self.mean = self.mean.lerp(mean, new)
-        self.var = self.var.lerp(var, new).addcmul(delta, delta, value=new * (1 - new))
+        self.mean = self.mean + new * delta
+        self.var = self.var + new * (var - self.var + (1 - new) * delta**2)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "var": self.var, "count": torch.tensor(self.count, dtype=torch.float64)}
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("mean", "var", "count")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], float(state["count"])
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), float(state["count"])
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
     """Normalise by the running mean and variance and clip to ±10."""
-    scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)
-    return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+    scaled = (obs.numpy() - statistics.mean) / np.sqrt(statistics.var + 1e-8)
+    return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
 
 
 class RewardScaler:
@@ -213,21 +213,21 @@ class RewardScaler:
 
     def __init__(self, num_envs: int, gamma: float, world: World | None = None) -> None:
         self.gamma = gamma
-        self.returns = torch.zeros(num_envs, dtype=torch.float64)
+        self.returns = np.zeros(num_envs)
         self.statistics = RunningMeanStd((), world)
 
     def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
-        self.returns = torch.add(rewards, self.returns, alpha=self.gamma)
+        self.returns = rewards.numpy() + self.gamma * self.returns
         self.statistics.update(self.returns)
-        self.returns = torch.where(dones, 0.0, self.returns)
-        scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)
-        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+        self.returns[dones.numpy()] = 0.0
+        scaled = rewards.numpy() / np.sqrt(self.statistics.var + 1e-8)
+        return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"returns": self.returns, "statistics": self.statistics.state_dict()}
+        return {"returns": torch.tensor(self.returns), "statistics": self.statistics.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.returns = state["returns"]
+        self.returns = state["returns"].numpy()
         self.statistics.load_state_dict(state["statistics"])
 
 
@@ -259,12 +259,12 @@ class Agent(nn.Module):
         return self.get_mean(obs), self.get_value(obs)
 
     def draw_noise(self, *shape: int) -> Tensor:
-        """Normal noise for :meth:`act`, one number for each component of an action."""
-        return torch.randn(*shape, self.actor_head.out_features, device=self.actor_head.weight.device)
+        """Normal noise for :meth:`act` with the standard deviation of the policy, one number for each component."""
+        return torch.randn(*shape, len(self.log_std), device=self.log_std.device) * self.log_std.exp()
 
     def act(self, obs: Tensor, masks: Tensor | None, noise: Tensor | float) -> Tensor:
         """Sample actions. Noise 0 gives the mean actions. Continuous actions have no masks."""
-        return self.get_mean(obs) + self.log_std.exp() * noise
+        return self.get_mean(obs) + noise
 
     def evaluate_actions(self, obs: Tensor, actions: Tensor, masks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (log-probabilities of the actions, their entropy, which is the same in every state, values)."""
@@ -355,7 +355,7 @@ class Rollouts:
         """Create new environments. A resumed run does so at the same iterations and continues identically."""
         self.close()
         envs = VectorEnvs(make_envs(self.args.env_id, self.args.num_envs), seed, self.device, self.episodes)
-        self.scaler.returns = torch.zeros_like(self.scaler.returns)
+        self.scaler.returns = np.zeros_like(self.scaler.returns)
         self.envs = NormalizedEnvs(self.args, envs, self.statistics, self.scaler)
 
     def close(self) -> None:
@@ -403,6 +403,7 @@ def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, kl_coef: float, world: World
 ) -> dict[str, float]:
     """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
+    parameters = list(agent.parameters())
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         shuffled = batch.take(torch.randperm(len(batch), device=batch.obs.device))
@@ -425,8 +426,8 @@ def update(
 
             optimizer.zero_grad()
             loss.backward()
-            world.average_gradients(agent.parameters())
-            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            world.average_gradients(parameters)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()

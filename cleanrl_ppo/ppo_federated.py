@@ -278,7 +278,8 @@ def categorical_entropy(logprobs: Tensor) -> Tensor:
 
 def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Log-density of independent normal components, summed over the last dimension."""
-    return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
+    deviations = (actions - mean) / std
+    return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)
 
 
 def gaussian_entropy(std: Tensor) -> Tensor:

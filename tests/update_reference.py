@@ -30,6 +30,8 @@ class Sample:
     advantage: float
     target: float
     """Target of the value function."""
+    actor: int = 0
+    """Actors with advantages of their own: their policy losses and entropies are added."""
 
 
 @dataclass
@@ -74,8 +76,11 @@ def normalized(numbers: list[float]) -> list[float]:
 def minibatch_loss(samples: list[Sample], extra: Tensor | float, s: Settings) -> tuple[Tensor, dict[str, float]]:
     """Loss of a minibatch, and its metrics. ``extra`` is the part of the loss that only one trainer has."""
     advantages = [sample.advantage for sample in samples]
-    if s.norm_adv:
-        advantages = normalized(advantages)
+    actors = {sample.actor for sample in samples}
+    for actor in actors if s.norm_adv else ():
+        own = [i for i, sample in enumerate(samples) if sample.actor == actor]
+        for i, advantage in zip(own, normalized([advantages[i] for i in own]), strict=True):
+            advantages[i] = advantage
     columns: dict[str, list[Tensor]] = {key: [] for key in ("policy_loss", "value_loss", "entropy", "k1", "k3", "far")}
     for sample, advantage in zip(samples, advantages, strict=True):
         logratio = sample.logprob - sample.old_logprob
@@ -92,6 +97,8 @@ def minibatch_loss(samples: list[Sample], extra: Tensor | float, s: Settings) ->
         for column, value in zip(columns.values(), row, strict=True):
             column.append(value)
     mean = {key: torch.stack(column).sum() / len(samples) for key, column in columns.items()}
+    for key in ("policy_loss", "entropy"):
+        mean[key] = mean[key] * len(actors)
     loss = mean["policy_loss"] - s.ent_coef * mean["entropy"] + s.vf_coef * mean["value_loss"]
     loss = loss + s.kl_coef * mean["k3"] + extra
     names = {"k1": "old_approx_kl", "k3": "approx_kl", "far": "clipfrac"}

@@ -213,11 +213,11 @@ DETAILS: list[Detail] = [
         "11",
         "gradients clipped by their global norm, 0.5",
         "ppo",
-        "grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)",
+        "grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)",
         ("test_ppo.py::test_gradients_are_clipped_before_the_step", UPDATE),
         (
-            ("clip_grad_norm_(agent.parameters(), args", "clip_grad_norm_(agent.actor_head.parameters(), args"),
-            ("clip_grad_norm_(agent.parameters(), args.max_grad_norm)", "clip_grad_norm_(agent.parameters(), 1e9)"),
+            ("clip_grad_norm_(parameters, args", "clip_grad_norm_(agent.actor_head.parameters(), args"),
+            ("clip_grad_norm_(parameters, args.max_grad_norm)", "clip_grad_norm_(parameters, 1e9)"),
             ("max_grad_norm: float = 0.5", "max_grad_norm: float = 5.0"),
         ),
     ),
@@ -369,7 +369,7 @@ DETAILS: list[Detail] = [
         (
             ("actions[step] = mean + std * noise[step]", "actions[step] = mean"),
             ("noise = torch.randn(*shape, 2)", "noise = 2 * torch.rand(*shape, 2) - 1"),
-            ("- std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).sum(-1)"),
+            ("(std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)", "0.5 * np.log(2 * np.pi)).sum(-1)"),
         ),
     ),
     Detail(
@@ -387,10 +387,10 @@ DETAILS: list[Detail] = [
         "25",
         "independent components: log-densities summed",
         "ppo_gpu_alloc",
-        "- std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)",
+        "return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)",
         ("test_ppo_details.py::test_gaussian_functions_match_torch_distributions",),
         (
-            ("- 0.5 * np.log(2 * np.pi)).sum(-1)", "- 0.5 * np.log(2 * np.pi)).mean(-1)"),
+            ("0.5 * np.log(2 * np.pi))).sum(-1)", "0.5 * np.log(2 * np.pi))).mean(-1)"),
             ("0.5 * np.log(2 * np.pi) + std.log()).sum(-1)", "0.5 * np.log(2 * np.pi) + std.log()).mean(-1)"),
             ("0.5 * np.log(2 * np.pi) + std.log()).sum(-1)", "0.5 * np.log(2 * np.pi) + std.log())[..., 0]"),
         ),
@@ -424,22 +424,21 @@ DETAILS: list[Detail] = [
         "28",
         "observations normalised by running statistics, which are saved and fixed in evaluation",
         "ppo_gpu_alloc",
-        "scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)",
+        "scaled = (obs.numpy() - statistics.mean) / np.sqrt(statistics.var + 1e-8)",
         (
             "test_ppo_details.py::test_observations_are_normalised_and_clipped_to_10",
             "test_ppo_details.py::test_running_statistics_match_those_of_all_rows",
             "test_ppo_details.py::test_statistics_are_updated_in_training_saved_and_fixed_in_evaluation",
         ),
         (
-            ("scaled = (obs - statistics.mean) /", "scaled = obs /"),
-            ("(obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)", "(obs - statistics.mean)"),
-            (".addcmul(delta, delta, value=new * (1 - new))", ""),
+            ("scaled = (obs.numpy() - statistics.mean) /", "scaled = obs.numpy() /"),
+            ("(obs.numpy() - statistics.mean) / np.sqrt(statistics.var + 1e-8)", "obs.numpy() - statistics.mean"),
+            (" + (1 - new) * delta**2", ""),
             ("                    self.statistics.update(next_obs)\n", "                    pass\n"),
             ('            "statistics": self.statistics.state_dict(),\n            "scaler"', '            "scaler"'),
             (
-                "        return clip_action(agent.actor(rollouts.normalize(obs)",
-                "        rollouts.statistics.update(obs)\n"
-                "        return clip_action(agent.actor(rollouts.normalize(obs)",
+                "        outputs = agent.actor(rollouts.normalize(obs)",
+                "        rollouts.statistics.update(obs)\n        outputs = agent.actor(rollouts.normalize(obs)",
             ),
         ),
     ),
@@ -452,8 +451,8 @@ DETAILS: list[Detail] = [
         (
             ("NORM_CLIP = 10.0", "NORM_CLIP = 5.0"),
             (
-                "torch.sqrt(statistics.var + 1e-8)\n    return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
-                "torch.sqrt(statistics.var + 1e-8)\n    return scaled.float()",
+                "+ 1e-8)\n    return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()",
+                "+ 1e-8)\n    return torch.from_numpy(scaled).float()",
             ),
         ),
     ),
@@ -461,15 +460,15 @@ DETAILS: list[Detail] = [
         "30",
         "rewards divided by the standard deviation of the discounted return",
         "ppo_gpu_alloc",
-        "scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)",
+        "scaled = rewards.numpy() / np.sqrt(self.statistics.var + 1e-8)",
         (
             "test_ppo_details.py::test_rewards_are_divided_by_the_standard_deviation_of_the_return",
             "test_ppo_details.py::test_scaled_rewards_are_used_for_the_advantages",
         ),
         (
-            ("scaled = rewards / torch", "scaled = (rewards - self.statistics.mean) / torch"),
-            ("torch.add(rewards, self.returns, alpha=self.gamma)", "rewards.double()"),
-            ("self.returns = torch.where(dones, 0.0, self.returns)", "pass"),
+            ("scaled = rewards.numpy() /", "scaled = (rewards.numpy() - self.statistics.mean) /"),
+            ("rewards.numpy() + self.gamma * self.returns", "rewards.double().numpy().copy()"),
+            ("self.returns[dones.numpy()] = 0.0", "pass"),
             ("rewards[step] = self.scaler(reward, ended) if args.norm_reward else reward", "rewards[step] = reward"),
         ),
     ),
@@ -477,12 +476,12 @@ DETAILS: list[Detail] = [
         "31",
         "scaled rewards clipped to ±10",
         "ppo_gpu_alloc",
-        "        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
+        "        return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()",
         ("test_ppo_details.py::test_scaled_rewards_are_clipped_to_10",),
         (
             (
-                "torch.sqrt(self.statistics.var + 1e-8)\n        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()",
-                "torch.sqrt(self.statistics.var + 1e-8)\n        return scaled.float()",
+                "        return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()",
+                "        return torch.from_numpy(scaled).float()",
             ),
         ),
     ),
@@ -599,16 +598,16 @@ DETAILS: list[Detail] = [
         "parallel gradients",
         "gradients averaged over all processes of torchrun",
         "ppo",
-        "world.average_gradients(agent.parameters())",
+        "world.average_gradients(parameters)",
         ("test_ppo.py::test_two_processes_train_one_network", f"{SLOW}[ppo-two_ranks]"),
         (
             (
-                "            world.average_gradients(agent.parameters())\n"
-                "            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)\n",
-                "            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)\n"
-                "            world.average_gradients(agent.parameters())\n",
+                "            world.average_gradients(parameters)\n"
+                "            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)\n",
+                "            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)\n"
+                "            world.average_gradients(parameters)\n",
             ),
-            ("world.average_gradients(agent.parameters())", "pass"),
+            ("world.average_gradients(parameters)", "pass"),
             ("rollouts.restart(run.seed_torch(iteration))", "rollouts.restart(derive_seed(args.seed, iteration, 0))"),
         ),
     ),

@@ -53,7 +53,7 @@ SURVIVORS = Path(__file__).with_name("survivors.yaml")
 # an earlier trainer is left out: tests/test_trainers_agree.py compares the copies.
 TRAINERS = (
     "ppo", "ppo_continuous_action", "ppo_recurrent", "ppo_atari", "ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc_online",
-    "ppo_federated", "ppo_llm", "vector",
+    "ppo_federated", "ppo_llm", "ppo_moe_marl", "vector",
 )  # fmt: skip
 """Files in cleanrl_ppo, and training/vector.py, which steps the environments."""
 FUNCTIONS = (
@@ -68,7 +68,8 @@ FUNCTIONS = (
     "categorical_kl", "normal_kl", "log_prob", "policy_entropy", "adapted_beta", "Transitions.take",
     "Learner.collect", "Learner.loss", "Learner.learn", "Learner.iterate", "Learner.neighbour_dist",
     "PolicyWithValue.forward", "response_logprobs", "model_logprobs", "response_mask", "token_rewards", "next_kl_coef",
-    "rollout",
+    "rollout", "masked_entropy", "sample", "subtract_group_baseline", "Batch.rows", "Batch.inputs", "Rollouts.step",
+    "Rollouts.inputs", "Rollouts.legal", "Rollouts.look", "ReturnStatistics.update",
 )  # fmt: skip
 
 

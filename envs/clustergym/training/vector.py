@@ -147,10 +147,12 @@ class VectorEnvs:
         # Discrete(3, start=5) has the actions 5, 6 and 7.
         self._first_action = getattr(envs.single_action_space, "start", 0)
         self._ended = np.zeros(self.num_envs, bool)
+        self._all = np.ones(self.num_envs, bool)
         self.obs: Tensor
         self.masks: Tensor | None
         self._mask: np.ndarray | None = None
         self._observe(*envs.reset(seed=seed))
+        self._no_obs = (torch.empty(0, dtype=torch.int64), self.obs[:0])
 
     def _observe(self, obs: Any, infos: dict[str, Any], only: np.ndarray | None = None) -> None:
         """Set ``obs`` and ``masks``, the latter for the environments ``only``."""
@@ -166,7 +168,7 @@ class VectorEnvs:
 
     def step(self, actions: Tensor) -> Step:
         """Step all environments."""
-        valid = ~self._ended if self._mode == AutoresetMode.NEXT_STEP else np.ones(self.num_envs, bool)
+        valid = ~self._ended if self._mode == AutoresetMode.NEXT_STEP else self._all
         played = actions.cpu().numpy().reshape(self.num_envs, *self._action_shape) + self._first_action
         obs, rewards, terminated, truncated, infos = self.envs.step(played)
         rewards = np.array(rewards, np.float64)
@@ -183,10 +185,10 @@ class VectorEnvs:
         return Step(torch.from_numpy(rewards.astype(np.float32)), flags[0], flags[1], flags[2], final_obs)
 
     def _final_obs(self, truncated: np.ndarray, infos: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        cut = np.flatnonzero(truncated)
-        where = torch.from_numpy(cut)
+        cut = truncated.nonzero()[0]
         if not len(cut):
-            return where, self.obs[:0]
+            return self._no_obs
+        where = torch.from_numpy(cut)
         if self._mode != AutoresetMode.SAME_STEP:
             return where, self.obs[where]
         items = [infos["final_obs"][env] for env in cut]
@@ -262,7 +264,8 @@ def make_vector_env(
         options: dict[str, Any] = {}
         if videos is not None:
             options = {"render_mode": "rgb_array", "wrappers": [partial(record_video, folder=videos)]}
-        kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        # VectorEnvs copies the observations.
+        kwargs = {"autoreset_mode": AutoresetMode.SAME_STEP, "copy": False}
         envs = gym.make_vec(spec, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=kwargs, **options)
     if not isinstance(envs.single_action_space, ACTION_SPACES[actions]):
         expected = " or ".join(space.__name__ for space in ACTION_SPACES[actions])
