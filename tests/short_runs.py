@@ -84,7 +84,7 @@ class LanguageModel(Trainer):
 
 
 class Placement(Trainer):
-    """Simulates in compiled code for CPU or CUDA, so it cannot run on the second device of the tests."""
+    """Simulates in compiled code for CPU or CUDA: a whole run cannot be on the second device of the tests."""
 
     evaluation = "validation/total_us", 4
 
