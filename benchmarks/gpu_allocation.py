@@ -48,7 +48,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
         "--save-model",
     ),
     "levels": ("ppo_gpu_alloc.py", "--preset", "levels"),
-    "qos": ("ppo_gpu_alloc.py", "--preset", "levels", "--qos-penalty", "2"),
+    "qos": ("ppo_gpu_alloc.py", "--preset", "levels", "--qos-penalty", "1.5"),
     "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
     "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }

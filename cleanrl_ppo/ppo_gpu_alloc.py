@@ -1,6 +1,7 @@
-"""PPO with a Gaussian policy for GPU allocation: details 1–13 and 23–31 of "The 37 Implementation Details of PPO".
+"""PPO for GPU allocation: details 1–13 and 23–31 of "The 37 Implementation Details of PPO".
 
-    python cleanrl_ppo/ppo_gpu_alloc.py                                   # GPUAllocationHistory-v0
+    python cleanrl_ppo/ppo_gpu_alloc.py                                   # GPUAllocationHistory-v0, Gaussian policy
+    python cleanrl_ppo/ppo_gpu_alloc.py --preset levels                   # categorical policy over shares of a request
     python cleanrl_ppo/ppo_gpu_alloc.py --env-id GPUAllocation-v0         # five features, no history
     python cleanrl_ppo/ppo_gpu_alloc.py --preset plain                    # textbook PPO
     python cleanrl_ppo/ppo_gpu_alloc.py --resume                          # continue after a crash
@@ -26,7 +27,8 @@ from torch import Tensor, nn
 # Importing clustergym registers its environments, so --env-id can name them.
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, episode_means, gap_closed, play, play_rules
-from clustergym.gpu_allocation.state import COUNT_DECISIONS
+from clustergym.gpu_allocation.policy import share_actions
+from clustergym.gpu_allocation.state import COUNT_DECISIONS, OUTCOME_MET
 from clustergym.training import (
     Run,
     TrainArgs,
@@ -48,9 +50,9 @@ class Args(TrainArgs):
     """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
     reward: Literal["room", "seed"] = "room"
     """room: with a penalty for the waiting time of the next pod. seed: without it."""
-    preset: Literal["tuned", "plain"] = "tuned"
-    """plain: textbook PPO with five features, one environment, batches of 32 and no normalisation (PLAIN_PRESET). Other
-    flags come before it."""
+    preset: Literal["tuned", "levels", "plain"] = "tuned"
+    """levels: a categorical policy (LEVELS_PRESET). plain: textbook PPO with five features, one environment, batches of
+    32 and no normalisation (PLAIN_PRESET). Other flags come before it."""
     total_timesteps: int = 12_000_000
     """Total number of environment steps, over all environments and processes. Rounded up to whole iterations."""
     eval_streams: int = 256
@@ -100,6 +102,11 @@ class Args(TrainArgs):
     """Stop an update after an epoch whose approximate KL exceeds this value."""
     hidden: int = 64
     """Width of the two hidden layers."""
+    levels: int = 0
+    """Number of shares of the requested cores, and of the memory, that a categorical policy chooses from. 0: a Gaussian
+    policy, which gets stuck between granting the request and cutting it."""
+    qos_penalty: float = 0.0
+    """Subtracted from the reward of a pod that misses its objective, in training. Evaluations do not subtract it."""
     action_scale: float = 0.1
     """Initial standard deviation of an action, whose range is 1."""
     final_std: float | None = 0.005
@@ -140,6 +147,17 @@ PLAIN_PRESET: dict[str, Any] = {
     "hidden": 64,
 }
 """Defaults with ``--preset plain``."""
+LEVELS_PRESET: dict[str, Any] = {
+    "levels": 24,
+    "num_envs": 512,
+    "num_steps": 16,
+    "copies": 4,
+    "learning_rate": 3e-3,
+    "update_epochs": 1,
+    "ent_coef": 0.1,
+    "norm_adv": False,
+}
+"""Defaults with ``--preset levels``. The entropy bonus is in units of the reward, so advantages are not normalised."""
 
 NORM_CLIP = 10.0
 STD_TO_LR = 0.7
@@ -223,12 +241,26 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
 
 
+# ALGO LOGIC: a categorical policy
+
+
+def categorical_entropy(logprobs: Tensor) -> Tensor:
+    """Entropy from normalised log-probabilities of shape (…, actions). Masked actions contribute exactly 0."""
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+def level_logprobs(logits: Tensor) -> Tensor:
+    """(B, 2, levels) log-probabilities of the shares of cores and memory, from the outputs of the actor."""
+    return logits.unflatten(-1, (2, -1)).log_softmax(-1)
+
+
 # ALGO LOGIC: continuous actions
 
 
 def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Log-density of independent normal components, summed over the last dimension."""
-    return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
+    deviations = (actions - mean) / std
+    return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)
 
 
 def gaussian_entropy(std: Tensor) -> Tensor:
@@ -246,30 +278,29 @@ class RunningMeanStd:
 
     def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
         self.world = world or World()
-        self.mean = torch.zeros(shape, dtype=torch.float64)
-        self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = 1e-4
+        # NumPy: torch takes several times as long for a few numbers per step.
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
 
-    def update(self, rows: Tensor) -> None:
+    def update(self, rows: Tensor | np.ndarray) -> None:
         """Add a batch of rows (n, *shape)."""
-        mean, var, n = self.world.moments(rows.double())
+        mean, var, n = self.world.moments(np.asarray(rows, np.float64))
         self.count += n
         new = n / self.count
         delta = mean - self.mean
-        self.mean = self.mean.lerp(mean, new)
-        self.var = self.var.lerp(var, new).addcmul(delta, delta, value=new * (1 - new))
+        self.mean = self.mean + new * delta
+        self.var = self.var + new * (var - self.var + (1 - new) * delta**2)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "var": self.var, "count": torch.tensor(self.count, dtype=torch.float64)}
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("mean", "var", "count")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], float(state["count"])
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), float(state["count"])
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
     """Normalise by the running mean and variance and clip to ±10."""
-    scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)
-    return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+    scaled = (obs.numpy() - statistics.mean) / np.sqrt(statistics.var + 1e-8)
+    return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
 
 
 class RewardScaler:
@@ -277,28 +308,33 @@ class RewardScaler:
 
     def __init__(self, num_envs: int, gamma: float, world: World | None = None) -> None:
         self.gamma = gamma
-        self.returns = torch.zeros(num_envs, dtype=torch.float64)
+        self.returns = np.zeros(num_envs)
         self.statistics = RunningMeanStd((), world)
 
     def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
-        self.returns = torch.add(rewards, self.returns, alpha=self.gamma)
+        self.returns = rewards.numpy() + self.gamma * self.returns
         self.statistics.update(self.returns)
-        self.returns = torch.where(dones, 0.0, self.returns)
-        scaled = rewards / torch.sqrt(self.statistics.var + 1e-8)
-        return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+        self.returns[dones.numpy()] = 0.0
+        scaled = rewards.numpy() / np.sqrt(self.statistics.var + 1e-8)
+        return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"returns": self.returns, "statistics": self.statistics.state_dict()}
+        return {"returns": torch.tensor(self.returns), "statistics": self.statistics.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.returns = state["returns"]
+        self.returns = state["returns"].numpy()
         self.statistics.load_state_dict(state["statistics"])
 
 
 class Agent(nn.Module):
-    """Gaussian policy with a sigmoid mean and a state-independent standard deviation, and a separate value network."""
+    """Gaussian policy with a sigmoid mean and a state-independent standard deviation, and a separate value network.
 
-    def __init__(self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2) -> None:
+    With ``levels``, a categorical policy: for each action, the logits of that many shares of the request.
+    """
+
+    def __init__(
+        self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2, levels: int = 0
+    ) -> None:
         super().__init__()
 
         def network(outputs: int, std: float) -> nn.Sequential:
@@ -310,7 +346,11 @@ class Agent(nn.Module):
                 layer_init(nn.Linear(hidden, outputs), std=std),
             )
 
-        self.actor = network(num_actions, 0.01).append(nn.Sigmoid())
+        self.levels = levels
+        if levels:
+            self.actor = network(num_actions * levels, 0.01)
+        else:
+            self.actor = network(num_actions, 0.01).append(nn.Sigmoid())
         self.critic = network(1, 1.0)
         self.log_std = nn.Parameter(torch.zeros(num_actions))
         self.action_scale = action_scale
@@ -318,6 +358,13 @@ class Agent(nn.Module):
     def std(self) -> Tensor:
         """Standard deviation of each action, the same in every state."""
         return self.action_scale * self.log_std.exp()
+
+    def evaluate_actions(self, outputs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (log-probabilities of the actions, entropies) from the outputs of the actor."""
+        if not self.levels:
+            return gaussian_logprob(actions, outputs, self.std()), gaussian_entropy(self.std())
+        logprobs = level_logprobs(outputs)
+        return logprobs.gather(-1, actions.long()[..., None]).sum((-1, -2)), categorical_entropy(logprobs).sum(-1)
 
     def set_std(self, std: float) -> None:
         """Fix the standard deviation of all actions at this value. It is no longer learned."""
@@ -333,7 +380,7 @@ class Agent(nn.Module):
         return self.critic(obs).squeeze(-1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (means of the actions, values)."""
+        """Returns (outputs of the actor, values). The outputs are the means of the actions, or logits of shares."""
         return self.actor(obs), self.get_value(obs)
 
 
@@ -448,11 +495,19 @@ class Rollouts:
             for step in range(args.num_steps):
                 obs[step] = self.normalize(envs.obs)
                 mean = agent.actor(obs[step].to(device)).cpu()
-                actions[step] = mean + std * noise[step]
-                next_obs, reward, ended = envs.step(clip_action(actions[step]))
+                if args.levels:
+                    # Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample.
+                    scores = level_logprobs(mean)
+                    actions[step] = (scores - torch.empty_like(scores).exponential_().log()).argmax(-1)
+                    next_obs, reward, ended = envs.step(share_actions(envs.obs, actions[step], args.levels))
+                else:
+                    actions[step] = mean + std * noise[step]
+                    next_obs, reward, ended = envs.step(clip_action(actions[step]))
                 if args.norm_obs:
                     self.statistics.update(next_obs)
                 raw_reward += float(reward.sum())
+                if args.qos_penalty:
+                    reward = reward - args.qos_penalty * (1.0 - envs.outcome[:, OUTCOME_MET])
                 rewards[step] = self.scaler(reward, ended) if args.norm_reward else reward
                 dones[step] = ended
                 if ended.any():
@@ -465,7 +520,7 @@ class Rollouts:
         with torch.no_grad():
             flat_obs, flat_actions = obs.flatten(0, 1).to(device), actions.flatten(0, 1).to(device)
             means, flat_values = agent(flat_obs)
-            logprobs = gaussian_logprob(flat_actions, means, agent.std())
+            logprobs, _ = agent.evaluate_actions(means, flat_actions)
             values = flat_values.view(shape)
             next_value = agent.get_value(self.normalize(envs.obs).to(device))
             final_values = torch.zeros_like(values)
@@ -487,6 +542,7 @@ def update(
     agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, ent_coef: float, world: World
 ) -> dict[str, float]:
     """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric."""
+    parameters = list(agent.parameters())
     seen: list[Tensor] = []
     for _ in range(args.update_epochs):
         shuffled = batch.take(torch.randperm(len(batch)).to(batch.obs.device))
@@ -494,8 +550,7 @@ def update(
         for start, end in pairwise(bounds):
             mb = shuffled.take(slice(start, end))
             means, new_values = agent(mb.obs)
-            std = agent.std()
-            logprobs = gaussian_logprob(mb.actions, means, std)
+            logprobs, entropies = agent.evaluate_actions(means, mb.actions)
             logratio = logprobs - mb.logprobs
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
@@ -503,14 +558,14 @@ def update(
             advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
             pg_loss = policy_loss(ratio, advantages, clip_coef)
             v_loss = value_loss(new_values, mb.values, mb.returns, clip_coef if args.clip_vloss else None)
-            entropy = gaussian_entropy(std)
+            entropy = entropies.mean()
             approx_kl = k3.mean()
             loss = pg_loss - ent_coef * entropy + args.vf_coef * v_loss
 
             optimizer.zero_grad()
             loss.backward()
-            world.average_gradients(agent.parameters())
-            grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            world.average_gradients(parameters)
+            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
             with torch.no_grad():
                 clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
@@ -527,11 +582,14 @@ def update(
 def evaluate(
     agent: Agent, rollouts: Rollouts, args: Args, device: torch.device, videos: Path | None = None
 ) -> dict[str, Any]:
-    """Play the mean action on held-out streams, with the current statistics. With ``videos``, record an episode."""
+    """Play the most probable action on held-out streams, with fixed statistics. With ``videos``, record an episode."""
     envs = make_envs(args, args.eval_streams)
 
     def act(obs: Tensor) -> Tensor:
-        return clip_action(agent.actor(rollouts.normalize(obs).to(device)).cpu())
+        outputs = agent.actor(rollouts.normalize(obs).to(device)).cpu()
+        if args.levels:
+            return share_actions(obs, level_logprobs(outputs).argmax(-1), args.levels)
+        return clip_action(outputs)
 
     with torch.inference_mode():
         if videos is not None:
@@ -548,11 +606,16 @@ def train(args: Args, world: World) -> dict[str, Any]:
     if args.copies < 1 or (args.copies > 1 and (args.copies % 2 or args.num_envs % args.copies or args.gamma > 0)):
         expected = f"1, or an even divisor of num_envs {args.num_envs} with gamma 0"
         raise ValueError(f"copies is {args.copies} with gamma {args.gamma:g}: expected {expected}")
+    if args.levels < 0 or args.levels == 1:
+        raise ValueError(f"levels is {args.levels}: expected 2 or more shares, or 0 for a Gaussian policy")
     device = world.device
     run = Run("ppo_gpu_alloc", args, world, args.env_id, args.num_envs * args.num_steps)
     torch.manual_seed(args.seed)
-    agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
-    agent.set_mean(args.initial_mean)
+    agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale, args.levels).to(device)
+    if args.levels:
+        agent.log_std.requires_grad_(False)
+    else:
+        agent.set_mean(args.initial_mean)
     optimizer = make_optimizer(agent, args.learning_rate)
     rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank), world)
     if state := run.load_checkpoint(agent=agent, optimizer=optimizer, rollouts=rollouts):
@@ -567,7 +630,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
         for iteration in run.iterations():
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
-            if args.final_std is not None:
+            if args.final_std is not None and not args.levels:
                 std = scheduled_std(args.action_scale, args.final_std, iteration, run.num_iterations)
                 agent.set_std(std)
                 if args.anneal_lr:
@@ -609,4 +672,4 @@ def train(args: Args, world: World) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_trainer(train, parse_args(Args, __doc__, presets={"plain": PLAIN_PRESET}))
+    run_trainer(train, parse_args(Args, __doc__, presets={"plain": PLAIN_PRESET, "levels": LEVELS_PRESET}))

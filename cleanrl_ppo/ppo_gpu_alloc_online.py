@@ -182,7 +182,8 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
 
 def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Log-density of independent normal components, summed over the last dimension."""
-    return (-((actions - mean) ** 2) / (2 * std**2) - std.log() - 0.5 * np.log(2 * np.pi)).sum(-1)
+    deviations = (actions - mean) / std
+    return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)
 
 
 def gaussian_entropy(std: Tensor) -> Tensor:
@@ -195,30 +196,29 @@ class RunningMeanStd:
 
     def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
         self.world = world or World()
-        self.mean = torch.zeros(shape, dtype=torch.float64)
-        self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = 1e-4
+        # NumPy: torch takes several times as long for a few numbers per step.
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
 
-    def update(self, rows: Tensor) -> None:
+    def update(self, rows: Tensor | np.ndarray) -> None:
         """Add a batch of rows (n, *shape)."""
-        mean, var, n = self.world.moments(rows.double())
+        mean, var, n = self.world.moments(np.asarray(rows, np.float64))
         self.count += n
         new = n / self.count
         delta = mean - self.mean
-        self.mean = self.mean.lerp(mean, new)
-        self.var = self.var.lerp(var, new).addcmul(delta, delta, value=new * (1 - new))
+        self.mean = self.mean + new * delta
+        self.var = self.var + new * (var - self.var + (1 - new) * delta**2)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"mean": self.mean, "var": self.var, "count": torch.tensor(self.count, dtype=torch.float64)}
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("mean", "var", "count")}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"], state["var"], float(state["count"])
+        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), float(state["count"])
 
 
 def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
     """Normalise by the running mean and variance and clip to ±10."""
-    scaled = (obs - statistics.mean) / torch.sqrt(statistics.var + 1e-8)
-    return scaled.clamp(-NORM_CLIP, NORM_CLIP).float()
+    scaled = (obs.numpy() - statistics.mean) / np.sqrt(statistics.var + 1e-8)
+    return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
 
 
 class Agent(nn.Module):
@@ -261,15 +261,20 @@ class Policy:
         statistics = {name: tensor.cpu().numpy() for name, tensor in state["statistics"].items()}
         self.version: int = state["version"]
         self.obs_size = len(statistics["mean"])
-        self._mean, self._std = statistics["mean"], np.sqrt(statistics["var"] + 1e-8)
+        self._mean, self._scale = statistics["mean"], 1.0 / np.sqrt(statistics["var"] + 1e-8)
         self._actor, self._critic = (
             [(weights[f"{name}.{i}.weight"].T.copy(), weights[f"{name}.{i}.bias"]) for i in (0, 2, 4)]
             for name in ("actor", "critic")
         )
         self.std = state["action_scale"] * np.exp(weights["log_std"].astype(np.float64))
+        self._log_scale = float(np.log(self.std).sum()) + math.log(2 * math.pi)
 
-    def _run(self, layers: list[tuple[np.ndarray, np.ndarray]], obs: np.ndarray) -> np.ndarray:
-        x = np.clip((obs - self._mean) / self._std, -NORM_CLIP, NORM_CLIP).astype(np.float32)
+    def _normalize(self, obs: np.ndarray) -> np.ndarray:
+        # np.clip takes longer than both of these.
+        return np.maximum(np.minimum((obs - self._mean) * self._scale, NORM_CLIP), -NORM_CLIP).astype(np.float32)
+
+    @staticmethod
+    def _run(layers: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) -> np.ndarray:
         for weight, bias in layers[:-1]:
             x = np.maximum(x @ weight + bias, 0.0)
         weight, bias = layers[-1]
@@ -277,17 +282,20 @@ class Policy:
 
     def mean(self, obs: np.ndarray) -> np.ndarray:
         """Mean action (2,) for one observation."""
-        return 1.0 / (1.0 + np.exp(-self._run(self._actor, obs).astype(np.float64)))
+        return 1.0 / (1.0 + np.exp(-self._run(self._actor, self._normalize(obs)).astype(np.float64)))
 
-    def value(self, obs: np.ndarray) -> float:
-        """V(obs) for one observation."""
-        return float(self._run(self._critic, obs)[0])
+    def evaluate(self, obs: np.ndarray) -> tuple[np.ndarray, float]:
+        """Mean action (2,) and V(obs) for one observation."""
+        x = self._normalize(obs)
+        mean = 1.0 / (1.0 + np.exp(-self._run(self._actor, x).astype(np.float64)))
+        return mean, float(self._run(self._critic, x)[0])
 
     def sample(self, mean: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, float]:
         """An action and its log-probability; the mean itself if ``rng`` is None. Actions are not clipped."""
-        noise = np.zeros(2) if rng is None else rng.standard_normal(2)
-        log_prob = float(-0.5 * (noise @ noise) - np.log(self.std).sum() - math.log(2 * math.pi))
-        return mean + self.std * noise, log_prob
+        if rng is None:
+            return mean, -self._log_scale
+        noise = rng.standard_normal(2)
+        return mean + self.std * noise, float(-0.5 * (noise @ noise)) - self._log_scale
 
 
 # Checkpoints
@@ -326,6 +334,8 @@ def pretrained(path: Path) -> State:
         found = load_checkpoint(path, "ppo_gpu_alloc-model")
         statistics = found["statistics"]
     args = found["args"]
+    if args.get("levels"):
+        raise ValueError(f"{path} holds a categorical policy: the agent needs a Gaussian one (--levels 0)")
     if not args["norm_obs"]:
         statistics = RunningMeanStd((len(statistics["mean"]),)).state_dict()
     agent = Agent(len(statistics["mean"]), 2, args["hidden"], args["action_scale"])

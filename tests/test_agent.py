@@ -111,7 +111,9 @@ def test_numpy_policy_matches_the_network() -> None:
             expected = online.gaussian_logprob(torch.from_numpy(action).float(), mean, agent.std())
         np.testing.assert_allclose(policy.mean(obs), mean.numpy(), atol=1e-5)
         assert math.isclose(log_prob, float(expected), abs_tol=1e-3)
-        assert math.isclose(policy.value(obs), agent.get_value(prepared).item(), abs_tol=1e-4)
+        mean, value = policy.evaluate(obs)
+        np.testing.assert_array_equal(mean, policy.mean(obs))
+        assert math.isclose(value, agent.get_value(prepared).item(), abs_tol=1e-4)
         np.testing.assert_array_equal(policy.sample(policy.mean(obs), None)[0], policy.mean(obs))
 
 

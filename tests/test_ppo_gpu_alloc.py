@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from clustergym.cli import main
-from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation import AllocationBatch, AllocationConfig, state
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, play, play_rules
-from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.policy import AllocationPolicy, share_actions
 from clustergym.training import CheckpointError, World, load_checkpoint, read_scalars, save_checkpoint
 from trainers import FOLDER, in_two_processes, load_trainer
 
@@ -49,13 +49,18 @@ def learned(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "env_id"), [("ppo_gpu_alloc", "GPUAllocationHistory-v0"), ("ppo_lstm", "GPUAllocation-v0")]
+    ("name", "env_id", "options"),
+    [
+        ("ppo_gpu_alloc", "GPUAllocationHistory-v0", {}),
+        ("ppo_gpu_alloc", "GPUAllocationHistory-v0", {"levels": 7}),
+        ("ppo_lstm", "GPUAllocation-v0", {}),
+    ],
 )
 def test_loaded_checkpoint_gives_the_same_evaluation(
-    name: str, env_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, env_id: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The network, the checkpoint and the saved model give the same returns. Evaluation does not change statistics."""
-    result = trained(name, tmp_path / "run", total_timesteps=1024, save_model=True, env_id=env_id)
+    result = trained(name, tmp_path / "run", total_timesteps=1024, save_model=True, env_id=env_id, **options)
     assert result["mean_return"] == pytest.approx(128 * result["reward"])
     for file in ("checkpoint.pt", "model.pt"):
         policy = AllocationPolicy.load(tmp_path / "run" / file)
@@ -266,7 +271,80 @@ def test_learning_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.Monk
     assert result["reward"] < rules["oracle"]["reward"]
 
 
+def test_categorical_policy_finds_a_known_optimum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same task: a few thousand pods are enough for a policy over shares of the request."""
+    config = AllocationConfig(node_spread=0.0, owner_spread=0.0, pod_spread=0.0, load=1.0, idle_share=0.0)
+    monkeypatch.setattr(ppo, "make_envs", lambda args, num_envs: AllocationBatch(config, num_envs))
+    options = ppo.LEVELS_PRESET | {"num_envs": 64, "eval_streams": 64, "checkpoint_interval": 0}
+    result = trained("ppo_gpu_alloc", tmp_path, env_id="GPUAllocation-v0", total_timesteps=65_536, **options)
+    rules = play_rules(AllocationBatch(config, 64), ["grant", "cut-0.8", "oracle"])
+    assert result["qos"] > 0.99
+    assert rules["grant"]["reward"] < rules["cut-0.8"]["reward"] < result["reward"] < rules["oracle"]["reward"]
+    assert ppo.gap_closed(result["reward"], rules) > 0.5
+
+
+def test_shares_of_a_categorical_policy() -> None:
+    """The highest level grants the request; the lowest 10 % of the cores and half of the memory."""
+    batch = AllocationBatch(AllocationConfig(history=True), 32)
+    batch.reset()
+    for level, cores, memory in ((4, 1.0, 1.0), (2, 0.55, 0.75), (0, 0.1, 0.5)):
+        asked = batch.obs[:, :2].clone()
+        batch.step(share_actions(batch.obs, torch.full((32, 2), level), 5))
+        given = batch.outcome[:, [state.OUTCOME_CORES, state.OUTCOME_MEMORY]]
+        # Whole percents and MB, and at least 10 % and 512 MB.
+        expected = (asked * torch.tensor([100.0, 32768.0]) * torch.tensor([cores, memory])).clamp(min=10.0)
+        torch.testing.assert_close(given, expected, atol=0.51, rtol=0)
+
+
+def test_categorical_policy_matches_torch_distributions() -> None:
+    torch.manual_seed(0)
+    agent = ppo.Agent(19, levels=7)
+    torch.nn.init.normal_(agent.actor[4].weight)
+    outputs = agent.actor(torch.randn(50, 19))
+    both = torch.distributions.Categorical(logits=outputs.view(50, 2, 7))
+    chosen = both.sample()
+    logprobs, entropies = agent.evaluate_actions(outputs, chosen.float())
+    torch.testing.assert_close(logprobs, both.log_prob(chosen).sum(1))
+    torch.testing.assert_close(entropies, both.entropy().sum(1))
+
+
+def test_categorical_rollouts_follow_the_policy_and_penalise_missed_objectives() -> None:
+    """Copies see the same pod. Returns are the simulator's rewards less the penalty; the chart is without it."""
+    args = ppo.Args(num_envs=64, num_steps=64, copies=2, levels=3, qos_penalty=5.0, norm_obs=False)
+    torch.manual_seed(0)
+    agent = ppo.Agent(19, levels=3)
+    torch.nn.init.constant_(agent.actor[4].weight, 0.0)
+    with torch.no_grad():
+        agent.actor[4].bias.copy_(torch.tensor([0.1, 0.2, 0.7, 0.5, 0.25, 0.25]).log())
+    batch, charts = ppo.Rollouts(args, agent, torch.device("cpu"), seed=3).collect()
+    for column, shares in enumerate(((0.1, 0.2, 0.7), (0.5, 0.25, 0.25))):
+        found = torch.bincount(batch.actions[:, column].long(), minlength=3) / len(batch)
+        torch.testing.assert_close(found, torch.tensor(shares), atol=0.03, rtol=0)
+    obs = batch.obs.view(64, 32, 2, -1)
+    assert torch.equal(obs[:, :, 0], obs[:, :, 1])
+    alone = ppo.make_envs(args, 64)
+    alone.seed(3 + torch.arange(64).numpy())
+    alone.reset()
+    alone.state["counters"][:, 0] = torch.arange(64) * 2
+    alone.copy_first(2)
+    _, rewards, _ = alone.step(share_actions(alone.obs, batch.actions[:64], 3))
+    missed = 1.0 - alone.outcome[:, state.OUTCOME_MET]
+    assert 0 < missed.sum() < 64
+    difference = (rewards - 5.0 * missed).view(32, 2)
+    expected = (difference - difference.mean(1, keepdim=True)).flatten().float()
+    torch.testing.assert_close(batch.advantages[:64], expected, atol=1e-5, rtol=0)
+    assert charts["charts/reward"] > 0.0
+
+
+def test_agent_refuses_a_categorical_policy(tmp_path: Path) -> None:
+    trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0, levels=3)
+    with pytest.raises(ValueError, match="holds a categorical policy: the agent needs a Gaussian one"):
+        load_trainer("ppo_gpu_alloc_online").pretrained(tmp_path / "checkpoint.pt")
+
+
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="levels is 1: expected 2 or more shares, or 0"):
+        trained("ppo_gpu_alloc", tmp_path, levels=1, total_timesteps=256)
     with pytest.raises(ValueError, match="total_timesteps is 0: expected 1 or more"):
         trained("ppo_gpu_alloc", tmp_path, total_timesteps=0)
     with pytest.raises(TypeError, match="CartPole-v1 is not an allocation task"):

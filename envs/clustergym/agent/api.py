@@ -26,9 +26,10 @@ log = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-Endpoint = Callable[[Any, str | None], Awaitable[Response]]
+Endpoint = Callable[[Any, str | None], Awaitable[dict[str, Any]]]
 Endpoints = dict[str, tuple[type[BaseModel], Endpoint]]
-"""Path to (request model, endpoint). An endpoint also gets the allocation id of a feedback credential, or None."""
+"""Path to (request model, endpoint). An endpoint also gets the allocation id of a feedback credential, or None, and
+returns the answer."""
 
 PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics", "/ui")
 """Can be read without a token, because probes and scrapers have none, and the page itself shows nothing."""
@@ -97,10 +98,17 @@ class AccessMiddleware:
         except Disconnected:
             return
         if body is None:
-            response = self.refuse(413, f"the body is longer than {limit} bytes")
+            answer: dict[str, Any] | Response = self.refuse(413, f"the body is longer than {limit} bytes")
         else:
-            response = await self.call(model, endpoint, body, credential_for)
-        await response(scope, receive, send)
+            answer = await self.call(model, endpoint, body, credential_for)
+        if isinstance(answer, Response):
+            await answer(scope, receive, send)
+        else:
+            # A Response object would take longer than the answer.
+            content = json.dumps(answer).encode()
+            headers_sent = ((b"content-length", b"%d" % len(content)), (b"content-type", b"application/json"))
+            await send({"type": "http.response.start", "status": 200, "headers": headers_sent})
+            await send({"type": "http.response.body", "body": content})
         seconds.observe(time.perf_counter() - start)
 
     async def read_body(self, headers: dict[bytes, bytes], receive: Receive, limit: int) -> bytes | None:
@@ -119,7 +127,7 @@ class AccessMiddleware:
 
     async def call(
         self, model: type[BaseModel], endpoint: Endpoint, body: bytes, credential_for: str | None
-    ) -> Response:
+    ) -> dict[str, Any] | Response:
         try:
             return await endpoint(model.model_validate_json(body), credential_for)
         except ValidationError as error:
@@ -142,10 +150,6 @@ class AccessMiddleware:
         # The client may still be sending a body that nobody will read: close the connection.
         closing = {"connection": "close"} if status in (401, 404, 405, 413) else {}
         return JSONResponse({"detail": detail}, status, closing | (headers or {}))
-
-
-def json_response(document: dict[str, Any]) -> Response:
-    return Response(json.dumps(document), media_type="application/json")
 
 
 def document_page(document: dict[str, Any]) -> str:
@@ -197,15 +201,7 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
     @app.post("/allocate", response_model=messages.AllocateResponse, responses=PROBLEMS, openapi_extra=security)
     async def allocate(request: AllocateRequest) -> Response:
         """Decide what a pod gets."""
-        made = await service.allocate(request)
-        return json_response(
-            {
-                "allocation_id": made.id, "cores": made.cores, "memory": made.memory_mb,
-                "policy_version": made.version, "gpu": made.gpu, "decided_by": made.decided_by,
-                "recommended_cores": made.recommended_cores, "recommended_memory": made.recommended_memory_mb,
-                "feedback_token": service.credentials.issue(made.id),
-            }
-        )  # fmt: skip
+        raise NotImplementedError("called by the middleware")
 
     @app.post(FEEDBACK_PATH, response_model=messages.FeedbackResponse, responses=PROBLEMS, openapi_extra=security)
     async def feedback(request: FeedbackRequest) -> Response:
@@ -217,6 +213,16 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         """Experiences of another node. Rows that are already stored are skipped."""
         raise NotImplementedError("called by the middleware")
 
+    async def answer_allocate(request: AllocateRequest, _: str | None) -> dict[str, Any]:
+        made = await service.allocate(request)
+        allocation_id = made.id
+        return {
+            "allocation_id": allocation_id, "cores": made.cores, "memory": made.memory_mb,
+            "policy_version": made.version, "gpu": made.gpu, "decided_by": made.decided_by,
+            "recommended_cores": made.recommended_cores, "recommended_memory": made.recommended_memory_mb,
+            "feedback_token": service.credentials.issue(allocation_id),
+        }  # fmt: skip
+
     @app.get("/policy", include_in_schema=False)
     async def policy(if_none_match: Annotated[str | None, Header()] = None) -> Response:
         """The checkpoint in use, for agents that have this one as their leader."""
@@ -226,20 +232,17 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         content = relay.policy_bytes(service.settings.store)
         return Response(content, media_type="application/octet-stream", headers={"etag": tag})
 
-    async def answer_experiences(request: relay.RelayRequest, _: str | None) -> Response:
+    async def answer_experiences(request: relay.RelayRequest, _: str | None) -> dict[str, Any]:
         try:
             stored = relay.store_rows(service.store, request, service.policy.obs_size)
         except ValueError as error:
             raise Refused(422, str(error)) from None
         await service.store.committed()
-        return json_response({"stored": stored, "policy_version": service.policy.version})
+        return {"stored": stored, "policy_version": service.policy.version}
 
-    async def answer_allocate(request: AllocateRequest, _: str | None) -> Response:
-        return await allocate(request)
-
-    async def answer_feedback(request: FeedbackRequest, credential_for: str | None) -> Response:
+    async def answer_feedback(request: FeedbackRequest, credential_for: str | None) -> dict[str, Any]:
         status, reward = await service.feedback(request, credential_for)
-        return json_response({"status": status, "reward": reward})
+        return {"status": status, "reward": reward}
 
     @app.get("/healthz")
     async def healthz() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from clustergym.gpu_allocation.reward import compute_reward
+from clustergym.gpu_allocation.reward import score
 from clustergym.gpu_allocation.space import MIN_CORES
 
 MISS_GROWTH = 1.2
@@ -33,7 +33,7 @@ def would_be(measured: Measured, cores: float, memory_mb: float) -> tuple[float,
     fits = memory_mb >= measured.needed_mb
     met = fits and cores >= measured.needed_cores - 1e-9
     usage = min(measured.usage, cores) if fits else 0.0
-    return compute_reward(cores, memory_mb, usage, met, max(measured.pods, 1)), met
+    return sum(score(cores, usage, met, max(measured.pods, 1))), met
 
 
 def best_reward(measured: Measured) -> float:

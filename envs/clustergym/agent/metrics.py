@@ -29,17 +29,18 @@ TEXTS = {
 CLASSES = {True: "latency-sensitive", False: "best-effort"}
 
 
-class RunningMean:
-    """Mean of the newest values: an average that forgets 1 % per value."""
+class RunningMeans:
+    """Means of the newest rows of values: averages that forget 1 % per row."""
 
     RATE = 0.01
 
-    def __init__(self) -> None:
-        self.value, self._weight = 0.0, 0.0
+    def __init__(self, n: int) -> None:
+        self.values, self._weight = [0.0] * n, 0.0
 
-    def add(self, value: float) -> None:
+    def add(self, *row: float) -> None:
         self._weight = min(self._weight + 1.0, 1.0 / self.RATE)
-        self.value += (value - self.value) / self._weight
+        rate = 1.0 / self._weight
+        self.values = [mean + rate * (value - mean) for mean, value in zip(self.values, row, strict=True)]
 
 
 class Metrics:
@@ -68,11 +69,11 @@ class Metrics:
             "clustergym_owner_level_changes", "Changes of the level of an owner", ("level",), registry=self.registry
         )
         self.rollbacks = Counter("clustergym_rollbacks", "Automatic rollbacks of the policy", registry=self.registry)
-        self._means = {name: {sensitive: RunningMean() for sensitive in CLASSES} for name in TEXTS}
-        for name, by_class in self._means.items():
-            gauge = Gauge(f"clustergym_{name}_mean", TEXTS[name], ("qos_class",), registry=self.registry)
-            for sensitive, mean in by_class.items():
-                gauge.labels(CLASSES[sensitive]).set_function(lambda mean=mean: mean.value)  # type: ignore[misc]
+        self._means = {sensitive: RunningMeans(len(TEXTS)) for sensitive in CLASSES}
+        for i, (name, text) in enumerate(TEXTS.items()):
+            gauge = Gauge(f"clustergym_{name}_mean", text, ("qos_class",), registry=self.registry)
+            for sensitive, means in self._means.items():
+                gauge.labels(CLASSES[sensitive]).set_function(lambda means=means, i=i: means.values[i])  # type: ignore[misc]
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "clustergym_policy_version": ("Number of updates of the policy in use", lambda: service.policy.version),
             "clustergym_degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),
@@ -89,20 +90,12 @@ class Metrics:
 
     def add(self, allocation: Allocation, outcome: Feedback) -> None:
         """Count the outcome of an allocation."""
-        sensitive = bool(allocation.sensitive)
-        values = {
-            "reward": outcome.reward,
-            "qos": outcome.qos_met,
-            "policy_reward": outcome.advised_reward,
-            "policy_qos": outcome.advised_qos,
-            "recommended_reward": outcome.recommended_reward,
-            "recommended_qos": outcome.recommended_qos,
-            "regret": outcome.regret,
-            "granted_share": allocation.cores / allocation.requested_cores,
-            "used_share": outcome.usage / allocation.cores,
-        }
-        for name, value in values.items():
-            self._means[name][sensitive].add(value)
+        a, o = allocation, outcome
+        # In the order of TEXTS.
+        self._means[bool(a.sensitive)].add(
+            o.reward, o.qos_met, o.advised_reward, o.advised_qos, o.recommended_reward, o.recommended_qos, o.regret,
+            a.cores / a.requested_cores, o.usage / a.cores,
+        )  # fmt: skip
 
 
 class ServiceCollector:

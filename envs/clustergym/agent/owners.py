@@ -27,20 +27,27 @@ class UsageHistogram:
         self.weights = np.array(weights, np.float64) if len(weights) else np.zeros(self.BUCKETS)
         self.time_s = time_s
         """Time of the last sample; the weights are those of this time."""
+        self._recommended: float | None = None
+        """The recommendation, until there is a new sample."""
 
     def add(self, share: float, time_s: float) -> None:
+        self._recommended = None
         self.weights *= 0.5 ** (max(time_s - self.time_s, 0.0) / self.HALF_LIFE_S)
         self.time_s = max(time_s, self.time_s)
-        bucket = math.ceil(math.log(max(share, self.SMALLEST) / self.SMALLEST) / math.log(self.GROWTH))
+        bucket = math.ceil(math.log(max(share, self.SMALLEST) / self.SMALLEST) / LOG_GROWTH)
         self.weights[min(bucket, self.BUCKETS - 1)] += 1.0
 
     def recommend(self) -> float:
         """Share of the request; 1 without samples."""
-        total = self.weights.sum()
-        if total <= 0.0:
-            return 1.0
-        bucket = int((self.weights.cumsum() >= self.PERCENTILE * total).argmax())
-        return min(float(self.MARGIN * self.SMALLEST * self.GROWTH**bucket), 1.0)
+        if self._recommended is None:
+            cumulative = self.weights.cumsum()
+            bucket = int(cumulative.searchsorted(self.PERCENTILE * cumulative[-1]))
+            share = min(self.MARGIN * self.SMALLEST * self.GROWTH**bucket, 1.0)
+            self._recommended = share if cumulative[-1] > 0.0 else 1.0
+        return self._recommended
+
+
+LOG_GROWTH = math.log(UsageHistogram.GROWTH)
 
 
 @dataclass(frozen=True)

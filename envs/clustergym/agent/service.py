@@ -29,8 +29,8 @@ from clustergym.agent.versions import SequentialTest, request_rollback, write_ch
 from clustergym.common.tls import CertificateReloader
 from clustergym.gpu_allocation import space
 from clustergym.gpu_allocation.history import features
-from clustergym.gpu_allocation.reward import compute_reward
-from clustergym.gpu_allocation.space import encode_state, grant
+from clustergym.gpu_allocation.reward import score
+from clustergym.gpu_allocation.space import grant, scale_state
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class Policy(Protocol):
     def mean(self, obs: NDArray[np.float32]) -> NDArray[np.float64]:
         """The mean action (2,)."""
 
+    def evaluate(self, obs: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
+        """The mean action (2,) and V(obs)."""
+
     def sample(self, mean: NDArray[np.float64], rng: np.random.Generator | None) -> tuple[NDArray[np.float64], float]:
         """A sampled action and its log-probability; the mean action if ``rng`` is None."""
-
-    def value(self, obs: NDArray[np.float32]) -> float:
-        """V(obs)."""
 
 
 class Refused(Exception):
@@ -131,10 +131,9 @@ class Service:
         cores = min(max(requested_cores, space.MIN_CORES), space.MAX_CORES)
         memory = requested_memory_mb * space.MAX_MEMORY_MB / load.memory_mb
         memory = min(max(memory, space.MIN_MEMORY_MB), space.MAX_MEMORY_MB)
-        state = encode_state(cores, memory, load.gpu_util, load.mem_util, load.pods)
+        state = scale_state(cores, memory, load.gpu_util, load.mem_util, load.pods)
         if self.policy.obs_size > len(state):
-            state_cores, state_memory, *_ = state
-            state += features(self.store.history(owner), state_cores, state_memory, sensitive)
+            return np.array([*state, *features(self.store.history(owner), *state[:2], sensitive)], np.float32)
         return np.array(state, np.float32)
 
     async def allocate(self, request: AllocateRequest) -> Allocation:
@@ -154,7 +153,7 @@ class Service:
         # In shadow mode nobody is harmed by exploration.
         sampled |= explore != "off" and (self.settings.shadow or request.shadow)
         obs = self.observe(request.owner, request.cores, request.memory, sensitive, load)
-        mean = self.policy.mean(obs)
+        mean, value = self.policy.evaluate(obs)
         action, log_prob = self.policy.sample(mean, self.rng if sampled else None)
         owner = self.store.owner_state(request.owner)
         pod = Pod(request.owner, request.cores, request.memory, sensitive, owner, load.memory_mb)
@@ -175,7 +174,7 @@ class Service:
             champion=self.compare(pod, obs, mean),
         )  # fmt: skip
         self.store.next_seq += 1
-        self.store.add(allocation, Experience(obs, action, log_prob, self.policy.value(obs)), request.request_id)
+        self.store.add(allocation, Experience(obs, action, log_prob, value), request.request_id)
         await self.store.committed()
         return allocation
 
@@ -293,7 +292,7 @@ class Service:
             needed = min(request.pressure * a.cores, a.requested_cores)
         elif not qos_met and not request.oom:
             needed = min(hindsight.MISS_GROWTH * a.cores, a.requested_cores)
-        reward = compute_reward(a.cores, a.memory_mb, usage, qos_met, pods)
+        reward = sum(score(a.cores, usage, qos_met, pods))
         needed_mb = needed_memory_mb(a, used_mb, request.oom)
         measured = hindsight.Measured(a.requested_cores, usage, needed, needed_mb, pods)
 

@@ -33,7 +33,7 @@ class Status:
     """Collects what the page shows. Of the past before a restart it knows only what is in the store's owners."""
 
     def __init__(self) -> None:
-        self.pods: deque[dict[str, Any]] = deque(maxlen=MAX_PODS)
+        self.pods: deque[tuple[Allocation, Feedback]] = deque(maxlen=MAX_PODS)
         self.versions: OrderedDict[int, list[float]] = OrderedDict()
         self.log = EventLog()
         logging.getLogger("clustergym.agent").addHandler(self.log)
@@ -41,14 +41,7 @@ class Status:
     def add(self, allocation: Allocation, outcome: Feedback) -> None:
         """Add the outcome of an allocation."""
         a, f = allocation, outcome
-        self.pods.append(
-            {
-                "owner": a.owner, "qos_class": CLASSES[bool(a.sensitive)], "requested": a.requested_cores,
-                "granted": a.cores, "recommended": a.recommended_cores, "used": f.usage, "met": bool(f.qos_met),
-                "recommended_met": bool(f.recommended_qos), "reward": f.reward, "regret": f.regret,
-                "decided_by": a.decided_by, "version": a.version,
-            }
-        )  # fmt: skip
+        self.pods.append((a, f))
         sums = self.versions.setdefault(a.version, [0.0, 0.0, 0.0, 0.0])
         for i, value in enumerate((1.0, f.advised_reward, f.advised_qos, f.recommended_reward)):
             sums[i] += value
@@ -69,6 +62,15 @@ class Status:
             {"version": version, "pods": int(n), "reward": reward / n, "qos": qos / n, "recommended": recommended / n}
             for version, (n, reward, qos, recommended) in self.versions.items()
         ]
+        pods = [
+            {
+                "owner": a.owner, "qos_class": CLASSES[bool(a.sensitive)], "requested": a.requested_cores,
+                "granted": a.cores, "recommended": a.recommended_cores, "used": f.usage, "met": bool(f.qos_met),
+                "recommended_met": bool(f.recommended_qos), "reward": f.reward, "regret": f.regret,
+                "decided_by": a.decided_by, "version": a.version,
+            }
+            for a, f in self.pods
+        ]  # fmt: skip
         gpus = [{"gpu": index, **vars(load)} for index, load in service.telemetry.loads.items()]
         return {
             "policy_version": service.policy.version,
@@ -77,7 +79,7 @@ class Status:
             "shadow": service.settings.shadow, "rails": service.settings.rails, "explore": service.settings.explore,
             "learning": service.learner is not None and service.learner.alive,
             "problems": ([service.store.problem] if service.store.problem else []) + service.problems(),
-            "gpus": gpus, "pods": list(self.pods), "owners": owners, "versions": versions,
+            "gpus": gpus, "pods": pods, "owners": owners, "versions": versions,
             "events": list(self.log.events),
         }  # fmt: skip
 

@@ -137,6 +137,7 @@ ALLOCATION_COLUMNS = (
     "a.recommended_memory_mb, a.decided_by, f.status"
 )
 """Columns of an :class:`Allocation`, in the order of its fields."""
+INSERT_ALLOCATION = f"INSERT INTO allocations VALUES ({', '.join('?' * 22)})"
 INSERT_FEEDBACK = (
     f"INSERT INTO feedback (allocation, status, {', '.join(Feedback._fields)}, learnable) "
     f"VALUES ({', '.join('?' * (len(Feedback._fields) + 3))})"
@@ -279,7 +280,7 @@ class Store:
         """Add an allocation; call :meth:`committed` before it is answered."""
         a, e = allocation, experience
         self._add_statement(
-            f"INSERT INTO allocations VALUES ({', '.join('?' * 22)})",
+            INSERT_ALLOCATION,
             a.seq, a.token, request_id, a.created_s, a.owner, a.requested_cores, a.requested_memory_mb, a.sensitive,
             e.obs.astype(np.float32).tobytes(), e.action.astype(np.float32).tobytes(), e.log_prob, a.version,
             a.learnable, a.cores, a.memory_mb, e.value, a.gpu, a.advised_cores, a.advised_memory_mb,
