@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from clustergym import TokenTrace, cli
 from clustergym.cli import plan as plan_command
-from clustergym.moe_placement import Simulator
+from clustergym.moe_placement import Simulator, planning
 from clustergym.moe_placement.engines import (
     ENGINES,
     EnginePlan,
@@ -37,6 +37,7 @@ from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.moe_placement.planner_registry import PLANNERS, Entry, make_planner, planners_on_loads
 from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.eplb import EPLB
+from clustergym.moe_placement.planners.greedy import SwapGreedy
 from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.planning import (
     DEFAULT_PLANNERS,
@@ -54,6 +55,7 @@ from clustergym.moe_placement.resampling import HeldOutPasses, Resampled, Sample
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec, get_cluster, get_model
 from clustergym.moe_placement.streams import Traffic
+from clustergym.moe_placement.transition import Limit
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 MODEL = ModelSpec("toy", n_layers=3, n_experts=8, top_k=2, hidden=64, intermediate=32, n_dense=2)
@@ -461,6 +463,23 @@ def test_tokens_to_plan_on_are_sampled_if_asked() -> None:
     assert np.isin(some.rows, whole.rows).all()
 
 
+def test_single_swaps_compete_with_a_limited_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search makes one step per layer, so the swaps are better; without time for swaps it is on its own."""
+    observed, live = observed_of(small_trace(n_layers=4, n_tokens=600), SIMULATOR), SIMULATOR.static(4)
+    change = planning.transition_from(live, Limit(moves=8), SIMULATOR, observed)
+    given = {"seed": 0, "seconds": None, "iterations": 1, "estimate_steps": 1, "restart": False}
+    passes = observed.tokens
+    assert passes is not None
+    target = change.towards(SwapGreedy(SIMULATOR).plan([passes], live))
+    found, _ = planning._search_within("anneal", given, change, observed)
+    np.testing.assert_array_equal(found, target)
+    assert 0 < int((found != live).sum()) <= 8
+    assert change.times(found).mean() < 0.99 * change.times(live).mean()
+    monkeypatch.setattr(planning, "_SWAPS_TIMES_TOKENS", 1.0)
+    alone, _ = planning._search_within("anneal", given, change, observed)
+    assert change.times(alone).mean() > change.times(found).mean()
+
+
 def test_empty_slot_gets_the_replica_that_helps_most() -> None:
     """One empty slot per layer, compared with brute force over all legal replicas, on the same tokens."""
     trace = small_trace(n_layers=4, n_tokens=600)
@@ -705,7 +724,8 @@ def test_live_plan_is_changed_within_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The static placement is live: much can be gained, more with more moves."""
-    monkeypatch.setitem(PLANNERS, "anneal", Entry(Anneal, {"estimate_steps": 2000}))  # a tenth of the time
+    monkeypatch.setitem(PLANNERS, "anneal", Entry(Anneal, {"estimate_steps": 2000}))  # quick
+    monkeypatch.setattr(planning, "_SWAPS_TIMES_TOKENS", 1e7)
     live, out, results = tmp_path / "live.json", tmp_path / "p.json", tmp_path / "r.json"
     base = ["plan", str(trace_file), *SMALL, "--profile", "sglang-decode"]
     assert cli.main([*base, "--planner", "static", "--force", "-o", str(live)]) == 0

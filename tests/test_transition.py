@@ -146,6 +146,17 @@ def test_search_finds_the_price_of_a_move() -> None:
     assert len(asked) == 5
 
 
+@pytest.mark.parametrize("moves", [1, 4])
+def test_search_goes_towards_other_placements_too(moves: int) -> None:
+    """The search finds nothing. The other placement moves more than the limit allows."""
+    change = transition(3, Limit(moves=moves))
+    other = random_placement(4)
+    found = change.search(lambda passes: change.live, 2, [other])
+    np.testing.assert_array_equal(found, change.towards(other))
+    assert 0 < int((found != change.live).sum()) <= moves
+    assert change.times(found).mean() < change.times(change.live).mean()
+
+
 def test_impossible_limits_are_refused() -> None:
     with pytest.raises(ValueError, match="--max-moves is -1"):
         Limit(moves=-1)

@@ -16,6 +16,7 @@ from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN
 from clustergym.moe_placement.planner_registry import make_planner, planner_class, planners_on_loads
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import balance
+from clustergym.moe_placement.planners.greedy import SwapGreedy
 from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.profiles import EngineProfile, profiles_of
 from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
@@ -43,6 +44,9 @@ _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
 # With a limit on moves, searches run this often to find out what a move should cost.
 _LIMITED_RUNS = 5
+# With a limit, single swaps are often better than a search that moves nearly everything. All of them are tried, on so
+# many tokens that it takes about 4 s.
+_SWAPS_TIMES_TOKENS = 6e9
 _TRANSITION_TOKENS = 16384
 # Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
 # pass and layer.
@@ -398,10 +402,13 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
     """(the best placement that the limit allows, slots that were empty)
 
     A search that does not know the limit would move nearly everything, and a part of that is worth little. So moves
-    cost time in the search, as much as it takes to stay within the limit.
+    cost time in the search, as much as it takes to stay within the limit. The best single swaps compete with it.
     """
-    empty = 0
-    given = given | ({} if given["seconds"] is None else {"seconds": given["seconds"] / _LIMITED_RUNS})
+    empty, began = 0, time.perf_counter()
+    swapped = _best_swaps(change.live, observed)
+    if given["seconds"] is not None:
+        left = max(given["seconds"] - (time.perf_counter() - began), given["seconds"] / 2)
+        given = given | {"seconds": left / _LIMITED_RUNS}
 
     def plan(passes: int) -> Placement:
         nonlocal empty
@@ -410,7 +417,16 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
         placement, empty = _filled(made.plan([observed.interval(made)], change.live), simulator, observed)
         return placement
 
-    return change.search(plan, _LIMITED_RUNS), empty
+    return change.search(plan, _LIMITED_RUNS, swapped), empty
+
+
+def _best_swaps(live: Placement, observed: Observed) -> list[Placement]:
+    """The placement after the best swaps of each layer, on as many passes as there is time for; nothing if on none."""
+    planner = SwapGreedy(observed.simulator)
+    interval = observed.interval(planner)
+    swaps = len(live) * planner.operations * live[0].size ** 2 / 2
+    passes = int(_SWAPS_TIMES_TOKENS / (swaps * interval.n_tokens))
+    return [planner.plan([interval.first_passes(passes)], live)] if passes else []
 
 
 def transition_from(live: Placement, limit: Limit, simulator: Simulator, observed: Observed) -> Transition:

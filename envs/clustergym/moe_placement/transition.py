@@ -6,7 +6,7 @@ one, because every expert must stay somewhere. The steps that save most per move
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,15 +141,16 @@ class Transition:
         states = _prefixes(self.live, found, _by_gain(self.live, found, self.times), self.times)
         return _choose(self.live, states, self.limit, received)
 
-    def search(self, plan: Callable[[int], Placement], runs: int) -> Placement:
+    def search(self, plan: Callable[[int], Placement], runs: int, others: Sequence[Placement] = ()) -> Placement:
         """The best change that the limit allows, of a search that weighs moves against time.
 
         Args:
             plan: the placement for a migration that is spread over so many passes. More passes, more moves.
             runs: how often the search may run, to find the number of passes.
+            others: more placements to go towards.
         """
         fewest, most = 0.0, 7.0  # powers of ten
-        options, beyond = [self.live], None
+        options, beyond = [self.live, *(self.towards(other) for other in others)], None
         for _ in range(runs):
             middle = (fewest + most) / 2
             found = self.keep_in_place(plan(round(10**middle)))
