@@ -16,9 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 
 from clustergym.agent import store as agent_store
 from clustergym.agent.learner import ExperienceReader, Experiences
+from clustergym.agent.metrics import Seconds
 from clustergym.agent.server import serve
 from clustergym.agent.service import is_latency_sensitive
 from clustergym.agent.settings import ServerSettings
@@ -448,6 +451,24 @@ def test_unknown_qos_classes_are_latency_sensitive(qos_class: str, sensitive: bo
 
 
 # Settings
+
+
+def test_durations_are_written_as_the_client_library_writes_them() -> None:
+    durations, registry, own = Seconds(), CollectorRegistry(), CollectorRegistry()
+    library = Histogram("x", "text", ("path",), buckets=Seconds.BOUNDS, registry=registry)
+    for seconds in (0.0, 0.001, 0.0011, 0.03, 0.25, 1.0, 7.0):
+        durations.observe(seconds)
+        library.labels("/a").observe(seconds)
+
+    class Collector:
+        def collect(self) -> Any:
+            family = HistogramMetricFamily("x", "text", labels=["path"])
+            family.add_metric(["/a"], durations.buckets, durations.sum)
+            return [family]
+
+    own.register(Collector())
+    expected = [line for line in generate_latest(registry).splitlines() if b"created" not in line]
+    assert generate_latest(own).splitlines() == expected
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from clustergym.agent import messages, relay
 from clustergym.agent.messages import PROBLEMS, AllocateRequest, FeedbackRequest
+from clustergym.agent.metrics import Seconds
 from clustergym.agent.service import Refused, Service
 from clustergym.agent.status import page
 from clustergym.agent.store import StoreUnavailable
@@ -51,7 +52,7 @@ class AccessMiddleware:
     def __init__(self, app: Any, service: Service, endpoints: Endpoints) -> None:
         self.app, self.service = app, service
         self.endpoints = {
-            path: (model, endpoint, service.metrics.seconds.labels(path))
+            path: (model, endpoint, service.metrics.seconds.setdefault(path, Seconds()))
             for path, (model, endpoint) in endpoints.items()
         }
 

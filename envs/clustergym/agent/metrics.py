@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from clustergym.agent.messages import FeedbackStatus
 from clustergym.agent.owners import LEVELS
@@ -29,6 +31,24 @@ TEXTS = {
 CLASSES = {True: "latency-sensitive", False: "best-effort"}
 
 
+class Seconds:
+    """Histogram of durations. All requests run on one thread, so it needs no lock, unlike the client library's."""
+
+    BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(self.BOUNDS) + 1), 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.BOUNDS, seconds)] += 1
+        self.sum += seconds
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bounds and cumulative counts, as Prometheus writes them."""
+        return list(zip([*map(str, self.BOUNDS), "+Inf"], accumulate(self.counts), strict=True))
+
+
 class RunningMeans:
     """Means of the newest rows of values: averages that forget 1 % per row."""
 
@@ -49,13 +69,8 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(ServiceCollector(service))
-        self.seconds = Histogram(
-            "clustergym_request_seconds",
-            "Time from the arrival of a request to its answer",
-            ("path",),
-            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1),
-            registry=self.registry,
-        )
+        self.seconds: dict[str, Seconds] = {}
+        """Durations of requests by path."""
         self.refused = Counter(
             "clustergym_refused", "Refused requests by status code", ("code",), registry=self.registry
         )
@@ -107,7 +122,7 @@ class ServiceCollector:
     def describe(self) -> list[Any]:
         return []
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         counters, pool = self.service.store.counters(), self.service.pool
         allocations = CounterMetricFamily("clustergym_allocations", "Number of allocations")
         allocations.add_metric([], counters.get("allocations", 0))
@@ -116,6 +131,12 @@ class ServiceCollector:
         for status in get_args(FeedbackStatus):
             feedback.add_metric([status], counters.get(f"feedback:{status}", 0))
         yield feedback
+        seconds = HistogramMetricFamily(
+            "clustergym_request_seconds", "Time from the arrival of a request to its answer", labels=["path"]
+        )
+        for path, durations in self.service.metrics.seconds.items():
+            seconds.add_metric([path], durations.buckets, durations.sum)
+        yield seconds
         levels = GaugeMetricFamily("clustergym_owners", "Owners by who decides about their pods", labels=["level"])
         states = [state for _, state in self.service.store.owner_states(10_000)]
         for number, level in enumerate(LEVELS):
