@@ -104,7 +104,7 @@ class Args(TrainArgs):
     """Width of the two hidden layers."""
     levels: int = 0
     """Number of shares of the requested cores, and of the memory, that a categorical policy chooses from. 0: a Gaussian
-    policy, which gets stuck between granting the request and cutting it."""
+    policy over cores and memory of the GPU, whose noise is the same for every pod."""
     qos_penalty: float = 0.0
     """Subtracted from the reward of a pod that misses its objective, in training. Evaluations do not subtract it."""
     action_scale: float = 0.1
