@@ -109,7 +109,7 @@ TRAINERS = [
     Trainer("ppo_recurrent", env_id="ScriptMasked-v0", total_timesteps=96, eval_episodes=2),
     Trainer("ppo_atari", AtariCase().scripted, total_timesteps=24, num_envs=2, num_steps=4, eval_episodes=2),
     Trainer("ppo_gpu_alloc", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, norm_reward=True),
-    Trainer("ppo_lstm", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, eval_interval=1),
+    Trainer("ppo_lstm", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, eval_interval=2),
     Federation("ppo_federated", env_id="CartPole-v1", total_timesteps=96, local_updates=1, eval_episodes=2),
     Federation("ppo_federated", env_id="gpu_allocation_v0", total_timesteps=96, local_updates=1, eval_episodes=2),
     LanguageModel("ppo_llm"),

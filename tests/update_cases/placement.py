@@ -277,6 +277,7 @@ KEPT = ("steps", "graphs", "same_node")
 class TwoCriticsCase(PlacementCase):
     """Each actor has its own critic, and the second does not see what the first has chosen."""
 
+    has_early_stop = False  # as with one critic
     ablation = {"centralised": False, "simultaneous": True}
 
     @property
