@@ -163,6 +163,12 @@ def main() -> None:
             f"{np.mean([f['cores_used_by_others'] for f in found]):.2f}",
         )
     console.print(table)
+    for name in ("learning", "not learning"):
+        each = [
+            f"{agent['requests_per_s'] / hello['requests_per_s']:.2f}"
+            for agent, hello in zip(rows[name], rows["hello world"], strict=True)
+        ]
+        console.print(f"{name}: {', '.join(each)} of the requests per second of hello world, round by round")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "command": shlex.join(sys.argv),
