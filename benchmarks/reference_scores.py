@@ -1,6 +1,6 @@
 """Reference scores of the ladder of placement ids: what simple agents, planners and bounds reach on each task.
 
-    python benchmarks/reference_scores.py [--tasks '4x4-*']
+    python benchmarks/reference_scores.py [--tasks '4x4-*'] [--agents 'anneal*' oracle]
 
 Every score is the return of ``gymnasium.make(id, split="test")`` in percent: the time saved against the start
 placement, per interval, in units of the static placement's time. All are measured on the episodes of the seeds 0, 1, …,
@@ -15,8 +15,8 @@ which draw from the same test sequences: the standard deviation over them is a s
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
 The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation are made, and
-the table in the docstring of the environment, which this program writes. Finished tasks are not measured again: remove
-the file, or give ``--again``, after a change to the planners.
+the table in the docstring of the environment, which this program writes. What has a result is not measured again: after
+a change to a planner, give its name and ``--again``.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class Args:
 
     tasks: tuple[str, ...] = ("*",)
     """Patterns of tasks, such as '4x4-*-drift', in the order in which they are measured"""
+    agents: tuple[str, ...] = ("*",)
+    """Patterns of agents and planners, such as 'anneal*' or 'oracle'"""
     streams: int = 4
     """Episodes of a task with one interval; the others have half as many"""
     out: Path = REFERENCE_SCORES
     """File for the results"""
     again: bool = False
-    """Measure tasks that have a result, too"""
+    """Measure what has a result, too"""
     docstring: bool = False
     """Measure nothing. Write the docstring from the file"""
 
@@ -116,17 +118,29 @@ def plan(batch: PlacementBatch, planner: Planner, seed: int, sees_future: bool) 
     return total / config.intervals
 
 
-def measure(task: str, arguments: dict[str, Any], streams: int) -> dict[str, Any]:
-    """The scores of a task by agent: mean and standard deviation over streams, in percent."""
+SIMPLE = {"no-op": "MoEPlacement", "random": "MoEPlacement", "random-flat": "MoEPlacementFlat",
+          "first-candidate": "MoEPlacementFlat"}  # fmt: skip
+"""Simple agents → the kind of environment that they play."""
+
+
+def agents_of(task: str) -> list[str]:
+    """Everything that is measured on a task."""
+    proven = ["optimum"] if task.startswith("small-") and task.endswith("-stationary") else []
+    return [*SIMPLE, *PLANNERS, *proven]
+
+
+def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str]) -> dict[str, Any]:
+    """The scores of some agents on a task: mean and standard deviation over streams, in percent."""
     batch = PlacementBatch(PlacementConfig(**{**arguments, "split": "test"}))
     static_us, oracle_steps = batch.rules_host.static_us / batch.n_layers, ORACLE_STEPS[batch.config.intervals == 1]
-    played = {agent: play(task, kind, streams, agent) for agent, kind in (
-        ("no-op", "MoEPlacement"), ("random", "MoEPlacement"), ("random-flat", "MoEPlacementFlat"),
-        ("first-candidate", "MoEPlacementFlat"))}  # fmt: skip
-    start_us = [info["start_us"] for info in played["no-op"]]
-    saved = {agent: [100 * info["saved_vs_start"] for info in infos] for agent, infos in played.items()}
-    names = [*PLANNERS, *(["optimum"] if task.startswith("small-") and batch.config.intervals == 1 else [])]
-    for name in names:
+    nothing = play(task, SIMPLE["no-op"], streams, "no-op")
+    start_us = [info["start_us"] for info in nothing]
+    saved: dict[str, list[float]] = {}
+    for name in agents:
+        if name in SIMPLE:
+            played = nothing if name == "no-op" else play(task, SIMPLE[name], streams, name)
+            saved[name] = [100 * info["saved_vs_start"] for info in played]
+            continue
         kind = "exact" if name == "optimum" else name
         options: dict[str, Any] = {"seed": 0}
         if name.startswith("anneal"):
@@ -138,9 +152,10 @@ def measure(task: str, arguments: dict[str, Any], streams: int) -> dict[str, Any
         planner = make_planner(kind, batch.simulator, **options)
         times = [plan(batch, planner, seed, name in ("oracle", "optimum")) for seed in range(streams)]
         saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
-    # The environment's own EPLB is the planner's: the same streams, the same simulator.
-    own = [100 * (info["start_us"] - info["eplb_us"]) / static_us for info in played["no-op"]]
-    np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
+    if "eplb" in saved:
+        # The environment's own EPLB is the planner's: the same streams, the same simulator.
+        own = [100 * (info["start_us"] - info["eplb_us"]) / static_us for info in nothing]
+        np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
     scores = {name: [round(float(np.mean(values)), 3), round(float(np.std(values, ddof=1)), 3)]
               for name, values in saved.items()}  # fmt: skip
     sizes = {"streams": streams, "annealing_steps": STEPS, "oracle_steps": oracle_steps}
@@ -173,14 +188,19 @@ def main(args: Args) -> None:
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     chosen = {t: a for pattern in args.tasks for t, a in ladder() if fnmatch(t, pattern)}
     for task, arguments in {} if args.docstring else chosen.items():
-        if task in results and not args.again:
+        found = {} if args.again else results.get(task, {}).get("saved_percent", {})
+        wanted = [name for name in agents_of(task) if any(fnmatch(name, pattern) for pattern in args.agents)]
+        missing = [name for name in wanted if name not in found]
+        if not missing:
             continue
         streams = args.streams if "intervals" not in arguments else max(2, args.streams // 2)
         began = time.perf_counter()
-        results[task] = measure(task, arguments, streams)
+        result = measure(task, arguments, streams, missing)
+        scores = results.get(task, {}).get("saved_percent", {}) | result["saved_percent"]
+        results[task] = {**result, "saved_percent": scores}
         write_atomically(args.out, json.dumps(results, indent=1, sort_keys=True) + "\n")
-        scores = {name: score[0] for name, score in results[task]["saved_percent"].items()}
-        print(f"{task} ({time.perf_counter() - began:.0f} s)", scores, flush=True)
+        shown = {name: result["saved_percent"][name][0] for name in missing}
+        print(f"{task} ({time.perf_counter() - began:.0f} s)", shown, flush=True)
     if args.out == REFERENCE_SCORES:
         write_docstring(results)
 
