@@ -3,7 +3,7 @@
 For each task there are two settings. "same": the number of environments, steps, minibatches and epochs of CleanRL, for
 all three loops. "default": the settings of this project's trainer, for all three loops, and CleanRL with its own. The
 loops run in turns, and CPU time is counted, so that other programs disturb little. The last table shows where the time
-of the trainers goes.
+of the trainers goes. Its part "networks" is what every loop with these settings must compute in its updates.
 
     python benchmarks/trainers.py
     python benchmarks/trainers.py --tasks CartPole-v1 --repeats 5
@@ -259,6 +259,19 @@ def timed(owner: Any, name: str, spent: dict[str, float], key: str) -> Iterator[
         yield
 
 
+def networks_alone(given: tuple[Any, ...], setting: Setting, minibatches: int) -> float:
+    """CPU seconds of forward passes, backward passes and Adam steps, without losses, clipping and metrics."""
+    agent, optimizer, batch = given[:3]
+    obs = batch.obs[: setting.batch_size // setting.num_minibatches]
+    began = time.process_time()
+    for _ in range(minibatches):
+        outputs, values = agent(obs)
+        optimizer.zero_grad()
+        (outputs.sum() + values.sum()).backward()
+        optimizer.step()
+    return time.process_time() - began
+
+
 def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Setting, iterations: int) -> dict[str, float]:
     """Shares of the run time: environments, the rest of the roll-outs, updates, the rest."""
     from clustergym.gpu_allocation.batch import AllocationBatch
@@ -266,17 +279,26 @@ def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Settin
 
     owner = AllocationBatch if task.trainer == "ppo_gpu_alloc" else VectorEnvs
     spent = dict.fromkeys(("environments", "roll-out", "update"), 0.0)
+    update, calls = module.update, []
+
+    def noted(*given: Any) -> Any:
+        calls.append(given)
+        return update(*given)
+
     with (
+        swapped(module, "update", noted),
         timed(owner, "step", spent, "environments"),
         timed(module.Rollouts, "collect", spent, "roll-out"),
         timed(module, "update", spent, "update"),
     ):
         rate = ours(module, task, env_id, setting, iterations)
     total = iterations * setting.batch_size / rate
+    minibatches = len(calls) * setting.num_minibatches * setting.update_epochs
     return {
         "environments": spent["environments"] / total,
         "policy in roll-outs": (spent["roll-out"] - spent["environments"]) / total,
-        "updates": spent["update"] / total,
+        "networks": (networks := networks_alone(calls[-1], setting, minibatches)) / total,
+        "rest of updates": (spent["update"] - networks) / total,
         "logs and checkpoints": 1 - (spent["roll-out"] + spent["update"]) / total,
     }
 
@@ -308,7 +330,10 @@ def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
     table = Table("task", "loop", "settings", "steps per CPU s, median (range)", "ours / this")
-    shares = Table("task", "settings", "environments", "policy in roll-outs", "updates", "logs and checkpoints")
+    shares = Table(
+        "task", "settings", "environments", "policy in roll-outs", "networks in updates", "rest of updates",
+        "logs and checkpoints",
+    )  # fmt: skip
     results: dict[str, Any] = {}
     for env_id in args.tasks:
         if env_id not in TASKS:
@@ -329,7 +354,7 @@ def main() -> None:
             for loop, values in rates.items():
                 middle = float(np.median(values))
                 spread = f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})"
-                table.add_row(env_id, loop, f"{name}: {setting}", spread, f"{mine / middle:.1f}")
+                table.add_row(env_id, loop, f"{name}: {setting}", spread, f"{mine / middle:.2f}")
             spent = where_time_goes(module, task, env_id, setting, iterations)
             shares.add_row(env_id, name, *(f"{share:.0%}" for share in spent.values()))
             results[f"{env_id} {name}"] = {"setting": str(setting), "steps_per_cpu_s": rates, "time": spent}
@@ -337,7 +362,7 @@ def main() -> None:
         for loop in ("CleanRL", "Stable-Baselines3"):
             theirs = float(np.median(results[f"{env_id} same"]["steps_per_cpu_s"][loop]))
             ratio = float(np.median(own)) / theirs
-            table.add_row(env_id, f"{loop}, its settings, beside our defaults", "", f"{theirs:,.0f}", f"{ratio:.1f}")
+            table.add_row(env_id, f"{loop}, its settings, beside our defaults", "", f"{theirs:,.0f}", f"{ratio:.2f}")
     Console(width=150).print(table)
     Console(width=150).print(shares)
     args.output.parent.mkdir(parents=True, exist_ok=True)
