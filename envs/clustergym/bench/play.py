@@ -21,7 +21,7 @@ from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
-from clustergym.moe_placement.evaluation import Result, compile_on, deal_streams, evaluate_planner
+from clustergym.moe_placement.evaluation import Result, compile_on, deal_streams, evaluate_planner, teach
 from clustergym.moe_placement.planner_registry import make_planner, planner_class
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Simulator
@@ -70,10 +70,12 @@ def play(task: Task, entry: Entry) -> Played:
 
 def play_placement(task: PlacementTask, entry: Entry) -> Played:
     simulator, protocol = task.simulator, task.protocol
-    train, test = protocol.parts(task.load())
+    trace = task.load()
+    train, test = protocol.parts(trace)
     warm_up, static = compile_on(test, simulator), simulator.static(test.n_layers)
 
     def run(planner: Planner, name: str) -> Result:
+        teach(planner, trace, protocol)
         planner.plan([warm_up], static)
         if isinstance(planner, Submitted):
             planner.failures.clear()

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from clustergym.cli.common import prepare_outputs
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.evaluation import Protocol, Result, compare, deal_streams
+from clustergym.moe_placement.evaluation import UNSEEN_SPLITS, Protocol, Result, compare, deal_streams
 from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
 from clustergym.moe_placement.report.plots import plot_results
 from clustergym.moe_placement.report.tables import results_table
@@ -99,7 +99,12 @@ class Command:
 def planner_names(args: Command, stay: bool) -> list[str]:
     if args.planner == ["all"]:
         kinds = {name: planner_class(name) for name in PLANNERS}
-        return [n for n, planner in kinds.items() if not planner.small_only and not (planner.layers_alone and stay)]
+        taught = args.split in UNSEEN_SPLITS
+        return [
+            name
+            for name, kind in kinds.items()
+            if not kind.small_only and not (kind.layers_alone and stay) and (taught or not kind.needs_training)
+        ]
     for name in args.planner:
         if name not in PLANNERS:
             raise ValueError(f"unknown planner {name!r}; expected 'all' or some of: {', '.join(PLANNERS)}")

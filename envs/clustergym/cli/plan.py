@@ -153,6 +153,8 @@ def check_arguments(args: Command, name: str) -> None:
     planner = planner_class(name)
     if planner.needs_future or planner.needs_mixture or planner.small_only:
         raise ValueError(f"planner {name!r} is for comparison only: it makes no plan to load")
+    if planner.needs_training:
+        raise ValueError(f"planner {name!r} plans again and again; for one plan, give 'anneal' all past traffic")
     if args.checkpoint is not None and not planner.takes_checkpoint:
         takers = " and ".join(other for other in PLANNERS if planner_class(other).takes_checkpoint)
         raise ValueError(f"--checkpoint is for the planners {takers}, not for {name!r}")

@@ -31,6 +31,8 @@ from clustergym.traces.token_trace import TokenTrace
 
 PASSES_OF_A_PERMANENT_PLAN = 10**12
 """Forward passes served by a plan that is loaded at startup: so many that migration costs nothing."""
+UNSEEN_SPLITS = ("validation", "test")
+"""Splits on which a planner that learned from the train split may be compared."""
 PLAN_PASSES_OF_LOADS = 256
 """Passes of the planning part that planners on loads see. They take little time."""
 
@@ -400,6 +402,22 @@ def evaluate_planner(planner: Planner, name: str, train: TokenTrace, test: Token
     return run.result(name, deals.groups)
 
 
+def teach(planner: Planner, trace: TokenTrace, protocol: Protocol) -> None:
+    """Let a planner that must learn do so, from the train split of the trace.
+
+    Raises:
+        ValueError: the streams are drawn from that split too.
+    """
+    if not planner.needs_training:
+        return
+    if protocol.split not in UNSEEN_SPLITS:
+        raise ValueError(
+            f"{type(planner).__name__} learns from the train split of the trace, but the streams are drawn from split "
+            f"{protocol.split!r}: use {' or '.join(UNSEEN_SPLITS)}"
+        )
+    planner.learn(split_trace(trace, "train"))
+
+
 def compare(
     trace: TokenTrace,
     simulator: Simulator,
@@ -424,6 +442,7 @@ def compare(
     for name in names:
         progress(name)
         planner = make_planner(name, simulator, **{"seed": protocol.seed, **(options or {}).get(name, {})})
+        teach(planner, trace, protocol)
         # Decision times must not include compilation.
         planner.plan([compile_on(test, simulator)], simulator.static(test.n_layers))
         results.append(evaluate_planner(planner, name, train, test, protocol))

@@ -14,6 +14,7 @@ from clustergym.moe_placement.planners.greedy import Bottleneck, SwapGreedy
 from clustergym.moe_placement.planners.groups import AffinityGroups, CoOccurrence
 from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
 from clustergym.moe_placement.planners.hot import HotEverywhere, RoundRobin
+from clustergym.moe_placement.planners.learned import AnnealLearned
 from clustergym.moe_placement.planners.oracle import Forecast, Oracle
 from clustergym.moe_placement.planners.swift import Swift
 from clustergym.moe_placement.simulator import Simulator
@@ -49,6 +50,7 @@ PLANNERS: dict[str, Entry] = {
     "anneal-max": Entry(Anneal, {"norm": 0, "mix_tokens": 0}),
     "anneal": Entry(Anneal),
     "anneal-4": Entry(Anneal, {"intervals": 4}),
+    "anneal-learned": Entry(AnnealLearned),
     "policy": Entry("Policy"),
     "policy-guided": Entry("PolicyGuided"),
     "forecast": Entry(Forecast),

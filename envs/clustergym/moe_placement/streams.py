@@ -15,6 +15,8 @@ from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval
 from clustergym.moe_placement.profiles import PHASES, SAMPLED_PASSES, TOKENS_PER_RANK
 from clustergym.traces.token_trace import TokenTrace
 
+_FEWEST_MIXED_TOKENS = 4096
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -74,10 +76,12 @@ class Interval:
 
         Which rank had a token, and which tokens met in a pass, is chance. A search that sees passes one by one learns
         that chance by heart. The large pass is priced as the average of the passes that it stands for.
-        If there are more than ``most_tokens`` tokens, a sample of them is taken.
+        If there are more than ``most_tokens`` tokens, a sample of them is taken. If there are few, each appears several
+        times, on different ranks.
         """
-        ranks = self.rank_start.shape[1] - 1
-        rows = np.random.default_rng(seed).permutation(self.rows.ravel())[:most_tokens]
+        ranks, rng, own = self.rank_start.shape[1] - 1, np.random.default_rng(seed), self.rows.ravel()
+        fewest = max(ranks, min(most_tokens, _FEWEST_MIXED_TOKENS))
+        rows = np.concatenate([rng.permutation(own) for _ in range(max(1, fewest // len(own)))])[:most_tokens]
         if len(rows) < ranks:  # the same tokens on every rank
             rows = np.tile(rows, ranks)
         rows = rows[: len(rows) // ranks * ranks]

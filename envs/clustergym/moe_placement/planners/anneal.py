@@ -53,7 +53,7 @@ class Anneal(Search):
     """Number of exact steps per layer."""
     seconds: float | None = None
     """Time budget for all layers together, instead of numbers of steps. The result then depends on the machine."""
-    estimate_share: float = 0.6
+    estimate_share: float = 0.8
     """Share of the time budget for the estimate; all of it if the budget is short."""
     heat: tuple[float, float] = (1e-3, 1e-5)
     """First and last temperature of the exact steps, as shares of the time of the layer. After steps on the estimate

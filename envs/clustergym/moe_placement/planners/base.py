@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.streams import Interval
+from clustergym.traces.token_trace import TokenTrace
 
 
 @dataclass(eq=False)
@@ -41,6 +42,9 @@ class Planner(ABC):
     small_only: ClassVar[bool] = False
     """The planner refuses all but small instances."""
 
+    needs_training: ClassVar[bool] = False
+    """:meth:`learn` must be called before :meth:`plan`."""
+
     simulator: Simulator
     """Model, cluster and cost model to plan for."""
     seed: int = 0
@@ -48,6 +52,9 @@ class Planner(ABC):
 
     def reset(self) -> None:
         """Forget earlier intervals, because a new stream begins. Planners without state do nothing."""
+
+    def learn(self, trace: TokenTrace) -> None:
+        """Learn from traffic that is not served. Most planners have nothing to learn."""
 
     @abstractmethod
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:

@@ -11,8 +11,13 @@ import numpy.typing as npt
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.kernels.launch import Objective, pass_times, recount
+from clustergym.moe_placement.planners.traffic_model import TrafficModel
 from clustergym.moe_placement.simulator import Placement, norm_log2
 from clustergym.moe_placement.streams import Interval
+from clustergym.traces.token_trace import TokenTrace
+
+MOST_TOKENS = 16384
+"""Most tokens to plan on if there is a traffic model."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -37,13 +42,20 @@ class Search(Planner):
         self.norm_log2 = norm_log2(self.norm)
         self.reset()
 
+        self.traffic: TrafficModel | None = None
+
     def reset(self) -> None:
         self.calls = 0
+
+    def learn(self, trace: TokenTrace) -> None:
+        self.traffic = TrafficModel.learn(trace, self.simulator.n_experts, seed=self.seed)
 
     def observe(self, history: Sequence[Interval], mix_tokens: int | None = None) -> Interval:
         """The passes to plan on; ``mix_tokens`` instead of the planner's own."""
         tokens = self.mix_tokens if mix_tokens is None else mix_tokens
         seen = history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
+        if self.traffic is not None:
+            return self.traffic.extend(seen, self.simulator.n_experts, tokens or MOST_TOKENS, self.seed)
         return seen.mixed(tokens, self.seed) if tokens else seen
 
     def objective(self, interval: Interval, before: SimulationState | None) -> Objective:

@@ -149,13 +149,16 @@ class PolicyGuided(Policy):
         if not 0 <= self.lead <= 1:
             raise ValueError(f"lead is {self.lead}: expected 0 … 1")
         self.search = Anneal(
-            self.simulator, self.seed, iterations=self.iterations, seconds=self.seconds,
-            migration_weight=1.0 / self.settings.horizon, stop=self.stop,
-        )  # fmt: skip
+            self.simulator, self.seed, iterations=self.iterations, seconds=self.seconds, stop=self.stop
+        )
 
     def reset(self) -> None:
         super().reset()
         self.search.reset()
+
+    def learn(self, trace: TokenTrace) -> None:
+        """Let the search plan with a model of the traffic."""
+        self.search.learn(trace)
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began, until = time.perf_counter(), None

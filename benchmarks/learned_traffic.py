@@ -1,0 +1,170 @@
+"""What learning adds to search at equal time: annealing with and without a learned model of the traffic.
+
+    python benchmarks/learned_traffic.py              # about 20 minutes on two cores; run again to resume
+    python benchmarks/learned_traffic.py --tables     # print the tables of what has been measured
+
+Each trace is split in two by sequences. The traffic model learns from the first half; streams with drift are drawn from
+the second, and no token is served twice. Without a budget, planners use their default numbers of steps. With one,
+a plan must be made in so many milliseconds of one core per layer, reading the traffic included. The best annealer of a
+cell is the one with the lowest mean there, which favours it a little.
+
+``policy-guided`` is annealing that may start from the plan of the pretrained policy, with the same traffic model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from numba import config
+
+from clustergym import TokenTrace
+from clustergym.common.statistics import ci95
+from clustergym.moe_placement import Simulator
+from clustergym.moe_placement.evaluation import Protocol, Result, compile_on, evaluate_planner
+from clustergym.moe_placement.planner_registry import make_planner
+from placement import Args as PlacementArgs
+from placement import Cell, protocol_of, read_lines, traces
+
+RULES = ("eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-occurrence", "affinity-groups")
+ANNEALERS = ("anneal", "anneal-4", "anneal-max")
+LEARNED = ("anneal-learned", "policy-guided")
+FREE = (*RULES, *ANNEALERS, *LEARNED, "policy", "forecast", "oracle")
+
+
+@dataclass
+class Args:
+    data: Path = PlacementArgs.data
+    """Folder with deepseek_v2_lite_*.npz and gpt_oss_20b_decode.npz."""
+    profiles: tuple[str, ...] = ("sglang-prefill", "sglang-decode", "vllm-deepep")
+    models: tuple[str, ...] = PlacementArgs.models
+    clusters: tuple[str, ...] = ("h800-4x4", "h800-4x8")
+    budgets_ms: tuple[float, ...] = (3, 10, 30, 100)
+    """Milliseconds of one core per layer."""
+    streams: int = 20
+    intervals: int = 4
+    layers: int = 4
+    """Number of evenly spaced layers of each trace to use."""
+    seed: int = 1
+    tables: bool = False
+    """Print the tables of what has been measured, and stop."""
+    output: Path = Path("runs/learned_traffic.jsonl")
+    """File of JSON lines. What it has is not measured again."""
+
+
+def measure(
+    args: Args, cell: Cell, trace: TokenTrace, done: set[tuple[str, float | None]]
+) -> Iterator[tuple[str, float | None, Protocol, Result]]:
+    simulator = Simulator(cell.model, cell.cluster, cell.profile)
+    past, served = trace.split(0.5, seed=args.seed)
+    sizes = PlacementArgs(streams=args.streams, intervals=args.intervals, seed=args.seed)
+    protocol = protocol_of(sizes, cell, served, simulator.n_gpus)
+    runs: list[tuple[str, float | None]] = [(name, None) for name in FREE]
+    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED)]
+    for name, ms in runs:
+        if (name, ms) in done:
+            continue
+        options: dict[str, Any] = {"seed": args.seed}
+        if ms is not None:
+            options["seconds"] = ms / 1e3 * trace.n_layers / min(int(config.NUMBA_NUM_THREADS), trace.n_layers)
+        planner = make_planner(name, simulator, **options)
+        if name in LEARNED:
+            planner.learn(past)
+        planner.plan([compile_on(served, simulator)], simulator.static(trace.n_layers))
+        yield name, ms, protocol, evaluate_planner(planner, name, past, served, protocol)
+
+
+# Tables
+
+
+def percent(result: Result, reference: Result) -> str:
+    mean, half = result.versus(reference)
+    return f"{100 * mean:+.1f} ± {100 * half:.1f}"
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    found: dict[tuple[str, ...], dict[tuple[str, float | None], Result]] = {}
+    for line in lines:
+        cell = (line["profile"], line["model"], line["cluster"])
+        found.setdefault(cell, {})[line["planner"], line["budget_ms"]] = Result(**line["result"])
+    text = [
+        "Total time compared with EPLB in every interval, %, mean over streams ± 95 % (disjoint groups of sequences)\n",
+        "| profile | model | cluster | groups | best rule | annealing | learned traffic | policy-guided | policy "
+        "| next mixture known | next tokens known |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for cell, results in found.items():
+        own = {name: result for (name, ms), result in results.items() if ms is None}
+        if not set(FREE) <= set(own):
+            continue
+        rule = min(RULES, key=lambda name: own[name].total_us)
+        best = min(ANNEALERS, key=lambda name: own[name].total_us)
+        shown = [f"{name} {percent(own[name], own['eplb'])}" for name in (rule, best)]
+        shown += [percent(own[name], own["eplb"]) for name in (*LEARNED, "policy", "forecast", "oracle")]
+        text.append(f"| {' | '.join(cell)} | {own['eplb'].groups} | {' | '.join(shown)} |")
+    budgets = sorted({line["budget_ms"] for line in lines if line["budget_ms"] is not None})
+    text += [
+        "\nAgainst the best annealer of the cell at equal time, %\n",
+        f"| profile | model | cluster | planner | {' | '.join(f'{ms:g} ms' for ms in budgets)} |",
+        f"| --- | --- | --- | --- |{' ---: |' * len(budgets)}",
+    ]
+    gains: dict[tuple[str, float], list[float]] = {}
+    for cell, results in found.items():
+        for name in LEARNED:
+            row = []
+            for ms in budgets:
+                if not {(other, ms) for other in (*ANNEALERS, name)} <= set(results):
+                    row.append("")
+                    continue
+                best = min(ANNEALERS, key=lambda other, ms=ms: results[other, ms].total_us)  # type: ignore[misc]
+                row.append(percent(results[name, ms], results[best, ms]))
+                gains.setdefault((name, ms), []).append(100 * results[name, ms].versus(results[best, ms])[0])
+            text.append(f"| {' | '.join(cell)} | {name} | {' | '.join(row)} |")
+    for name in LEARNED:
+        row = [
+            f"{np.mean(gains[name, ms]):+.2f} ± {ci95(gains[name, ms]):.2f}" for ms in budgets if (name, ms) in gains
+        ]
+        text.append(f"| all cells | | | {name} | {' | '.join(row)} |")
+    return "\n".join(text)
+
+
+def main(args: Args) -> None:
+    torch.set_num_threads(1)
+    lines = read_lines(args.output)
+    keys = ("streams", "intervals", "layers", "seed")
+    size = {key: getattr(args, key) for key in keys}
+    lines = [line for line in lines if all(line[key] == size[key] for key in keys)]
+    if not args.tables:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        found = traces(PlacementArgs(data=args.data, models=args.models, layers=args.layers))
+        for cluster in args.clusters:
+            for profile in args.profiles:
+                for model, trace in found.items():
+                    cell = Cell(profile, model, cluster, "drift")
+                    key = {"profile": profile, "model": model, "cluster": cluster, **size}
+                    done = {
+                        (line["planner"], line["budget_ms"])
+                        for line in lines
+                        if all(line[name] == value for name, value in key.items())
+                    }
+                    for name, ms, protocol, result in measure(args, cell, trace, done):
+                        passes, tokens = protocol.traffic.sizes
+                        line = {
+                            **key, "planner": name, "budget_ms": ms, "passes": passes, "tokens_per_rank": tokens,
+                            "result": result.as_dict(),
+                        }  # fmt: skip
+                        lines.append(line)
+                        with open(args.output, "a") as file:
+                            file.write(json.dumps(line) + "\n")
+                    print(f"{cell} done", flush=True)
+    print(tables(lines))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

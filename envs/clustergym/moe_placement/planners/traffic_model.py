@@ -1,0 +1,141 @@
+"""A model of the traffic of a serving system, learned from its token traces.
+
+The last interval is a small sample of what comes next: a plan that is optimal for its tokens is not for the next ones.
+The model knows more tokens. Learning groups the sequences of a training trace into topics by the experts that they
+use. In use, the loads of the last interval tell how much of each topic is being served, and tokens of these topics are
+added to those of the interval. A planner then plans on both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.moe_placement.streams import Interval, layer_first
+from clustergym.traces.token_trace import TokenTrace
+
+MOST_TRAINING_TOKENS = 65536
+_FEWEST_TOKENS = 8192
+"""Fewest tokens of an extended interval. A token may appear more than once, on different ranks."""
+_STARTS, _ROUNDS = 4, 30
+
+
+@dataclass(eq=False)
+class TrafficModel:
+    """Topics of the training traffic, and their tokens."""
+
+    experts: npt.NDArray[np.int16]
+    """(L, rows, K) training tokens, layer first"""
+    rows: list[npt.NDArray[np.int64]]
+    """Rows of each topic"""
+    profiles: npt.NDArray[np.float64]
+    """(topics, L·E) probability of each expert in each layer"""
+    worth: int = 4096
+    """Number of observed tokens that the training tokens are worth: half of the tokens that a planner sees are training
+    tokens if the interval has so many."""
+    inertia: float = 0.7
+    """Weight of the topics that the last interval shows; the rest is their share of the training tokens."""
+    _joined: tuple[npt.NDArray[np.int16], npt.NDArray[np.int16]] | None = field(default=None, repr=False)
+
+    @classmethod
+    def learn(cls, trace: TokenTrace, n_experts: int, topics: int = 8, seed: int = 0) -> Self:
+        """Learn from the sequences of ``trace``, or from a sample of them if there are many tokens."""
+        rng = np.random.default_rng(seed)
+        if trace.n_tokens > MOST_TRAINING_TOKENS:
+            order = rng.permutation(trace.n_sequences)
+            kept = np.searchsorted(np.cumsum(trace.seq_lens[order]), MOST_TRAINING_TOKENS) + 1
+            trace = trace.select(sequences=np.sort(order[:kept]))
+        counts, sequence = _counts(trace, n_experts), np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
+        best = max((_topics(counts, topics, trace.n_layers, rng) for _ in range(_STARTS)), key=lambda found: found[0])
+        _, topic = np.unique(best[1], return_inverse=True)
+        rows = [np.flatnonzero(topic[sequence] == t) for t in range(topic.max() + 1)]
+        return cls(layer_first(trace), rows, _profiles(counts, topic, len(rows), trace.n_layers))
+
+    @property
+    def shares(self) -> npt.NDArray[np.float64]:
+        """(topics,) of the training tokens"""
+        sizes = np.array([len(rows) for rows in self.rows], float)
+        return np.asarray(sizes / sizes.sum())
+
+    def mixture(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """(topics,) share of each topic in traffic with these loads (L, E), by expectation maximization."""
+        used = np.flatnonzero(loads.ravel() > 0)
+        observed, profiles, weights = loads.ravel()[used], self.profiles[:, used], self.shares
+        for _ in range(_ROUNDS):
+            share = weights[:, None] * profiles
+            weights = (share / share.sum(0)) @ observed
+            weights /= max(weights.sum(), 1e-12)
+        return self.inertia * weights + (1 - self.inertia) * self.shares
+
+    def extend(self, interval: Interval, n_experts: int, most_tokens: int, seed: int) -> Interval:
+        """One pass with tokens of the interval and training tokens, priced as a pass of the interval."""
+        experts = self._join(interval.experts)
+        rng, ranks, seen = np.random.default_rng(seed), interval.rank_start.shape[1] - 1, interval.rows.ravel()
+        mixture = self.mixture(interval.loads(n_experts).astype(np.float64))
+        total = min(most_tokens, max(_FEWEST_TOKENS, len(seen) + self.worth))
+        own = len(seen) / (len(seen) + self.worth)
+        offset = interval.experts.shape[1]
+        rows = [_draw(seen, round(own * total), rng)]
+        rows += [
+            _draw(mine + offset, round((1 - own) * share * total), rng)
+            for mine, share in zip(self.rows, mixture, strict=True)
+        ]
+        drawn = rng.permutation(np.concatenate(rows).astype(np.int32))
+        if len(drawn) < ranks:
+            drawn = np.resize(drawn, ranks)
+        drawn = drawn[: len(drawn) // ranks * ranks]
+        extended = Interval.even(experts, drawn[None], ranks)
+        return replace(extended, stands_for=interval.stands_for or interval.n_tokens)
+
+    def _join(self, experts: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
+        """Observed and training tokens in one array. Streams repeat the same observed array."""
+        if self._joined is None or self._joined[0] is not experts:
+            if experts.shape[0] != self.experts.shape[0] or experts.shape[2] != self.experts.shape[2]:
+                raise ValueError(
+                    f"the traffic model was learned from {self.experts.shape[0]} layers with top-"
+                    f"{self.experts.shape[2]} routing, but the traffic has {experts.shape[0]} and {experts.shape[2]}"
+                )
+            self._joined = experts, np.concatenate([experts, self.experts], axis=1)
+        return self._joined[1]
+
+
+def _draw(rows: npt.NDArray[np.integer], n: int, rng: np.random.Generator) -> npt.NDArray[np.integer]:
+    """``n`` of the rows, none a second time before all were drawn once."""
+    return np.concatenate([rng.permutation(rows) for _ in range(-(-n // len(rows)))] or [rows[:0]])[:n]
+
+
+def _counts(trace: TokenTrace, n_experts: int) -> npt.NDArray[np.float64]:
+    """(sequences, L·E) uses of each expert."""
+    experts = layer_first(trace)
+    counts = np.zeros((trace.n_sequences, trace.n_layers * n_experts))
+    sequence = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)[:, None]
+    for layer, chosen in enumerate(experts):
+        used = chosen >= 0
+        cells = (sequence * counts.shape[1] + layer * n_experts + chosen)[used]
+        counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
+    return counts
+
+
+def _profiles(
+    counts: npt.NDArray[np.float64], topic: npt.NDArray[np.intp], topics: int, layers: int
+) -> npt.NDArray[np.float64]:
+    """(topics, L·E) probabilities. A little of the overall counts is added, so none is 0."""
+    overall = 1e-3 * counts.sum(0) + 1e-3
+    sums = np.stack([counts[topic == t].sum(0) + overall for t in range(topics)]).reshape(topics, layers, -1)
+    return np.asarray((sums / sums.sum(2, keepdims=True)).reshape(topics, -1))
+
+
+def _topics(
+    counts: npt.NDArray[np.float64], topics: int, layers: int, rng: np.random.Generator
+) -> tuple[float, npt.NDArray[np.intp]]:
+    """(log-likelihood, topic of each sequence): a sequence joins the topic that explains it best, until none moves."""
+    topic = rng.integers(0, topics, len(counts))
+    for _ in range(_ROUNDS):
+        fit = counts @ np.log(_profiles(counts, topic, topics, layers)).T
+        moved, topic = topic, fit.argmax(1)
+        if (moved == topic).all():
+            break
+    return float(fit.max(1).sum()), topic

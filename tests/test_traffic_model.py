@@ -1,0 +1,148 @@
+"""The learned model of the traffic: topics, their share in an interval, and plans that use them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clustergym.cli import main
+from clustergym.moe_placement import Simulator
+from clustergym.moe_placement.evaluation import Protocol, compare, teach
+from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.traffic_model import TrafficModel
+from clustergym.moe_placement.streams import Interval, Traffic, layer_first
+from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
+from clustergym.traces.splits import split_trace
+
+LAYERS, EXPERTS, TOP_K, TOKENS = 2, 16, 2, 10
+
+
+def trace_of_topics(seed: int, sequences: int = 40) -> tuple[TokenTrace, np.ndarray]:
+    """Sequences of two topics: one uses experts 0 … 7, the other 8 … 15. Every fourth sequence is of the second."""
+    rng, topic = np.random.default_rng(seed), np.arange(sequences) % 4 == 3
+    experts = np.stack(
+        [
+            np.stack([rng.permutation(8)[:TOP_K] for _ in range(LAYERS)]) + 8 * topic[s]
+            for s in range(sequences)
+            for _ in range(TOKENS)
+        ]
+    )
+    lengths = np.full(sequences, TOKENS)
+    return TokenTrace(experts.astype(np.int16), n_experts=EXPERTS, model=None, name="topics", seq_lens=lengths), topic
+
+
+def interval_of(trace: TokenTrace, sequences: np.ndarray, n_gpus: int) -> Interval:
+    rows = (trace.seq_starts[sequences][:, None] + np.arange(TOKENS)).ravel()
+    return Interval.even(layer_first(trace), rows[None, : len(rows) // n_gpus * n_gpus], n_gpus)
+
+
+def test_topics_of_sequences_are_found() -> None:
+    trace, topic = trace_of_topics(0)
+    model = TrafficModel.learn(trace, EXPERTS, topics=2)
+    found = {frozenset(rows.tolist()) for rows in model.rows}
+    of_second = np.repeat(topic, TOKENS)
+    assert found == {frozenset(np.flatnonzero(of_second == t).tolist()) for t in (False, True)}
+    np.testing.assert_allclose(np.sort(model.shares), [0.25, 0.75])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_mixture_follows_the_loads(share: float) -> None:
+    trace, _ = trace_of_topics(0)
+    model = TrafficModel.learn(trace, EXPERTS, topics=2)
+    loads = np.concatenate([np.full((LAYERS, 8), 100 * (1 - share)), np.full((LAYERS, 8), 100 * share)], axis=1)
+    second = int(model.profiles[:, 8:EXPERTS].sum(1).argmax())
+    # The topics do not overlap, so the loads show the share almost exactly; the rest is the share of the training.
+    expected = model.inertia * share + (1 - model.inertia) * 0.25
+    assert model.mixture(loads)[second] == pytest.approx(expected, abs=0.01)
+    assert model.mixture(loads).sum() == pytest.approx(1)
+
+
+def test_an_extended_interval_has_the_shares_of_both_sources() -> None:
+    past, _ = trace_of_topics(0, 400)
+    now, topic = trace_of_topics(1, 400)
+    seen = interval_of(now, np.flatnonzero(topic), 8)  # the second topic alone: 1000 tokens
+    model = TrafficModel.learn(past, EXPERTS, topics=2)
+    extended = model.extend(seen, EXPERTS, 16384, seed=0)
+    assert extended.n_passes == 1
+    assert extended.stands_for == seen.n_tokens
+    assert (np.diff(extended.rank_start) == extended.n_tokens // 8).all()
+    observed = extended.rows < now.n_tokens
+    own = seen.n_tokens / (seen.n_tokens + model.worth)
+    assert observed.mean() == pytest.approx(own, abs=0.01)
+    assert set(extended.rows[observed].tolist()) == set(seen.rows.ravel().tolist())
+    # Training tokens: the second topic has 0.7 · 1 + 0.3 · 0.25 of them.
+    from_second = (extended.experts[0, extended.rows[~observed], 0] >= 8).mean()
+    assert from_second == pytest.approx(0.775, abs=0.01)
+    assert model.extend(seen, EXPERTS, 512, seed=0).n_tokens <= 512
+
+
+def test_plans_serve_the_next_passes_better() -> None:
+    """An interval of few tokens says little about the next one. A model of much traffic says more."""
+    layout = SyntheticConfig(n_tokens=24_000, n_layers=2, n_experts=32, top_k=4)
+    past, rest = synthetic_trace(layout, seed=3).split(0.6, seed=0)
+    sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
+    rng = np.random.default_rng(0)
+    plain, learned = make_planner("anneal", sim), make_planner("anneal-learned", sim)
+    learned.learn(past)
+    times = {"plain": 0.0, "learned": 0.0}
+    eplb = sim.static(2)
+    for _ in range(3):
+        rows = rng.permutation(rest.n_tokens)
+        seen = Interval.even(layer_first(rest), rows[None, :128], sim.n_gpus)
+        served = Interval.even(layer_first(rest), rows[None, 128 : 128 + 4096], sim.n_gpus)
+        times["plain"] += sim.evaluate(served, plain.plan([seen], eplb)).time_us.mean()
+        times["learned"] += sim.evaluate(served, learned.plan([seen], eplb)).time_us.mean()
+    assert times["learned"] < 0.98 * times["plain"]
+
+
+def test_same_seed_same_plan() -> None:
+    trace, _ = trace_of_topics(0, 80)
+    past, now = trace.split(0.5, seed=0)
+    sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
+    plans = []
+    for _ in range(2):
+        planner = make_planner("anneal-learned", sim, iterations=50, estimate_steps=500)
+        planner.learn(past)
+        plans.append(planner.plan([interval_of(now, np.arange(8), sim.n_gpus)], sim.static(LAYERS)))
+    np.testing.assert_array_equal(*plans)
+
+
+def test_a_planner_that_did_not_learn_is_refused() -> None:
+    trace, _ = trace_of_topics(0)
+    sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
+    planner = make_planner("anneal-learned", sim)
+    with pytest.raises(ValueError, match="call learn"):
+        planner.plan([interval_of(trace, np.arange(8), sim.n_gpus)], sim.static(LAYERS))
+    with pytest.raises(ValueError, match="split 'all': use validation or test"):
+        teach(planner, trace, Protocol(Traffic("prefill"), split="all"))
+    planner.learn(trace.select(layers=[0]))
+    with pytest.raises(ValueError, match="learned from 1 layers"):
+        planner.plan([interval_of(trace, np.arange(8), sim.n_gpus)], sim.static(LAYERS))
+
+
+def test_comparison_teaches_with_the_train_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TokenTrace] = []
+    learn = TrafficModel.learn.__func__  # type: ignore[attr-defined]
+
+    def spy(cls: type[TrafficModel], trace: TokenTrace, *args: object, **options: object) -> TrafficModel:
+        seen.append(trace)
+        result: TrafficModel = learn(cls, trace, *args, **options)
+        return result
+
+    monkeypatch.setattr(TrafficModel, "learn", classmethod(spy))
+    trace = TokenTrace.load("tiny_moe").select(layers=[0])
+    sim = Simulator("tiny-moe", "h800-2x2", "sglang-prefill")
+    traffic = Traffic("prefill", tokens_per_rank=16, sampled_passes=1, schedule="drift")
+    protocol = Protocol(traffic, intervals=1, streams=1, split="test")
+    options = {"anneal-learned": {"iterations": 10, "estimate_steps": 100}}
+    (result,) = compare(trace, sim, ["anneal-learned"], protocol, options=options)
+    assert result.total_us > 0
+    assert len(seen) == 1
+    np.testing.assert_array_equal(seen[0].experts, split_trace(trace, "train").experts)
+
+
+def test_one_plan_is_made_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny_moe", "--planner", "anneal-learned", "-o", str(tmp_path / "plan.json")]) == 2
+    assert "plans again and again" in capsys.readouterr().err
