@@ -462,16 +462,6 @@ class TestSlices:
         with pytest.raises(ValueError, match="the trace has one sequence, so nothing can be held out"):
             TokenTrace(BLOCKS).split()
 
-    def test_windows_leave_out_a_shorter_rest(self) -> None:
-        assert [w.tolist() for w in small_trace().windows(4)] == [[0, 1, 2, 3]]
-        assert [w.tolist() for w in small_trace().windows(2)] == [[0, 1], [2, 3], [4, 5]]
-        assert [len(w) for w in small_trace().windows(6)] == [6]
-
-    @pytest.mark.parametrize("size", [0, -1, 7])
-    def test_bad_windows(self, size: int) -> None:
-        with pytest.raises(ValueError, match="the trace has 6"):
-            list(small_trace().windows(size))
-
 
 def mark(trace: TokenTrace) -> TokenTrace:
     """The same trace with a different domain label for each sequence."""

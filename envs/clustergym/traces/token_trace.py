@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,13 +251,6 @@ class TokenTrace:
             # One sequence per domain. Hold out the last one, or the shortest, so that it is the smaller part.
             first[-1 if seed is None else self.seq_lens.argmin()] = False
         return self.select(sequences=np.flatnonzero(first)), self.select(sequences=np.flatnonzero(~first))
-
-    def windows(self, n_tokens: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Token indices of consecutive windows of ``n_tokens``, in trace order. A shorter rest is left out."""
-        if not 1 <= n_tokens <= self.n_tokens:
-            raise ValueError(f"{self.name}: windows of {n_tokens} tokens asked for, but the trace has {self.n_tokens}")
-        for start in range(0, self.n_tokens - n_tokens + 1, n_tokens):
-            yield np.arange(start, start + n_tokens)
 
     @staticmethod
     def concat(traces: Sequence[TokenTrace], domains: Sequence[str] | None = None) -> TokenTrace:
