@@ -9,8 +9,8 @@ which draw from the same test sequences: the standard deviation over them is a s
 * ``no-op``: changes nothing, so its score is 0 by definition. The file has its time.
 * ``random``: uniform over the legal operations of ``MoEPlacement``; ``random-flat``: uniform over the mask of
   ``MoEPlacementFlat``; ``first-candidate``: always the candidate that saves most on the observed interval, if any does.
-* planners plan after every observed interval, with no limit on the number of operations. ``policy`` is the shipped
-  network as a planner.
+* planners plan after every observed interval, with no limit on the number of operations and their default settings.
+  ``anneal-learned`` has learned from the train split. ``policy`` is the shipped network as a planner.
 * ``oracle``: annealing that sees the next interval. A search, so a better placement may exist.
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
@@ -35,17 +35,16 @@ import tyro
 
 from clustergym.common.files import write_atomically
 from clustergym.ids import REFERENCE_SCORES, ladder
-from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig, load_cached
 from clustergym.moe_placement.planner_registry import make_planner, planner_class
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.streams import IntervalStream
+from clustergym.traces.splits import split_trace
 
-BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
+BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max", "anneal-learned")
 """Planners among which the best one is named."""
 PLANNERS = ("eplb", *BEST, "policy", "oracle")
-STEPS = 5000
-"""Steps of annealing per layer and interval."""
 ORACLE_STEPS = {True: 5000, False: 2500}
 """Steps of the oracle per layer, start and stage: of tasks with one interval, and of the others."""
 ENVIRONMENT = REFERENCE_SCORES.parent / "moe_placement" / "environment.py"
@@ -143,13 +142,13 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
             continue
         kind = "exact" if name == "optimum" else name
         options: dict[str, Any] = {"seed": 0}
-        if name.startswith("anneal"):
-            options["iterations"] = STEPS
         if name == "oracle":
             options["iterations"] = oracle_steps
         if planner_class(kind).takes_checkpoint:
             options["checkpoint"] = "pretrained"
         planner = make_planner(kind, batch.simulator, **options)
+        if planner.needs_training:
+            planner.learn(split_trace(load_cached(arguments["trace"]), "train"))
         times = [plan(batch, planner, seed, name in ("oracle", "optimum")) for seed in range(streams)]
         saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
     if "eplb" in saved:
@@ -158,8 +157,12 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
         np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
     scores = {name: [round(float(np.mean(values)), 3), round(float(np.std(values, ddof=1)), 3)]
               for name, values in saved.items()}  # fmt: skip
-    sizes = {"streams": streams, "annealing_steps": STEPS, "oracle_steps": oracle_steps}
-    return {**sizes, "start_us": round(float(np.mean(start_us)), 2), "saved_percent": scores}
+    return {
+        "streams": streams,
+        "oracle_steps": oracle_steps,
+        "start_us": round(float(np.mean(start_us)), 2),
+        "saved_percent": scores,
+    }
 
 
 def score_row(task: str, saved: dict[str, list[float]]) -> str:

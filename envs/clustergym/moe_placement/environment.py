@@ -362,7 +362,7 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     ## Reference Scores
     Return in percent on the test split of `MoEPlacement-{task}-v0`; changing nothing (no-op) has 0. `random` plays
-    legal operations, `random-flat` the candidates of `MoEPlacementFlat`. The best of six planners is named. The bound
+    legal operations, `random-flat` the candidates of `MoEPlacementFlat`. The best of seven planners is named. The bound
     is a search that sees the next interval, or where it says so the proven optimum for it. Means over two to four
     episodes: `clustergym.ids.REFERENCE_SCORES` names the file with all scores and their spread.
 
