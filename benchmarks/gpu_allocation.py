@@ -76,7 +76,7 @@ class Args:
     """Studies to run."""
     history_timesteps: int = 16_000_000
     """Decisions per run with history and a Gaussian policy."""
-    levels_timesteps: int = 8_000_000
+    levels_timesteps: int = 10_000_000
     """Decisions per run with history and a categorical policy."""
     v0_timesteps: int = 10_000_000
     """Decisions per run on five numbers."""
@@ -168,8 +168,8 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
 def main(args: Args) -> None:
     torch.set_num_threads(1)
     console = Console(width=120)
-    for study in args.only:
-        for seed in args.seeds:
+    for seed in args.seeds:
+        for study in args.only:
             result = train(study, seed, args)
             console.print(f"{study} seed {seed}: reward {result['reward']:.4f}, QoS {result['qos']:.4f}")
     batches = {history: AllocationBatch(AllocationConfig(history=history), args.streams) for history in (True, False)}
