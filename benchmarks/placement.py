@@ -63,7 +63,7 @@ class Args:
     clusters: tuple[str, ...] = ("h800-4x4", "h800-2x8", "h800-4x8")
     schedules: tuple[str, ...] = ("stationary", "drift")
     planners: tuple[str, ...] = tuple(
-        name for name in PLANNERS if name != "exact" and not name.startswith("policy")
+        name for name in PLANNERS if name not in ("exact", "anneal-learned") and not name.startswith("policy")
     )  # fmt: skip
     """A policy must not be measured on sequences that it was trained on: add it together with --split test."""
     split: Literal["validation", "test", "all"] = "all"
