@@ -6,13 +6,20 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit  # Student's t; scipy.stats takes a second to import
+
+
+def _student_t(degrees: float) -> float:
+    """97.5 % quantile of Student's t distribution."""
+    # scipy takes a third of a second to import, and scipy.stats a whole one: an agent does not need them.
+    from scipy.special import stdtrit
+
+    return float(stdtrit(degrees, 0.975))
 
 
 def ci95(values: Sequence[float]) -> float:
     """Half width of the 95 % confidence interval of the mean (Student's t). 0 for fewer than two values."""
     n = len(values)
-    return float(stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / np.sqrt(n)) if n > 1 else 0.0
+    return float(_student_t(n - 1) * np.std(values, ddof=1) / np.sqrt(n)) if n > 1 else 0.0
 
 
 def ci95_of_deals(values: Sequence[float], groups: int) -> float:
@@ -32,7 +39,7 @@ def ci95_of_deals(values: Sequence[float], groups: int) -> float:
     if degrees < 1:
         return 0.0
     variance = sum(float(((deal - deal.mean()) ** 2).sum()) for deal in deals) / degrees
-    return float(stdtrit(degrees, 0.975) * np.sqrt(variance / min(groups, len(values))))
+    return float(_student_t(degrees) * np.sqrt(variance / min(groups, len(values))))
 
 
 def ci95_of_resamples(values: npt.NDArray[np.float64], sequences: float, pass_share: float, n_passes: int) -> float:
@@ -61,7 +68,7 @@ def ci95_of_resamples(values: npt.NDArray[np.float64], sequences: float, pass_sh
     of_sequences = max(float(values.mean(1).var(ddof=1)) - chance(passes), of_passes * pass_share)
     # A draw with replacement varies less than a new sample, by 1 − 1/n.
     variance = of_sequences * sequences / (sequences - 1) + chance(n_passes)
-    return float(stdtrit(min(sequences, draws) - 1, 0.975) * np.sqrt(variance))
+    return float(_student_t(min(sequences, draws) - 1) * np.sqrt(variance))
 
 
 def ci95_of_blocks(values: npt.NDArray[np.float64]) -> float:
