@@ -1,6 +1,6 @@
 """Reference scores of the ladder of placement ids: what simple agents, planners and bounds reach on each task.
 
-    python benchmarks/reference_scores.py [--tasks '4x4-*'] [--agents 'anneal*' oracle]
+    python benchmarks/reference_scores.py [--tasks '4x4-*'] [--agents 'anneal*']
 
 Every score is the return of ``gymnasium.make(id, split="test")`` in percent: the time saved against the start
 placement, per interval, in units of the static placement's time. All are measured on the episodes of the seeds 0, 1, …,
@@ -10,8 +10,9 @@ which draw from the same test sequences: the standard deviation over them is a s
 * ``random``: uniform over the legal operations of ``MoEPlacement``; ``random-flat``: uniform over the mask of
   ``MoEPlacementFlat``; ``first-candidate``: always the candidate that saves most on the observed interval, if any does.
 * planners plan after every observed interval, with no limit on the number of operations and their default settings.
-  ``anneal-learned`` has learned from the train split. ``policy`` is the shipped network as a planner.
-* ``oracle``: annealing that sees the next interval. A search, so a better placement may exist.
+  ``policy`` is the shipped network as a planner.
+* ``hindsight``: ``anneal-max`` that sees the next interval, migration included. A search, so a better placement may
+  exist, and one interval at a time.
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
 The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation are made, and
@@ -35,18 +36,17 @@ import tyro
 
 from clustergym.common.files import write_atomically
 from clustergym.ids import REFERENCE_SCORES, ladder
-from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig, load_cached
+from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.planner_registry import make_planner, planner_class
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.streams import IntervalStream
-from clustergym.traces.splits import split_trace
 
-BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max", "anneal-learned")
+BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
 """Planners among which the best one is named."""
-PLANNERS = ("eplb", *BEST, "policy", "oracle")
-ORACLE_STEPS = {True: 5000, False: 2500}
-"""Steps of the oracle per layer, start and stage: of tasks with one interval, and of the others."""
+PLANNERS = ("eplb", *BEST, "policy", "hindsight")
+HINDSIGHT = {"hindsight": "anneal-max", "optimum": "exact"}
+"""Bounds → the planner that sees the next interval."""
 ENVIRONMENT = REFERENCE_SCORES.parent / "moe_placement" / "environment.py"
 HEAD = """\
     | task | random | random-flat | EPLB | policy | best planner | bound |
@@ -62,7 +62,7 @@ class Args:
     tasks: tuple[str, ...] = ("*",)
     """Patterns of tasks, such as '4x4-*-drift', in the order in which they are measured"""
     agents: tuple[str, ...] = ("*",)
-    """Patterns of agents and planners, such as 'anneal*' or 'oracle'"""
+    """Patterns of agents and planners, such as 'anneal*'"""
     streams: int = 4
     """Episodes of a task with one interval; the others have half as many"""
     out: Path = REFERENCE_SCORES
@@ -131,7 +131,7 @@ def agents_of(task: str) -> list[str]:
 def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str]) -> dict[str, Any]:
     """The scores of some agents on a task: mean and standard deviation over streams, in percent."""
     batch = PlacementBatch(PlacementConfig(**{**arguments, "split": "test"}))
-    static_us, oracle_steps = batch.rules_host.static_us / batch.n_layers, ORACLE_STEPS[batch.config.intervals == 1]
+    static_us = batch.rules_host.static_us / batch.n_layers
     nothing = play(task, SIMPLE["no-op"], streams, "no-op")
     start_us = [info["start_us"] for info in nothing]
     saved: dict[str, list[float]] = {}
@@ -140,16 +140,10 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
             played = nothing if name == "no-op" else play(task, SIMPLE[name], streams, name)
             saved[name] = [100 * info["saved_vs_start"] for info in played]
             continue
-        kind = "exact" if name == "optimum" else name
-        options: dict[str, Any] = {"seed": 0}
-        if name == "oracle":
-            options["iterations"] = oracle_steps
-        if planner_class(kind).takes_checkpoint:
-            options["checkpoint"] = "pretrained"
-        planner = make_planner(kind, batch.simulator, **options)
-        if planner.needs_training:
-            planner.learn(split_trace(load_cached(arguments["trace"]), "train"))
-        times = [plan(batch, planner, seed, name in ("oracle", "optimum")) for seed in range(streams)]
+        kind = HINDSIGHT.get(name, name)
+        options = {"checkpoint": "pretrained"} if planner_class(kind).takes_checkpoint else {}
+        planner = make_planner(kind, batch.simulator, seed=0, **options)
+        times = [plan(batch, planner, seed, name in HINDSIGHT) for seed in range(streams)]
         saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
     if "eplb" in saved:
         # The environment's own EPLB is the planner's: the same streams, the same simulator.
@@ -157,19 +151,14 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
         np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
     scores = {name: [round(float(np.mean(values)), 3), round(float(np.std(values, ddof=1)), 3)]
               for name, values in saved.items()}  # fmt: skip
-    return {
-        "streams": streams,
-        "oracle_steps": oracle_steps,
-        "start_us": round(float(np.mean(start_us)), 2),
-        "saved_percent": scores,
-    }
+    return {"streams": streams, "start_us": round(float(np.mean(start_us)), 2), "saved_percent": scores}
 
 
 def score_row(task: str, saved: dict[str, list[float]]) -> str:
     """A row of the table in the docstring."""
     planner = max((name for name in BEST if name in saved), key=lambda name: saved[name][0])
     text = {name: f"{round(mean, 1) + 0.0:.1f}" for name, (mean, _) in saved.items()}
-    bound = f"{text['optimum']} (proven)" if "optimum" in text else text["oracle"]
+    bound = f"{text['optimum']} (proven)" if "optimum" in text else text["hindsight"]
     cells = [text["random"], text["random-flat"], text["eplb"], text["policy"], f"{text[planner]} (`{planner}`)", bound]
     return f"    | `{task}` | " + " | ".join(cells) + " |\n"
 
