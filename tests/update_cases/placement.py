@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -170,9 +172,12 @@ class PlacementCase(Case):
 
     @torch.no_grad()
     def compare_rollouts(self, **changes: Any) -> None:
-        """Compare two roll-outs with what the environment answered, one step of one environment at a time."""
+        """Compare two roll-outs with what the environment answered, one step of one environment at a time.
+
+        An episode has two visits of two steps, so that visits end in the middle of episodes and of roll-outs.
+        """
         torch.manual_seed(0)
-        args = self.args(gamma=0.9, gae_lambda=0.8, **changes)
+        args = self.args(**({"gamma": 0.9, "gae_lambda": 0.8, "intervals": 2, "num_steps": 6} | changes))
         agent = self.make_agent(args)
         rollouts = self.trainer.Rollouts(args, agent, tiny_task(args), CPU)
         rollouts.restart(5)
@@ -183,6 +188,8 @@ class PlacementCase(Case):
         def inputs() -> dict[str, Tensor]:
             # A copy: what an actor looks at changes the memory of the environment.
             found = plain_inputs()
+            similar = self.trainer.observed.similar_experts(rollouts.batch.obs["affinity"])
+            assert torch.equal(found["similar"], similar)
             seen.append({key: x.clone() for key, x in found.items()})
             return found
 
@@ -206,9 +213,15 @@ class PlacementCase(Case):
 
         rollouts.batch.step, rollouts.inputs, rollouts.batch.lookahead = step, inputs, look
         assert rollouts.episodic_return is None
-        for _ in range(2):
+        # Times between readings of the clock: 1 and 100 belong to the policy, 10 and 1000 to the simulator.
+        readings = np.cumsum([10000, 1, 10, 100, 1000] * 2 * args.ppo.num_steps).tolist()
+        for number in (1, 2):
             played.clear()
-            batch = rollouts.collect()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(self.trainer, "time", SimpleNamespace(perf_counter=lambda: readings.pop(0)))
+                batch = rollouts.collect()
+            steps = number * args.ppo.num_steps
+            assert rollouts.seconds == {"policy": 101 * steps, "simulator": 1010 * steps}
             self.compare_rollout(args, agent, batch, played, seen[-1], rollouts.batch.rules_host.static_us)
             ended = [float(step["saved"][step["done"]].mean()) for step in played if bool(step["done"].any())]
             if ended:
