@@ -11,8 +11,8 @@ which draw from the same test sequences: the standard deviation over them is a s
   ``MoEPlacementFlat``; ``first-candidate``: always the candidate that saves most on the observed interval, if any does.
 * planners plan after every observed interval, with no limit on the number of operations and their default settings.
   ``policy`` is the shipped network as a planner.
-* ``hindsight``: ``anneal-max`` that sees the next interval, migration included. A search, so a better placement may
-  exist, and one interval at a time.
+* ``hindsight``: ``anneal-max`` that sees the next interval, migration included. ``oracle``, on tasks with one interval:
+  a longer search that sees it and ignores migration. Better placements may exist. The better of both is the bound.
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
 The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation are made, and
@@ -45,8 +45,10 @@ from clustergym.moe_placement.streams import IntervalStream
 BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
 """Planners among which the best one is named."""
 PLANNERS = ("eplb", *BEST, "policy", "hindsight")
-HINDSIGHT = {"hindsight": "anneal-max", "optimum": "exact"}
+HINDSIGHT = {"hindsight": "anneal-max", "oracle": "oracle", "optimum": "exact"}
 """Bounds → the planner that sees the next interval."""
+ORACLE_STEPS = 5000
+"""Steps per layer, start and stage."""
 ENVIRONMENT = REFERENCE_SCORES.parent / "moe_placement" / "environment.py"
 HEAD = """\
     | task | random | random-flat | EPLB | policy | best planner | bound |
@@ -124,8 +126,9 @@ SIMPLE = {"no-op": "MoEPlacement", "random": "MoEPlacement", "random-flat": "MoE
 
 def agents_of(task: str) -> list[str]:
     """Everything that is measured on a task."""
-    proven = ["optimum"] if task.startswith("small-") and task.endswith("-stationary") else []
-    return [*SIMPLE, *PLANNERS, *proven]
+    stationary = task.endswith("-stationary")
+    proven = task.startswith("small-") and stationary
+    return [*SIMPLE, *PLANNERS, *(["oracle"] if stationary else []), *(["optimum"] if proven else [])]
 
 
 def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str]) -> dict[str, Any]:
@@ -141,7 +144,9 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
             saved[name] = [100 * info["saved_vs_start"] for info in played]
             continue
         kind = HINDSIGHT.get(name, name)
-        options = {"checkpoint": "pretrained"} if planner_class(kind).takes_checkpoint else {}
+        options: dict[str, Any] = {"checkpoint": "pretrained"} if planner_class(kind).takes_checkpoint else {}
+        if name == "oracle":
+            options["iterations"] = ORACLE_STEPS
         planner = make_planner(kind, batch.simulator, seed=0, **options)
         times = [plan(batch, planner, seed, name in HINDSIGHT) for seed in range(streams)]
         saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
@@ -156,16 +161,26 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
 
 def score_row(task: str, saved: dict[str, list[float]]) -> str:
     """A row of the table in the docstring."""
-    planner = max((name for name in BEST if name in saved), key=lambda name: saved[name][0])
+    planner = max(BEST, key=lambda name: saved[name][0])
+    bound = "optimum" if "optimum" in saved else max(saved.keys() & HINDSIGHT.keys(), key=lambda name: saved[name][0])
     text = {name: f"{round(mean, 1) + 0.0:.1f}" for name, (mean, _) in saved.items()}
-    bound = f"{text['optimum']} (proven)" if "optimum" in text else text["hindsight"]
-    cells = [text["random"], text["random-flat"], text["eplb"], text["policy"], f"{text[planner]} (`{planner}`)", bound]
+    proven = " (proven)" if bound == "optimum" else ""
+    cells = [
+        text["random"],
+        text["random-flat"],
+        text["eplb"],
+        text["policy"],
+        f"{text[planner]} (`{planner}`)",
+        text[bound] + proven,
+    ]
     return f"    | `{task}` | " + " | ".join(cells) + " |\n"
 
 
 def docstring_table(results: dict[str, Any]) -> str:
-    """The table in the docstring of the environment: all tasks that are measured."""
-    return HEAD + "".join(score_row(t, results[t]["saved_percent"]) for t, _ in ladder() if t in results)
+    """The table in the docstring of the environment: all tasks that are measured completely."""
+    scores = {task: results.get(task, {}).get("saved_percent", {}) for task, _ in ladder()}
+    complete = {task: saved for task, saved in scores.items() if saved.keys() >= {*agents_of(task)}}
+    return HEAD + "".join(score_row(task, saved) for task, saved in complete.items())
 
 
 def write_docstring(results: dict[str, Any]) -> None:
@@ -174,6 +189,12 @@ def write_docstring(results: dict[str, Any]) -> None:
     if found != 1:
         raise ValueError(f"{ENVIRONMENT} has {found} tables of reference scores, expected one")
     write_atomically(ENVIRONMENT, text)
+
+
+def file_of(results: dict[str, Any]) -> str:
+    """The file with the results: one line per task."""
+    lines = [f"{json.dumps(task)}: {json.dumps(results[task], sort_keys=True)}" for task in sorted(results)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def main(args: Args) -> None:
@@ -190,7 +211,7 @@ def main(args: Args) -> None:
         result = measure(task, arguments, streams, missing)
         scores = results.get(task, {}).get("saved_percent", {}) | result["saved_percent"]
         results[task] = {**result, "saved_percent": scores}
-        write_atomically(args.out, json.dumps(results, indent=1, sort_keys=True) + "\n")
+        write_atomically(args.out, file_of(results))
         shown = {name: result["saved_percent"][name][0] for name in missing}
         print(f"{task} ({time.perf_counter() - began:.0f} s)", shown, flush=True)
     if args.out == REFERENCE_SCORES:

@@ -368,30 +368,29 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     | task | random | random-flat | EPLB | policy | best planner | bound |
     | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-    | `small-sglang-prefill-stationary` | -4.6 | 9.9 | 10.9 | 11.4 | 11.3 (`anneal`) | 12.1 (proven) |
-    | `small-sglang-decode-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.2 (`bottleneck-8`) | 12.9 (proven) |
-    | `small-vllm-stationary` | -4.8 | 7.0 | 8.8 | 9.0 | 8.9 (`flashlb`) | 9.2 (proven) |
-    | `small-vllm-deepep-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.2 (`bottleneck-8`) | 12.9 (proven) |
-    | `small-tensorrt-llm-stationary` | -5.0 | 7.6 | 9.0 | 9.1 | 9.5 (`anneal-max`) | 10.0 (proven) |
-    | `small-vllm-ascend-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.2 (`bottleneck-8`) | 12.9 (proven) |
-    | `2x8-sglang-prefill-stationary` | 0.0 | 2.7 | 3.3 | 3.6 | 5.0 (`anneal-max`) | 9.1 |
-    | `2x8-sglang-decode-stationary` | 0.1 | 5.7 | 7.3 | 7.3 | 12.3 (`anneal`) | 14.0 |
-    | `2x8-vllm-stationary` | -0.3 | 0.6 | 1.1 | 0.9 | 1.7 (`anneal`) | 4.8 |
-    | `2x8-vllm-deepep-stationary` | 0.0 | 6.0 | 8.4 | 6.9 | 8.7 (`anneal`) | 10.8 |
-    | `2x8-tensorrt-llm-stationary` | -0.2 | 1.8 | 3.0 | 2.7 | 3.7 (`anneal`) | 6.0 |
-    | `2x8-vllm-ascend-stationary` | -0.1 | 5.9 | 8.1 | 6.5 | 8.6 (`anneal-max`) | 10.6 |
-    | `4x4-sglang-prefill-stationary` | 0.0 | 2.5 | 4.6 | 3.4 | 6.7 (`anneal`) | 12.0 |
-    | `4x4-sglang-decode-stationary` | 0.1 | 7.4 | 10.1 | 8.1 | 12.2 (`anneal`) | 14.5 |
-    | `4x4-vllm-stationary` | -0.4 | 0.5 | 0.7 | 0.7 | 1.1 (`bottleneck-8`) | 4.1 |
-    | `4x4-vllm-deepep-stationary` | -0.1 | 6.5 | 10.0 | 8.3 | 10.2 (`anneal`) | 12.6 |
-    | `4x4-tensorrt-llm-stationary` | -0.2 | 1.6 | 3.1 | 3.1 | 4.8 (`anneal-max`) | 7.6 |
-    | `4x4-vllm-ascend-stationary` | -0.2 | 7.0 | 9.9 | 7.9 | 10.2 (`anneal-max`) | 12.6 |
-    | `4x8-sglang-prefill-stationary` | -0.5 | 2.8 | 4.7 | 4.0 | 6.1 (`anneal`) | 10.5 |
-    | `4x8-sglang-decode-stationary` | -0.2 | 5.9 | 10.0 | 6.9 | 12.3 (`anneal`) | 14.3 |
-    | `4x8-vllm-stationary` | -0.3 | 0.4 | 0.9 | 0.3 | 1.0 (`flashlb`) | 3.0 |
-    | `4x8-vllm-deepep-stationary` | -0.3 | 5.9 | 10.2 | 6.6 | 10.2 (`flashlb`) | 12.6 |
-    | `deepseek-v3-sglang-prefill-stationary` | -0.4 | 0.1 | 0.1 | 0.3 | 3.5 (`anneal`) | 3.7 |
-    | `deepseek-v3-sglang-decode-stationary` | -0.6 | 4.3 | 9.7 | 3.3 | 13.8 (`anneal`) | 15.6 |
+    | `2x8-sglang-prefill-drift` | -1.0 | 0.8 | -0.4 | 0.8 | 1.1 (`anneal-max`) | 5.2 |
+    | `2x8-sglang-prefill-switch` | -2.3 | 1.8 | 1.3 | 1.6 | 4.1 (`anneal-max`) | 10.1 |
+    | `2x8-sglang-prefill-replay` | -0.8 | 4.3 | 4.9 | 2.3 | 8.9 (`anneal-max`) | 14.8 |
+    | `2x8-sglang-decode-drift` | -1.2 | 1.2 | 0.4 | 2.6 | 6.2 (`anneal`) | 8.4 |
+    | `2x8-sglang-decode-switch` | -0.4 | 4.8 | 4.6 | 3.4 | 8.1 (`anneal`) | 19.5 |
+    | `4x4-sglang-prefill-drift` | -1.0 | 0.1 | 0.0 | 1.6 | 2.4 (`anneal`) | 6.7 |
+    | `4x4-sglang-prefill-switch` | -1.5 | 2.1 | 2.3 | 2.3 | 5.1 (`anneal-max`) | 11.8 |
+    | `4x4-sglang-prefill-replay` | -0.3 | 3.7 | 5.8 | 1.8 | 10.4 (`anneal-max`) | 16.6 |
+    | `4x4-sglang-decode-drift` | -1.8 | 1.0 | 1.1 | 0.6 | 4.0 (`anneal`) | 6.6 |
+    | `4x4-sglang-decode-switch` | -0.2 | 4.8 | 6.1 | 2.6 | 8.6 (`anneal`) | 20.6 |
+    | `4x4-sglang-decode-replay` | -0.6 | 7.1 | 9.1 | 2.5 | 12.9 (`anneal`) | 20.4 |
+    | `4x4-vllm-drift` | -0.7 | -0.1 | -0.6 | 0.3 | 0.2 (`bottleneck-8`) | 0.5 |
+    | `4x4-vllm-switch` | -0.6 | 0.7 | 0.1 | 0.9 | 0.9 (`incremental`) | 3.3 |
+    | `4x4-vllm-replay` | -0.8 | 1.4 | 0.4 | 0.8 | 1.4 (`bottleneck-8`) | 3.7 |
+    | `4x4-vllm-deepep-drift` | -2.3 | 1.0 | 1.0 | -0.1 | 2.1 (`flashlb`) | 4.7 |
+    | `4x4-vllm-deepep-switch` | -0.2 | 4.4 | 6.3 | 3.9 | 8.3 (`flashlb`) | 18.2 |
+    | `4x4-vllm-deepep-replay` | -0.8 | 6.5 | 9.3 | 2.3 | 10.4 (`anneal-max`) | 17.8 |
+    | `4x4-tensorrt-llm-drift` | -1.1 | -0.1 | -0.2 | 1.2 | 1.6 (`anneal`) | 3.3 |
+    | `4x4-tensorrt-llm-switch` | -0.9 | 0.9 | 1.3 | 0.9 | 2.1 (`flashlb`) | 7.9 |
+    | `4x4-tensorrt-llm-replay` | -0.8 | 2.3 | 2.6 | 1.2 | 4.2 (`anneal-max`) | 8.7 |
+    | `4x4-vllm-ascend-drift` | -2.4 | 1.0 | 1.0 | -0.1 | 1.9 (`flashlb`) | 4.6 |
+    | `4x4-vllm-ascend-switch` | -0.1 | 3.9 | 6.2 | 3.3 | 8.3 (`flashlb`) | 18.0 |
+    | `4x4-vllm-ascend-replay` | -1.0 | 7.2 | 9.2 | 2.2 | 10.1 (`anneal`) | 17.6 |
 
     `python benchmarks/reference_scores.py` measures the scores and writes this table.
 
