@@ -28,6 +28,7 @@ import torch
 import tyro
 
 from clustergym import TokenTrace
+from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.evaluation import (
     PASSES_OF_A_PERMANENT_PLAN,
@@ -82,6 +83,8 @@ class Args:
     """Print the tables of what has been measured, and stop."""
     output: Path = Path("runs/placement.jsonl")
     """File of JSON lines: one per planner and cell. Cells that it has are skipped."""
+    plot: Path | None = None
+    """Write a plot of time saved against decision time, one panel per profile, to this file."""
 
 
 @dataclass(frozen=True)
@@ -317,11 +320,53 @@ def _table(study: str, profile: str, schedule: str, found: dict[tuple[Any, ...],
 
 
 def _best(results: dict[str, Result]) -> str:
-    def realisable(label: str) -> bool:
-        kind = planner_class(label) if label in PLANNERS else None
-        return kind is None or not (kind.needs_future or kind.needs_mixture)
+    return min((label for label in results if _realisable(label)), key=lambda label: results[label].total_us)
 
-    return min((label for label in results if realisable(label)), key=lambda label: results[label].total_us)
+
+def _realisable(label: str) -> bool:
+    """Whether a planner knows only what an engine can know."""
+    kind = planner_class(label) if label in PLANNERS else None
+    return kind is None or not (kind.needs_future or kind.needs_mixture)
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Time saved against decision time: one panel per profile, means over models, clusters and schedules."""
+    plt = require_matplotlib()
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    cells: dict[tuple[str, ...], dict[str, Result]] = {}
+    for line in lines:
+        if line["study"] == "planners":
+            cell = (line["profile"], line["schedule"], line["model"], line["cluster"])
+            cells.setdefault(cell, {})[line["label"]] = Result(**line["result"])
+    for cell, results in cells.items():
+        for label, result in results.items():
+            if label != "static" and "eplb" in results:
+                saved = -100 * result.versus(results["eplb"])[0]
+                points.setdefault(cell[0], {}).setdefault(label, []).append((result.decision_ms, saved))
+    columns = 3
+    rows = -(-len(points) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False)
+    for axis in axes.ravel()[len(points) :]:
+        axis.set_axis_off()
+    for axis, (profile, planners) in zip(axes.ravel(), points.items(), strict=False):
+        means = {label: np.mean(values, 0) for label, values in planners.items()}
+        known = {label: point for label, point in means.items() if _realisable(label)}
+        best, front = -np.inf, []
+        for label, point in sorted(known.items(), key=lambda item: item[1][0]):
+            if point[1] > best:
+                best = point[1]
+                front.append((label, point))
+        for label, (ms, saved) in means.items():
+            axis.plot(ms, saved, "o", color="#4477AA" if label in known else "#BBBBBB", markersize=4)
+        axis.step([p[0] for _, p in front], [p[1] for _, p in front], where="post", color="#4477AA", linewidth=1)
+        shown = [*front, *((label, means[label]) for label in means if label not in known)]
+        for label, (ms, saved) in shown:
+            axis.annotate(label, (ms, saved), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axis.set(title=profile, xscale="log", xlabel="decision, ms per layer", ylabel="time saved vs EPLB, %")
+        axis.axhline(0, color="grey", linewidth=0.6)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
 
 
 def main(args: Args) -> None:
@@ -348,6 +393,8 @@ def main(args: Args) -> None:
         lines = [line for line in lines if any(same_key(line, key_of(args, c)) for c in cells(args, list(found)))]
     print(summary(lines))
     print(tables(lines))
+    if args.plot is not None:
+        plot(lines, args.plot)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def untrained(operations: int = 6) -> tuple[PolicyNetwork, PolicySettings]:
 def test_a_plan_is_not_worse_than_the_placement_on_the_observed_interval(trace: TokenTrace) -> None:
     """In the norm that the policy plans with, no layer is worse and at least one is better."""
     sim = Simulator(MODEL, CLUSTER)
-    planner, interval = Policy(sim, policy=untrained()), intervals(trace)[0]
+    planner, interval = Policy(sim, policy=untrained(), mix_tokens=0), intervals(trace)[0]
     plan = sim.check(planner.plan([interval], sim.static(2)))
     before, after = (smooth_us(planner, interval, slots) for slots in (sim.static(2), plan))
     assert (after <= before + 1e-6).all()
@@ -203,10 +203,20 @@ def test_a_plan_is_not_worse_than_the_placement_on_the_observed_interval(trace: 
 
 def test_more_samples_are_never_worse_on_the_observed_interval(trace: TokenTrace) -> None:
     sim, interval = Simulator(MODEL, CLUSTER), intervals(trace)[0]
-    one, many = (Policy(sim, seed=4, samples=k, policy=untrained()) for k in (1, 8))
+    one, many = (Policy(sim, seed=4, samples=k, policy=untrained(), mix_tokens=0) for k in (1, 8))
     assert many.environments(interval).num_envs == 16
     first, second = (smooth_us(one, interval, planner.plan([interval], sim.static(2))) for planner in (one, many))
     assert (second <= first + 1e-3).all()
+
+
+def test_the_policy_plans_on_tokens_that_are_dealt_over_the_ranks(trace: TokenTrace) -> None:
+    """Which rank had a token is chance. The plan does not depend on it, except through the order of the rows."""
+    sim, interval = Simulator(MODEL, CLUSTER), intervals(trace)[0]
+    planner = Policy(sim, policy=untrained(), mix_tokens=256)
+    mixed = interval.mixed(256, planner.seed)
+    expected = Policy(sim, policy=untrained(), mix_tokens=0).plan([mixed], sim.static(2))
+    np.testing.assert_array_equal(planner.plan([interval], sim.static(2)), expected)
+    assert planner.environments(mixed).traffic.sizes == (1, mixed.n_tokens // sim.n_gpus)
 
 
 def test_guided_search_is_never_worse_than_the_policy(trace: TokenTrace) -> None:

@@ -38,12 +38,17 @@ class Policy(Planner):
     samples: int = 1
     """1 takes the most likely choices. k > 1 also samples k − 1 plans per layer and keeps the one that saves most on
     the observed interval."""
+    mix_tokens: int = 4096
+    """Plan on one pass with so many of the observed tokens, dealt over the ranks at random (see
+    :meth:`Interval.mixed`). 0 plans on the passes as they were: then the look-ahead counts gains that are chance."""
     policy: tuple[PolicyNetwork, PolicySettings] | None = None
     """(network, settings) instead of a checkpoint."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or (self.operations is not None and self.operations < 1):
             raise ValueError(f"samples is {self.samples} and operations {self.operations}: expected at least 1")
+        if self.mix_tokens < 0:
+            raise ValueError(f"mix_tokens is {self.mix_tokens}: expected 0 or more")
         self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
         if self.simulator.stay:
             raise ValueError(
@@ -84,8 +89,12 @@ class Policy(Planner):
             self._same_node = same_node_weights(self.simulator.cluster)
         return self._batch
 
+    def observe(self, interval: Interval) -> Interval:
+        """What the policy sees of an interval."""
+        return interval.mixed(self.mix_tokens, self.seed) if self.mix_tokens else interval
+
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        return self.decode(history[-1], placement)
+        return self.decode(self.observe(history[-1]), placement)
 
     @torch.no_grad()
     def decode(self, interval: Interval, placement: Placement, until: float | None = None) -> Placement:
@@ -164,7 +173,7 @@ class PolicyGuided(Policy):
         began, until = time.perf_counter(), None
         if self.seconds is not None:
             until = began + self.lead * self.seconds
-        proposed = self.decode(history[-1], placement, until)
+        proposed = self.decode(self.observe(history[-1]), placement, until)
         if self.seconds is not None:
             self.search.seconds = max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
         return self.search.plan(history, placement, [proposed])
