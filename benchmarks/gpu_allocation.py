@@ -2,7 +2,9 @@
 
 Trains PPO with the history of owners (Gaussian, categorical, and categorical with a penalty for missed objectives), PPO
 on five numbers, and PPO with an LSTM on five numbers, with five seeds each.
-Finished runs in the output folder are not repeated. Prints a table, and writes JSON and a plot of the learning curves.
+
+Finished runs in the output folder are not repeated, and several processes can share the work. Prints a table, and
+writes JSON and a plot of the learning curves.
 
     python benchmarks/gpu_allocation.py
     python benchmarks/gpu_allocation.py --only lstm --seeds 1 2        # a part; run it again for the rest
@@ -10,6 +12,7 @@ Finished runs in the output folder are not repeated. Prints a table, and writes 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -76,7 +79,7 @@ class Args:
     """Studies to run."""
     history_timesteps: int = 16_000_000
     """Decisions per run with history and a Gaussian policy."""
-    levels_timesteps: int = 10_000_000
+    levels_timesteps: int = 8_000_000
     """Decisions per run with history and a categorical policy."""
     v0_timesteps: int = 10_000_000
     """Decisions per run on five numbers."""
@@ -168,22 +171,31 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
 def main(args: Args) -> None:
     torch.set_num_threads(1)
     console = Console(width=120)
-    for seed in args.seeds:
-        for study in args.only:
-            result = train(study, seed, args)
-            console.print(f"{study} seed {seed}: reward {result['reward']:.4f}, QoS {result['qos']:.4f}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs = [(study, seed) for seed in args.seeds for study in args.only]
+    # First the runs that no other process is working on, then the results of the others.
+    for wait in (False, True):
+        for study, seed in runs:
+            with (args.output / f"{study}-{seed}.lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    continue
+                result = train(study, seed, args)
+            if wait:
+                console.print(f"{study} seed {seed}: reward {result['reward']:.4f}, QoS {result['qos']:.4f}")
     batches = {history: AllocationBatch(AllocationConfig(history=history), args.streams) for history in (True, False)}
     rules = {history: play_rules(batch, seed=FINAL_SEED) for history, batch in batches.items()}
     rows: list[dict[str, Any]] = []
     for study in args.only:
         history = study in HISTORY
-        runs = [final(study, seed, batches[history], args) for seed in args.seeds]
-        row: dict[str, Any] = {"policy": NAMES[study], "seeds": len(runs)}
+        found = [final(study, seed, batches[history], args) for seed in args.seeds]
+        row: dict[str, Any] = {"policy": NAMES[study], "seeds": len(found)}
         for key in ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s"):
-            row[key], row[f"{key}_ci95"] = float(np.mean([r[key] for r in runs])), ci95([r[key] for r in runs])
-        gaps = [gap_closed(r["reward"], rules[history]) for r in runs]
+            row[key], row[f"{key}_ci95"] = float(np.mean([r[key] for r in found])), ci95([r[key] for r in found])
+        gaps = [gap_closed(r["reward"], rules[history]) for r in found]
         row["gap_closed"], row["gap_closed_ci95"] = float(np.mean(gaps)), ci95(gaps)
-        row["runs"] = runs
+        row["runs"] = found
         rows.append(row)
     table = Table(title=f"{args.streams} held-out streams of 128 pods; ± 95 % over {len(args.seeds)} seeds")
     for column in ("policy", "reward", "QoS met", "efficiency", "gap best rule → oracle"):
@@ -207,7 +219,6 @@ def main(args: Args) -> None:
         "rules": {"history": rules[True], "five_numbers": rules[False]},
         "streams": args.streams,
     }
-    args.output.mkdir(parents=True, exist_ok=True)
     write_atomically(args.output / "figures.json", json.dumps(document, indent=2) + "\n")
     plot(rules[True], rules[False], args, args.output / "learning_curves.png")
     console.print(f"results: {args.output / 'figures.json'}, plot: {args.output / 'learning_curves.png'}")
