@@ -333,6 +333,7 @@ def test_categorical_rollouts_follow_the_policy_and_penalise_missed_objectives()
     difference = (rewards - 5.0 * missed).view(32, 2)
     expected = (difference - difference.mean(1, keepdim=True)).flatten().float()
     torch.testing.assert_close(batch.advantages[:64], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(batch.returns[:64], difference.flatten().float(), atol=1e-5, rtol=0)
     assert charts["charts/reward"] > 0.0
 
 

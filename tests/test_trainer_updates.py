@@ -208,11 +208,17 @@ def test_normalised_numbers_are_clipped_on_both_sides(case: Case) -> None:
     statistics.mean += 5
     obs = case.trainer.normalize_obs(torch.tensor([[-100.0, 6.0, 100.0]]), statistics)
     torch.testing.assert_close(obs, torch.tensor([[-10.0, 1.0, 10.0]]))
+    statistics.mean, statistics.var = np.zeros(3), np.full(3, 3e-8)  # with the ε of 1e-8, a deviation of 2e-4
+    obs = case.trainer.normalize_obs(torch.tensor([[-4e-4, 0.0, 6e-4]]), statistics)
+    torch.testing.assert_close(obs, torch.tensor([[-2.0, 0.0, 3.0]]))
     if hasattr(case.trainer, "RewardScaler"):
         scaler = case.trainer.RewardScaler(3, 0.0)
         scaler.statistics.count = 1e12  # these rewards hardly change the variance of 1
         rewards = scaler(torch.tensor([-50.0, 2.0, 50.0]), torch.zeros(3, dtype=torch.bool))
         torch.testing.assert_close(rewards, torch.tensor([-10.0, 2.0, 10.0]))
+        scaler.statistics.count, scaler.statistics.var = 1e30, np.array(3e-8)
+        rewards = scaler(torch.tensor([-4e-4, 0.0, 6e-4]), torch.zeros(3, dtype=torch.bool))
+        torch.testing.assert_close(rewards, torch.tensor([-2.0, 0.0, 3.0]))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.id == "ppo_federated"], ids=lambda case: case.id)

@@ -305,6 +305,7 @@ FILES = {"test_trainer_updates": {"ppo_llm"}, DEVICES: {"ppo_gpu_alloc_online"}}
 FURTHER = {
     "ppo": ("test_ppo.py::test_log_probabilities_and_entropies_of_components_are_added",
             "test_ppo.py::test_every_component_is_sampled_from_its_own_distribution"),
+    "ppo_federated": ("test_ppo_federated.py::test_normal_kl_log_prob_and_entropy_equal_torch_distributions",),
     "ppo_gpu_alloc": ("test_ppo_gpu_alloc.py::test_categorical_policy_matches_torch_distributions",
                       "test_ppo_gpu_alloc.py::"
                       "test_categorical_rollouts_follow_the_policy_and_penalise_missed_objectives",
