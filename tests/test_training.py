@@ -487,6 +487,7 @@ def test_observations_masks_and_last_observations_for_every_autoreset_mode(
         assert envs.masks is not None
         assert torch.equal(envs.masks.int().argmax(1), left)
         step = envs.step(torch.ones(3, dtype=torch.int64))
+        assert step.rewards.dtype == torch.float32
         assert torch.equal(step.valid, left > 0)
         assert step.valid.all() or mode == gym.vector.AutoresetMode.NEXT_STEP
         assert torch.equal(step.truncated, left == 1)
@@ -498,6 +499,21 @@ def test_observations_masks_and_last_observations_for_every_autoreset_mode(
     # Later episodes start without a seed and have two steps.
     assert charts["charts/episodic_return"] == charts["charts/episodic_length"]
     assert 2 <= charts["charts/episodic_length"] < 3
+    envs.close()
+
+
+class OneComponent(Masked):
+    action_space = gym.spaces.MultiDiscrete([3])
+
+    def step(self, action: Any) -> tuple[Any, ...]:
+        assert action.shape == (1,)
+        return super().step(1)
+
+
+def test_actions_have_the_shape_of_the_action_space() -> None:
+    """A policy over one component returns one number per environment."""
+    envs = VectorEnvs(gym.vector.SyncVectorEnv([OneComponent] * 3), seed=3)
+    assert envs.step(torch.ones(3, dtype=torch.int64)).valid.all()
     envs.close()
 
 

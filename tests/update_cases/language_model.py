@@ -138,6 +138,10 @@ class LLMCase(Case):
         generator = torch.Generator().manual_seed(2)
         batch, metrics = self.trainer.rollout(policy, reference, prompts, scale, kl_coef, args, generator)
         assert torch.equal(batch.tokens[:, :p], prompts)
+        torch.manual_seed(1)  # only the generator matters
+        again = torch.Generator().manual_seed(2)
+        repeated, _ = self.trainer.rollout(policy, reference, prompts, scale, kl_coef, args, again)
+        assert torch.equal(repeated.tokens, batch.tokens)
         reward_of = {"vowels": lambda text: sum(each in "aeiouAEIOU" for each in text) / r}[args.reward]
         totals: dict[str, list[float]] = {key: [] for key in ("reward", "score", "length", "ended", "k1", "k2", "k3")}
         all_values, all_targets = [], []

@@ -200,6 +200,8 @@ class PlacementCase(Case):
         def step(expert: Tensor, node: Tensor) -> Any:
             legal = rollouts.batch.obs["joint_mask"][torch.arange(len(expert)), expert].bool()
             looked = seen[-1].pop("looked")[:, 0]
+            if played:
+                assert bool((rollouts.batch.saved[played[-1]["done"]] == 0).all()), "an ended episode was not reset"
             result = plain(expert, node)
             state = rollouts.batch.episode
             played.append({
@@ -233,6 +235,7 @@ class PlacementCase(Case):
         # Rows are ordered by visit to a layer, then environment, then step of the visit.
         place = [(t - t % ops) * num_envs + env * ops + t % ops for t in range(len(played)) for env in range(num_envs)]
         assert sorted(place) == list(range(len(batch)))
+        assert {len(column) for column in batch.graphs.values()} == {len(batch) // ops}
 
         def value(inputs: Any, env: int) -> list[float]:
             one = {key: x if key == "same_node" else x[env : env + 1] for key, x in inputs.items()}

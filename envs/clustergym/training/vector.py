@@ -171,7 +171,6 @@ class VectorEnvs:
         valid = ~self._ended if self._mode == AutoresetMode.NEXT_STEP else self._all
         played = actions.cpu().numpy().reshape(self.num_envs, *self._action_shape) + self._first_action
         obs, rewards, terminated, truncated, infos = self.envs.step(played)
-        rewards = np.array(rewards, np.float64)
         self._ended = terminated | truncated
         self._observe(obs, infos)
         final_obs = self._final_obs(truncated, infos)
@@ -182,7 +181,7 @@ class VectorEnvs:
         if self._mode == AutoresetMode.DISABLED and self._ended.any():
             self._observe(*self.envs.reset(options={"reset_mask": self._ended}), self._ended)
         flags = [torch.from_numpy(np.array(each)) for each in (terminated, truncated, valid)]
-        return Step(torch.from_numpy(rewards.astype(np.float32)), flags[0], flags[1], flags[2], final_obs)
+        return Step(torch.from_numpy(np.array(rewards, np.float32)), flags[0], flags[1], flags[2], final_obs)
 
     def _final_obs(self, truncated: np.ndarray, infos: dict[str, Any]) -> tuple[Tensor, Tensor]:
         cut = truncated.nonzero()[0]
