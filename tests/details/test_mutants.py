@@ -39,7 +39,7 @@ def loss() -> float:
 def test_breakages_that_went_unnoticed_before_are_among_the_mutants() -> None:
     names: Any = some_mutants().keys()
     assert "ppo.update: optimizer.step() → pass" in names
-    assert "ppo.update: world.average_gradients(agent.parameters()) → pass" in names
+    assert "ppo.update: world.average_gradients(parameters) → pass" in names
     losses = "loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss"
     assert f"ppo.update: {losses} → {losses.replace(' - ', ' + ')}" in names
     assert len(names) > 100
