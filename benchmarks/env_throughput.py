@@ -1,7 +1,8 @@
 """Steps per second of the batched environment, of Gymnasium's Sync and Async vector wrappers, and of one environment.
 
-All are measured in one run, in turns, with random actions and full observations. The growth with passes, tokens,
-experts, GPUs and layers is measured on the batched environment. Writes a JSON file and a plot.
+All are measured in one run, in turns, with random actions and full observations, by the wall clock and by CPU time (all
+threads together, which other work on the machine hardly changes). The growth with passes, tokens, experts, GPUs and
+layers is measured on the batched environment, in CPU time. Writes a JSON file and a plot.
 
     python benchmarks/env_throughput.py
     python benchmarks/env_throughput.py --against ../other-checkout   # only the ratio of speeds of two revisions
@@ -69,13 +70,14 @@ def actions(env: Any, n: int, rng: np.random.Generator) -> list[np.ndarray]:
     ]
 
 
-def rate(env: Any, steps: int, rng: np.random.Generator) -> float:
-    """Environment steps per second."""
+def rate(env: Any, steps: int, rng: np.random.Generator) -> tuple[float, float]:
+    """Environment steps per second of the wall clock, and per CPU second of this process."""
     chosen = actions(env, steps, rng)
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     for action in chosen:
         env.step(action)
-    return env.num_envs * steps / (time.perf_counter() - began)
+    taken, taken_cpu = time.perf_counter() - began, time.process_time() - began_cpu
+    return env.num_envs * steps / taken, env.num_envs * steps / taken_cpu
 
 
 def single_rate(options: dict[str, Any], steps: int, rng: np.random.Generator) -> float:
@@ -113,14 +115,20 @@ def compare(batch: int, options: dict[str, Any], args: Args) -> dict[str, Any]:
     }
     rng = np.random.default_rng(0)
     rates: dict[str, list[float]] = {name: [] for name in envs}
+    cpu_rates: dict[str, list[float]] = {name: [] for name in envs}
     for env in envs.values():
         env.reset(seed=0)
         rate(env, 8, rng)
     for _ in range(args.rounds):
         for name, env in envs.items():
-            rates[name].append(rate(env, steps_for(batch, args), rng))
+            wall, cpu = rate(env, steps_for(batch, args), rng)
+            rates[name].append(wall)
+            cpu_rates[name].append(cpu)
     task = envs["batched"].batch
-    result = {"batch": batch, "rates": rates, "state_bytes": task.bytes_allocated, "tokens": tokens_counted(task)}
+    result = {
+        "batch": batch, "rates": rates, "cpu_rates": cpu_rates, "state_bytes": task.bytes_allocated,
+        "tokens": tokens_counted(task),
+    }  # fmt: skip
     for env in envs.values():
         env.close()
     if batch == 1:
@@ -140,7 +148,7 @@ BASE = {"passes": 4, "tokens": 32, "experts": 64, "GPUs": 16, "layers": 8}
 
 
 def growth(args: Args) -> list[dict[str, Any]]:
-    """The batched rate as one size at a time differs from ``BASE``."""
+    """Steps per CPU second of the batched environment as one size at a time differs from ``BASE``."""
     rows = []
     for what, value in [(what, value) for what, values in GROWTH.items() for value in values]:
         size = BASE | {what: value}
@@ -156,7 +164,7 @@ def growth(args: Args) -> list[dict[str, Any]]:
         env.reset(seed=0)
         rng = np.random.default_rng(0)
         rate(env, 8, rng)
-        median = float(np.median([rate(env, 32, rng) for _ in range(3)]))
+        median = float(np.median([rate(env, 32, rng)[1] for _ in range(5)]))
         rows.append(
             {
                 "what": what,
@@ -317,7 +325,9 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
         if points:
             axes[1].loglog(*zip(*points, strict=True), color=colour, marker=marker, label=label)
     axes[1].set(
-        xlabel="size / size in brackets", ylabel="µs per step", title="growth of the cost of a step, 128 environments"
+        xlabel="size / size in brackets",
+        ylabel="µs of CPU time per step",
+        title="growth of the cost of a step, 128 environments",
     )
     if rows:
         for axis in (axes[1].xaxis, axes[1].yaxis):
@@ -339,8 +349,8 @@ def main(args: Args) -> None:
     options = {"profile": args.profile, "trace": args.trace, "allow_reuse": True}
     results = []
     table = Table(title=f"environment steps per second: {args.trace}, {args.profile}, 64 experts, 16 GPUs")
-    for column in ("environments", "batched", "sync", "async", "single", "batched / sync", "µs per step",
-                   "ns per token counted", "state MB"):  # fmt: skip
+    for column in ("environments", "batched", "sync", "async", "single", "batched / sync", "the same per\nCPU second",
+                   "µs per step", "ns per token\ncounted", "state MB"):  # fmt: skip
         table.add_column(column, justify="right")
     for batch in sorted(args.batches):
         result = compare(batch, options, args)
@@ -351,16 +361,19 @@ def main(args: Args) -> None:
             f"{median[n]:,.0f} ± {spread[n]:,.0f}" if n in median else ""
             for n in ("batched", "sync", "async", "single")
         ]
-        ratio = median["batched"] / median["sync"] if "sync" in median else float("nan")
+        ratios = ["", ""]
+        if "sync" in median:
+            per_cpu = [float(np.median(result["cpu_rates"][name])) for name in ("batched", "sync")]
+            ratios = [f"{median['batched'] / median['sync']:.1f}", f"{per_cpu[0] / per_cpu[1]:.1f}"]
         table.add_row(
-            str(batch), *cells, "" if np.isnan(ratio) else f"{ratio:.1f}", f"{1e6 / median['batched']:.1f}",
+            str(batch), *cells, *ratios, f"{1e6 / median['batched']:.1f}",
             f"{1e9 / median['batched'] / result['tokens']:.2f}", f"{result['state_bytes'] / 1e6:.0f}",
         )  # fmt: skip
         console.print(f"{batch} environments: batched {median['batched']:,.0f} steps/s")
     console.print(table)
     rows = growth(args) if args.sizes else []
-    sizes = Table("what", "value", "steps/s", "ns per token counted", "kB per environment",
-                  title="growth, batched, 128 environments")  # fmt: skip
+    sizes = Table("what", "value", "steps per CPU second", "ns per token counted", "kB per environment",
+                  title="growth, batched, 128 environments, CPU time")  # fmt: skip
     for row in rows:
         per_token = 1e9 / row["rate"] / row["tokens"]
         kilobytes = row["bytes_per_env"] / 1e3
