@@ -277,6 +277,7 @@ def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Settin
     from clustergym.gpu_allocation.batch import AllocationBatch
     from clustergym.training import VectorEnvs
 
+    ours(module, task, env_id, setting, 1)  # not measured: first calls compile and load libraries
     owner = AllocationBatch if task.trainer == "ppo_gpu_alloc" else VectorEnvs
     spent = dict.fromkeys(("environments", "roll-out", "update"), 0.0)
     update, calls = module.update, []
@@ -322,6 +323,8 @@ class Args:
     """Measured repetitions of each loop. The table has the medians."""
     steps: int = 20_480
     """Environment steps of a repetition, at least; rounded to whole iterations."""
+    shares_only: bool = False
+    """Only the table that shows where the time of this project goes."""
     output: Path = Path("runs/trainers.json")
     """File for the results."""
 
@@ -349,22 +352,28 @@ def main() -> None:
                 "CleanRL": partial(cleanrl, env_id, setting, iterations),
                 "Stable-Baselines3": partial(stable_baselines, env_id, setting, iterations),
             }
+            spent = where_time_goes(module, task, env_id, setting, iterations)
+            shares.add_row(env_id, name, *(f"{share:.0%}" for share in spent.values()))
+            if args.shares_only:
+                continue
             rates = measure(runs, args.repeats)
             mine = float(np.median(rates["this project"]))
             for loop, values in rates.items():
                 middle = float(np.median(values))
                 spread = f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})"
                 table.add_row(env_id, loop, f"{name}: {setting}", spread, f"{mine / middle:.2f}")
-            spent = where_time_goes(module, task, env_id, setting, iterations)
-            shares.add_row(env_id, name, *(f"{share:.0%}" for share in spent.values()))
             results[f"{env_id} {name}"] = {"setting": str(setting), "steps_per_cpu_s": rates, "time": spent}
+        if args.shares_only:
+            continue
         own = results[f"{env_id} default"]["steps_per_cpu_s"]["this project"]
         for loop in ("CleanRL", "Stable-Baselines3"):
             theirs = float(np.median(results[f"{env_id} same"]["steps_per_cpu_s"][loop]))
             ratio = float(np.median(own)) / theirs
             table.add_row(env_id, f"{loop}, its settings, beside our defaults", "", f"{theirs:,.0f}", f"{ratio:.2f}")
-    Console(width=150).print(table)
     Console(width=150).print(shares)
+    if args.shares_only:
+        return
+    Console(width=150).print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1))
 
