@@ -1,7 +1,7 @@
 """Mutation run over the roll-outs and updates of every trainer, with the operators of mutmut.
 
-    python tests/details/mutants.py --every 7                             # 380 mutants: about 5 minutes on one core
-    python tests/details/mutants.py                                       # all 2,700 mutants: about half an hour
+    python tests/details/mutants.py --every 7                             # 460 mutants: about 15 minutes on one core
+    python tests/details/mutants.py                                       # all 3,200 mutants: about two hours
     python tests/details/mutants.py --trainers ppo ppo_lstm --functions update
     python tests/details/mutants.py --every 7 --results runs/mutants.json   # continue where a run was interrupted
     python tests/details/mutants.py --show                                # show the mutants and run nothing
