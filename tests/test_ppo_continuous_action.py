@@ -196,7 +196,10 @@ def test_two_ranks_share_weights_and_statistics(tmp_path: Path) -> None:
         ppo.Rollouts = lambda *given: (runners.append(plain(*given)), runners[-1])[1]
         ppo.train(small(run_dir=folder / "run", total_timesteps=96), world)
         statistics = (runners[0].statistics, runners[0].scaler.statistics)
-        return [*(each.state_dict()["mean"] for each in statistics), *(p.detach() for p in runners[0].agent.parameters())]
+        return [
+            *(each.state_dict()["mean"] for each in statistics),
+            *(p.detach() for p in runners[0].agent.parameters()),
+        ]
 
     ours, theirs = in_two_processes(work, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
