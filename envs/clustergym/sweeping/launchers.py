@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from clustergym.common.executors import RETRIES, connect_ray
 from clustergym.sweeping.processes import CHECKPOINT, OUTPUT, die_with_parent
 
 _GRACE_S = 10.0
+_POLL_S = 0.1
 
 
 class Handle(Protocol):
@@ -114,8 +116,11 @@ def run_command(command: Sequence[str], folder: Path, cwd: Path | None, resume: 
     folder.mkdir(parents=True, exist_ok=True)
     process = popen(command, folder, cwd, resume)
     try:
-        return process.wait()
-    except KeyboardInterrupt:  # ray.cancel
+        # ray.cancel raises between two lines of Python. It does not interrupt process.wait().
+        while (code := process.poll()) is None:
+            time.sleep(_POLL_S)
+        return code
+    except KeyboardInterrupt:
         signal_group(process, signal.SIGTERM)
         try:
             process.wait(_GRACE_S)
