@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,29 +130,27 @@ def table_cells(rows: Sequence[Row], kind: str) -> tuple[list[str], list[list[st
     return heads, cells
 
 
-FASTEST_MS = 0.01
+FASTEST_MS = {"placement": 0.01, "allocation": 1e-4}
 """Decisions that take less are drawn here."""
-
-
-def _shown_ms(row: Row) -> float:
-    return max(row.decision_ms, FASTEST_MS)
 
 
 def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
     """Score with its interval over decision time. The line joins the entries that nobody beats in both."""
     plt = require_matplotlib()
     figure, axes = plt.subplots(figsize=(10, 6.5), layout="constrained")
+    fastest = FASTEST_MS[kind]
+    rows = [replace(row, decision_ms=max(row.decision_ms, fastest)) for row in rows]
     front = pareto(rows)
-    times, scores = [_shown_ms(r) for r in front], [100 * r.score for r in front]
+    times, scores = [r.decision_ms for r in front], [100 * r.score for r in front]
     axes.plot(times, scores, drawstyle="steps-post", color="#4477AA", zorder=1, label="Pareto front")
     for row in rows:
         colour = "#BBBBBB" if row.hindsight else "#4477AA" if row in front else "#EE6677"
         spread = [[100 * max(0.0, row.score - row.low)], [100 * max(0.0, row.high - row.score)]]
         axes.errorbar(
-            _shown_ms(row), 100 * row.score, yerr=spread, fmt="o", color=colour, markersize=5, elinewidth=0.8, zorder=2
+            row.decision_ms, 100 * row.score, yerr=spread, fmt="o", color=colour, markersize=5, elinewidth=0.8, zorder=2
         )
     axes.set_xscale("log")
-    axes.set_xlim(FASTEST_MS / 1.5, 4 * max(_shown_ms(row) for row in rows))
+    axes.set_xlim(fastest / 1.5, 4 * max(row.decision_ms for row in rows))
     _label(axes, rows)
     axes.axhline(0, color="#888888", linewidth=0.8, linestyle=":")
     unit = "per layer and decision" if kind == "placement" else "per decision"
@@ -168,7 +166,7 @@ def _label(axes: Any, rows: Sequence[Row]) -> None:
     axes.figure.canvas.draw()
     taken: list[Any] = []
     for row in sorted(rows, key=lambda r: -r.score):
-        at = (_shown_ms(row), 100 * row.score)
+        at = (row.decision_ms, 100 * row.score)
         best = None
         for dx, dy in [
             (6, 2),

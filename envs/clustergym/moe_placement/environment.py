@@ -373,6 +373,12 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     | `2x8-sglang-prefill-replay` | -0.8 | 4.3 | 4.9 | 2.3 | 8.9 (`anneal-max`) | 14.8 |
     | `2x8-sglang-decode-drift` | -1.2 | 1.2 | 0.4 | 2.6 | 6.2 (`anneal`) | 8.4 |
     | `2x8-sglang-decode-switch` | -0.4 | 4.8 | 4.6 | 3.4 | 8.1 (`anneal`) | 19.5 |
+    | `2x8-sglang-decode-replay` | -1.1 | 6.3 | 6.8 | 3.0 | 12.8 (`anneal`) | 19.9 |
+    | `2x8-vllm-drift` | -0.8 | -0.2 | -0.5 | 0.3 | 0.3 (`bottleneck-8`) | 0.7 |
+    | `2x8-vllm-switch` | -0.7 | 0.7 | 0.3 | 0.9 | 1.2 (`bottleneck-8`) | 3.9 |
+    | `2x8-vllm-replay` | -0.8 | 1.6 | 0.6 | 0.7 | 1.8 (`bottleneck-8`) | 4.4 |
+    | `2x8-vllm-deepep-drift` | -1.9 | 0.8 | 0.7 | -0.5 | 1.7 (`flashlb`) | 4.0 |
+    | `2x8-vllm-deepep-switch` | -0.3 | 4.5 | 5.4 | 3.3 | 7.1 (`flashlb`) | 15.8 |
     | `4x4-sglang-prefill-drift` | -1.0 | 0.1 | 0.0 | 1.6 | 2.4 (`anneal`) | 6.7 |
     | `4x4-sglang-prefill-switch` | -1.5 | 2.1 | 2.3 | 2.3 | 5.1 (`anneal-max`) | 11.8 |
     | `4x4-sglang-prefill-replay` | -0.3 | 3.7 | 5.8 | 1.8 | 10.4 (`anneal-max`) | 16.6 |
@@ -391,6 +397,15 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     | `4x4-vllm-ascend-drift` | -2.4 | 1.0 | 1.0 | -0.1 | 1.9 (`flashlb`) | 4.6 |
     | `4x4-vllm-ascend-switch` | -0.1 | 3.9 | 6.2 | 3.3 | 8.3 (`flashlb`) | 18.0 |
     | `4x4-vllm-ascend-replay` | -1.0 | 7.2 | 9.2 | 2.2 | 10.1 (`anneal`) | 17.6 |
+    | `4x8-sglang-prefill-stationary` | -0.5 | 2.8 | 4.7 | 4.0 | 6.4 (`anneal`) | 10.5 |
+    | `4x8-sglang-prefill-drift` | -0.7 | 0.3 | 0.2 | 0.6 | 2.0 (`anneal`) | 5.5 |
+    | `4x8-sglang-prefill-switch` | -0.9 | 2.6 | 5.6 | 2.9 | 9.2 (`anneal`) | 15.4 |
+    | `4x8-sglang-prefill-replay` | -0.7 | 2.8 | 7.2 | 1.7 | 10.6 (`anneal-max`) | 16.5 |
+    | `4x8-sglang-decode-stationary` | -0.2 | 5.9 | 10.0 | 6.9 | 12.4 (`anneal`) | 14.3 |
+    | `4x8-sglang-decode-drift` | -1.8 | 1.0 | 0.7 | 0.9 | 4.1 (`anneal`) | 6.1 |
+    | `4x8-sglang-decode-switch` | -4.7 | 2.1 | 5.2 | 2.0 | 6.5 (`flashlb`) | 20.4 |
+    | `4x8-sglang-decode-replay` | -4.8 | 3.4 | 10.3 | 0.3 | 13.3 (`anneal`) | 21.2 |
+    | `4x8-vllm-stationary` | -0.3 | 0.4 | 0.9 | 0.3 | 1.0 (`flashlb`) | 2.8 |
 
     `python benchmarks/reference_scores.py` measures the scores and writes this table.
 
