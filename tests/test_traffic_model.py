@@ -146,3 +146,17 @@ def test_comparison_teaches_with_the_train_split(monkeypatch: pytest.MonkeyPatch
 def test_one_plan_is_made_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny_moe", "--planner", "anneal-learned", "-o", str(tmp_path / "plan.json")]) == 2
     assert "plans again and again" in capsys.readouterr().err
+
+
+def test_traffic_unlike_all_topics_gets_few_training_tokens() -> None:
+    """A training sequence uses experts 0 … 7 or 8 … 15. The new tokens use even experts only, which no mix explains."""
+    past, _ = trace_of_topics(0, 400)
+    model = TrafficModel.learn(past, EXPERTS, topics=2)
+    rng = np.random.default_rng(1)
+    experts = np.stack([[2 * rng.permutation(8)[:TOP_K] for _ in range(LAYERS)] for _ in range(1000)]).astype(np.int16)
+    strange = TokenTrace(experts, n_experts=EXPERTS, model=None, name="strange")
+    seen = Interval.even(layer_first(strange), np.arange(1000)[None], 8)
+    extended = model.extend(seen, EXPERTS, 16384, seed=0)
+    assert (extended.rows < 1000).mean() > 0.99
+    usual = interval_of(trace_of_topics(2, 400)[0], np.arange(100), 8)
+    assert (model.extend(usual, EXPERTS, 16384, seed=0).rows < 4000).mean() == pytest.approx(1000 / 5096, abs=0.1)

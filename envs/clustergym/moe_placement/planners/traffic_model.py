@@ -4,6 +4,9 @@ The last interval is a small sample of what comes next: a plan that is optimal f
 The model knows more tokens. Learning groups the sequences of a training trace into topics by the experts that they
 use. In use, the loads of the last interval tell how much of each topic is being served, and tokens of these topics are
 added to those of the interval. A planner then plans on both.
+
+New traffic may be unlike all topics. So the model knows how far the loads of training sequences that it did not learn
+from are from its topics. The further the loads of an interval are beyond that, the fewer training tokens are added.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ MOST_TRAINING_TOKENS = 65536
 _FEWEST_TOKENS = 8192
 """Fewest tokens of an extended interval. A token may appear more than once, on different ranks."""
 _STARTS, _ROUNDS = 4, 30
+_PART_TOKENS = 2048
+"""Tokens of a part of the training trace that stands for an interval."""
 
 
 @dataclass(eq=False)
@@ -33,6 +38,8 @@ class TrafficModel:
     """Rows of each topic"""
     profiles: npt.NDArray[np.float64]
     """(topics, L·E) probability of each expert in each layer"""
+    usual_distance: float = np.inf
+    """Distance of the topics from loads of training sequences that were left out, see :meth:`distance`"""
     worth: int = 4096
     """Number of observed tokens that the training tokens are worth: half of the tokens that a planner sees are training
     tokens if the interval has so many."""
@@ -48,6 +55,18 @@ class TrafficModel:
             order = rng.permutation(trace.n_sequences)
             kept = np.searchsorted(np.cumsum(trace.seq_lens[order]), MOST_TRAINING_TOKENS) + 1
             trace = trace.select(sequences=np.sort(order[:kept]))
+        model, counts = cls._group(trace, n_experts, topics, rng), _counts(trace, n_experts)
+        half = rng.permutation(trace.n_sequences)
+        learned_from, left_out = np.sort(half[::2]), half[1::2]
+        if len(left_out):
+            other = cls._group(trace.select(sequences=learned_from), n_experts, topics, rng)
+            parts = np.array_split(left_out, max(1, int(trace.seq_lens[left_out].sum()) // _PART_TOKENS))
+            loads = [counts[part].sum(0).reshape(trace.n_layers, n_experts) for part in parts]
+            model.usual_distance = float(np.mean([other.distance(each) for each in loads]))
+        return model
+
+    @classmethod
+    def _group(cls, trace: TokenTrace, n_experts: int, topics: int, rng: np.random.Generator) -> Self:
         counts, sequence = _counts(trace, n_experts), np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
         best = max((_topics(counts, topics, trace.n_layers, rng) for _ in range(_STARTS)), key=lambda found: found[0])
         _, topic = np.unique(best[1], return_inverse=True)
@@ -61,22 +80,39 @@ class TrafficModel:
         return np.asarray(sizes / sizes.sum())
 
     def mixture(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """(topics,) share of each topic in traffic with these loads (L, E), by expectation maximization."""
+        """(topics,) share of each topic in the next interval, after one with these loads (L, E)."""
+        return self.inertia * self._fit(loads) + (1 - self.inertia) * self.shares
+
+    def distance(self, loads: npt.NDArray[np.float64]) -> float:
+        """How far loads (L, E) are from the closest mixture of topics, beyond the noise of independent tokens.
+
+        The statistic of Pearson's test is about 1 per expert for independent tokens and grows with their number
+        otherwise. So 1 is subtracted, and the rest is divided by the number.
+        """
+        expected = (self._fit(loads) @ self.profiles).reshape(loads.shape)
+        total = loads.sum(1, keepdims=True)
+        statistic = ((loads - total * expected) ** 2 / np.maximum(total * expected, 1e-9)).sum(1) / loads.shape[1]
+        return float(np.mean(np.maximum(statistic - 1, 0) / np.maximum(total[:, 0], 1)))
+
+    def _fit(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """(topics,) share of each topic in traffic with these loads, by expectation maximization."""
         used = np.flatnonzero(loads.ravel() > 0)
         observed, profiles, weights = loads.ravel()[used], self.profiles[:, used], self.shares
         for _ in range(_ROUNDS):
             share = weights[:, None] * profiles
             weights = (share / share.sum(0)) @ observed
             weights /= max(weights.sum(), 1e-12)
-        return self.inertia * weights + (1 - self.inertia) * self.shares
+        return np.asarray(weights)
 
     def extend(self, interval: Interval, n_experts: int, most_tokens: int, seed: int) -> Interval:
         """One pass with tokens of the interval and training tokens, priced as a pass of the interval."""
         experts = self._join(interval.experts)
         rng, ranks, seen = np.random.default_rng(seed), interval.rank_start.shape[1] - 1, interval.rows.ravel()
-        mixture = self.mixture(interval.loads(n_experts).astype(np.float64))
-        total = min(most_tokens, max(_FEWEST_TOKENS, len(seen) + self.worth))
-        own = len(seen) / (len(seen) + self.worth)
+        loads = interval.loads(n_experts).astype(np.float64)
+        mixture = self.mixture(loads)
+        worth = self.worth * min(1.0, (self.usual_distance / max(self.distance(loads), 1e-12)) ** 2)
+        total = min(most_tokens, max(_FEWEST_TOKENS, len(seen) + round(worth)))
+        own = len(seen) / (len(seen) + worth)
         offset = interval.experts.shape[1]
         rows = [_draw(seen, round(own * total), rng)]
         rows += [
