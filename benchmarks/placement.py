@@ -351,17 +351,25 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     for axis, (profile, planners) in zip(axes.ravel(), points.items(), strict=False):
         means = {label: np.mean(values, 0) for label, values in planners.items()}
         known = {label: point for label, point in means.items() if _realisable(label)}
-        best, front = -np.inf, []
+        top = max(saved for _, saved in means.values())
+        best, front, shown = -0.1 * top, [], []
         for label, point in sorted(known.items(), key=lambda item: item[1][0]):
             if point[1] > best:
+                # Names of points that are close to each other would overlap.
+                if not shown or point[1] > shown[-1][1][1] + 0.08 * top:
+                    shown.append((label, point))
                 best = point[1]
-                front.append((label, point))
+                front.append(point)
         for label, (ms, saved) in means.items():
             axis.plot(ms, saved, "o", color="#4477AA" if label in known else "#BBBBBB", markersize=4)
-        axis.step([p[0] for _, p in front], [p[1] for _, p in front], where="post", color="#4477AA", linewidth=1)
-        shown = [*front, *((label, means[label]) for label in means if label not in known)]
-        for label, (ms, saved) in shown:
-            axis.annotate(label, (ms, saved), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        axis.step([ms for ms, _ in front], [saved for _, saved in front], where="post", color="#4477AA", linewidth=1)
+        for label, (ms, saved) in [*shown, *((label, means[label]) for label in means if label not in known)]:
+            left = label in known
+            axis.annotate(
+                label, (ms, saved), textcoords="offset points", xytext=(-4 if left else 5, 4), fontsize=7,
+                ha="right" if left else "left",
+            )  # fmt: skip
+        axis.set(xlim=(0.3, 3e4), ylim=(-0.3 * top, 1.15 * top))
         axis.set(title=profile, xscale="log", xlabel="decision, ms per layer", ylabel="time saved vs EPLB, %")
         axis.axhline(0, color="grey", linewidth=0.6)
         axis.grid(alpha=0.3)
