@@ -368,17 +368,48 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     | task | random | random-flat | EPLB | policy | best planner | bound |
     | --- | ---: | ---: | ---: | ---: | ---: | ---: |
+    | `small-sglang-prefill-stationary` | -4.6 | 9.9 | 10.9 | 11.4 | 11.2 (`anneal`) | 12.1 (proven) |
+    | `small-sglang-prefill-drift` | -16.2 | -2.0 | 0.5 | 0.6 | 0.9 (`bottleneck-8`) | 1.6 |
+    | `small-sglang-prefill-switch` | -13.8 | -1.6 | 0.7 | 1.1 | 1.3 (`anneal`) | 2.9 |
+    | `small-sglang-prefill-replay` | -13.8 | 0.1 | 2.0 | 2.3 | 2.3 (`anneal`) | 3.2 |
+    | `small-sglang-decode-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.3 (`anneal`) | 12.9 (proven) |
+    | `small-sglang-decode-drift` | -18.3 | -1.7 | 0.7 | 0.7 | 0.8 (`bottleneck-8`) | 1.2 |
+    | `small-sglang-decode-switch` | -16.8 | -2.0 | -0.4 | -0.5 | 0.4 (`flashlb`) | 2.1 |
+    | `small-sglang-decode-replay` | -16.8 | -0.2 | 2.4 | 2.5 | 2.6 (`bottleneck-8`) | 3.1 |
+    | `small-vllm-stationary` | -4.8 | 7.0 | 8.8 | 9.0 | 8.9 (`flashlb`) | 9.2 (proven) |
+    | `small-vllm-drift` | -13.3 | -2.3 | 0.5 | 0.6 | 0.6 (`bottleneck-8`) | 0.8 |
+    | `small-vllm-switch` | -12.1 | -1.9 | -0.4 | -0.6 | 0.2 (`flashlb`) | 1.4 |
+    | `small-vllm-replay` | -12.4 | -0.9 | 1.7 | 1.8 | 1.8 (`anneal-max`) | 2.1 |
+    | `small-vllm-deepep-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.3 (`anneal`) | 12.9 (proven) |
+    | `small-vllm-deepep-drift` | -18.3 | -1.7 | 0.7 | 0.7 | 0.8 (`bottleneck-8`) | 1.2 |
+    | `small-vllm-deepep-switch` | -16.8 | -2.0 | -0.4 | -0.5 | 0.4 (`flashlb`) | 2.1 |
+    | `small-vllm-deepep-replay` | -16.8 | -0.2 | 2.4 | 2.5 | 2.6 (`bottleneck-8`) | 3.1 |
+    | `small-tensorrt-llm-stationary` | -5.0 | 7.6 | 9.0 | 9.1 | 9.4 (`anneal`) | 10.0 (proven) |
+    | `small-tensorrt-llm-drift` | -13.4 | -1.7 | 0.5 | 0.6 | 0.7 (`bottleneck-8`) | 1.2 |
+    | `small-tensorrt-llm-switch` | -12.2 | -1.8 | -0.3 | -0.8 | 0.2 (`flashlb`) | 1.9 |
+    | `small-tensorrt-llm-replay` | -12.5 | -0.4 | 1.7 | 1.9 | 2.0 (`anneal`) | 2.5 |
+    | `small-vllm-ascend-stationary` | -6.8 | 10.4 | 12.4 | 12.2 | 12.3 (`anneal`) | 12.9 (proven) |
+    | `small-vllm-ascend-drift` | -18.3 | -1.7 | 0.7 | 0.7 | 0.8 (`bottleneck-8`) | 1.2 |
+    | `small-vllm-ascend-switch` | -16.8 | -2.0 | -0.4 | -0.5 | 0.4 (`flashlb`) | 2.1 |
+    | `small-vllm-ascend-replay` | -16.8 | -0.2 | 2.4 | 2.5 | 2.6 (`bottleneck-8`) | 3.1 |
+    | `2x8-sglang-prefill-stationary` | 0.0 | 2.7 | 3.3 | 3.6 | 4.8 (`anneal`) | 9.2 |
     | `2x8-sglang-prefill-drift` | -1.0 | 0.8 | -0.4 | 0.8 | 1.1 (`anneal-max`) | 5.2 |
     | `2x8-sglang-prefill-switch` | -2.3 | 1.8 | 1.3 | 1.6 | 4.1 (`anneal-max`) | 10.1 |
     | `2x8-sglang-prefill-replay` | -0.8 | 4.3 | 4.9 | 2.3 | 8.9 (`anneal-max`) | 14.8 |
+    | `2x8-sglang-decode-stationary` | 0.1 | 5.7 | 7.3 | 7.3 | 12.5 (`anneal`) | 14.0 |
     | `2x8-sglang-decode-drift` | -1.2 | 1.2 | 0.4 | 2.6 | 6.2 (`anneal`) | 8.4 |
     | `2x8-sglang-decode-switch` | -0.4 | 4.8 | 4.6 | 3.4 | 8.1 (`anneal`) | 19.5 |
     | `2x8-sglang-decode-replay` | -1.1 | 6.3 | 6.8 | 3.0 | 12.8 (`anneal`) | 19.9 |
+    | `2x8-vllm-stationary` | -0.3 | 0.6 | 1.1 | 0.9 | 1.8 (`anneal`) | 4.9 |
     | `2x8-vllm-drift` | -0.8 | -0.2 | -0.5 | 0.3 | 0.3 (`bottleneck-8`) | 0.7 |
     | `2x8-vllm-switch` | -0.7 | 0.7 | 0.3 | 0.9 | 1.2 (`bottleneck-8`) | 3.9 |
     | `2x8-vllm-replay` | -0.8 | 1.6 | 0.6 | 0.7 | 1.8 (`bottleneck-8`) | 4.4 |
+    | `2x8-vllm-deepep-stationary` | 0.0 | 6.0 | 8.4 | 6.9 | 8.9 (`anneal`) | 10.8 |
     | `2x8-vllm-deepep-drift` | -1.9 | 0.8 | 0.7 | -0.5 | 1.7 (`flashlb`) | 4.0 |
     | `2x8-vllm-deepep-switch` | -0.3 | 4.5 | 5.4 | 3.3 | 7.1 (`flashlb`) | 15.8 |
+    | `2x8-vllm-deepep-replay` | -0.7 | 5.8 | 8.0 | 2.1 | 10.4 (`anneal-max`) | 16.2 |
+    | `2x8-tensorrt-llm-stationary` | -0.2 | 1.8 | 3.0 | 2.7 | 3.7 (`anneal`) | 6.2 |
+    | `2x8-tensorrt-llm-drift` | -1.1 | 0.0 | -0.2 | 0.3 | 0.4 (`anneal-max`) | 1.9 |
     | `4x4-sglang-prefill-drift` | -1.0 | 0.1 | 0.0 | 1.6 | 2.4 (`anneal`) | 6.7 |
     | `4x4-sglang-prefill-switch` | -1.5 | 2.1 | 2.3 | 2.3 | 5.1 (`anneal-max`) | 11.8 |
     | `4x4-sglang-prefill-replay` | -0.3 | 3.7 | 5.8 | 1.8 | 10.4 (`anneal-max`) | 16.6 |
@@ -406,6 +437,19 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     | `4x8-sglang-decode-switch` | -4.7 | 2.1 | 5.2 | 2.0 | 6.5 (`flashlb`) | 20.4 |
     | `4x8-sglang-decode-replay` | -4.8 | 3.4 | 10.3 | 0.3 | 13.3 (`anneal`) | 21.2 |
     | `4x8-vllm-stationary` | -0.3 | 0.4 | 0.9 | 0.3 | 1.0 (`flashlb`) | 2.8 |
+    | `4x8-vllm-drift` | -0.7 | -0.2 | -0.4 | 0.0 | 0.1 (`bottleneck-8`) | 0.3 |
+    | `4x8-vllm-switch` | -1.4 | -0.1 | -0.1 | 0.2 | 0.3 (`bottleneck-8`) | 2.3 |
+    | `4x8-vllm-replay` | -1.5 | 0.5 | 0.6 | 0.2 | 0.9 (`flashlb`) | 2.7 |
+    | `deepseek-v3-sglang-prefill-stationary` | -0.4 | 0.1 | 0.1 | 0.3 | 3.5 (`anneal`) | 4.1 |
+    | `deepseek-v3-sglang-prefill-drift` | -0.6 | -0.2 | -1.5 | -0.1 | 2.7 (`anneal`) | 3.0 |
+    | `deepseek-v3-sglang-prefill-switch` | -0.5 | 0.0 | -1.1 | 0.0 | 2.4 (`anneal`) | 3.7 |
+    | `deepseek-v3-sglang-prefill-replay` | -0.5 | -0.1 | -1.2 | -0.1 | 2.9 (`anneal`) | 3.5 |
+    | `deepseek-v3-sglang-decode-stationary` | -0.6 | 4.3 | 9.7 | 3.3 | 13.8 (`anneal`) | 15.6 |
+    | `deepseek-v3-sglang-decode-drift` | -1.1 | 0.0 | -1.7 | 0.1 | 3.5 (`anneal`) | 4.9 |
+    | `deepseek-v3-sglang-decode-switch` | -1.6 | 0.2 | -2.6 | 0.2 | 1.9 (`flashlb`) | 6.0 |
+    | `deepseek-v3-sglang-decode-replay` | -1.5 | 0.5 | -1.1 | 0.5 | 4.1 (`anneal`) | 5.8 |
+    | `deepseek-v3-vllm-stationary` | -0.3 | 1.0 | 1.0 | 0.8 | 1.9 (`incremental`) | 5.7 |
+    | `deepseek-v3-vllm-drift` | -0.6 | -0.1 | -1.5 | 0.0 | 0.2 (`bottleneck-8`) | 0.5 |
 
     `python benchmarks/reference_scores.py` measures the scores and writes this table.
 
