@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -62,6 +63,9 @@ class RunningMeans:
         rate = 1.0 / self._weight
         self.values = [mean + rate * (value - mean) for mean, value in zip(self.values, row, strict=True)]
 
+    def at(self, i: int) -> float:
+        return self.values[i]
+
 
 class Metrics:
     """All metrics of a service."""
@@ -88,7 +92,7 @@ class Metrics:
         for i, (name, text) in enumerate(TEXTS.items()):
             gauge = Gauge(f"clustergym_{name}_mean", text, ("qos_class",), registry=self.registry)
             for sensitive, means in self._means.items():
-                gauge.labels(CLASSES[sensitive]).set_function(lambda means=means, i=i: means.values[i])  # type: ignore[misc]
+                gauge.labels(CLASSES[sensitive]).set_function(partial(means.at, i))
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "clustergym_policy_version": ("Number of updates of the policy in use", lambda: service.policy.version),
             "clustergym_degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),

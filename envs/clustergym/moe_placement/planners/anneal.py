@@ -139,7 +139,9 @@ class Anneal(Search):
         tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
         if self.seconds is not None:
             tokens = min(tokens, _ESTIMATE_TOKENS if self.core_ms(layers) > 8 else _ESTIMATE_TOKENS // 2)
-        whole, seen = self.observe(history, 0), self.observe(history, tokens)
+        seen = self.observe(history, tokens)
+        # All observed tokens for the loads; an interval that a traffic model made has no others.
+        whole = self.observe(history, 0) if self.traffic is None else seen
         placement = np.ascontiguousarray(placement, np.int16)
         before = None if simulator.background_share < 0 else simulator.count(seen, placement)
         objective = self.objective(seen, before)

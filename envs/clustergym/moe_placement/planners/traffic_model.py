@@ -55,19 +55,21 @@ class TrafficModel:
             order = rng.permutation(trace.n_sequences)
             kept = np.searchsorted(np.cumsum(trace.seq_lens[order]), MOST_TRAINING_TOKENS) + 1
             trace = trace.select(sequences=np.sort(order[:kept]))
-        model, counts = cls._group(trace, n_experts, topics, rng), _counts(trace, n_experts)
+        counts = _counts(trace, n_experts)
+        model = cls._group(trace, counts, topics, rng)
         half = rng.permutation(trace.n_sequences)
         learned_from, left_out = np.sort(half[::2]), half[1::2]
         if len(left_out):
-            other = cls._group(trace.select(sequences=learned_from), n_experts, topics, rng)
+            other = cls._group(trace.select(sequences=learned_from), counts[learned_from], topics, rng)
             parts = np.array_split(left_out, max(1, int(trace.seq_lens[left_out].sum()) // _PART_TOKENS))
             loads = [counts[part].sum(0).reshape(trace.n_layers, n_experts) for part in parts]
             model.usual_distance = float(np.mean([other.distance(each) for each in loads]))
         return model
 
     @classmethod
-    def _group(cls, trace: TokenTrace, n_experts: int, topics: int, rng: np.random.Generator) -> Self:
-        counts, sequence = _counts(trace, n_experts), np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
+    def _group(cls, trace: TokenTrace, counts: npt.NDArray[np.float64], topics: int, rng: np.random.Generator) -> Self:
+        """Group the sequences, whose experts have these ``counts``, into topics."""
+        sequence = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
         best = max((_topics(counts, topics, trace.n_layers, rng) for _ in range(_STARTS)), key=lambda found: found[0])
         _, topic = np.unique(best[1], return_inverse=True)
         rows = [np.flatnonzero(topic[sequence] == t) for t in range(topic.max() + 1)]
@@ -145,14 +147,12 @@ def _draw(rows: npt.NDArray[np.integer], n: int, rng: np.random.Generator) -> np
 
 def _counts(trace: TokenTrace, n_experts: int) -> npt.NDArray[np.float64]:
     """(sequences, L·E) uses of each expert."""
-    experts = layer_first(trace)
-    counts = np.zeros((trace.n_sequences, trace.n_layers * n_experts))
+    counts = np.zeros((trace.n_sequences, trace.n_layers, n_experts))
     sequence = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)[:, None]
-    for layer, chosen in enumerate(experts):
-        used = chosen >= 0
-        cells = (sequence * counts.shape[1] + layer * n_experts + chosen)[used]
-        counts += np.bincount(cells, minlength=counts.size).reshape(counts.shape)
-    return counts
+    for layer, chosen in enumerate(layer_first(trace)):
+        cells = (sequence * n_experts + chosen)[chosen >= 0]
+        counts[:, layer] = np.bincount(cells, minlength=trace.n_sequences * n_experts).reshape(-1, n_experts)
+    return counts.reshape(trace.n_sequences, -1)
 
 
 def _profiles(
