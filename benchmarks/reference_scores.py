@@ -42,9 +42,9 @@ from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.streams import IntervalStream
 
-BEST = ("incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
+BEST = ("eplb", "incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
 """Planners among which the best one is named."""
-PLANNERS = ("eplb", *BEST, "policy", "hindsight")
+PLANNERS = (*BEST, "policy", "hindsight")
 HINDSIGHT = {"hindsight": "anneal-max", "oracle": "oracle", "optimum": "exact"}
 """Bounds → the planner that sees the next interval."""
 ORACLE_STEPS = 5000
