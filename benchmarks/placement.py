@@ -39,8 +39,8 @@ from clustergym.moe_placement.evaluation import (
     evaluate_planner,
 )
 from clustergym.moe_placement.planner_registry import PLANNERS, make_planner, planner_class
-from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.recorded import interval_from_statistics
 from clustergym.moe_placement.planning import spread_layers
 from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.simulator import Placement
@@ -50,7 +50,10 @@ SEARCHES = ("anneal-max", "anneal", "anneal-4", "forecast", "oracle")
 UNEVEN = 1.5
 """Spread of the ranks' shares in the study of the trap: a few GPUs send most of the tokens."""
 SAMPLES = (1024, 256, 64)
-FROM_STATISTICS = "anneal, loads + co-activation"
+OBSERVERS = ("anneal", "policy")
+"""Planners of the study of what they see. The pretrained policy has seen some of the DeepSeek sequences."""
+ON_STATISTICS = " on statistics"
+"""Suffix of a planner that sees loads and co-activation instead of tokens."""
 
 
 @dataclass
@@ -154,25 +157,26 @@ def protocol_of(args: Args, cell: Cell, trace: TokenTrace, n_gpus: int) -> Proto
 
 
 def options_of(args: Args, name: str, stationary: bool) -> dict[str, Any]:
-    if name not in (*SEARCHES, FROM_STATISTICS):
+    if name.removesuffix(ON_STATISTICS) not in SEARCHES:
         return {}
     steps = args.iterations * (10 if stationary and name != "oracle" else 1)
     return {"iterations": steps}
 
 
-class FromStatistics(Anneal):
-    """Annealing on made-up tokens with the loads and the co-activation of the observed ones."""
+def on_statistics(kind: type[Planner]) -> type[Planner]:
+    """The planner on made-up tokens with the loads and the co-activation of the observed ones."""
 
-    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        from clustergym.moe_placement.planners.recorded import interval_from_statistics
+    class OnStatistics(kind):
+        def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+            seen, n_experts = history[-1], self.simulator.n_experts
+            pairs = np.stack([seen.coactivation(layer, n_experts) for layer in range(seen.n_layers)])
+            made = interval_from_statistics(
+                seen.loads(n_experts), pairs, seen.experts.shape[2], self.simulator.n_gpus, seen.n_tokens,
+                seen.n_passes, self.seed,
+            )  # fmt: skip
+            return super().plan([made], placement)
 
-        seen, n_experts = history[-1], self.simulator.n_experts
-        pairs = np.stack([seen.coactivation(layer, n_experts) for layer in range(seen.n_layers)])
-        made = interval_from_statistics(
-            seen.loads(n_experts), pairs, seen.experts.shape[2], self.simulator.n_gpus, seen.n_tokens, seen.n_passes,
-            self.seed,
-        )  # fmt: skip
-        return super().plan([made], placement)
+    return OnStatistics
 
 
 def variants(args: Args, protocol: Protocol) -> dict[str, tuple[str, Protocol]]:
@@ -181,18 +185,19 @@ def variants(args: Args, protocol: Protocol) -> dict[str, tuple[str, Protocol]]:
         names = ("static", "eplb", "eplb-hierarchical", "flashlb", "bottleneck-8", "anneal", "oracle")
         return {name: (name, protocol) for name in names}
     if args.study == "observe":
-        tokens = {f"anneal, {n} tokens": ("anneal", replace(protocol, observe_tokens=n)) for n in SAMPLES}
-        return {
-            "eplb": ("eplb", protocol),
-            "anneal, all tokens": ("anneal", protocol),
-            **tokens,
-            FROM_STATISTICS: (FROM_STATISTICS, protocol),
-        }
+        rows = {"eplb": ("eplb", protocol)}
+        for name in OBSERVERS:
+            rows[f"{name}, all tokens"] = (name, protocol)
+            rows |= {f"{name}, {n} tokens": (name, replace(protocol, observe_tokens=n)) for n in SAMPLES}
+            rows[f"{name}, loads + co-activation"] = (name + ON_STATISTICS, protocol)
+        return rows
     return {name: (name, protocol) for name in args.planners}
 
 
 def planner_of(name: str, simulator: Simulator, options: dict[str, Any]) -> Planner:
-    return FromStatistics(simulator, **options) if name == FROM_STATISTICS else make_planner(name, simulator, **options)
+    if name.endswith(ON_STATISTICS):
+        return on_statistics(planner_class(name.removesuffix(ON_STATISTICS)))(simulator, **options)
+    return make_planner(name, simulator, **options)
 
 
 def run_cell(args: Args, cell: Cell, trace: TokenTrace, done: set[str]) -> Iterator[dict[str, Any]]:
@@ -263,26 +268,53 @@ RULES = (
 """Planners that do not search."""
 
 
-def summary(lines: list[dict[str, Any]]) -> str:
-    """One row per cell of the study of planners: EPLB, the best rule, annealing, and what more knowledge would give."""
-    found: dict[tuple[str, ...], dict[str, Result]] = {}
+def planner_cells(lines: list[dict[str, Any]]) -> dict[Cell, dict[str, Result]]:
+    """Results by planner of the cells of the study of planners that are complete."""
+    found: dict[Cell, dict[str, Result]] = {}
     for line in lines:
         if line["study"] == "planners":
-            cell = (line["profile"], line["schedule"], line["model"], line["cluster"])
+            cell = Cell(*(line[name] for name in ("profile", "model", "cluster", "schedule")))
             found.setdefault(cell, {})[line["label"]] = Result(**line["result"])
+    return {cell: results for cell, results in found.items() if {"eplb", "oracle"} <= set(results)}
+
+
+def shown_planners(results: dict[str, Result]) -> tuple[str, ...]:
+    """Best rule, best annealing, and the two planners that know the future."""
+    rule = min((name for name in RULES if name in results), key=lambda name: results[name].total_us)
+    search = min(("anneal", "anneal-max"), key=lambda name: results[name].total_us)
+    return rule, search, "forecast", "oracle"
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """One row per cell of the study of planners: EPLB, the best rule, annealing, and what more knowledge would give."""
     head = ("profile", "schedule", "model", "cluster", "EPLB, µs", "best rule", "annealing",
         "annealing, next mixture known", "next tokens known")  # fmt: skip
     text = [f"| {' | '.join(head)} |", "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |"]
-    for cell, results in found.items():
-        if not {"eplb", "oracle"} <= set(results):
-            continue
-        eplb = results["eplb"]
-        rule = min((name for name in RULES if name in results), key=lambda name: results[name].total_us)
-        searches = min(("anneal", "anneal-max"), key=lambda name: results[name].total_us)
+    for cell, results in planner_cells(lines).items():
+        eplb, (rule, search, *known) = results["eplb"], shown_planners(results)
         shown = [f"{rule} {percent(results[rule], eplb)}" if rule != "eplb" else "eplb"]
-        shown += [f"{searches} {percent(results[searches], eplb)}"]
-        shown += [percent(results[name], eplb) for name in ("forecast", "oracle")]
-        text.append(f"| {' | '.join(cell)} | {eplb.total_us:.1f} | {' | '.join(shown)} |")
+        shown += [f"{search} {percent(results[search], eplb)}"]
+        shown += [percent(results[name], eplb) for name in known]
+        names = (cell.profile, cell.schedule, cell.model, cell.cluster)
+        text.append(f"| {' | '.join(names)} | {eplb.total_us:.1f} | {' | '.join(shown)} |")
+    return "\n".join(text)
+
+
+def ranges(lines: list[dict[str, Any]]) -> str:
+    """One row per profile and schedule: lowest and highest gain of :func:`summary`, and the planners by mean gain."""
+    groups: dict[tuple[str, str], list[dict[str, Result]]] = {}
+    for cell, results in planner_cells(lines).items():
+        groups.setdefault((cell.profile, cell.schedule), []).append(results)
+    head = ("profile", "schedule", "best rule, %", "annealing, %", "next mixture known, %", "next tokens known, %",
+        "best on average, %")  # fmt: skip
+    text = [f"| {' | '.join(head)} |", "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    for group, found in groups.items():
+        gains = [[100 * r[name].versus(r["eplb"])[0] for name in shown_planners(r)] for r in found]
+        shown = [f"{max(column):+.1f} … {min(column):+.1f}" for column in zip(*gains, strict=True)]
+        names = [name for name in found[0] if _realisable(name) and all(name in r for r in found)]
+        means = {name: float(np.mean([100 * r[name].versus(r["eplb"])[0] for r in found])) for name in names}
+        best = ", ".join(f"{name} {means[name]:+.1f}" for name in sorted(means, key=lambda name: means[name])[:4])
+        text.append(f"| {' | '.join((*group, *shown, best))} |")
     return "\n".join(text)
 
 
@@ -333,16 +365,11 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     """Time saved against decision time: one panel per profile, means over models, clusters and schedules."""
     plt = require_matplotlib()
     points: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    cells: dict[tuple[str, ...], dict[str, Result]] = {}
-    for line in lines:
-        if line["study"] == "planners":
-            cell = (line["profile"], line["schedule"], line["model"], line["cluster"])
-            cells.setdefault(cell, {})[line["label"]] = Result(**line["result"])
-    for cell, results in cells.items():
+    for cell, results in planner_cells(lines).items():
         for label, result in results.items():
-            if label != "static" and "eplb" in results:
+            if label != "static":
                 saved = -100 * result.versus(results["eplb"])[0]
-                points.setdefault(cell[0], {}).setdefault(label, []).append((result.decision_ms, saved))
+                points.setdefault(cell.profile, {}).setdefault(label, []).append((result.decision_ms, saved))
     columns = 3
     rows = -(-len(points) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5 * columns, 3.4 * rows), squeeze=False)
@@ -399,6 +426,7 @@ def main(args: Args) -> None:
                     lines.append(line)
                 print(f"{cell}: {time.perf_counter() - began:.0f} s", flush=True)
         lines = [line for line in lines if any(same_key(line, key_of(args, c)) for c in cells(args, list(found)))]
+    print(ranges(lines))
     print(summary(lines))
     print(tables(lines))
     if args.plot is not None:
