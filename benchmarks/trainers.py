@@ -1,9 +1,10 @@
 """Steps per CPU second of the trainers beside CleanRL's loop and Stable-Baselines3, like with like, one torch thread.
 
-For each task there are two settings. "same": the number of environments, steps, minibatches and epochs of CleanRL, for
-all three loops. "default": the settings of this project's trainer, for all three loops, and CleanRL with its own. The
-loops run in turns, and CPU time is counted, so that other programs disturb little. The last table shows where the time
-of the trainers goes. Its part "networks" is what every loop with these settings must compute in its updates.
+For each task there are three comparisons. "own": every loop with the defaults of its own project. "same": all loops
+with the number of environments, steps, minibatches and epochs of CleanRL. "default": all loops with those of this
+project's trainer. The loops run in turns, and CPU time is counted, so that other programs disturb little. The first
+table shows where the time of this project's trainers goes. Every loop with these settings must compute "environments"
+and "networks in updates". "bound" is the ratio of a loop that does nothing else.
 
     python benchmarks/trainers.py
     python benchmarks/trainers.py --tasks CartPole-v1 --repeats 5
@@ -66,6 +67,8 @@ TASKS = {
     "Pendulum-v1": Task("ppo_continuous_action", Setting(1, 2048, 32, 10), {"eval_episodes": 0}),
     "GPUAllocation-v0": Task("ppo_gpu_alloc", Setting(1, 2048, 32, 10), {"eval_streams": 0}),
 }
+STABLE_BASELINES = Setting(1, 2048, 32, 10)
+"""Defaults of Stable-Baselines3's PPO."""
 
 
 def load(name: str) -> ModuleType:
@@ -304,9 +307,9 @@ def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Settin
     }
 
 
-def measure(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+def measure(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
     """Steps per CPU second of each function, ``repeats`` times in turns, after one round that is not measured."""
-    rates: dict[str, list[float]] = {name: [] for name in runs}
+    rates: dict[Any, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
             rate = run()
@@ -332,7 +335,7 @@ class Args:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    table = Table("task", "loop", "settings", "steps per CPU s, median (range)", "ours / this")
+    table = Table("task", "comparison", "loop", "settings", "steps per CPU s, median (range)", "ours / this", "bound")
     shares = Table(
         "task", "settings", "environments", "policy in roll-outs", "networks in updates", "rest of updates",
         "logs and checkpoints",
@@ -345,35 +348,47 @@ def main() -> None:
         module = load(task.trainer)
         defaults = module.Args()
         default = Setting(*(getattr(defaults, each) for each in Setting.__dataclass_fields__))
-        for name, setting in (("same", task.cleanrl), ("default", default)):
-            iterations = max(1, -(-args.steps // setting.batch_size))
-            runs: dict[str, Callable[[], float]] = {
-                "this project": partial(ours, module, task, env_id, setting, iterations),
-                "CleanRL": partial(cleanrl, env_id, setting, iterations),
-                "Stable-Baselines3": partial(stable_baselines, env_id, setting, iterations),
-            }
-            spent = where_time_goes(module, task, env_id, setting, iterations)
-            shares.add_row(env_id, name, *(f"{share:.0%}" for share in spent.values()))
-            if args.shares_only:
-                continue
-            rates = measure(runs, args.repeats)
-            mine = float(np.median(rates["this project"]))
-            for loop, values in rates.items():
-                middle = float(np.median(values))
-                spread = f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})"
-                table.add_row(env_id, loop, f"{name}: {setting}", spread, f"{mine / middle:.2f}")
-            results[f"{env_id} {name}"] = {"setting": str(setting), "steps_per_cpu_s": rates, "time": spent}
+        own = {"this project": default, "CleanRL": task.cleanrl, "Stable-Baselines3": STABLE_BASELINES}
+        comparisons = {"own": own, "same": dict.fromkeys(own, task.cleanrl), "default": dict.fromkeys(own, default)}
+        loops: dict[str, Callable[..., float]] = {
+            "this project": partial(ours, module, task),
+            "CleanRL": cleanrl,
+            "Stable-Baselines3": stable_baselines,
+        }
+
+        def iterations(setting: Setting) -> int:
+            return max(1, -(-args.steps // setting.batch_size))
+
+        spent = {
+            each: where_time_goes(module, task, env_id, each, iterations(each)) for each in (task.cleanrl, default)
+        }
+        for setting, parts in spent.items():
+            shares.add_row(env_id, str(setting), *(f"{share:.0%}" for share in parts.values()))
         if args.shares_only:
             continue
-        own = results[f"{env_id} default"]["steps_per_cpu_s"]["this project"]
-        for loop in ("CleanRL", "Stable-Baselines3"):
-            theirs = float(np.median(results[f"{env_id} same"]["steps_per_cpu_s"][loop]))
-            ratio = float(np.median(own)) / theirs
-            table.add_row(env_id, f"{loop}, its settings, beside our defaults", "", f"{theirs:,.0f}", f"{ratio:.2f}")
-    Console(width=150).print(shares)
+        pairs = dict.fromkeys(pair for settings in comparisons.values() for pair in settings.items())
+        rates = measure(
+            {(loop, each): partial(loops[loop], env_id, each, iterations(each)) for loop, each in pairs}, args.repeats
+        )
+        for name, settings in comparisons.items():
+            setting = settings["this project"]
+            mine = float(np.median(rates["this project", setting]))
+            needed = spent[setting]["environments"] + spent[setting]["networks"]
+            for loop, each in settings.items():
+                values = rates[loop, each]
+                middle = float(np.median(values))
+                spread = f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})"
+                ratio = mine / middle
+                bound = f"{ratio / needed:.2f}" if each == setting and loop in ("CleanRL", "Stable-Baselines3") else ""
+                table.add_row(env_id, name, loop, str(each), spread, f"{ratio:.2f}", bound)
+        results[env_id] = {
+            "steps_per_cpu_s": {f"{loop}: {each}": values for (loop, each), values in rates.items()},
+            "time": {str(setting): parts for setting, parts in spent.items()},
+        }
+    Console(width=170).print(shares)
     if args.shares_only:
         return
-    Console(width=150).print(table)
+    Console(width=170).print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1))
 
