@@ -137,7 +137,7 @@ FASTEST_MS = {"placement": 0.01, "allocation": 1e-4}
 def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
     """Score with its interval over decision time. The line joins the entries that nobody beats in both."""
     plt = require_matplotlib()
-    figure, axes = plt.subplots(figsize=(10, 6.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 7.5), layout="constrained")
     fastest = FASTEST_MS[kind]
     rows = [replace(row, decision_ms=max(row.decision_ms, fastest)) for row in rows]
     front = pareto(rows)
@@ -151,49 +151,42 @@ def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
         )
     axes.set_xscale("log")
     axes.set_xlim(fastest / 1.5, 4 * max(row.decision_ms for row in rows))
-    _label(axes, rows)
     axes.axhline(0, color="#888888", linewidth=0.8, linestyle=":")
     unit = "per layer and decision" if kind == "placement" else "per decision"
     axes.set(xlabel=f"decision time, ms {unit}", ylabel=f"{SCORES[kind]}, %, interquartile mean", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
+    _label(axes, rows)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
+OFFSETS = [(side * 7, up) for up in (3, -10, 14, -21, 25, -32, 36, -43) for side in (1, -1)]
+"""Where a name may be written beside its point, nearest first, in points."""
+
+
 def _label(axes: Any, rows: Sequence[Row]) -> None:
-    """Write the names beside the points, moved up or down until they do not overlap."""
-    axes.figure.canvas.draw()
-    taken: list[Any] = []
+    """Write the names beside the points, where they cover no point and no other name if there is such a place."""
+    from matplotlib.transforms import Bbox
+
+    axes.figure.canvas.draw()  # the layout is final, so extents are too
+    centres = [axes.transData.transform((row.decision_ms, 100 * row.score)) for row in rows]
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in centres]
     for row in sorted(rows, key=lambda r: -r.score):
-        at = (row.decision_ms, 100 * row.score)
-        best = None
-        for dx, dy in [
-            (6, 2),
-            (6, 10),
-            (6, -8),
-            (6, 18),
-            (6, -16),
-            (-6, 2),
-            (-6, 10),
-            (-6, -8),
-            (6, 26),
-            (-6, 18),
-            (6, -24),
-        ]:
-            text = axes.annotate(
-                row.entry, at, xytext=(dx, dy), textcoords="offset points", fontsize=7.5,
-                ha="left" if dx > 0 else "right", color="#777777" if row.hindsight else "#222222",
-            )  # fmt: skip
-            box = text.get_window_extent()
-            if not any(box.overlaps(other) for other in taken):
-                best = box
-                break
+        place = {"xy": (row.decision_ms, 100 * row.score), "textcoords": "offset points"}
+        style = {"fontsize": 7.5, "color": "#777777" if row.hindsight else "#222222"}
+        texts = [
+            axes.annotate(row.entry, xytext=at, ha="left" if at[0] > 0 else "right", **style, **place) for at in OFFSETS
+        ]
+        boxes = [text.get_window_extent().padded(1) for text in texts]
+        covered = [sum(box.overlaps(other) for other in taken) for box in boxes]
+        best = covered.index(min(covered))
+        taken.append(boxes[best])
+        for text in texts[:best] + texts[best + 1 :]:
             text.remove()
-        else:
-            text = axes.annotate(row.entry, at, xytext=(6, 2), textcoords="offset points", fontsize=7.5)
-            best = text.get_window_extent()
-        taken.append(best)
+        if abs(OFFSETS[best][1]) > 10:
+            line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}
+            axes.annotate("", xytext=OFFSETS[best], arrowprops=line, **place)
 
 
 def markdown(rows: Sequence[Row], suite: Suite, found: dict[str, dict[str, Result]], plot: str | None) -> str:
