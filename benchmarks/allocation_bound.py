@@ -148,9 +148,6 @@ def main(args: Args) -> None:
     batch = AllocationBatch(AllocationConfig(history=True), args.streams)
     rows = play_rules(batch, seed=FINAL_SEED)
     low = max(row["reward"] for name, row in rows.items() if name != "oracle")
-    # In the simulator no pod needs more than 85 % of its request alone on the GPU. How much is it worth to know that?
-    cut = torch.tensor([0.9, 1.0]).expand(args.streams, 2)
-    rows["0.9 of the request"] = play(batch, lambda: actions(batch.obs, cut), seed=FINAL_SEED)
     for name, habits in ((BOUND, False), *((("fit on owners' habits", True),) if args.habits else ())):
         fit = Fit(habits, args.qos_penalty)
         for i in range(args.rounds):

@@ -135,7 +135,7 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
         (axes[1], ("v0", "lstm"), plain_rules, "five numbers"),
     )
     colours = {"history": "#228833", "levels": "#EE6677", "qos": "#66CCEE", "v0": "#4477AA", "lstm": "#AA3377"}
-    shown = ("grant", "cut-0.8", "fair-share", "vpa", "vpa-fraction", "oracle")
+    shown = ("grant", "cut-0.9", "cut-0.8", "vpa", "vpa-fraction", "oracle")
     for axis, studies, lines, title in panels:
         for study in (s for s in studies if s in args.only):
             curves = [curve(study, seed, args) for seed in args.seeds]

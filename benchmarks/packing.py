@@ -321,7 +321,7 @@ def stream(pods: Pods, nodes: Nodes, rng: np.random.Generator) -> Ints:
 def study(args: Args, console: Console) -> list[dict[str, Any]]:
     nodes = read_nodes(args.openb / args.nodes)
     rules: dict[str, Callable[[AllocationBatch], Any]] = {
-        name: RULES[name] for name in ("grant", "cut-0.8", "vpa", "vpa-fraction", "oracle")
+        name: RULES[name] for name in ("grant", "cut-0.9", "cut-0.8", "vpa", "vpa-fraction", "oracle")
     }
     if args.checkpoint is not None:
         policy = AllocationPolicy.load(args.checkpoint)

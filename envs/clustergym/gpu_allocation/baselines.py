@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -71,13 +72,17 @@ class Grant(AmountRule):
 
 
 class Cut(AmountRule):
-    """Grants 0.8 of the requested cores, and all of the memory."""
+    """Grants a fixed share of the requested cores, and all of the memory."""
+
+    def __init__(self, batch: AllocationBatch, share: float) -> None:
+        super().__init__(batch)
+        self.share = share
 
     def decide(self) -> tuple[Doubles, Doubles]:
         cores, memory = self.requests()
         unit = self.batch.config.unit_percent
-        # Round up to whole units: rounding down would give less than 0.8.
-        return np.ceil(0.8 * cores / unit - 1e-9) * unit if unit > 0 else 0.8 * cores, memory
+        # Round up to whole units: rounding down would give less than the share.
+        return np.ceil(self.share * cores / unit - 1e-9) * unit if unit > 0 else self.share * cores, memory
 
 
 class FairShare(AmountRule):
@@ -189,7 +194,8 @@ class Oracle(Rule):
 
 RULES: dict[str, Callable[[AllocationBatch], Rule]] = {
     "grant": Grant,
-    "cut-0.8": Cut,
+    "cut-0.9": partial(Cut, share=0.9),
+    "cut-0.8": partial(Cut, share=0.8),
     "fair-share": FairShare,
     "vpa": VPA,
     "vpa-fraction": FractionalVPA,
