@@ -382,9 +382,10 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
         best, front, shown = -0.1 * top, [], []
         for label, point in sorted(known.items(), key=lambda item: item[1][0]):
             if point[1] > best:
-                # Names of points that are close to each other would overlap.
-                if not shown or point[1] > shown[-1][1][1] + 0.08 * top:
-                    shown.append((label, point))
+                # Of points that are close to each other only the last has its name, because names would overlap.
+                if shown and point[1] < shown[-1][1][1] + 0.08 * top:
+                    shown.pop()
+                shown.append((label, point))
                 best = point[1]
                 front.append(point)
         for label, (ms, saved) in means.items():
@@ -396,7 +397,7 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
                 label, (ms, saved), textcoords="offset points", xytext=(-4 if left else 5, 4), fontsize=7,
                 ha="right" if left else "left",
             )  # fmt: skip
-        axis.set(xlim=(0.3, 3e4), ylim=(-0.3 * top, 1.15 * top))
+        axis.set(xlim=(0.1, 3e4), ylim=(-0.3 * top, 1.15 * top))
         axis.set(title=profile, xscale="log", xlabel="decision, ms per layer", ylabel="time saved vs EPLB, %")
         axis.axhline(0, color="grey", linewidth=0.6)
         axis.grid(alpha=0.3)
