@@ -18,6 +18,7 @@ from clustergym.moe_placement import (
     Simulator,
     Traffic,
 )
+from clustergym.moe_placement.kernels.state import Costs
 
 
 def made_profile(dispatch: str = "rank-nearest", transport: str = "dedup", phase: str = "decode") -> EngineProfile:
@@ -95,3 +96,11 @@ def random_instance(
     interval = next(IntervalStream(trace, n_gpus, traffic, seed))
     placements = [random_placement(rng, layers, n_gpus, n_slots, n_experts, fill) for _ in range(2)]
     return Instance(model, cluster, interval, *placements, passes_per_interval=int(rng.integers(1, 200)))
+
+
+class Costly(Simulator):
+    """A simulator whose kernel has all terms: floor, start, tokens, experts, blocks and pairs."""
+
+    def costs(self, n_tokens: int) -> Costs:
+        terms = {"kernel_us": 3.0, "kernel_floor_us": 40.0, "token_us": 0.7, "expert_us": 2.0, "pair_us": 0.11}
+        return super().costs(n_tokens)._replace(**terms, block_us=1.3, block_tokens=4)

@@ -599,7 +599,7 @@ DETAILS: list[Detail] = [
         "gradients averaged over all processes of torchrun",
         "ppo",
         "world.average_gradients(parameters)",
-        ("test_ppo.py::test_two_processes_train_one_network", f"{SLOW}[ppo-two_ranks]"),
+        ("test_ppo_runs.py::test_two_processes_train_one_network", f"{SLOW}[ppo-two_ranks]"),
         (
             (
                 "            world.average_gradients(parameters)\n"
