@@ -95,6 +95,8 @@ def single_rate(options: dict[str, Any], steps: int, rng: np.random.Generator) -
 
 def tokens_counted(batch: Any) -> int:
     """Tokens whose counts a step updates: those of the observed and of the next interval's sampled passes."""
+    if "rows" not in batch.sim:  # until 0.1
+        return 2 * batch.config.window_tokens
     return batch.sim["rows"][0].numel()
 
 
@@ -238,7 +240,11 @@ def allocation_seconds(env: Any, rng: np.random.Generator) -> float:
 def anneal_seconds() -> float:
     """CPU seconds of one plan, per token of what it plans on."""
     from clustergym.moe_placement import Simulator
-    from clustergym.moe_placement.planner_registry import make_planner
+
+    try:
+        from clustergym.moe_placement.planner_registry import make_planner
+    except ImportError:  # until 0.1
+        from clustergym.planners import make_planner
 
     simulator, trace = Simulator("tiny-moe", "h800-4x4"), load_cached(DEFAULT_TRACE)
     try:

@@ -33,6 +33,8 @@ class Args:
     moves: tuple[int, ...] = (20, 80, 320)
     """Limits to compare with a change without a limit."""
     seeds: tuple[int, ...] = (0, 1, 2)
+    planner: str | None = None
+    """By default that of the profile."""
     cluster: str = "h800-4x4"
     iterations: int = 20_000
     """Annealing steps per layer."""
@@ -61,6 +63,7 @@ def main(args: Args) -> None:
                     plan(folder, *common, "--planner", "eplb", "-o", live)
                     for limit in (*args.moves, None):
                         flags = () if limit is None else ("--max-moves", str(limit))
+                        flags += () if args.planner is None else ("--planner", args.planner)
                         found = plan(
                             folder, *common, *flags, "--from", live, "--iterations", str(args.iterations),
                             "-o", str(folder / "next.json"),

@@ -28,8 +28,8 @@ from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
 DEFAULT_PLANNERS = {
-    "sglang-prefill": "anneal",
-    "sglang-decode": "anneal",
+    "sglang-prefill": "anneal-max",
+    "sglang-decode": "anneal-max",
     "sglang-lp": "affinity-groups",
     "vllm": "flashlb",
     "vllm-deepep": "anneal-max",
@@ -195,7 +195,7 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
 
 def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
     """The planner for a profile if none is asked for. Counts have nothing for planners on tokens."""
-    name = DEFAULT_PLANNERS.get(profile.name, "anneal")
+    name = DEFAULT_PLANNERS.get(profile.name, "anneal-max")
     return "eplb" if isinstance(trace, LoadTrace) and planner_class(name).needs_tokens else name
 
 
