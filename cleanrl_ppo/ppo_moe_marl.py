@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -41,7 +42,7 @@ from clustergym.moe_placement.policy import inputs as observed
 from clustergym.moe_placement.policy.export import describe_run, initial_weights
 from clustergym.moe_placement.policy.inputs import LAYER_KEYS, PER_CENT, PROGRESS, STEP_KEYS, Inputs, gains
 from clustergym.moe_placement.policy.network import N_CHOSEN_FEATURES, N_DERIVED_FEATURES, averaging
-from clustergym.moe_placement.policy.task import Task, TaskArgs, environment_options, load_task
+from clustergym.moe_placement.policy.task import Task, TaskArgs, environment_options, load_tasks
 from clustergym.moe_placement.report.training import report_training
 from clustergym.moe_placement.validation import EvaluationArgs, Validator, summary
 from clustergym.moe_placement.viewer import draw
@@ -128,18 +129,19 @@ class AblationArgs:
 @dataclass
 class Args(RunArgs):
     trace: tuple[str, ...] = (DEFAULT_TRACE,)
-    """Traces to train on: .npz or .npy files or names of bundled traces. Several are joined, each as its own domain."""
+    """Traces to train on: .npz or .npy files or names of bundled traces. Those of one model are joined, each as its own
+    domain."""
     eval_trace: tuple[str, ...] = ()
     """Traces for the evaluation after training. Default: the test split of the training traces."""
-    cluster: str = "h800-4x4"
-    """Cluster preset: gpu-NODESxGPUS."""
+    cluster: tuple[str, ...] = ("h800-4x4",)
+    """Cluster presets: gpu-NODESxGPUS. Each model, cluster and profile is a task; iterations take tasks in turn."""
     model: str | None = None
     """Model preset. Default: the model that the trace names."""
     total_timesteps: int = 131_072
     """Total number of operations, over all environments and processes. 0 stops after the supervised phase."""
     checkpoint_interval: int = 12
     """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint, so that resuming is exact.
-    Choose it longer than an episode."""
+    Choose it longer than an episode of all tasks."""
     eval_interval: int = 4
     """Iterations between evaluations on validation streams, 0 for none. They do not change the training."""
     init: str | None = None
@@ -675,28 +677,28 @@ class Simulated(NamedTuple):
         return torch.where(self.legal, gains(self.parts), -torch.inf)
 
 
-def supervised_phase(agent: Agent, rollouts: Rollouts, args: Args, world: World) -> dict[str, float]:
+def supervised_phase(agent: Agent, tasks: Sequence[Rollouts], args: Args, world: World) -> dict[str, float]:
     """Learn which experts, and which operations on them, save most on the observed interval.
 
     The states come from episodes that mostly take the best operation found, or else an operation on a random expert.
     """
     options, optimizer = args.pretrain, make_optimizer(agent, args.pretrain.pretrain_lr)
-    size, ops_per_layer, rows = args.ppo.num_envs, args.task.ops_per_layer, rollouts.rows
-    n_experts, device = rollouts.batch.n_experts, rollouts.batch.device
+    size, ops_per_layer, rows = args.ppo.num_envs, args.task.ops_per_layer, tasks[0].rows
     rounds = max(1, round(options.pretrain_states / (size * ops_per_layer * world.size)))
     losses: dict[str, float] = {}
     started = time.perf_counter()
     for i in range(rounds):
         optimizer.param_groups[0]["lr"] = anneal(options.pretrain_lr, i + 1, rounds)
-        states: list[Simulated] = []
+        rollouts, states = tasks[i % len(tasks)], list[Simulated]()
         graphs = {key: rollouts.inputs()[key].clone() for key in LAYER_KEYS}
         for _ in range(ops_per_layer):
             inputs = {key: x.clone() for key, x in rollouts.inputs().items() if key not in graphs} | graphs
-            experts = torch.rand((size, n_experts), device=device).argsort(-1)[:, : options.pretrain_experts]
+            order = torch.rand((size, rollouts.batch.n_experts), device=rows.device).argsort(-1)
+            experts = order[:, : options.pretrain_experts]
             remembered = rollouts.batch.obs["memory"].clone()
             states.append(Simulated(inputs, experts, rollouts.look(experts), rollouts.legal(experts)))
             best, node = states[-1].savings().max(-1)
-            explore = torch.rand(size, device=device) < 0.3
+            explore = torch.rand(size, device=rows.device) < 0.3
             pick = torch.where(explore, torch.zeros_like(rows), best.argmax(-1))
             expert, node = experts[rows, pick], node[rows, pick]
             # The agents will have looked at the chosen expert only.
@@ -839,27 +841,28 @@ def iterate(
 def train(args: Args, world: World) -> dict[str, Any]:
     """Train and evaluate. Returns the content of the result line (on rank 0)."""
     check_args(args)
-    task = load_task(args.task, args.trace, args.eval_trace, args.model, args.cluster)
+    tasks = load_tasks(args.task, args.trace, args.eval_trace, args.model, args.cluster)
     torch.manual_seed(args.seed)
     agent = make_agent(args).to(world.device)
-    run = Run("ppo_moe_marl", args, world, task.train.name, args.ppo.num_envs * args.ppo.num_steps, may_be_empty=True)
+    steps = args.ppo.num_envs * args.ppo.num_steps
+    run = Run("ppo_moe_marl", args, world, tasks[0].train.name, steps, may_be_empty=True)
     world.broadcast(agent)
     optimizer, statistics = make_optimizer(agent, args.ppo.learning_rate), ReturnStatistics()
-    rollouts = Rollouts(args, agent, task, world.device)
-    validator = Validator(task, network_options(args), args.task.intervals, derive_seed(args.seed, 7) % 10**6)
+    rollouts = [Rollouts(args, agent, task, world.device) for task in tasks]
+    validator = Validator(tasks, network_options(args), args.task.intervals, derive_seed(args.seed, 7) % 10**6)
     validator.keep_stage("untrained", agent)
     saved = {"agent": agent, "optimizer": optimizer, "statistics": statistics, "validator": validator}
     resumed = run.load_checkpoint(**saved) is not None
 
     def record(iteration: int) -> None:
         if folder := run.video_folder(iteration):
-            validator.record(agent.state_dict(), environment_options(args.task, task), args.seed, folder)
+            validator.record(agent.state_dict(), environment_options(args.task, tasks[0]), args.seed, folder)
 
     def validate(iteration: int) -> dict[str, float]:
         if not (args.eval_interval and world.is_main):
             return {}
         step = iteration * run.steps_per_iteration
-        run.logger.image("placement", draw(frame_of(rollouts.batch, [])), step)
+        run.logger.image("placement", draw(frame_of(rollouts[0].batch, [])), step)
         record(iteration)
         return validator.validate(step, agent.state_dict())
 
@@ -867,7 +870,9 @@ def train(args: Args, world: World) -> dict[str, Any]:
         validation: dict[str, float] = {}
         if not resumed:
             if args.pretrain.pretrain_states:
-                rollouts.restart(run.seed_torch(0))
+                seed = run.seed_torch(0)
+                for each in rollouts:
+                    each.restart(seed)
                 run.logger.scalars(supervised_phase(agent, rollouts, args, world), 0)
                 agent.scale_logits(args.pretrain.pretrain_sharpen)
             validator.keep_stage("supervised", agent)
@@ -877,10 +882,12 @@ def train(args: Args, world: World) -> dict[str, Any]:
         for iteration in run.iterations():
             if run.restart_due(iteration):
                 # A resumed run also starts here, with the same networks, and then draws the same random numbers.
-                rollouts.restart(run.seed_torch(iteration))
+                seed = run.seed_torch(iteration)
+                for each in rollouts:
+                    each.restart(seed)
             if args.ppo.anneal_lr:
                 optimizer.param_groups[0]["lr"] = anneal(args.ppo.learning_rate, iteration, run.num_iterations)
-            metrics = iterate(agent, optimizer, rollouts, statistics, args, world)
+            metrics = iterate(agent, optimizer, rollouts[iteration % len(tasks)], statistics, args, world)
             run.check_finite(metrics, iteration)
             if iteration == run.num_iterations or iteration % (args.eval_interval or run.num_iterations) == 0:
                 validation = validate(iteration)
@@ -897,9 +904,10 @@ def train(args: Args, world: World) -> dict[str, Any]:
         if run.total_steps:
             validator.keep_stage("policy", agent)
         results = validator.compare(args.evaluation)
-        run.logger.scalars({f"eval/{name}": result.total_us for name, result in results.items()}, run.total_steps)
-        report_training(results, task.title, validator.curve, run.folder)
-    return run.result(**summary(results), episodic_return=rollouts.episodic_return, policy=policy)
+        found = summary(results)
+        run.logger.scalars({f"eval/{name}": total_us for name, total_us in found["total_us"].items()}, run.total_steps)
+        report_training(results, [task.title for task in tasks], validator.curve, run.folder)
+    return run.result(**found, episodic_return=rollouts[0].episodic_return, policy=policy)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,23 @@ def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(profile
     assert (batch.sim["rows"] != rows).any()
 
 
+@pytest.mark.parametrize("profile", ["sglang-decode", "sglang-prefill"])
+def test_mixed_observations_are_the_served_tokens_in_another_order(profile: str) -> None:
+    task, seeds = config(profile=profile, schedule="drift", intervals=3, ops_per_layer=1, mix_observed=True), [5, 9]
+    batch, known, nothing = started(task, seeds), streams(task, seeds), torch.zeros(2, dtype=torch.int64)
+    orders = []
+    for step in range(3 * LAYERS):
+        for b in range(2):
+            observed, following = known[b][step // LAYERS], known[b][step // LAYERS + 1]
+            rows = batch.sim["rows"][b].numpy()
+            assert sorted(rows[:2].ravel()) == sorted(observed.rows.ravel())
+            assert (rows[:2] != observed.rows).mean() > 0.5
+            np.testing.assert_array_equal(rows[2:], following.rows)  # what is rewarded is served as it comes
+            orders.append(tuple(np.argsort(rows[:2].ravel(), kind="stable")))
+        batch.step(nothing, nothing)
+    assert len(set(orders)) == 3 * 2  # another order in every interval and environment, the same for all layers
+
+
 def everything(batch: PlacementBatch, b: int) -> dict[str, npt.NDArray[Any]]:
     parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.buffers}
     found = {}

@@ -22,6 +22,7 @@ from clustergym.moe_placement import ClusterSpec, IntervalStream, ModelSpec, Sim
 from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement.kernels.state import LAST_KIND, OP_ILLEGAL
 from clustergym.moe_placement.planners.exact import Exact
+from clustergym.moe_placement.policy import task as task_module
 from clustergym.moe_placement.policy.export import read_policy
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.planner import Policy
@@ -188,7 +189,7 @@ def test_pretraining_prefers_the_best_simulated_operation() -> None:
             return float(-nodes.log_softmax(-1).gather(-1, best[:, None]).mean())
 
     before = cross_entropy()
-    marl.supervised_phase(agent, rollouts, args, world)
+    marl.supervised_phase(agent, [rollouts], args, world)
     assert cross_entropy() < 0.5 * before
 
 
@@ -368,7 +369,7 @@ def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def file_args(trace: Path, folder: Path, **changes: Any) -> Any:
     """A run of a few seconds on a preset model and cluster."""
     tiny = {
-        "trace": (str(trace),), "model": "mixtral-8x7b", "cluster": "h800-2x4", "run_dir": folder, "num_envs": 4,
+        "trace": (str(trace),), "model": "mixtral-8x7b", "cluster": ("h800-2x4",), "run_dir": folder, "num_envs": 4,
         "num_steps": 4, "total_timesteps": 96, "checkpoint_interval": 2, "pretrain_states": 16, "pretrain_experts": 4,
         "eval_interval": 3, "eval_streams": 2, "eval_intervals": 2, "eval_planners": ("static", "eplb"),
         "learning_rate": 1e-3, "tokens_per_rank": 4,
@@ -390,6 +391,35 @@ def test_a_run_writes_policy_table_curve_and_result(
     assert planner.settings.operations == 2
     protocol = Protocol(Traffic("prefill", 4, 1, schedule="drift"), intervals=1)
     assert evaluate_planner(planner, "policy", trace, trace, protocol).total_us > 0
+
+
+def test_models_clusters_and_profiles_are_trained_in_turn(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = np.random.default_rng(1).integers(0, 6, (512, 1, 1)).astype(np.int16)
+    other = TokenTrace(experts, n_experts=6, seq_lens=np.full(64, 8), name="other", model="six")
+    six = ModelSpec("six", 1, 6, 1, 64, 64)
+    monkeypatch.setattr(task_module, "model_for", lambda trace, model: six if trace.n_experts == 6 else MODEL)
+    traces = (str(trace_file), str(other.save(tmp_path / "other.npz")))
+    played: list[tuple[int, int, str]] = []
+    collect = marl.Rollouts.collect
+
+    def counted(self: Any) -> Any:
+        played.append((self.batch.n_experts, self.batch.n_gpus, self.batch.simulator.profile.name))
+        return collect(self)
+
+    monkeypatch.setattr(marl.Rollouts, "collect", counted)
+    changes = {"cluster": ("h800-2x4", "h800-1x4"), "profile": ("sglang-prefill", "vllm-deepep")}
+    args = file_args(trace_file, tmp_path / "run", **changes, total_timesteps=256, model=None, eval_interval=0)
+    result = marl.train(replace(args, trace=traces), World())
+    assert len(played) == 16
+    every = {(e, g, p) for e in (4, 6) for g in (8, 4) for p in ("sglang-prefill", "vllm-deepep")}
+    assert set(played[:8]) == every
+    assert played[8:] == played[:8]
+    printed = capsys.readouterr().out
+    assert all(f"{name} on {cluster}, {profile}" in printed for name in ("pairs", "other")
+               for cluster in ("h800-2x4", "h800-1x4") for profile in ("sglang-prefill", "vllm-deepep"))  # fmt: skip
+    assert result["vs_eplb"] > 0
 
 
 def test_validation_does_not_change_the_training(trace_file: Path, tmp_path: Path) -> None:
@@ -435,8 +465,9 @@ def states_agree(a: Path, b: Path) -> None:
 
 
 def test_a_killed_and_resumed_run_is_bit_equal(trace_file: Path, tmp_path: Path) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    args = file_args(trace_file, whole, total_timesteps=640, eval_streams=0, eval_interval=0)
+    """With two tasks, so that both continue where they were."""
+    whole, broken, profiles = tmp_path / "whole", tmp_path / "broken", ("sglang-prefill", "vllm-deepep")
+    args = file_args(trace_file, whole, total_timesteps=640, eval_streams=0, eval_interval=0, profile=profiles)
     marl.train(args, World())
     flags = [
         f"--{name.replace('_', '-')}={value}"
@@ -452,7 +483,7 @@ def test_a_killed_and_resumed_run_is_bit_equal(trace_file: Path, tmp_path: Path)
         "--model=mixtral-8x7b", "--cluster=h800-2x4", "--checkpoint-interval=2", "--pretrain-states=16",
         "--pretrain-experts=4", "--eval-interval=0", "--eval-streams=0", "--learning-rate=1e-3",
         f"--run-dir={broken}", "--resume",
-        "--eval-intervals=2", "--eval-planners", "static", "eplb", "--trace", str(trace_file),
+        "--eval-intervals=2", "--eval-planners", "static", "eplb", "--trace", str(trace_file), "--profile", *profiles,
     ]  # fmt: skip
     command = [sys.executable, str(FOLDER / "ppo_moe_marl.py"), *dict.fromkeys(flags)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
@@ -491,7 +522,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(
     ("changes", "message"),
     [
         ({"model": "deepseek-v2-lite"}, "top-2 of 4 experts, but model 'deepseek-v2-lite' is top-6 of 64"),
-        ({"cluster": "h800-3x3x3"}, "unknown cluster|NODESxGPUS"),
+        ({"cluster": ("h800-3x3x3",)}, "unknown cluster|NODESxGPUS"),
         ({"num_steps": 5}, "multiple of ops_per_layer"),
         ({"threads": 0}, "threads is 0"),
         ({"num_minibatches": 3}, "8 visits to a layer, which do not divide into 3 minibatches"),

@@ -134,10 +134,10 @@ def collect(marl: Any, envs: ProcessPerEnvironment, agent: Any, ppo: Any) -> Any
 
 def main(args: ThroughputArgs) -> None:
     marl, model = load_trainer(), args.models[0]
-    task = {"trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[0]}
+    task = {"trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[:1]}
     batched = marl.Args(**task, threads=args.threads)
     plain = marl.Args(**task, ppo=marl.PPOArgs(num_envs=8, num_steps=512))  # as many steps per update
-    made = marl.load_task(batched.task, batched.trace, (), batched.model, batched.cluster)
+    (made,) = marl.load_tasks(batched.task, batched.trace, (), batched.model, batched.cluster)
     torch.manual_seed(1)
     agent, world = marl.make_agent(batched), marl.World()
     optimizer = marl.make_optimizer(agent, 1e-4)

@@ -96,6 +96,9 @@ class PlacementConfig:
     memory: bool = False
     """Observe what the look-ahead showed for each expert on this layer (``memory``), and mask experts that were chosen
     and left alone since the placement last changed: the same look would show the same."""
+    mix_observed: bool = False
+    """Observe the tokens of an interval dealt over its passes and ranks at random. Which rank had a token is chance,
+    and the look-ahead then does not count it. The next interval, which is rewarded, is served as it comes."""
     lookahead: bool = False
     """Observe what each of the E × 3·G operations would save on the observed interval. Exact, and slow."""
     lookahead_norm: int = 0
@@ -208,6 +211,7 @@ class PlacementBatch:
             start_eplb=one_of(config.start, ("static", "eplb"), "start"),
             compare_eplb=int(config.compare_eplb),
             skip_spent=int(config.memory),
+            mix_observed=int(config.mix_observed),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ class Validator:
     """Streams on which a policy and other planners are compared.
 
     Args:
-        task: The task of the policy.
+        tasks: The tasks of the policy.
         network: Options of the policy's network.
         intervals, seed: Of the validation streams.
 
@@ -53,57 +54,64 @@ class Validator:
         curve: Results of :meth:`validate`: rows of (step, % saved vs static, % saved vs EPLB).
     """
 
-    def __init__(self, task: Task, network: Mapping[str, Any], intervals: int, seed: int) -> None:
-        self.task, self.network = task, network
-        self.protocol = Protocol(task.traffic, intervals=intervals, streams=2, seed=seed)
+    def __init__(self, tasks: Sequence[Task], network: Mapping[str, Any], intervals: int, seed: int) -> None:
+        self.tasks, self.network = tasks, network
+        self.protocols = [Protocol(task.traffic, intervals=intervals, streams=2, seed=seed) for task in tasks]
         self.stages: dict[str, dict[str, Tensor]] = {}
         self.curve: list[list[float]] = []
 
+    def validation_us(self, planner: Callable[[Task], Planner]) -> npt.NDArray[np.float64]:
+        """(tasks,) times on the validation streams."""
+        pairs = zip(self.tasks, self.protocols, strict=True)
+        return np.array([_run("", planner(task), task, protocol, task.validation).total_us for task, protocol in pairs])
+
     @cached_property
-    def reference_us(self) -> dict[str, float]:
-        """Times of static placement and EPLB on the validation streams."""
-        planners = {name: make_planner(name, self.task.simulator) for name in ("static", "eplb")}
+    def reference_us(self) -> dict[str, npt.NDArray[np.float64]]:
+        """Times of static placement and EPLB on the validation streams of each task."""
         return {
-            name: self._run(name, planner, self.protocol, self.task.validation).total_us
-            for name, planner in planners.items()
+            name: self.validation_us(lambda task, name=name: make_planner(name, task.simulator))  # type: ignore[misc]
+            for name in ("static", "eplb")
         }
 
-    def _run(self, name: str, planner: Planner, protocol: Protocol, trace: TokenTrace) -> Result:
-        return evaluate_planner(planner, name, self.task.train, trace, protocol)
-
-    def policy(self, weights: Mapping[str, Tensor]) -> Policy:
+    def policy(self, weights: Mapping[str, Tensor], task: Task) -> Policy:
         """The planner that uses the exported network."""
         network = PolicyNetwork.from_state(self.network, weights)
-        return Policy(self.task.simulator, policy=(network, self.task.settings))
+        return Policy(task.simulator, policy=(network, task.settings))
 
     def keep_stage(self, name: str, agent: nn.Module) -> None:
         """Keep a copy of the weights for :meth:`compare`."""
         self.stages[name] = {key: tensor.detach().cpu().clone() for key, tensor in agent.state_dict().items()}
 
     def validate(self, step: int, weights: Mapping[str, Tensor]) -> dict[str, float]:
-        """Time of the policy on the validation streams, and what it saves compared with static placement and EPLB."""
-        total_us = self._run("policy", self.policy(weights), self.protocol, self.task.validation).total_us
-        saved = {name: 100 * (1 - total_us / us) for name, us in self.reference_us.items()}
+        """What the policy saves on the validation streams compared with static placement and EPLB, mean over tasks."""
+        total_us = self.validation_us(lambda task: self.policy(weights, task))
+        saved = {name: float(100 * (1 - total_us / us).mean()) for name, us in self.reference_us.items()}
         self.curve.append([step, saved["static"], saved["eplb"]])
-        return {"validation/total_us": total_us} | {f"validation/saved_vs_{name}": x for name, x in saved.items()}
+        return {"validation/total_us": float(total_us.mean())} | {
+            f"validation/saved_vs_{name}": value for name, value in saved.items()
+        }
 
-    def compare(self, args: EvaluationArgs) -> dict[str, Result]:
-        """Results of the planners and of all stages of the policy on the test trace. Empty without streams."""
+    def compare(self, args: EvaluationArgs) -> list[dict[str, Result]]:
+        """For each task, results of the planners and of all stages of the policy on the test trace."""
         if not args.eval_streams:
-            return {}
-        protocol = Protocol(self.task.traffic, intervals=args.eval_intervals, streams=args.eval_streams)
-        planners: dict[str, Planner] = {name: make_planner(name, self.task.simulator) for name in args.eval_planners}
-        planners |= {name: self.policy(weights) for name, weights in self.stages.items()}
-        return {name: self._run(name, planner, protocol, self.task.test) for name, planner in planners.items()}
+            return [{} for _ in self.tasks]
+        found = []
+        for task in self.tasks:
+            protocol = Protocol(task.traffic, intervals=args.eval_intervals, streams=args.eval_streams)
+            planners: dict[str, Planner] = {name: make_planner(name, task.simulator) for name in args.eval_planners}
+            planners |= {name: self.policy(weights, task) for name, weights in self.stages.items()}
+            found.append({name: _run(name, planner, task, protocol, task.test) for name, planner in planners.items()})
+        return found
 
     @torch.no_grad()
     def record(self, weights: Mapping[str, Tensor], options: Mapping[str, Any], seed: int, folder: Path) -> None:
-        """Record a video of an episode on the validation trace, with the most likely choices of the policy.
+        """Record a video of an episode of the first task on its validation trace, with the most likely choices.
 
         ``options`` are those of the registered environment.
         """
-        network = self.policy(weights).network
-        made = dict(options) | {"trace": self.task.validation, "render_mode": "rgb_array"}
+        task = self.tasks[0]
+        network = self.policy(weights, task).network
+        made = dict(options) | {"trace": task.validation, "render_mode": "rgb_array"}
         env = gymnasium.make("MoEPlacement-v0", disable_env_checker=True, **made)
         batch: PlacementBatch = env.unwrapped.batch  # type: ignore[attr-defined]
         env = gymnasium.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda _: True, disable_logger=True)
@@ -121,8 +129,9 @@ class Validator:
     def export(self, weights: Mapping[str, Tensor], about: Mapping[str, Any], folder: Path) -> Path:
         """Write the policy to the folder, and the supervised one to a folder in it. Returns the file of the policy."""
         file, supervised = folder / FILE_NAME, folder / "supervised" / FILE_NAME
-        save_policy(file, self.network, weights, self.task.settings, about)
-        save_policy(supervised, self.network, self.stages["supervised"], self.task.settings, {**about, "steps": 0})
+        settings = self.tasks[0].settings
+        save_policy(file, self.network, weights, settings, about)
+        save_policy(supervised, self.network, self.stages["supervised"], settings, {**about, "steps": 0})
         return file
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,18 +142,24 @@ class Validator:
         self.curve, self.stages["supervised"] = state["curve"], state["supervised"]
 
 
-def summary(results: Mapping[str, Result]) -> dict[str, Any]:
-    """Fields of the result line: the policy compared with the best EPLB, and with EPLB in every interval by stream."""
-    found: dict[str, Any] = {"total_us": {name: result.total_us for name, result in results.items()}}
-    ours = results.get("policy") or results.get("supervised")
-    best_eplb_us = min((results[name].total_us for name in EPLB_NAMES if name in results), default=float("nan"))
-    ratio = None if ours is None else ours.total_us / best_eplb_us
-    ratios = []
-    if ours is not None and "eplb" in results:
-        ratios = list(np.divide(ours.stream_totals_us, results["eplb"].stream_totals_us))
-    return found | {
-        "mean_return": None if ratio is None else 1 - ratio,
-        "vs_best_eplb": ratio,
+def _run(name: str, planner: Planner, task: Task, protocol: Protocol, trace: TokenTrace) -> Result:
+    return evaluate_planner(planner, name, task.train, trace, protocol)
+
+
+def summary(results: Sequence[Mapping[str, Result]]) -> dict[str, Any]:
+    """Fields of the result line: means over tasks of the time of each planner, and of the policy compared with EPLB."""
+    names, best_ratios, ratios = results[0], [], []
+    for found in results:
+        ours = found.get("policy") or found.get("supervised")
+        eplbs = [found[name].total_us for name in EPLB_NAMES if name in found]
+        if ours is not None and eplbs:
+            best_ratios.append(ours.total_us / min(eplbs))
+        if ours is not None and "eplb" in found:
+            ratios += list(np.divide(ours.stream_totals_us, found["eplb"].stream_totals_us))
+    return {
+        "total_us": {name: float(np.mean([found[name].total_us for found in results])) for name in names},
+        "mean_return": 1 - float(np.mean(best_ratios)) if best_ratios else None,
+        "vs_best_eplb": float(np.mean(best_ratios)) if best_ratios else None,
         "vs_eplb": float(np.mean(ratios)) if ratios else None,
         "vs_eplb_ci95": ci95(ratios) if ratios else None,
     }

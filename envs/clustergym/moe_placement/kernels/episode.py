@@ -15,7 +15,7 @@ from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_local_coactivation
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
 from clustergym.moe_placement.kernels.passes import count_pass
-from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
+from clustergym.moe_placement.kernels.replicas import MASK31, hash31, set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import (
     AT_REUSE,
     CLOCK_DONE,
@@ -33,6 +33,8 @@ from clustergym.moe_placement.kernels.state import (
     N_TIMES,
     OP_ILLEGAL,
     OP_NOTHING,
+    RANDOM_COUNTER,
+    RANDOM_KEY,
     TIME_EPLB,
     TIME_MIGRATED,
     TIME_NEXT_START,
@@ -45,7 +47,7 @@ from clustergym.moe_placement.kernels.state import (
     TIME_SERVED,
     TIME_START,
 )
-from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval
+from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, permuted
 from clustergym.moe_placement.kernels.token_sets import clear, copy_set
 from clustergym.moe_placement.profiles import STAY
 
@@ -73,14 +75,27 @@ def locate(sim, b, w, layer):
 
 
 @device
-def _draw(episode, sim, stream, b, first, trace, rules):
-    """Draw the sampled passes of an interval into the passes from ``first`` on."""
-    last = first + rules.n_passes
+def _draw(episode, sim, stream, b, trace, rules):
+    """Draw the sampled passes of the next interval."""
+    first, last = rules.n_passes, 2 * rules.n_passes
     draw_interval(
         stream, b, trace, rules.phase, rules.schedule, rules.rate, rules.rank_imbalance, sim.rows[b, first:last],
         sim.rank_start[b, first:last],
     )  # fmt: skip
     episode.clock[b, CLOCK_REUSE] |= stream.position[b, AT_REUSE]
+
+
+@device
+def _keep_observed(sim, stream, b, rules):
+    """Let the interval that was drawn last be the observed one; with ``mix_observed``, deal its tokens at random."""
+    n_passes, n_tokens = rules.n_passes, sim.rows.shape[2]
+    key = hash31(stream.random[b, RANDOM_KEY] ^ hash31(stream.random[b, RANDOM_COUNTER] & MASK31))
+    for i in range(n_passes * n_tokens):
+        j = permuted(i, n_passes * n_tokens, key) if rules.mix_observed else i
+        sim.rows[b, j // n_tokens, j % n_tokens] = sim.rows[b, n_passes + i // n_tokens, i % n_tokens]
+    for w in range(n_passes):
+        for g in range(sim.rank_start.shape[2]):
+            sim.rank_start[b, w, g] = sim.rank_start[b, n_passes + w, g]
 
 
 @device
@@ -181,7 +196,7 @@ def begin_layer(episode, sim, obs, b, trace, rules, layer):
 @device
 def _begin_interval(episode, sim, stream, obs, b, trace, rules):
     """Draw the next interval; the observed one is set. Returns what the first layer is credited with, µs."""
-    _draw(episode, sim, stream, b, rules.n_passes, trace, rules)
+    _draw(episode, sim, stream, b, trace, rules)
     if not _still_at_start(episode, b, rules):
         _write_start_times(episode, sim, b, trace, rules)
     if rules.compare_eplb:
@@ -195,7 +210,8 @@ def begin_episode(episode, sim, stream, obs, b, trace, rules):
     n_layers, n_experts = episode.slots.shape[1], sim.replicas.shape[1]
     begin_stream(stream, b, trace, rules.schedule)
     episode.clock[b, CLOCK_REUSE] = 0
-    _draw(episode, sim, stream, b, 0, trace, rules)
+    _draw(episode, sim, stream, b, trace, rules)
+    _keep_observed(sim, stream, b, rules)
     for layer in range(n_layers):
         slots = episode.slots[b, layer]
         for e in range(n_experts):
@@ -279,12 +295,7 @@ def _end_layer(episode, sim, stream, obs, b, trace, rules):
     if episode.clock[b, CLOCK_INTERVAL] == rules.n_intervals:
         episode.clock[b, CLOCK_DONE] = 1
         return 0.0
-    n_passes = rules.n_passes
-    for w in range(n_passes):
-        for t in range(sim.rows.shape[2]):
-            sim.rows[b, w, t] = sim.rows[b, n_passes + w, t]
-        for g in range(sim.rank_start.shape[2]):
-            sim.rank_start[b, w, g] = sim.rank_start[b, n_passes + w, g]
+    _keep_observed(sim, stream, b, rules)
     return _begin_interval(episode, sim, stream, obs, b, trace, rules)
 
 

@@ -293,3 +293,5 @@ class Rules(NamedTuple):
     """1 also serves every interval with EPLB's placement, for the information at the end of the episode."""
     skip_spent: int
     """1 masks experts that were chosen and left alone since the placement last changed."""
+    mix_observed: int
+    """1 deals the observed tokens over passes and ranks at random."""

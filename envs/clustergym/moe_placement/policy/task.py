@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -23,8 +24,8 @@ class TaskArgs:
 
     layers: int = 6
     """Number of evenly spaced layers of the trace to train and evaluate on, 0 for all."""
-    profile: str = DEFAULT_PROFILE
-    """Engine profile: sglang-prefill, sglang-decode, vllm, vllm-deepep, tensorrt-llm or vllm-ascend."""
+    profile: tuple[str, ...] = (DEFAULT_PROFILE,)
+    """Engine profiles: sglang-prefill, sglang-decode, vllm, vllm-deepep, tensorrt-llm or vllm-ascend."""
     intervals: int = 4
     """Number of intervals per episode."""
     tokens_per_rank: int | None = None
@@ -41,6 +42,8 @@ class TaskArgs:
     """Number of forward passes per interval. A migration is paid once, serving is paid in every pass."""
     start: str = "eplb"
     """Placement at the start of an episode: eplb or static."""
+    mix_observed: bool = True
+    """Observe the tokens of an interval dealt over the ranks at random, as the planner ``policy`` does."""
     lookahead_norm: int = 4
     """p-norm over GPUs in the look-ahead, 0 for the true time."""
     reward_norm: int = 4
@@ -76,30 +79,42 @@ class Task:
         return f"{self.test.name} on {where}, held out, {self.traffic.schedule}"
 
 
-def load_task(
-    args: TaskArgs, traces: Sequence[str], eval_traces: Sequence[str], model: str | None, cluster: str
-) -> Task:
-    """Load and split the traces. With ``eval_traces``, they are the test split.
+def load_tasks(
+    args: TaskArgs, traces: Sequence[str], eval_traces: Sequence[str], model: str | None, clusters: Sequence[str]
+) -> list[Task]:
+    """One task per model, cluster and profile. Traces of one model are joined, and all traces are split.
+
+    With ``eval_traces``, they are the test split.
 
     Raises:
-        ValueError: the traces are not of one model, or do not fit to the model or the cluster.
+        ValueError: a trace does not fit to the model or the cluster, or a model has no trace to evaluate on.
     """
-    whole = _evenly_spaced(load_traces(traces), args.layers)
-    train, validation, test = (split_trace(whole, part) for part in ("train", "validation", "test"))
-    if eval_traces:
-        test = _evenly_spaced(load_traces(eval_traces), args.layers)
-        if (test.n_experts, test.top_k) != (train.n_experts, train.top_k):
+    tasks, tests = [], _by_model(eval_traces, args.layers)
+    for kind, whole in _by_model(traces, args.layers).items():
+        train, validation, test = (split_trace(whole, part) for part in ("train", "validation", "test"))
+        if tests and kind not in tests:
+            found = " and ".join(f"top-{k} of {e} experts" for e, k in tests)
             raise ValueError(
-                f"--eval-trace {test.name} is top-{test.top_k} of {test.n_experts} experts, but --trace {train.name} "
-                f"is top-{train.top_k} of {train.n_experts}: expected traces of one model. Use clustergym eval "
-                "--checkpoint to evaluate on another model"
+                f"--eval-trace is {found}, but --trace {train.name} is top-{train.top_k} of {train.n_experts}: "
+                "expected traces of one model. Use clustergym eval --checkpoint to evaluate on another model"
             )
-    simulator = Simulator(model_for(train, model), get_cluster(cluster), args.profile, args.passes_per_interval)
-    traffic = Traffic(
-        get_profile(args.profile).phase, args.tokens_per_rank, args.sampled_passes, args.schedule, args.drift_rate,
-        allow_reuse=True,
-    )  # fmt: skip
-    return Task(train, validation, test, simulator, traffic, args.settings)
+        for cluster, profile in product(clusters, args.profile):
+            simulator = Simulator(model_for(train, model), get_cluster(cluster), profile, args.passes_per_interval)
+            traffic = Traffic(
+                get_profile(profile).phase, args.tokens_per_rank, args.sampled_passes, args.schedule, args.drift_rate,
+                allow_reuse=True,
+            )  # fmt: skip
+            tasks.append(Task(train, validation, tests.get(kind, test), simulator, traffic, args.settings))
+    return tasks
+
+
+def _by_model(sources: Sequence[str], layers: int) -> dict[tuple[int, int], TokenTrace]:
+    """The traces of each number of experts and top-k, joined."""
+    grouped: dict[tuple[int, int], list[str]] = {}
+    for source in sources:
+        trace = TokenTrace.load(source)
+        grouped.setdefault((trace.n_experts, trace.top_k), []).append(source)
+    return {kind: _evenly_spaced(load_traces(names), layers) for kind, names in grouped.items()}
 
 
 def _evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
@@ -109,9 +124,10 @@ def _evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
 
 def environment_options(args: TaskArgs, task: Task) -> dict[str, Any]:
     """Options of the registered environment ``MoEPlacement-v0`` that the agents are trained on."""
-    names = ("profile", "intervals", "tokens_per_rank", "sampled_passes", "ops_per_layer", "schedule", "drift_rate",
-             "start", "lookahead_norm", "reward_norm")  # fmt: skip
+    names = ("intervals", "tokens_per_rank", "sampled_passes", "ops_per_layer", "schedule", "drift_rate", "start",
+             "mix_observed", "lookahead_norm", "reward_norm")  # fmt: skip
     return {name: getattr(args, name) for name in names} | {
+        "profile": task.simulator.profile,
         "trace": task.train,
         "split": "all",
         "cluster": task.simulator.cluster,
