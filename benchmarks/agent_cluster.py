@@ -1,12 +1,13 @@
 """Learning across nodes: pods per node until a policy is good, with one learner per node and one for the cluster.
 
-Eight nodes, each with its own owners, start with the same untrained policy. "alone": each node learns from its own
-pods. "cluster": all nodes send their experiences to one learner (agents with --leader) and use its policy. Both use the
-agent's own update after every 32 experiences, and as many updates per learner. Without rails.
+Eight nodes, each with its own owners, start with the same untrained policy, to which all shares are equally probable.
+"alone": each node learns from its own pods. "cluster": all nodes send their experiences to one learner (agents with
+--leader) and use its policy. Both use the agent's own update after every 32 experiences, and as many updates per
+learner. Without rails.
 
-The rewards of the pods themselves are too noisy to compare. So after every second update, the mean actions of the
-policies are played on an exam: new pods of the same owners, the same ones every time. A level is a part of the way from
-the untrained policy to the shipped one. It is reached at the first of two exams in a row above it.
+The rewards of the pods themselves are too noisy to compare. So after every second update, the most probable actions of
+the policies are played on an exam: new pods of the same owners, the same ones every time. A level is a part of the way
+from the untrained policy to the shipped one. It is reached at the first of two exams in a row above it.
 
     python benchmarks/agent_cluster.py
 """
@@ -31,6 +32,7 @@ from rich.table import Table
 from clustergym.agent.learner import Experiences
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.policy import share_actions
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo_gpu_alloc_online.py"
 FIRST_NODE = 2**45
@@ -75,6 +77,8 @@ class Learner:
     def __init__(self, program: Any, seed: int) -> None:
         self.program, self.args = program, program.Args(seed=seed)
         self.state = program.initial_state(self.args)
+        # All shares are equally probable: from the agent's own start, granting the request, the way is short.
+        self.state["agent"]["actor.4.bias"].zero_()
         self.waiting: list[tuple[np.ndarray, np.ndarray, float, float]] = []
         self._prepare()
 
@@ -82,8 +86,8 @@ class Learner:
         self.policy = self.program.Policy(self.state)
 
     def act(self, obs: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, float]:
-        action, log_prob = self.policy.sample(self.policy.mean(obs), rng)
-        return action, log_prob
+        chosen, log_prob = self.policy.choose(self.policy.logits(obs), rng)
+        return chosen, log_prob
 
     def learn(self) -> None:
         """Update if there are enough experiences."""
@@ -111,7 +115,7 @@ class Exam:
         self.seeds = seeds.repeat(args.exam_streams)
 
     def reward(self, policies: list[Any]) -> float:
-        """Mean reward of the mean actions; one policy, or one per node."""
+        """Mean reward of the most probable actions; one policy, or one per node."""
         # A reset draws the owners. Then other seeds: the same owners with other pods in each stream.
         self.batch.seed(self.seeds)
         self.batch.reset()
@@ -119,8 +123,9 @@ class Exam:
         total = 0.0
         for _ in range(self.args.exam_pods):
             parts = np.split(self.batch.obs.numpy(), len(policies))
-            action = np.concatenate([policy.mean(part) for policy, part in zip(policies, parts, strict=True)])
-            self.batch.step(action, autoreset=False)
+            best = [policy.logits(part).argmax(-1) for policy, part in zip(policies, parts, strict=True)]
+            chosen = torch.from_numpy(np.concatenate(best))
+            self.batch.step(share_actions(self.batch.obs, chosen, policies[0].levels), autoreset=False)
             total += float(self.batch.reward.mean())
         return total / self.args.exam_pods
 
@@ -137,7 +142,8 @@ def play(program: Any, args: Args, seed: int, shared: bool, exam: Exam, top: flo
     for t in range(pods):
         obs = batch.obs.numpy().copy()
         acted = [learners[i % len(learners)].act(obs[i], rng) for i in range(args.nodes)]
-        batch.step(np.stack([action for action, _ in acted]).clip(0, 1).astype(np.float32), autoreset=False)
+        chosen = torch.from_numpy(np.stack([one for one, _ in acted]))
+        batch.step(share_actions(batch.obs, chosen, learners[0].policy.levels), autoreset=False)
         rewards = batch.reward.tolist()
         for i, (action, log_prob) in enumerate(acted):
             learners[i % len(learners)].waiting.append((obs[i], action, log_prob, rewards[i]))

@@ -51,7 +51,7 @@ STUDIES: dict[str, tuple[str, ...]] = {
         "--save-model",
     ),
     "levels": ("ppo_gpu_alloc.py", "--preset", "levels"),
-    "qos": ("ppo_gpu_alloc.py", "--preset", "levels", "--qos-penalty", "1.5"),
+    "qos": ("ppo_gpu_alloc.py", "--preset", "levels", "--qos-penalty", "2"),
     "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
     "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
@@ -79,7 +79,7 @@ class Args:
     """Studies to run."""
     history_timesteps: int = 16_000_000
     """Decisions per run with history and a Gaussian policy."""
-    levels_timesteps: int = 8_000_000
+    levels_timesteps: int = 16_000_000
     """Decisions per run with history and a categorical policy."""
     v0_timesteps: int = 10_000_000
     """Decisions per run on five numbers."""

@@ -59,8 +59,9 @@ class Args:
     """Checkpoint of ppo_gpu_alloc.py on GPUAllocationHistory-v0 for the arms warm and offline."""
     nodes: int = 4
     """Number of nodes. Each has its own owners and stream."""
-    first_node: int = 2**44
-    """Seed of the first node. The trainers use other seeds; 2**41 … and 2**43 … were used to choose the rails."""
+    first_node: int = 2**48
+    """Seed of the first node. The trainers use other seeds. 2**41 … and 2**43 … were used to choose the rails, 2**44 …
+    and 2**47 for earlier policies."""
     arms: tuple[Literal["cold", "offline", "warm"], ...] = ("cold", "offline", "warm")
     """Agents to run. The rules always run."""
     decisions: int = 1_500

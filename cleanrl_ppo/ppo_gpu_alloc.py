@@ -154,8 +154,9 @@ LEVELS_PRESET: dict[str, Any] = {
     "copies": 4,
     "learning_rate": 3e-3,
     "update_epochs": 1,
-    "ent_coef": 0.1,
+    "ent_coef": 0.03,
     "norm_adv": False,
+    "hidden": 128,
 }
 """Defaults with ``--preset levels``. The entropy bonus is in units of the reward, so advantages are not normalised."""
 
@@ -252,6 +253,18 @@ def categorical_entropy(logprobs: Tensor) -> Tensor:
 def level_logprobs(logits: Tensor) -> Tensor:
     """(B, 2, levels) log-probabilities of the shares of cores and memory, from the outputs of the actor."""
     return logits.unflatten(-1, (2, -1)).log_softmax(-1)
+
+
+def sample_levels(logprobs: Tensor, copies: int) -> Tensor:
+    """(B, 2) sampled levels. Each sample follows its probabilities (B, 2, levels).
+
+    Copies of an environment draw from different parts of the distribution, so their rewards can be compared. The
+    numbers that select the level are (rank + u) / copies, with a random order of ranks and the same u for all copies.
+    """
+    ranks = torch.rand(len(logprobs) // copies, copies, 2).argsort(1)
+    numbers = ((ranks + torch.rand(len(ranks), 1, 2)) / copies).flatten(0, 1)
+    below = logprobs.exp().cumsum(-1) < numbers[..., None]
+    return below.sum(-1).clamp(max=logprobs.shape[-1] - 1)
 
 
 # ALGO LOGIC: continuous actions
@@ -496,9 +509,7 @@ class Rollouts:
                 obs[step] = self.normalize(envs.obs)
                 mean = agent.actor(obs[step].to(device)).cpu()
                 if args.levels:
-                    # Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample.
-                    scores = level_logprobs(mean)
-                    actions[step] = (scores - torch.empty_like(scores).exponential_().log()).argmax(-1)
+                    actions[step] = sample_levels(level_logprobs(mean), args.copies)
                     next_obs, reward, ended = envs.step(share_actions(envs.obs, actions[step], args.levels))
                 else:
                     actions[step] = mean + std * noise[step]

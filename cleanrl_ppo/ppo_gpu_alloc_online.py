@@ -7,10 +7,11 @@
     POST /feedback {"allocation_id", "actual_usage", "qos_met", "pods", "memory_used", "oom"} -> {"status", "reward"}
     GET /healthz /readyz /metrics /docs
 
-The policy is that of ppo_gpu_alloc.py. Each allocation is a sampled action, stored with its log-probability. Feedback
-turns it into one experience. A learner process waits for 32 experiences, makes a PPO update and replaces the
-checkpoint. The server loads the new policy between two requests. The checkpoint records the last feedback that it has
-learned from, so a crash never loses an experience and never learns from one twice.
+The policy is the categorical one of ppo_gpu_alloc.py (--preset levels), which chooses shares of the request. Each
+allocation is a sampled pair of shares, stored with its log-probability. Feedback turns it into one experience. A
+learner process waits for 32 experiences, makes a PPO update and replaces the checkpoint. The server loads the new
+policy between two requests. The checkpoint records the last feedback that it has learned from, so a crash never loses
+an experience and never learns from one twice.
 
 This file holds the policy and the update. The package clustergym.agent holds the server, the store and the learner
 process. See docs/reference/agent.md.
@@ -20,8 +21,10 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +41,7 @@ from clustergym.agent.store import STORE_SCHEMA
 from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.extras import MissingExtra
 from clustergym.gpu_allocation.history import N_FEATURES
+from clustergym.gpu_allocation.policy import MIN_SHARES
 from clustergym.gpu_allocation.space import STATE_NAMES
 from clustergym.training import (
     CHECKPOINT_NAME,
@@ -55,7 +59,9 @@ from clustergym.training import (
 
 NORM_CLIP = 10.0
 PRETRAINED = Path(clustergym.agent.__file__).with_name("pretrained.pt")
-"""The policy of ``benchmarks/gpu_allocation.py --only history --seeds 1``."""
+"""The policy of ``benchmarks/gpu_allocation.py --only qos --seeds 1``."""
+INITIAL_BIAS = 3.0
+"""In the untrained policy, the smallest share is less probable than the whole request by this power of e."""
 log = logging.getLogger("clustergym.agent")
 
 
@@ -80,24 +86,23 @@ class Args(BaseArgs):
     the value of the state at the feedback counts."""
     update_epochs: int = 10
     """Number of epochs per update."""
-    target_kl: float | None = 0.02
+    target_kl: float | None = 0.05
     """Stop an update after an epoch whose approximate KL exceeds this value."""
     minibatch_size: int = 32
     """Minimum size of a minibatch. A large batch is split into at most 16 minibatches."""
-    norm_adv: bool = True
+    norm_adv: bool = False
     """Normalise advantages per minibatch."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio."""
-    ent_coef: float = 0.0
-    """Coefficient of the entropy bonus."""
+    ent_coef: float = 0.03
+    """Coefficient of the entropy bonus, in units of the reward. The pods of a node change, so exploration must not
+    stop."""
     vf_coef: float = 0.5
     """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
     """Maximum global norm of the gradients."""
-    action_scale: float = 0.1
-    """Initial standard deviation of an action, whose range is 1. Not used with --init-checkpoint."""
-    min_std: float = 0.01
-    """Minimum standard deviation of an action. The pods of a node change, so exploration must not stop."""
+    levels: int = 24
+    """Number of shares of the request that the policy chooses from. Not used with --init-checkpoint."""
 
 
 # ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
@@ -177,18 +182,17 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
 
 
-# ALGO LOGIC: continuous actions
+# ALGO LOGIC: a categorical policy
 
 
-def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of independent normal components, summed over the last dimension."""
-    deviations = (actions - mean) / std
-    return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)
+def categorical_entropy(logprobs: Tensor) -> Tensor:
+    """Entropy from normalised log-probabilities of shape (…, actions). Masked actions contribute exactly 0."""
+    return -(logprobs.exp() * logprobs).sum(-1)
 
 
-def gaussian_entropy(std: Tensor) -> Tensor:
-    """Entropy of independent normal components, summed over the last dimension."""
-    return (0.5 + 0.5 * np.log(2 * np.pi) + std.log()).sum(-1)
+def level_logprobs(logits: Tensor) -> Tensor:
+    """(B, 2, levels) log-probabilities of the shares of cores and memory, from the outputs of the actor."""
+    return logits.unflatten(-1, (2, -1)).log_softmax(-1)
 
 
 class RunningMeanStd:
@@ -222,9 +226,9 @@ def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
 
 
 class Agent(nn.Module):
-    """Actor and critic. The policy is Gaussian: a sigmoid gives the mean, the standard deviation is a parameter."""
+    """Actor and critic. The policy is categorical: logits of the shares of cores and of memory."""
 
-    def __init__(self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2) -> None:
+    def __init__(self, obs_size: int, hidden: int = 64, levels: int = 24) -> None:
         super().__init__()
 
         def network(outputs: int, std: float) -> nn.Sequential:
@@ -236,90 +240,111 @@ class Agent(nn.Module):
                 layer_init(nn.Linear(hidden, outputs), std=std),
             )
 
-        self.actor = network(num_actions, 0.01).append(nn.Sigmoid())
+        self.actor = network(2 * levels, 0.01)
         self.critic = network(1, 1.0)
-        self.log_std = nn.Parameter(torch.zeros(num_actions))
-        self.action_scale = action_scale
-
-    def std(self) -> Tensor:
-        """Standard deviation of the actions (actions,). It equals ``action_scale`` if log_std is 0."""
-        return self.action_scale * self.log_std.exp()
 
     def get_value(self, obs: Tensor) -> Tensor:
         return self.critic(obs).squeeze(-1)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (mean actions, values)."""
+        """Returns (logits of the shares, values)."""
         return self.actor(obs), self.get_value(obs)
 
 
 class Policy:
-    """The actor in numpy, for the server: a request is a single row, for which numpy is faster than torch."""
+    """The networks in numpy, for the server: a request is a single row, for which numpy is faster than torch."""
 
     def __init__(self, state: State) -> None:
-        weights = {name: tensor.cpu().numpy().astype(np.float32) for name, tensor in state["agent"].items()}
-        statistics = {name: tensor.cpu().numpy() for name, tensor in state["statistics"].items()}
+        weights = {name: tensor.cpu().float() for name, tensor in state["agent"].items()}
+        statistics = state["statistics"]
         self.version: int = state["version"]
         self.obs_size = len(statistics["mean"])
-        self._mean, self._scale = statistics["mean"], 1.0 / np.sqrt(statistics["var"] + 1e-8)
-        self._actor, self._critic = (
-            [(weights[f"{name}.{i}.weight"].T.copy(), weights[f"{name}.{i}.bias"]) for i in (0, 2, 4)]
-            for name in ("actor", "critic")
+        self.levels = levels_of(weights)
+        self._mean = statistics["mean"].float().numpy()
+        self._scale = (statistics["var"] + 1e-8).rsqrt().float().numpy()
+        # Actor and critic side by side in one network: the number of operations counts, not their size.
+        first, *later = (
+            [weights[f"{network}.{i}.{kind}"] for network in ("actor", "critic")]
+            for i in (0, 2, 4)
+            for kind in ("weight", "bias")
         )
-        self.std = state["action_scale"] * np.exp(weights["log_std"].astype(np.float64))
-        self._log_scale = float(np.log(self.std).sum()) + math.log(2 * math.pi)
+        joined = [torch.cat(first), *(torch.block_diag(*p) if p[0].ndim == 2 else torch.cat(p) for p in later)]
+        self._layers = [(w.T.numpy().copy(), b.numpy()) for w, b in zip(joined[::2], joined[1::2], strict=True)]
 
-    def _normalize(self, obs: np.ndarray) -> np.ndarray:
+    def _run(self, obs: np.ndarray) -> np.ndarray:
+        """Outputs (…, 2 · levels + 1): logits and V(obs)."""
         # np.clip takes longer than both of these.
-        return np.maximum(np.minimum((obs - self._mean) * self._scale, NORM_CLIP), -NORM_CLIP).astype(np.float32)
-
-    @staticmethod
-    def _run(layers: list[tuple[np.ndarray, np.ndarray]], x: np.ndarray) -> np.ndarray:
-        for weight, bias in layers[:-1]:
-            x = np.maximum(x @ weight + bias, 0.0)
-        weight, bias = layers[-1]
+        x = np.maximum(np.minimum((obs - self._mean) * self._scale, NORM_CLIP), -NORM_CLIP)
+        *hidden, (weight, bias) = self._layers
+        for w, b in hidden:
+            x = np.maximum(x @ w + b, 0.0)
         return x @ weight + bias
 
-    def mean(self, obs: np.ndarray) -> np.ndarray:
-        """Mean action (2,) for one observation."""
-        return 1.0 / (1.0 + np.exp(-self._run(self._actor, self._normalize(obs)).astype(np.float64)))
+    def logits(self, obs: np.ndarray) -> np.ndarray:
+        """Logits (…, 2, levels) of the shares of cores and memory for observations (…, features)."""
+        return self._run(obs)[..., :-1].reshape(*obs.shape[:-1], 2, self.levels)
 
     def evaluate(self, obs: np.ndarray) -> tuple[np.ndarray, float]:
-        """Mean action (2,) and V(obs) for one observation."""
-        x = self._normalize(obs)
-        mean = 1.0 / (1.0 + np.exp(-self._run(self._actor, x).astype(np.float64)))
-        return mean, float(self._run(self._critic, x)[0])
+        """Logits (2, levels) and V(obs) for one observation."""
+        outputs = self._run(obs)
+        return outputs[:-1].reshape(2, self.levels), float(outputs[-1])
 
-    def sample(self, mean: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, float]:
-        """An action and its log-probability; the mean itself if ``rng`` is None. Actions are not clipped."""
+    def choose(self, logits: np.ndarray, rng: np.random.Generator | None) -> tuple[np.ndarray, float]:
+        """Indices (2,) of sampled shares and their log-probability; of the most probable shares if ``rng`` is None."""
         if rng is None:
-            return mean, -self._log_scale
-        noise = rng.standard_normal(2)
-        return mean + self.std * noise, float(-0.5 * (noise @ noise)) - self._log_scale
+            return logits.argmax(1), 0.0
+        chosen, log_prob = [], 0.0
+        for row, u in zip(logits.tolist(), rng.random(2).tolist(), strict=True):
+            # Lists: numpy takes longer for so few numbers.
+            top = max(row)
+            sums = list(accumulate(math.exp(x - top) for x in row))
+            k = min(bisect_right(sums, u * sums[-1]), self.levels - 1)
+            chosen.append(k)
+            log_prob += row[k] - top - math.log(sums[-1])
+        return np.array(chosen), log_prob
+
+    def shares(self, chosen: np.ndarray) -> tuple[float, float]:
+        """The shares of the requested cores and memory with these indices (2,)."""
+        (cores, memory), top = chosen.tolist(), self.levels - 1
+        return (
+            MIN_SHARES[0] + (1.0 - MIN_SHARES[0]) * cores / top,
+            MIN_SHARES[1] + (1.0 - MIN_SHARES[1]) * memory / top,
+        )
 
 
 # Checkpoints
+
+
+def levels_of(weights: dict[str, Tensor]) -> int:
+    """Number of shares that a network chooses from."""
+    outputs = len(weights["actor.4.bias"])
+    if outputs < 4:
+        raise ValueError("the checkpoint holds a Gaussian policy: the agent needs a categorical one (--preset levels)")
+    return outputs // 2
 
 
 def make_agent(state: State) -> tuple[Agent, RunningMeanStd]:
     """The network of a checkpoint and the statistics that normalise its observations."""
     statistics = RunningMeanStd()
     statistics.load_state_dict(state["statistics"])
-    agent = Agent(len(statistics.mean), 2, len(state["agent"]["actor.0.bias"]), state["action_scale"])
-    agent.load_state_dict(state["agent"])
+    weights = state["agent"]
+    agent = Agent(len(statistics.mean), len(weights["actor.0.bias"]), levels_of(weights))
+    agent.load_state_dict(weights)
     return agent, statistics
 
 
-def untrained(action_scale: float) -> State:
+def untrained(levels: int) -> State:
     """New weights. The observations are between 0 and 1, so their statistics are fixed."""
     statistics = RunningMeanStd((len(STATE_NAMES) + N_FEATURES,))
     statistics.mean += 0.5
     statistics.var *= 0.09
-    agent = Agent(len(statistics.mean), action_scale=action_scale)
+    agent = Agent(len(statistics.mean), levels=levels)
+    with torch.no_grad():
+        # Before it has learned, the policy grants the request, and samples smaller shares less often.
+        agent.actor[4].bias.copy_(torch.linspace(-INITIAL_BIAS, 0.0, levels).repeat(2))
     return {
         "agent": agent.state_dict(),
         "statistics": statistics.state_dict(),
-        "action_scale": action_scale,
         "env_id": "GPUAllocationHistory-v0",
     }
 
@@ -333,27 +358,18 @@ def pretrained(path: Path) -> State:
     except CheckpointError:
         found = load_checkpoint(path, "ppo_gpu_alloc-model")
         statistics = found["statistics"]
-    args = found["args"]
-    if args.get("levels"):
-        raise ValueError(f"{path} holds a categorical policy: the agent needs a Gaussian one (--levels 0)")
+    args, weights = found["args"], found["agent"]
     if not args["norm_obs"]:
         statistics = RunningMeanStd((len(statistics["mean"]),)).state_dict()
-    agent = Agent(len(statistics["mean"]), 2, args["hidden"], args["action_scale"])
-    new_critic = agent.critic.state_dict()
-    agent.load_state_dict(found["agent"])
-    agent.critic.load_state_dict(new_critic)
-    return {
-        "agent": agent.state_dict(),
-        "statistics": statistics,
-        "action_scale": args["action_scale"],
-        "env_id": args["env_id"],
-    }
+    agent = Agent(len(statistics["mean"]), len(weights["actor.0.bias"]), levels_of(weights))
+    agent.actor.load_state_dict({k.removeprefix("actor."): t for k, t in weights.items() if k.startswith("actor.")})
+    return {"agent": agent.state_dict(), "statistics": statistics, "env_id": args["env_id"]}
 
 
 def initial_state(args: Args) -> State:
     """Content of the first checkpoint."""
     torch.manual_seed(args.seed)
-    state = untrained(args.action_scale) if args.init_checkpoint is None else pretrained(args.init_checkpoint)
+    state = untrained(args.levels) if args.init_checkpoint is None else pretrained(args.init_checkpoint)
     agent, _ = make_agent(state)
     return state | {
         "optimizer": make_optimizer(agent, args.learning_rate).state_dict(),
@@ -367,10 +383,11 @@ def initial_state(args: Args) -> State:
 
 def export_model(args: Args, state: State) -> None:
     """Save the policy in the format of ppo_gpu_alloc.py, for ``clustergym eval``."""
-    hidden = len(state["agent"]["actor.0.bias"])
-    network = {"env_id": state["env_id"], "norm_obs": True, "hidden": hidden, "action_scale": state["action_scale"]}
-    folder, weights = args.run_dir or args.server.store, {key: state[key] for key in ("agent", "statistics")}
-    save_model(folder, "ppo_gpu_alloc", plain_args(args) | network, **weights)
+    weights = state["agent"]
+    network = {"hidden": len(weights["actor.0.bias"]), "levels": levels_of(weights)}
+    network |= {"env_id": state["env_id"], "norm_obs": True}
+    folder = args.run_dir or args.server.store
+    save_model(folder, "ppo_gpu_alloc", plain_args(args) | network, agent=weights, statistics=state["statistics"])
 
 
 # Learning, in the learner process
@@ -392,16 +409,17 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: 
         # At most 16 minibatches: a backlog must not make updates longer and longer.
         minibatches = min(max(1, len(values) // args.minibatch_size), 16)
         for rows in torch.randperm(len(values)).to(values.device).tensor_split(minibatches):
-            means, new_values = agent(batch.obs[rows])
-            std = agent.std()
-            logratio = gaussian_logprob(batch.actions[rows], means, std) - batch.logprobs[rows]
+            logits, new_values = agent(batch.obs[rows])
+            logprobs = level_logprobs(logits)
+            chosen = batch.actions[rows].long()[..., None]
+            logratio = logprobs.gather(-1, chosen).sum((-1, -2)) - batch.logprobs[rows]
             ratio = logratio.exp()
             k1, _, k3 = kl_estimators(logratio)
 
             mb_advantages = normalize_advantages(advantages[rows]) if args.norm_adv else advantages[rows]
             pg_loss = policy_loss(ratio, mb_advantages, args.clip_coef)
             v_loss = value_loss(new_values, values[rows], returns[rows], None)
-            entropy = gaussian_entropy(std)
+            entropy = categorical_entropy(logprobs).sum(-1).mean()
             loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss
 
             optimizer.zero_grad()
@@ -409,7 +427,6 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: 
             grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
             optimizer.step()
             with torch.no_grad():
-                agent.log_std.clamp_(min=math.log(args.min_std / agent.action_scale))
                 approx_kl = k3.mean()
                 clipfrac = ((ratio - 1.0).abs() > args.clip_coef).float().mean()
                 seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
@@ -418,14 +435,11 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Experiences, args: 
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
     averages = torch.stack(seen).detach().mean(0).tolist()
     metrics = {f"losses/{name}": value for name, value in zip(names, averages, strict=True)}
-    std_cores, std_memory = agent.std().tolist()
     return metrics | {
         "losses/explained_variance": explained_variance(values, returns),
         "charts/reward": float(batch.rewards.mean()),
         "charts/batch": float(len(values)),
         "charts/skipped": float(batch.skipped),
-        "charts/std_cores": std_cores,
-        "charts/std_memory": std_memory,
     }
 
 
@@ -471,7 +485,9 @@ def main() -> None:
     if args.init_checkpoint is not None and checkpoint.exists():
         log.info("%s exists: --init-checkpoint is ignored", checkpoint)
     try:
-        check_positive(args, "minibatch_size", "min_std", "action_scale")
+        check_positive(args, "minibatch_size")
+        if args.levels < 2:
+            raise ValueError(f"--levels is {args.levels}: expected 2 or more")
         if not 0 <= args.gamma <= 1:
             raise ValueError(f"--gamma is {args.gamma}: expected 0 to 1")
         device = choose_device(args.cuda, deterministic=args.torch_deterministic)

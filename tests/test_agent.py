@@ -23,7 +23,7 @@ from clustergym.agent import store as agent_store
 from clustergym.agent.learner import ExperienceReader, Experiences
 from clustergym.agent.metrics import Seconds
 from clustergym.agent.server import serve
-from clustergym.agent.service import is_latency_sensitive
+from clustergym.agent.service import is_latency_sensitive, share_amounts
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import Allocation, Experience, Feedback, Store, StoreUnavailable, connect
 from clustergym.agent.traffic import pressure_of
@@ -109,24 +109,61 @@ def test_numpy_policy_matches_the_network() -> None:
         obs = rng.random(19).astype(np.float32)
         prepared = online.normalize_obs(torch.from_numpy(obs), statistics)
         with torch.no_grad():
-            mean, _ = agent(prepared)
-            action, log_prob = policy.sample(policy.mean(obs), rng)
-            expected = online.gaussian_logprob(torch.from_numpy(action).float(), mean, agent.std())
-        np.testing.assert_allclose(policy.mean(obs), mean.numpy(), atol=1e-5)
-        assert math.isclose(log_prob, float(expected), abs_tol=1e-3)
-        mean, value = policy.evaluate(obs)
-        np.testing.assert_array_equal(mean, policy.mean(obs))
+            shares = torch.distributions.Categorical(logits=agent(prepared)[0].view(2, 24))
+        logits, value = policy.evaluate(obs)
+        np.testing.assert_array_equal(logits, policy.logits(obs))
         assert math.isclose(value, agent.get_value(prepared).item(), abs_tol=1e-4)
-        np.testing.assert_array_equal(policy.sample(policy.mean(obs), None)[0], policy.mean(obs))
+        chosen, log_prob = policy.choose(logits, rng)
+        assert math.isclose(log_prob, float(shares.log_prob(torch.from_numpy(chosen)).sum()), abs_tol=1e-4)
+        chosen, log_prob = policy.choose(logits, None)
+        np.testing.assert_array_equal(chosen, shares.probs.argmax(1))
+        assert log_prob == 0.0  # always the same choice
+
+
+def test_choices_follow_the_probabilities() -> None:
+    policy, rng = online.Policy(online.initial_state(ARGS)), np.random.default_rng(0)
+    probabilities = np.array([np.arange(1, 25), np.arange(24, 0, -1)]) / 300
+    chosen = np.array([policy.choose(np.log(probabilities), rng)[0] for _ in range(20_000)])
+    found = [np.bincount(column, minlength=24) / len(chosen) for column in chosen.T]
+    np.testing.assert_allclose(found, probabilities, atol=0.006)
+
+
+def test_grants_are_those_of_the_simulator() -> None:
+    """The same choice of shares gives the same cores and memory in the agent and in the simulator."""
+    from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+    from clustergym.gpu_allocation.policy import share_actions
+
+    policy, rng = online.Policy(online.initial_state(ARGS)), np.random.default_rng(0)
+    batch = AllocationBatch(AllocationConfig(history=True), 64)
+    batch.reset()
+    for _ in range(20):
+        asked = batch.state["ask"][:, [columns.ASK_CORES, columns.ASK_MEMORY]].double().numpy()
+        chosen = rng.integers(0, 24, (64, 2))
+        ours = [share_amounts(policy.shares(one), *request) for one, request in zip(chosen, asked, strict=True)]
+        batch.step(share_actions(batch.obs, torch.from_numpy(chosen), 24))
+        theirs = batch.outcome[:, [columns.OUTCOME_CORES, columns.OUTCOME_MEMORY]]
+        # Observations are rounded to float32, so an amount between two units can be rounded the other way.
+        np.testing.assert_allclose(ours, theirs, atol=1.0)
+        assert (np.array(ours) == theirs.numpy()).mean() > 0.95
+
+
+def test_an_untrained_policy_grants_the_request() -> None:
+    """… and explores all shares, small ones less often."""
+    policy, rng = online.Policy(online.initial_state(ARGS)), np.random.default_rng(0)
+    for _ in range(50):
+        logits = policy.logits(rng.random(19).astype(np.float32))
+        assert policy.shares(policy.choose(logits, None)[0]) == (1.0, 1.0)
+    counts = np.bincount([policy.choose(logits, rng)[0][0] for _ in range(5_000)], minlength=24)
+    assert 0 < counts[0] < counts[12] < counts[23]
 
 
 def experiences(policy: Any, n: int, rng: np.random.Generator, through: int) -> Any:
-    """Decisions with a known optimum: the cores action should be 0.3 if the first feature is below 0.5, else 0.7."""
+    """Decisions with a known optimum: the share of cores should be 0.4 if the first feature is below 0.5, else 0.8."""
     obs = rng.random((n, 19)).astype(np.float32)
-    acted = [policy.sample(policy.mean(row), rng) for row in obs]
-    actions = np.array([action for action, _ in acted], np.float32)
-    best = np.where(obs[:, 0] < 0.5, 0.3, 0.7)
-    rewards = 1 - 10 * (actions[:, 0] - best) ** 2
+    acted = [policy.choose(policy.logits(row), rng) for row in obs]
+    actions = np.array([chosen for chosen, _ in acted], np.float32)
+    best = np.where(obs[:, 0] < 0.5, 0.4, 0.8)
+    rewards = 1 - 10 * (np.array([policy.shares(chosen)[0] for chosen, _ in acted]) - best) ** 2
     return Experiences(
         torch.from_numpy(obs), torch.from_numpy(actions), torch.tensor([p for _, p in acted], dtype=torch.float32),
         torch.tensor(rewards, dtype=torch.float32), torch.zeros(n), torch.from_numpy(obs), torch.zeros(n).bool(),
@@ -140,11 +177,11 @@ def test_learning_finds_a_known_optimum() -> None:
         state, metrics = online.learn_once(state, experiences(online.Policy(state), 32, rng, i), ARGS, CPU)
     policy = online.Policy(state)
     obs = rng.random((200, 19)).astype(np.float32)
-    chosen = np.array([policy.mean(row)[0] for row in obs])
+    chosen = np.array([policy.shares(policy.choose(policy.logits(row), None)[0])[0] for row in obs])
     low, high = obs[:, 0] < 0.4, obs[:, 0] > 0.6
-    assert abs(chosen[low].mean() - 0.3) < 0.06
-    assert abs(chosen[high].mean() - 0.7) < 0.06
-    assert metrics["charts/std_cores"] >= ARGS.min_std * 0.999
+    assert abs(chosen[low].mean() - 0.4) < 0.08
+    assert abs(chosen[high].mean() - 0.8) < 0.08
+    assert metrics["losses/entropy"] > 1.0  # it goes on exploring
     assert (state["version"], state["experiences"], state["learned_through"]) == (150, 150 * 32, 149)
 
 
@@ -177,13 +214,13 @@ def test_init_checkpoint_takes_the_policy_of_the_offline_trainer(
     offline = load_trainer("ppo_gpu_alloc")
     torch.manual_seed(0)
     size = 5 if env_id == "GPUAllocation-v0" else 19
-    agent, statistics = offline.Agent(size, 2, 32, 0.3), offline.RunningMeanStd((size,))
+    agent, statistics = offline.Agent(size, 2, 32, levels=7), offline.RunningMeanStd((size,))
     statistics.update(torch.rand(100, size))
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
     given = vars(offline.Args()) | {
-        "hidden": 32, "action_scale": 0.3, "norm_obs": norm_obs, "env_id": env_id, "workload": None, "run_dir": None,
+        "hidden": 32, "levels": 7, "norm_obs": norm_obs, "env_id": env_id, "workload": None, "run_dir": None,
     }  # fmt: skip
     content = {"args": given, "agent": agent.state_dict()}
     content |= (
@@ -196,9 +233,10 @@ def test_init_checkpoint_takes_the_policy_of_the_offline_trainer(
     obs = torch.rand(10, size)
     prepared = offline.normalize_obs(obs, statistics) if norm_obs else obs
     with torch.no_grad():
-        expected = agent(prepared)[0].numpy()
-    np.testing.assert_allclose([policy.mean(row) for row in obs.numpy()], expected, atol=1e-5)
-    np.testing.assert_allclose(policy.std, agent.std().detach().numpy(), rtol=1e-6)
+        expected = agent(prepared)[0].view(10, 2, 7).numpy()
+    np.testing.assert_allclose(policy.logits(obs.numpy()), expected, atol=1e-4)
+    np.testing.assert_allclose([policy.logits(row) for row in obs.numpy()], expected, atol=1e-4)
+    assert policy.shares(np.array([6, 0])) == (1.0, 0.5)
 
 
 def test_init_checkpoint_refuses_other_files(tmp_path: Path) -> None:
@@ -208,6 +246,11 @@ def test_init_checkpoint_refuses_other_files(tmp_path: Path) -> None:
     (tmp_path / "d.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(CheckpointError, match="not a clustergym checkpoint"):
         online.initial_state(dataclasses.replace(ARGS, init_checkpoint=tmp_path / "d.pt"))
+    gaussian = {"args": {"norm_obs": True}, "agent": load_trainer("ppo_gpu_alloc").Agent(19).state_dict()}
+    gaussian["statistics"] = online.RunningMeanStd((19,)).state_dict()
+    save_checkpoint(tmp_path / "e.pt", "ppo_gpu_alloc-model", gaussian)
+    with pytest.raises(ValueError, match="holds a Gaussian policy: the agent needs a categorical one"):
+        online.initial_state(dataclasses.replace(ARGS, init_checkpoint=tmp_path / "e.pt"))
 
 
 def test_exported_model_has_the_same_policy(tmp_path: Path) -> None:
@@ -216,7 +259,7 @@ def test_exported_model_has_the_same_policy(tmp_path: Path) -> None:
     again = online.pretrained(tmp_path / "model.pt")
     obs = np.random.default_rng(0).random(19).astype(np.float32)
     np.testing.assert_allclose(
-        online.Policy(again | {"version": 0}).mean(obs), online.Policy(state).mean(obs), atol=1e-6
+        online.Policy(again | {"version": 0}).logits(obs), online.Policy(state).logits(obs), atol=1e-6
     )
     assert load_checkpoint(tmp_path / "model.pt", "ppo_gpu_alloc-model")["args"]["env_id"] == "GPUAllocationHistory-v0"
 
@@ -423,7 +466,7 @@ def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(ValueError, match="has schema 99; this agent reads schema 3"):
+    with pytest.raises(ValueError, match=f"has schema 99; this agent reads schema {agent_store.STORE_SCHEMA}"):
         Store(tmp_path, "process")
 
 
@@ -491,7 +534,7 @@ def test_invalid_settings_are_refused(change: dict[str, Any], reason: str) -> No
     ("flags", "reason"),
     [
         (["--gamma", "1.5"], "error: --gamma is 1.5: expected 0 to 1"),
-        (["--min-std", "0"], "error: --min-std is 0.0: expected more than 0"),
+        (["--levels", "1"], "error: --levels is 1: expected 2 or more"),
         (["--max-batch", "8"], "error: --max-batch 8 is less than --batch-size 32"),
     ],
 )

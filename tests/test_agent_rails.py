@@ -31,6 +31,7 @@ from clustergym.gpu_allocation import compute_reward
 from clustergym.gpu_allocation import state as columns
 from clustergym.gpu_allocation.baselines import RULES
 from processes import wait_until
+from trainers import load_trainer
 
 # The VPA rule
 
@@ -237,7 +238,7 @@ def make_store(folder: Path, n: int = 3) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for version in range(n):
         state = {
-            "agent": {"w": torch.full((2,), float(version))}, "optimizer": {}, "statistics": {}, "action_scale": 0.1,
+            "agent": {"w": torch.full((2,), float(version))}, "optimizer": {}, "statistics": {},
             "version": version, "learned_through": 10 * version, "experiences": 32 * version,
         }  # fmt: skip
         versions.save_version(folder, state)
@@ -400,12 +401,16 @@ def test_an_operator_can_roll_back_a_running_agent(tmp_path: Path, capsys: pytes
 def test_a_harmful_version_is_rolled_back_automatically(tmp_path: Path) -> None:
     """A policy that advises the whole request replaces one that advises half of it: the test must find it."""
     flags = ("--update-interval-s", 0.05, "--batch-size", 1000, "--max-batch", 1000, "--shadow", "--grant-step", 1)
-    with agent_server(tmp_path, *flags) as server:
+    online = load_trainer("ppo_gpu_alloc_online")
+    half = online.initial_state(online.Args())
+    half["agent"]["actor.4.bias"] = -(torch.arange(24.0) - 10).abs().repeat(2)
+    online.export_model(online.Args(run_dir=tmp_path / "half"), half)
+    with agent_server(tmp_path, *flags, "--init-checkpoint", tmp_path / "half" / "model.pt") as server:
         for _ in range(10):
             round_trip(server)
         good = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
         wait_until(lambda: versions.kept_versions(tmp_path) == [0], "the first version is kept")
-        bad = {**good["agent"], "actor.4.bias": torch.tensor([5.0, 5.0])}
+        bad = {**good["agent"], "actor.4.bias": torch.linspace(0.0, 5.0, 24).repeat(2)}
         save_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND, good | {"agent": bad, "version": 1})
         wait_until(lambda: version(server) == 1, "the bad version is in use")
         for i in range(800):

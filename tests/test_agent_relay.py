@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import sqlite3
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,18 +93,24 @@ def test_rows_are_stored_once_and_checked(tmp_path: Path) -> None:
         play(server, SimulatedNode(1, 100), 10)
     node, leader = Store(tmp_path / "node", "process"), Store(tmp_path, "process")
     request = RelayRequest.model_validate({"node": "a", "rows": read_rows(node, 0)})
-    assert store_rows(leader, request, 19) == 10
+    assert store_rows(leader, request, 19, 24) == 10
     leader.flush()
-    assert store_rows(leader, request, 19) == 0
+    assert store_rows(leader, request, 19, 24) == 0
     again = Store(tmp_path, "process")
-    assert store_rows(again, request, 19) == 0
+    assert store_rows(again, request, 19, 24) == 0
     other = RelayRequest.model_validate({"node": "b", "rows": read_rows(node, 8)})
-    assert store_rows(again, other, 19) == 2
+    assert store_rows(again, other, 19, 24) == 2
     with pytest.raises(ValueError, match="an observation of 19 numbers: expected 5"):
-        store_rows(again, RelayRequest.model_validate({"node": "c", "rows": read_rows(node, 0)}), 5)
+        store_rows(again, RelayRequest.model_validate({"node": "c", "rows": read_rows(node, 0)}), 5, 24)
     broken = read_rows(node, 0)
     del broken[0]["allocation"]["owner"]
     with pytest.raises(ValueError, match="owner"):
-        store_rows(again, RelayRequest.model_validate({"node": "d", "rows": broken}), 19)
+        store_rows(again, RelayRequest.model_validate({"node": "d", "rows": broken}), 19, 24)
+    # An index that the policy does not have would stop the learner.
+    for numbers in ([24, 0], [-1, 0], [0, float("nan")], [0.5, 1], [0, 0, 0]):
+        broken = read_rows(node, 0)
+        broken[3]["action"] = base64.b64encode(np.array(numbers, np.float32)).decode()
+        with pytest.raises(ValueError, match=r"row \d+ has the action .*: expected two of 24 shares"):
+            store_rows(again, RelayRequest.model_validate({"node": "e", "rows": broken}), 19, 24)
     for store in (node, leader, again):
         store.connection.close()

@@ -25,6 +25,7 @@ import torch
 
 import agent_kill
 from agent_client import SCRIPT, TOKEN, Connection, Server, StubGpu, agent_server, run_load
+from clustergym.agent.store import STORE_SCHEMA
 from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.checkpoints import load_checkpoint
 from clustergym.gpu_allocation import compute_reward
@@ -359,7 +360,7 @@ def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) ->
         assert {one["policy_version"] for one in found} == {0}
         wait_until(lambda: version(server) == 1, "the first update")
         learned = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, 3)
+        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, STORE_SCHEMA)
         assert {"agent", "optimizer", "statistics"} <= set(learned)
         for one in found:
             assert feedback(server, one["allocation_id"], qos_met=False)["status"] == "duplicate"
@@ -412,7 +413,7 @@ def test_late_feedback_is_expired(tmp_path: Path) -> None:
             assert feedback(server, found["allocation_id"]) == {"status": "expired", "reward": None}
         assert feedback_counts(server)["expired"] == 2
         assert not rows(tmp_path, "SELECT * FROM feedback")
-        # Latency-sensitive pods get the mean action. Only best-effort pods are sampled and learned from.
+        # Latency-sensitive pods get the most probable action. Only best-effort pods are sampled and learned from.
         sensitive = [allocate(server, owner="new", qos_class="latency-sensitive") for _ in range(5)]
         assert len({(one["cores"], one["memory"]) for one in sensitive}) == 1
         assert len({allocate(server, owner="new", cores=100)["cores"] for _ in range(10)}) > 1
@@ -425,7 +426,7 @@ def test_explore_off_does_not_learn(tmp_path: Path) -> None:
         assert not psutil.Process(server.process.pid).children()
         found = rounds(server, 33, cores=90)
         assert not rows(tmp_path, "SELECT * FROM feedback WHERE learnable")
-        # The history does not change between these requests, so neither does the mean action.
+        # The history does not change between these requests, so neither does the most probable action.
         assert len({one["cores"] for one in found}) == 1
         # Two agents on one store would overwrite each other's state.
         with (

@@ -107,7 +107,7 @@ def test_online_update_on_a_device_equals_the_update_on_the_cpu(tmp_path: Path) 
     rng = np.random.default_rng(0)
     policy = online.Policy(state)
     obs = torch.from_numpy(rng.uniform(0, 1, (40, size))).float()
-    acted = [policy.sample(policy.mean(each.numpy()), rng) for each in obs]
+    acted = [policy.choose(policy.logits(each.numpy()), rng) for each in obs]
     batch = Experiences(
         obs, torch.tensor(np.array([action for action, _ in acted])).float(),
         torch.tensor([logprob for _, logprob in acted]), torch.rand(40), torch.zeros(40), obs.flip(0),

@@ -308,6 +308,23 @@ def test_categorical_policy_matches_torch_distributions() -> None:
     torch.testing.assert_close(entropies, both.entropy().sum(1))
 
 
+def test_copies_draw_from_different_parts_of_the_distribution() -> None:
+    torch.manual_seed(0)
+    probabilities = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]])
+    chosen = ppo.sample_levels(probabilities.log().expand(80_000, 2, 3), 4)
+    for column, expected in enumerate(probabilities):
+        for copy in range(4):  # each copy alone follows the policy
+            found = torch.bincount(chosen[copy::4, column], minlength=3) / 20_000
+            torch.testing.assert_close(found, expected, atol=0.015, rtol=0)
+        # Of four copies, 4 p take a level if that is a whole number, else one more or less.
+        counts = torch.nn.functional.one_hot(chosen[:, column].view(-1, 4), 3).sum(1)
+        assert ((counts - 4 * expected).abs() < 1.0).all()
+    # The order of the copies is not the same for cores and memory.
+    assert not torch.equal(chosen[:4000, 0].argsort(), chosen[:4000, 1].argsort())
+    alone = ppo.sample_levels(probabilities.log().expand(20_000, 2, 3), 1)
+    torch.testing.assert_close(torch.bincount(alone[:, 0]) / 20_000, probabilities[0], atol=0.015, rtol=0)
+
+
 def test_categorical_rollouts_follow_the_policy_and_penalise_missed_objectives() -> None:
     """Copies see the same pod. Returns are the simulator's rewards less the penalty; the chart is without it."""
     args = ppo.Args(num_envs=64, num_steps=64, copies=2, levels=3, qos_penalty=5.0, norm_obs=False)
@@ -335,12 +352,6 @@ def test_categorical_rollouts_follow_the_policy_and_penalise_missed_objectives()
     torch.testing.assert_close(batch.advantages[:64], expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(batch.returns[:64], difference.flatten().float(), atol=1e-5, rtol=0)
     assert charts["charts/reward"] > 0.0
-
-
-def test_agent_refuses_a_categorical_policy(tmp_path: Path) -> None:
-    trained("ppo_gpu_alloc", tmp_path, total_timesteps=256, eval_streams=0, levels=3)
-    with pytest.raises(ValueError, match="holds a categorical policy: the agent needs a Gaussian one"):
-        load_trainer("ppo_gpu_alloc_online").pretrained(tmp_path / "checkpoint.pt")
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical, Independent
 
 from clustergym.agent.learner import Experiences
 from update_cases.base import CPU, Case, Played, Problem, View, cut, larger_first
@@ -125,18 +125,23 @@ class OnlineCase(GpuAllocCase):
     """The agent of a node learns from single experiences, each with the observation at its feedback."""
 
     name = "ppo_gpu_alloc_online"
-    small = {"minibatch_size": 6, "update_epochs": 3, "gamma": 0.9, "action_scale": 0.3, "target_kl": None,
-             "min_std": 0.21}  # fmt: skip
+    small = {"minibatch_size": 6, "update_epochs": 3, "gamma": 0.9, "target_kl": None}
     has_rollout = False
     has_world = False
     has_schedule = False  # the learning rate is constant
 
     def make_agent(self, args: Any) -> nn.Module:
-        agent = self.trainer.Agent(5, 2, 8, args.action_scale)
+        agent = self.trainer.Agent(5, 8, levels=3)
         with torch.no_grad():
             agent.actor[4].weight.mul_(100)
-            agent.log_std.copy_(torch.tensor([0.1, -0.4]))
         return agent
+
+    def distribution(self, agent: Any, x: Tensor, mask: Any) -> Any:
+        """Two independent choices of one of three shares."""
+        return Independent(Categorical(logits=agent.actor(x).view(2, 3)), 1)
+
+    def made_up_actions(self) -> Tensor:
+        return torch.randint(3, (self.rows, 2)).float()
 
     def problem(self, masked: bool = False, kl_coef: float = 0.0, **changes: Any) -> Problem:
         torch.manual_seed(0)
@@ -164,21 +169,12 @@ class OnlineCase(GpuAllocCase):
             old = (float(batch.logprobs[i]), values[i], advantages[i], targets[i])
             return Sample(logprob, distribution.entropy(), self.value(agent, batch.obs[i]), *old)
 
-        def clamp() -> None:
-            with torch.no_grad():
-                for i, number in enumerate(agent.log_std.tolist()):
-                    agent.log_std[i] = max(number, math.log(args.min_std / args.action_scale))
-
         count = min(max(1, self.rows // args.minibatch_size), 16)
         s = self.settings(args)
         optimizer = self.trainer.make_optimizer(agent, args.learning_rate)
 
         def more_metrics(outcome: Any) -> dict[str, float]:
-            std = [args.action_scale * math.exp(number) for number in agent.log_std.tolist()]
-            return {
-                "charts/reward": float(batch.rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4,
-                "charts/std_cores": std[0], "charts/std_memory": std[1],
-            }  # fmt: skip
+            return {"charts/reward": float(batch.rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4}
 
         return Problem(
             agent,
@@ -188,6 +184,5 @@ class OnlineCase(GpuAllocCase):
             lambda order: larger_first(order, count),
             s,
             (values, targets),
-            clamp,
-            more_metrics,
+            more_metrics=more_metrics,
         )

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Header, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 
 from clustergym.agent import messages, relay
 from clustergym.agent.messages import PROBLEMS, AllocateRequest, FeedbackRequest
@@ -106,7 +107,7 @@ class AccessMiddleware:
             await answer(scope, receive, send)
         else:
             # A Response object would take longer than the answer.
-            content = json.dumps(answer).encode()
+            content = to_json(answer)
             headers_sent = ((b"content-length", b"%d" % len(content)), (b"content-type", b"application/json"))
             await send({"type": "http.response.start", "status": 200, "headers": headers_sent})
             await send({"type": "http.response.body", "body": content})
@@ -193,8 +194,8 @@ def _type_of(content: dict[str, Any]) -> str:
     return text + (f", default {json.dumps(content['default'])}" if "default" in content else "")
 
 
-def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """The FastAPI application of a service."""
+def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> AccessMiddleware:
+    """The application of a service: FastAPI behind the access checks."""
     app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, docs_url=None, redoc_url=None)
     status_page = page()
     security: dict[str, Any] = {"security": [{"bearer": []}]} if service.tokens.path is not None else {}
@@ -235,7 +236,7 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
 
     async def answer_experiences(request: relay.RelayRequest, _: str | None) -> dict[str, Any]:
         try:
-            stored = relay.store_rows(service.store, request, service.policy.obs_size)
+            stored = relay.store_rows(service.store, request, service.policy.obs_size, service.policy.levels)
         except ValueError as error:
             raise Refused(422, str(error)) from None
         await service.store.committed()
@@ -290,5 +291,4 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         FEEDBACK_PATH: (FeedbackRequest, answer_feedback),
         RELAY_PATH: (relay.RelayRequest, answer_experiences),
     }
-    app.add_middleware(AccessMiddleware, service=service, endpoints=endpoints)
-    return app
+    return AccessMiddleware(app, service, endpoints)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import time
@@ -97,7 +96,7 @@ class FeedbackCredentials:
         self.key = key
 
     def _code(self, allocation_id: str) -> str:
-        return hmac.new(self.key, allocation_id.encode(), hashlib.sha256).hexdigest()[:32]
+        return hmac.digest(self.key, allocation_id.encode(), "sha256").hex()[:32]
 
     def issue(self, allocation_id: str) -> str:
         return f"{self.PREFIX}{allocation_id}.{self._code(allocation_id)}"

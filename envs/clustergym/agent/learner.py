@@ -124,7 +124,7 @@ def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: Op
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup_logging()
     # Requests have priority over learning.
-    os.nice(10)
+    os.nice(19)
     torch.set_num_threads(1)
     checkpoint = settings.store / CHECKPOINT_NAME
     with exclusive_lock(settings.store / LEARNER_LOCK_NAME, wait=True), contextlib.ExitStack() as stack:

@@ -90,7 +90,7 @@ def read_rows(store: Store, after: int) -> list[dict[str, Any]]:
     return found
 
 
-def store_rows(store: Store, request: RelayRequest, obs_size: int) -> int:
+def store_rows(store: Store, request: RelayRequest, obs_size: int, levels: int) -> int:
     """Add the rows that are new; call ``store.committed()`` before the answer. Returns how many.
 
     Raises:
@@ -105,8 +105,10 @@ def store_rows(store: Store, request: RelayRequest, obs_size: int) -> int:
             np.frombuffer(base64.b64decode(text, validate=True), np.float32)
             for text in (row.obs, row.action, row.next_obs)
         )
-        if len(obs) != obs_size or len(next_obs) != obs_size or len(action) != 2:
+        if len(obs) != obs_size or len(next_obs) != obs_size:
             raise ValueError(f"row {row.seq} has an observation of {len(obs)} numbers: expected {obs_size}")
+        if len(action) != 2 or not all(share in range(levels) for share in action.tolist()):
+            raise ValueError(f"row {row.seq} has the action {action.tolist()}: expected two of {levels} shares")
         try:
             fields: dict[str, Any] = row.allocation
             allocation = Allocation(seq=store.next_seq, token=secrets.token_hex(16), **fields)

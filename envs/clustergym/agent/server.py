@@ -156,6 +156,7 @@ def make_config(settings: ServerSettings, app: Any, pool: ConnectionPool) -> uvi
         timeout_graceful_shutdown=10,
         timeout_keep_alive=75,
         server_header=False,
+        proxy_headers=False,
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
         ssl_ca_certs=None if settings.client_ca is None else str(settings.client_ca),

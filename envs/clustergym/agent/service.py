@@ -30,7 +30,7 @@ from clustergym.common.tls import CertificateReloader
 from clustergym.gpu_allocation import space
 from clustergym.gpu_allocation.history import features
 from clustergym.gpu_allocation.reward import score
-from clustergym.gpu_allocation.space import grant, scale_state
+from clustergym.gpu_allocation.space import scale_state
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +43,20 @@ class Policy(Protocol):
 
     version: int
     obs_size: int
+    levels: int
+    """Number of shares of the request that it chooses from."""
 
-    def mean(self, obs: NDArray[np.float32]) -> NDArray[np.float64]:
-        """The mean action (2,)."""
+    def logits(self, obs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Logits (2, levels) of the shares of cores and memory."""
 
-    def evaluate(self, obs: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
-        """The mean action (2,) and V(obs)."""
+    def evaluate(self, obs: NDArray[np.float32]) -> tuple[NDArray[np.float32], float]:
+        """Logits (2, levels) and V(obs)."""
 
-    def sample(self, mean: NDArray[np.float64], rng: np.random.Generator | None) -> tuple[NDArray[np.float64], float]:
-        """A sampled action and its log-probability; the mean action if ``rng`` is None."""
+    def choose(self, logits: NDArray[np.float32], rng: np.random.Generator | None) -> tuple[NDArray[np.int64], float]:
+        """Indices (2,) of sampled shares and their log-probability; of the most probable shares if ``rng`` is None."""
+
+    def shares(self, chosen: NDArray[np.int64]) -> tuple[float, float]:
+        """The shares of the requested cores and memory with these indices (2,)."""
 
 
 class Refused(Exception):
@@ -77,7 +82,6 @@ class Pod:
     sensitive: bool
     state: OwnerState
     """What is known about the owner."""
-    gpu_memory_mb: float
 
 
 class Service:
@@ -153,11 +157,11 @@ class Service:
         # In shadow mode nobody is harmed by exploration.
         sampled |= explore != "off" and (self.settings.shadow or request.shadow)
         obs = self.observe(request.owner, request.cores, request.memory, sensitive, load)
-        mean, value = self.policy.evaluate(obs)
-        action, log_prob = self.policy.sample(mean, self.rng if sampled else None)
+        logits, value = self.policy.evaluate(obs)
+        chosen, log_prob = self.policy.choose(logits, self.rng if sampled else None)
         owner = self.store.owner_state(request.owner)
-        pod = Pod(request.owner, request.cores, request.memory, sensitive, owner, load.memory_mb)
-        advised_cores, advised_memory = self.advise(pod, action)
+        pod = Pod(request.owner, request.cores, request.memory, sensitive, owner)
+        advised_cores, advised_memory = self.advise(pod, self.policy.shares(chosen))
         cores, memory, decided_by = self.recommend(pod, advised_cores, advised_memory, bounds_of(request))
         recommended = cores, memory
         if self.settings.shadow or request.shadow:
@@ -171,17 +175,16 @@ class Service:
             sensitive=sensitive, cores=cores, memory_mb=memory, version=self.policy.version, learnable=sampled,
             gpu=gpu, advised_cores=advised_cores, advised_memory_mb=advised_memory,
             recommended_cores=recommended[0], recommended_memory_mb=recommended[1], decided_by=decided_by,
-            champion=self.compare(pod, obs, mean),
+            champion=self.compare(pod, obs, logits),
         )  # fmt: skip
         self.store.next_seq += 1
-        self.store.add(allocation, Experience(obs, action, log_prob, value), request.request_id)
+        self.store.add(allocation, Experience(obs, chosen, log_prob, value), request.request_id)
         await self.store.committed()
         return allocation
 
-    def advise(self, pod: Pod, action: NDArray[np.float64]) -> tuple[float, float]:
-        """What an action gives to a pod, within the rails."""
-        cores, memory = scale(action, pod.requested_cores, pod.requested_memory_mb, pod.gpu_memory_mb)
-        return self.limit(pod, cores, memory)
+    def advise(self, pod: Pod, shares: tuple[float, float]) -> tuple[float, float]:
+        """What shares of its request give to a pod, within the rails."""
+        return self.limit(pod, *share_amounts(shares, pod.requested_cores, pod.requested_memory_mb))
 
     def limit(self, pod: Pod, cores: float, memory_mb: float) -> tuple[float, float]:
         """Apply the rails."""
@@ -210,13 +213,17 @@ class Service:
         return *bound(cores, memory, pod.requested_cores, pod.requested_memory_mb, bounds), level
 
     def compare(
-        self, pod: Pod, obs: NDArray[np.float32], mean: NDArray[np.float64]
+        self, pod: Pod, obs: NDArray[np.float32], logits: NDArray[np.float32]
     ) -> tuple[float, float, float, float] | None:
         """What this version and the last good one advise for the same pod, without exploration."""
         champion = self.champion
         if champion is None or champion.version == self.policy.version or champion.obs_size != len(obs):
             return None
-        return *self.advise(pod, mean), *self.advise(pod, champion.mean(obs))
+        shares, good = (
+            policy.shares(policy.choose(scores, None)[0])
+            for policy, scores in ((self.policy, logits), (champion, champion.logits(obs)))
+        )
+        return *self.advise(pod, shares), *self.advise(pod, good)
 
     def find_allocation(self, request: FeedbackRequest, credential_for: str | None, now_s: float) -> Allocation | None:
         """The allocation that feedback is about.
@@ -304,7 +311,7 @@ class Service:
         advised_reward, advised_qos = would_be(a.advised_cores, a.advised_memory_mb)
         recommended_reward, recommended_qos = would_be(a.recommended_cores, a.recommended_memory_mb)
         owner = self.store.owner_state(a.owner)
-        pod = Pod(a.owner, a.requested_cores, a.requested_memory_mb, bool(a.sensitive), owner, 0.0)
+        pod = Pod(a.owner, a.requested_cores, a.requested_memory_mb, bool(a.sensitive), owner)
         vpa_reward, _ = would_be(*self.vpa(pod))
         if a.champion is not None and request.final:
             cores, memory, champion_cores, champion_memory = a.champion
@@ -351,16 +358,13 @@ class Service:
         )
 
 
-def scale(
-    action: NDArray[np.float64], requested_cores: float, requested_memory_mb: float, gpu_memory_mb: float
+def share_amounts(
+    shares: tuple[float, float], requested_cores: float, requested_memory_mb: float
 ) -> tuple[float, float]:
-    """Cores (%) and memory (MB) of an action on a GPU with this much memory, at most what was requested."""
-    scale = gpu_memory_mb / space.MAX_MEMORY_MB
-    cores, memory = grant(action.tolist(), requested_cores, requested_memory_mb / scale)
-    if requested_memory_mb > gpu_memory_mb:
-        # The action cannot express that much memory: grant it in full.
-        return cores, requested_memory_mb
-    return cores, min(float(math.ceil(memory * scale - 1e-9)), requested_memory_mb)
+    """Cores (%) and memory (MB) of shares of a request, in whole units, as in the simulator."""
+    cores = max(shares[0] * requested_cores, space.MIN_CORES)
+    memory_mb = max(shares[1] * requested_memory_mb, space.MIN_MEMORY_MB)
+    return space.limit_grant(cores, memory_mb, requested_cores, requested_memory_mb, space.UNIT_PERCENT)
 
 
 def bounds_of(request: AllocateRequest) -> Bounds:

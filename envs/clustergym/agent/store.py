@@ -29,7 +29,7 @@ from clustergym.gpu_allocation.history import new_history, remember
 log = logging.getLogger(__name__)
 
 DATABASE_NAME = "store.db"
-STORE_SCHEMA = 3
+STORE_SCHEMA = 4
 MAX_CACHED_ALLOCATIONS = 100_000
 MAX_CACHED_OWNERS = 50_000
 OOM_GROWTH, OOM_MORE_MB = 1.2, 100.0
@@ -104,6 +104,7 @@ class Experience(NamedTuple):
 
     obs: NDArray[Any]
     action: NDArray[Any]
+    """Indices of the chosen shares of cores and memory."""
     log_prob: float
     value: float
     """V(obs) at the time of the decision."""

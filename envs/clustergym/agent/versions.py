@@ -99,7 +99,7 @@ def roll_back(store: Path, state: dict[str, Any], request: RollbackRequest, thro
     old = load_checkpoint(version_path(store, request.version), CHECKPOINT_KIND)
     return state | {
         "agent": old["agent"], "optimizer": old["optimizer"], "statistics": old["statistics"],
-        "action_scale": old["action_scale"], "version": state["version"] + 1,
+        "version": state["version"] + 1,
         "learned_through": max(through, state["learned_through"]),
         "rollback_id": request.id, "rolled_back_to": request.version,
     }  # fmt: skip
