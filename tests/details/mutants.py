@@ -309,7 +309,8 @@ FURTHER = {
     "ppo_gpu_alloc": ("test_ppo_gpu_alloc.py::test_categorical_policy_matches_torch_distributions",
                       "test_ppo_gpu_alloc.py::"
                       "test_categorical_rollouts_follow_the_policy_and_penalise_missed_objectives",
-                      "test_ppo_gpu_alloc.py::test_copies_decide_on_the_same_pod_and_share_a_baseline"),
+                      "test_ppo_gpu_alloc.py::test_copies_decide_on_the_same_pod_and_share_a_baseline",
+                      "test_ppo_gpu_alloc.py::test_copies_draw_from_different_parts_of_the_distribution"),
     "ppo_llm": ("test_ppo_llm.py::test_kl_controller_by_hand",
                 "test_ppo_llm.py::test_kl_coefficient_stays_positive_and_changes_by_at_most_a_fifth"),
     "vector": ("test_training.py::test_observations_masks_and_last_observations_for_every_autoreset_mode",
