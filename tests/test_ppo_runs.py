@@ -26,6 +26,7 @@ from clustergym.training import (
     run_folder,
 )
 from corridor import CPU, Corridor, ppo, registered_corridors, rollouts, small, trained
+from processes import forked
 from trainers import in_two_processes
 
 
@@ -148,10 +149,8 @@ def die() -> None:
 
 def killed_run(folder: Path, moment: str) -> int:
     """Exit status of a process that trains and gets SIGKILL: between two checkpoints, or with half of one written."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    try:
+
+    def work() -> None:
         replace, scalars, saves = os.replace, RunLogger.scalars, []
 
         def deadly_replace(source: Any, target: Any) -> None:
@@ -168,8 +167,8 @@ def killed_run(folder: Path, moment: str) -> int:
 
         os.replace, RunLogger.scalars = deadly_replace, deadly_scalars
         ppo.train(ppo.Args(run_dir=folder, **KILLED), World())
-    finally:
-        os._exit(1)
+
+    return os.waitpid(forked(work), 0)[1]
 
 
 @pytest.fixture(scope="module")
