@@ -31,7 +31,7 @@ figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
 for name, result in results.items():
     colour = {"PPO": "#228833", "oracle": "#BBBBBB"}.get(name, "#4477AA")
     axes.plot(100 * result["efficiency"], 100 * result["qos"], "o", ms=9, color=colour)
-    offset = (-8, 9) if name == "grant" else (9, -4)
+    offset = {"grant": (-8, 9), "fair-share": (-8, -18)}.get(name, (9, -4))
     axes.annotate(name, (100 * result["efficiency"], 100 * result["qos"]), xytext=offset, textcoords="offset points")
 axes.set(xlabel="used part of what was granted, %", ylabel="pods that meet their objective, %")
 axes.set_title("allocation rules on pods that nobody saw in training")
