@@ -26,17 +26,26 @@ PROGRAM = str(Path(__file__).parent / "sweep_program.py")
 TASK = "small-4x4-prefill-drift"
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def made() -> Iterator[Any]:
+    """A cluster with one node. Starting it takes longer than most tests."""
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    made.second = made.add_node(num_cpus=1)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture
+def cluster(made: Any) -> Any:
+    """The cluster with a second node: a new one if a test has killed it."""
+    if len(made.list_all_nodes()) == 1:
+        made.second = made.add_node(num_cpus=1)
     made.wait_for_nodes()
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    return made
 
 
 def one_node_is_lost() -> bool:
