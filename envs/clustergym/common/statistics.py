@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,16 +96,15 @@ def interquartile_mean(scores: Scores) -> float:
 
 
 def stratified_bootstrap(
-    scores: Scores,
-    aggregate: Callable[[Scores], float] = interquartile_mean,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-    seed: int = 0,
+    scores: Scores, resamples: int = 2000, confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """Percentile bootstrap interval of an aggregate. Runs are resampled with replacement, separately for each task."""
+    """Percentile bootstrap interval of the interquartile mean. Runs are resampled with replacement, separately for each
+    task."""
+    from scipy.stats import trim_mean
+
     rng = np.random.default_rng(seed)
     tasks = [np.asarray(runs, float) for runs in scores]
-    draws = [[runs[rng.integers(len(runs), size=len(runs))] for runs in tasks] for _ in range(resamples)]
+    draws = [np.concatenate([r[rng.integers(len(r), size=len(r))] for r in tasks]) for _ in range(resamples)]
     tail = 50 * (1 - confidence)
-    low, high = np.percentile([aggregate(draw) for draw in draws], [tail, 100 - tail])
+    low, high = np.percentile(trim_mean(np.array(draws), 0.25, axis=1), [tail, 100 - tail])
     return float(low), float(high)

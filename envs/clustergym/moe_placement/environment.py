@@ -365,6 +365,7 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     legal operations, `random-flat` the candidates of `MoEPlacementFlat`. The best of seven planners is named. The bound
     is a search that sees the next interval, or where it says so the proven optimum for it. Means over two to four
     episodes: `clustergym.ids.REFERENCE_SCORES` names the file with all scores and their spread.
+    The column `policy` is older than the last change to that planner, which deals the observed tokens at random.
 
     | task | random | random-flat | EPLB | policy | best planner | bound |
     | --- | ---: | ---: | ---: | ---: | ---: | ---: |
