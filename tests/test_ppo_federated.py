@@ -524,7 +524,7 @@ def test_agents_continue_without_a_dead_agent_until_it_is_back(
 
 def test_torchrun_restarts_all_ranks_from_their_checkpoints(tmp_path: Path) -> None:
     """One rank is killed. The result is bit-identical to an undisturbed run in one process."""
-    settings = SMALL | {"total_timesteps": 64 * 160}
+    settings = SMALL | {"total_timesteps": 64 * 48}
     fed.train(fed.Args(**settings, run_dir=tmp_path / "whole"))
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
     command = [
