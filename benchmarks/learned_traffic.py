@@ -33,7 +33,7 @@ from placement import Args as PlacementArgs
 from placement import Cell, protocol_of, read_lines, traces
 
 RULES = ("eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-occurrence", "affinity-groups")
-ANNEALERS = ("anneal", "anneal-4", "anneal-max")
+ANNEALERS = ("anneal", "anneal-4", "anneal-max", "anneal-robust")
 LEARNED = ("anneal-learned", "policy-guided")
 FREE = (*RULES, *ANNEALERS, *LEARNED, "policy", "forecast", "oracle")
 

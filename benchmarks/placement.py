@@ -46,7 +46,7 @@ from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, Traffic
 
-SEARCHES = ("anneal-max", "anneal", "anneal-4", "forecast", "oracle")
+SEARCHES = ("anneal-max", "anneal", "anneal-4", "anneal-robust", "forecast", "oracle")
 UNEVEN = 1.5
 """Spread of the ranks' shares in the study of the trap: a few GPUs send most of the tokens."""
 SAMPLES = (1024, 256, 64)

@@ -46,7 +46,8 @@ SERVED: dict[str, str | EngineProfile] = {
 }
 WITHOUT_POLICY = [name for name in PLANNERS if not name.startswith("policy")]
 QUICK: dict[str, dict[str, object]] = {
-    name: {"iterations": 150} for name in ("anneal", "anneal-max", "anneal-4", "anneal-learned", "forecast", "oracle")
+    name: {"iterations": 150}
+    for name in ("anneal", "anneal-max", "anneal-4", "anneal-robust", "anneal-learned", "forecast", "oracle")
 }
 HOT = {
     "norm": 0, "mix_tokens": 0, "estimate_steps": 0, "iterations": 20_000, "heat": (0.2, 1e-3),

@@ -40,13 +40,16 @@ def simulator(
     return Simulator(model, ClusterSpec("c", nodes, per_node, slots, 160, 40, 2.0, 4.0), profile, 100)
 
 
-def surrogate_of(sim: Simulator, interval: Interval, placement: Placement, before: Placement) -> Surrogate:
+def surrogate_of(
+    sim: Simulator, interval: Interval, placement: Placement, before: Placement, n_topics: int = 0, spread: float = 0.5
+) -> Surrogate:
+    """The estimate. The rows take turns with the topics."""
     state = surrogate.allocate(
         surrogate.DEFAULT_SHAPE, interval.n_tokens, interval.experts.shape[2], sim.n_experts, placement.copy(),
-        sim.cluster.n_nodes, sim.topology.transport == DEDUP,
+        sim.cluster.n_nodes, sim.topology.transport == DEDUP, n_topics,
     )  # fmt: skip
-    rows = interval.rows.ravel()
-    surrogate.prepare(0, len(placement), state, interval.experts, rows, rows, before)
+    rows, topic = interval.rows.ravel(), (np.arange(interval.experts.shape[1]) % max(1, n_topics)).astype(np.int8)
+    surrogate.prepare(0, len(placement), state, interval.experts, rows, rows, before, topic, spread)
     return state
 
 
@@ -82,6 +85,42 @@ def test_shares_are_those_of_the_ranks_that_choose_a_replica(
         np.testing.assert_allclose(shares[:n].sum(0), counted.sum(0), atol=1e-6)
 
 
+@settings(max_examples=40, deadline=None)
+@given(instance=instances())
+def test_deviations_are_derivatives_by_the_shares_of_topics(instance: Instance) -> None:
+    """Counted again from the tokens, with the weight of one topic a little larger."""
+    sim, interval, small = instance.simulator(made_profile("rank-mod", "per-expert")), instance.interval, 1e-6
+    state = surrogate_of(sim, interval, instance.placement, instance.before, n_topics=3, spread=0.5)
+    rows = interval.rows.ravel()
+    for b, t in np.ndindex(interval.n_layers, 3):
+        weights = np.where(rows % 3 == t, 1 + small, 1.0)
+        weights *= len(rows) / weights.sum()
+        loads = np.zeros(sim.n_experts)
+        chosen = interval.experts[b, rows]
+        np.add.at(loads, chosen[chosen >= 0], np.broadcast_to(weights[:, None], chosen.shape)[chosen >= 0])
+        expected = 0.5 * (loads - state.load[b]) / small
+        np.testing.assert_allclose(state.deviation[b, :, t], expected, rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(instance=instances())
+def test_uncertain_load_adds_its_standard_deviation_to_the_kernel_time(instance: Instance) -> None:
+    """With one replica per expert, the load of a GPU varies with the sum of its experts' deviations."""
+    sim, interval = instance.simulator(made_profile("rank-mod", "per-expert")), instance.interval
+    objective = Anneal(sim).objective(interval, None)
+    certain, varying = (surrogate_of(sim, interval, instance.placement, instance.before, n) for n in (0, 3))
+    for state in (certain, varying):
+        take(state, instance.placement, objective)
+    for b, g in np.ndindex(certain.gpus.shape[0], sim.n_gpus):
+        held = [int(e) for e in instance.placement[b, g] if e >= 0]
+        if any(varying.n_replicas[b, e] > 1 for e in held):
+            continue
+        sd, uses = np.linalg.norm(varying.deviation[b, held].sum(0)), certain.gpus[b, NOW, g, 0]
+        work = (objective.costs.token_us + objective.costs.pair_us) * uses
+        added = varying.times[b, NOW, g, 0] - certain.times[b, NOW, g, 0]
+        assert added == pytest.approx(work * sd / uses if uses else 0.0, rel=1e-6, abs=1e-9)
+
+
 @pytest.mark.parametrize("transport", ["dedup", "per-expert", "allgather"])
 @settings(max_examples=40, deadline=None)
 @given(instance=instances(), dispatch=st.sampled_from(RULES), weight=st.sampled_from([0.0, 1.0]))
@@ -90,7 +129,7 @@ def test_sums_follow_the_changes(transport: str, instance: Instance, dispatch: s
     sim, interval = instance.simulator(made_profile(dispatch, transport)), instance.interval
     planner = Anneal(sim, migration_weight=weight)
     objective, layers = planner.objective(interval, None), interval.n_layers
-    state = surrogate_of(sim, interval, instance.placement, instance.before)
+    state = surrogate_of(sim, interval, instance.placement, instance.before, n_topics=2)
     first = take(state, instance.placement, objective)
     best, cost = instance.placement.copy(), np.full(layers, np.inf)
     heat = np.array([0.5, 0.1])  # accepts most steps
@@ -98,9 +137,9 @@ def test_sums_follow_the_changes(transport: str, instance: Instance, dispatch: s
     assert (cost <= first).all()
     sim.check(state.slots)
     sim.check(best)
-    made = surrogate_of(sim, interval, state.slots, instance.before)
+    made = surrogate_of(sim, interval, state.slots, instance.before, n_topics=2)
     take(made, state.slots, objective)
-    for name in ("gpus", "nodes", "times", "received"):
+    for name in ("gpus", "deviations", "nodes", "times", "received"):
         now, scratch = getattr(state, name)[:, NOW], getattr(made, name)[:, NOW]
         np.testing.assert_allclose(now, scratch, rtol=1e-4, atol=1e-3, err_msg=name)
     for name in ("beside", "around", "replicas", "n_replicas"):

@@ -50,9 +50,10 @@ class Command:
     planner: list[str] = field(default_factory=lambda: ["all"])
     """One or more of static, round-robin, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental,
     flashlb, swift, hot-everywhere, grouping, co-occurrence, affinity-groups, random-best, bottleneck, bottleneck-8,
-    swap-greedy, anneal-max, anneal, anneal-4, anneal-learned (learns from the train split: give --split test), policy,
-    policy-guided, forecast (sees other tokens of the next domains), oracle (sees the next passes) and exact (small
-    instances only). 'all' means all but exact, and anneal-learned only with --split validation or test."""
+    swap-greedy, anneal-max, anneal, anneal-4, anneal-robust, anneal-learned (learns from the train split: give --split
+    test), policy, policy-guided, forecast (sees other tokens of the next domains), oracle (sees the next passes) and
+    exact (small instances only). 'all' means all but exact, and anneal-learned only with --split validation or
+    test."""
     checkpoint: str = "pretrained"
     """Policy of the planners 'policy' and 'policy-guided': a policy.pt file, a run folder, or 'pretrained'."""
     schedule: str = "drift"

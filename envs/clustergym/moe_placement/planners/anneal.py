@@ -19,6 +19,7 @@ from clustergym.moe_placement.planners.kernels.launch import Objective, over_lay
 from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.moe_placement.planners.kernels.trial import allocate, prepare
 from clustergym.moe_placement.planners.search import Search
+from clustergym.moe_placement.planners.topics import scenarios
 from clustergym.moe_placement.profiles import DEDUP
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
@@ -28,6 +29,7 @@ LAYERS_BETWEEN_STOPS = 16
 # Measured with benchmarks/search_curve.py.
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
 _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
+_SCENARIOS = 8
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 
@@ -87,14 +89,17 @@ class Anneal(Search):
 
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
         """``others`` are more placements that the search may start from."""
-        began = time.perf_counter()
+        began, topic = time.perf_counter(), self.topics(history)
         short = self.core_ms(len(placement)) < _LEAST_EXACT_MS
         if self.estimates:
-            estimated = self.search_estimate(history, placement, 1.0 if short else self.estimate_share, others)
+            spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
+            estimated = self.search_estimate(history, placement, share, others, topic, spent)
             if short:
                 return estimated
             others = [estimated]
         interval = self.observe(history, self.tokens_for(len(placement)))
+        if self.spread:
+            interval = scenarios(interval, topic, _SCENARIOS, self.spread, self.seed)
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
         if not self.simulator.stay:
@@ -132,9 +137,16 @@ class Anneal(Search):
         return found
 
     def search_estimate(
-        self, history: Sequence[Interval], placement: Placement, share: float = 1.0, others: Sequence[Placement] = ()
+        self,
+        history: Sequence[Interval],
+        placement: Placement,
+        share: float = 1.0,
+        others: Sequence[Placement] = (),
+        topic: npt.NDArray[np.int8] | None = None,
+        spent: float = 0.0,
     ) -> Placement:
-        """Anneal on the estimate, for ``share`` of the time budget if there is one."""
+        """Anneal on the estimate, for ``share`` of the time budget if there is one, less the seconds already spent."""
+        topic = self.topics(history) if topic is None else topic
         began, layers, simulator = time.perf_counter(), len(placement), self.simulator
         tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
         if self.seconds is not None:
@@ -148,8 +160,10 @@ class Anneal(Search):
         state = surrogate.allocate(
             self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
             simulator.cluster.n_nodes, simulator.topology.transport == DEDUP,
+            int(topic.max()) + 1 if self.spread else 0,
         )  # fmt: skip
-        over_layers(surrogate.prepare, 0, layers, state, seen.experts, whole.rows.ravel(), seen.rows[0], placement)
+        rows = whole.rows.ravel(), seen.rows[0]
+        over_layers(surrogate.prepare, 0, layers, state, seen.experts, *rows, placement, topic, float(self.spread))
         start, least = placement, self._take(state, placement, objective)
         if self.restart:
             eplb = EPLB(simulator)
@@ -167,7 +181,7 @@ class Anneal(Search):
 
         left = None
         if self.seconds is not None:
-            left = max(SHORTEST_SECONDS, share * self.seconds - (time.perf_counter() - began))
+            left = max(SHORTEST_SECONDS, share * self.seconds - spent - (time.perf_counter() - began))
         steps = self._run(run, 0, layers, layers, left, self.estimate_heat, self.estimate_steps)
         # The first steps follow the errors of the estimate: too few of them do harm.
         return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best

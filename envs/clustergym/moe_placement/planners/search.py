@@ -11,6 +11,7 @@ import numpy.typing as npt
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.kernels.launch import Objective, pass_times, recount
+from clustergym.moe_placement.planners.topics import topics_of
 from clustergym.moe_placement.planners.traffic_model import TrafficModel
 from clustergym.moe_placement.simulator import Placement, norm_log2
 from clustergym.moe_placement.streams import Interval
@@ -34,7 +35,13 @@ class Search(Planner):
     migration_weight: float = 1.0
     """Weight of the migration time. Less than 1 if a move helps for longer than the interval that pays for it."""
 
+    spread: float = 0.0
+    """How much the mixture of topics may change until the next plan: standard deviation of the logarithms of their
+    shares (see :mod:`.topics`). 0 plans for the observed mixture."""
+
     def __post_init__(self) -> None:
+        if self.spread < 0:
+            raise ValueError(f"spread is {self.spread}: expected 0 or more")
         if self.intervals < 1:
             raise ValueError(f"intervals is {self.intervals}: expected at least 1")
         if self.mix_tokens < 0:
@@ -52,11 +59,23 @@ class Search(Planner):
 
     def observe(self, history: Sequence[Interval], mix_tokens: int | None = None) -> Interval:
         """The passes to plan on; ``mix_tokens`` instead of the planner's own."""
-        tokens = self.mix_tokens if mix_tokens is None else mix_tokens
-        seen = history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
+        tokens, seen = self.mix_tokens if mix_tokens is None else mix_tokens, self.seen(history)
         if self.traffic is not None:
             return self.traffic.extend(seen, self.simulator.n_experts, tokens or MOST_TOKENS, self.seed)
         return seen.mixed(tokens, self.seed) if tokens else seen
+
+    def seen(self, history: Sequence[Interval]) -> Interval:
+        """The passes of the last intervals."""
+        return history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
+
+    def topics(self, history: Sequence[Interval]) -> npt.NDArray[np.int8]:
+        """Topic of each row of the tokens to plan on; all 0 if their mixture is taken as certain."""
+        seen = self.seen(history)
+        if self.spread == 0:
+            own = np.zeros(seen.experts.shape[1], np.int8)
+        else:
+            own = topics_of(seen, self.simulator.n_experts, self.seed)
+        return own if self.traffic is None else np.concatenate([own, self.traffic.topic + (own.max() + 1)])
 
     def objective(self, interval: Interval, before: SimulationState | None) -> Objective:
         """What to minimize, for an interval that begins with the placement counted in ``before``.

@@ -17,6 +17,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.moe_placement.planners.topics import N_TOPICS, group, profiles_of
 from clustergym.moe_placement.streams import Interval, layer_first
 from clustergym.traces.token_trace import TokenTrace
 
@@ -48,7 +49,7 @@ class TrafficModel:
     _joined: tuple[npt.NDArray[np.int16], npt.NDArray[np.int16]] | None = field(default=None, repr=False)
 
     @classmethod
-    def learn(cls, trace: TokenTrace, n_experts: int, topics: int = 8, seed: int = 0) -> Self:
+    def learn(cls, trace: TokenTrace, n_experts: int, topics: int = N_TOPICS, seed: int = 0) -> Self:
         """Learn from the sequences of ``trace``, or from a sample of them if there are many tokens."""
         rng = np.random.default_rng(seed)
         if trace.n_tokens > MOST_TRAINING_TOKENS:
@@ -70,10 +71,18 @@ class TrafficModel:
     def _group(cls, trace: TokenTrace, counts: npt.NDArray[np.float64], topics: int, rng: np.random.Generator) -> Self:
         """Group the sequences, whose experts have these ``counts``, into topics."""
         sequence = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
-        best = max((_topics(counts, topics, trace.n_layers, rng) for _ in range(_STARTS)), key=lambda found: found[0])
+        best = max((group(counts, topics, trace.n_layers, rng) for _ in range(_STARTS)), key=lambda found: found[0])
         _, topic = np.unique(best[1], return_inverse=True)
         rows = [np.flatnonzero(topic[sequence] == t) for t in range(topic.max() + 1)]
-        return cls(layer_first(trace), rows, _profiles(counts, topic, len(rows), trace.n_layers))
+        return cls(layer_first(trace), rows, profiles_of(counts, topic, len(rows), trace.n_layers))
+
+    @property
+    def topic(self) -> npt.NDArray[np.int8]:
+        """(rows,) topic of each training token"""
+        found = np.zeros(self.experts.shape[1], np.int8)
+        for t, rows in enumerate(self.rows):
+            found[rows] = t
+        return found
 
     @property
     def shares(self) -> npt.NDArray[np.float64]:
@@ -153,25 +162,3 @@ def _counts(trace: TokenTrace, n_experts: int) -> npt.NDArray[np.float64]:
         cells = (sequence * n_experts + chosen)[chosen >= 0]
         counts[:, layer] = np.bincount(cells, minlength=trace.n_sequences * n_experts).reshape(-1, n_experts)
     return counts.reshape(trace.n_sequences, -1)
-
-
-def _profiles(
-    counts: npt.NDArray[np.float64], topic: npt.NDArray[np.intp], topics: int, layers: int
-) -> npt.NDArray[np.float64]:
-    """(topics, L·E) probabilities. A little of the overall counts is added, so none is 0."""
-    overall = 1e-3 * counts.sum(0) + 1e-3
-    sums = np.stack([counts[topic == t].sum(0) + overall for t in range(topics)]).reshape(topics, layers, -1)
-    return np.asarray((sums / sums.sum(2, keepdims=True)).reshape(topics, -1))
-
-
-def _topics(
-    counts: npt.NDArray[np.float64], topics: int, layers: int, rng: np.random.Generator
-) -> tuple[float, npt.NDArray[np.intp]]:
-    """(log-likelihood, topic of each sequence): a sequence joins the topic that explains it best, until none moves."""
-    topic = rng.integers(0, topics, len(counts))
-    for _ in range(_ROUNDS):
-        fit = counts @ np.log(_profiles(counts, topic, topics, layers)).T
-        moved, topic = topic, fit.argmax(1)
-        if (moved == topic).all():
-            break
-    return float(fit.max(1).sum()), topic

@@ -51,6 +51,8 @@ class Surrogate(NamedTuple):
     """(B, tokens, K) int16: experts of some tokens"""
     load: np.ndarray
     """(B, E) float64: tokens that use each expert"""
+    deviation: np.ndarray
+    """(B, E, topics) float64: how much the load of each expert varies with the share of each topic"""
     pairs: np.ndarray
     """(B, E, E) float32: tokens that use both experts; of size 1 unless transport is ``dedup``"""
     beside: np.ndarray
@@ -67,6 +69,8 @@ class Surrogate(NamedTuple):
     """(B, E, G, 3) float32: of each replica, see ``ALL``"""
     gpus: np.ndarray
     """(B, 2, G, 5) float64: see ``USES``; now and after the change that is tried"""
+    deviations: np.ndarray
+    """(B, 2, G, topics) float64: how much the uses of a GPU vary with it"""
     nodes: np.ndarray
     """(B, 2, N, 8) float64: see ``NODE_USES``"""
     times: np.ndarray
@@ -87,7 +91,14 @@ NOW, THEN = range(2)
 
 
 def allocate(
-    shape: tuple[float, ...], n_tokens: int, top_k: int, n_experts: int, slots: np.ndarray, n_nodes: int, dedup: bool
+    shape: tuple[float, ...],
+    n_tokens: int,
+    top_k: int,
+    n_experts: int,
+    slots: np.ndarray,
+    n_nodes: int,
+    dedup: bool,
+    n_topics: int = 0,
 ) -> Surrogate:
     """Tables to be filled by :func:`prepare` and :func:`take_placement`. The search changes ``slots`` in place."""
     layers, n_gpus = slots.shape[:2]
@@ -96,6 +107,7 @@ def allocate(
         n_tokens=n_tokens,
         sample=np.zeros((layers, SAMPLE, top_k), np.int16),
         load=np.zeros((layers, n_experts)),
+        deviation=np.zeros((layers, n_experts, n_topics)),
         pairs=np.zeros((layers, n_experts, n_experts) if dedup else (layers, 1, 1), np.float32),
         beside=np.zeros((layers, n_gpus, n_experts) if dedup else (layers, 1, 1), np.float32),
         around=np.zeros((layers, n_nodes, n_experts) if dedup else (layers, 1, 1), np.float32),
@@ -104,6 +116,7 @@ def allocate(
         n_replicas=np.zeros((layers, n_experts), np.int16),
         shares=np.zeros((layers, n_experts, n_gpus, 3), np.float32),
         gpus=np.zeros((layers, 2, n_gpus, N_GPU_SUMS)),
+        deviations=np.zeros((layers, 2, n_gpus, n_topics)),
         nodes=np.zeros((layers, 2, n_nodes, N_NODE_SUMS)),
         times=np.zeros((layers, 2, n_gpus, 3)),
         held_before=np.zeros((layers, n_experts, n_gpus), np.int8),
@@ -189,6 +202,8 @@ def _add(s, b, when, x, replicas, n, shares, sign, other, n_other, common, topol
         sums[USES_FAR] += sign * shares[i, FAR] * load
         if load > 0.0:
             sums[ACTIVE] += sign
+        for d in range(s.deviation.shape[2]):
+            s.deviations[b, when, g, d] += share * s.deviation[b, x, d]
         s.touched[b, g] = 1
         if not dedup:
             continue
@@ -261,7 +276,14 @@ def _write_times(s, b, when, g, topology, costs):
         tokens = float(s.n_tokens)
     else:
         times[1], times[2] = sums[USES_NEAR], sums[USES_FAR]
-    times[0] = costs.token_us * tokens + costs.expert_us * sums[ACTIVE] + costs.pair_us * sums[USES]
+    work = costs.token_us * tokens + costs.pair_us * sums[USES]
+    # The standard deviation of the uses, over mixtures of topics, is added to them.
+    variance = 0.0
+    for d in range(s.deviation.shape[2]):
+        variance += s.deviations[b, when, g, d] ** 2
+    if variance > 0.0 and sums[USES] > 0.0:
+        work *= 1.0 + math.sqrt(variance) / sums[USES]
+    times[0] = work + costs.expert_us * sums[ACTIVE]
 
 
 @inlined
@@ -340,10 +362,11 @@ def _copy_slots(source, target):
 
 
 @device
-def prepare(first, last, s, experts, all_rows, rows, before):
+def prepare(first, last, s, experts, all_rows, rows, before, topic, spread):
     """Count loads of ``all_rows`` and pairs of ``rows`` of ``experts`` (L, rows, K).
 
-    Counting pairs takes longer, so ``rows`` may be a part. The interval begins with placement ``before``.
+    Counting pairs takes longer, so ``rows`` may be a part. The interval begins with placement ``before``. The
+    logarithms of the shares of the topics have the standard deviation ``spread``; ``topic`` has that of each row.
     """
     draw_samples(first, last, s.sample, experts, rows)
     for b in range(first, last):
@@ -354,6 +377,15 @@ def prepare(first, last, s, experts, all_rows, rows, before):
                 e = experts[b, all_rows[t], i]
                 if e >= 0:
                     s.load[b, e] += one
+                    if s.deviation.shape[2] > 0:
+                        s.deviation[b, e, topic[all_rows[t]]] += one
+        # If the share of a topic grows by a factor, all shares are divided by their new sum.
+        for d in range(s.deviation.shape[2]):
+            tokens = 0.0
+            for t in range(len(all_rows)):
+                tokens += topic[all_rows[t]] == d
+            for e in range(s.load.shape[1]):
+                s.deviation[b, e, d] = spread * (s.deviation[b, e, d] - tokens / len(all_rows) * s.load[b, e])
         for t in range(len(rows) if dedup else 0):
             token = experts[b, rows[t]]
             for i in range(top_k):
@@ -375,6 +407,7 @@ def take_placements(first, last, s, placement, objective, result):
         _copy_slots(placement[b], s.slots[b])
         s.n_replicas[b] = 0
         s.gpus[b, NOW] = 0.0
+        s.deviations[b, NOW] = 0.0
         s.nodes[b, NOW] = 0.0
         s.received[b, NOW] = 0
         if dedup:
@@ -408,6 +441,8 @@ def take_placements(first, last, s, placement, objective, result):
 def _copy_gpu(s, b, g, source, target):
     for i in range(N_GPU_SUMS):
         s.gpus[b, target, g, i] = s.gpus[b, source, g, i]
+    for i in range(s.deviation.shape[2]):
+        s.deviations[b, target, g, i] = s.deviations[b, source, g, i]
     for i in range(3):
         s.times[b, target, g, i] = s.times[b, source, g, i]
     for i in range(2):
