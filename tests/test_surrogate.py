@@ -16,6 +16,7 @@ from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.kernels import surrogate
 from clustergym.moe_placement.planners.kernels.launch import Objective
 from clustergym.moe_placement.planners.kernels.surrogate import ALL, FAR, NEAR, NOW, Surrogate
+from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
 from clustergym.moe_placement.profiles import DEDUP, DISPATCHES
 from clustergym.moe_placement.streams import sample_passes
 from clustergym.traces import SyntheticConfig, synthetic_trace
@@ -133,7 +134,7 @@ def test_sums_follow_the_changes(transport: str, instance: Instance, dispatch: s
     first = take(state, instance.placement, objective)
     best, cost = instance.placement.copy(), np.full(layers, np.inf)
     heat = np.array([0.5, 0.1])  # accepts most steps
-    surrogate.anneal_layers(0, layers, state, objective, planner.random_keys(layers), heat, 300, best, cost)
+    anneal_layers(0, layers, state, objective, planner.random_keys(layers), heat, 300, best, cost)
     assert (cost <= first).all()
     sim.check(state.slots)
     sim.check(best)

@@ -17,6 +17,7 @@ from clustergym.moe_placement.planners.kernels import anneal as kernels
 from clustergym.moe_placement.planners.kernels import surrogate
 from clustergym.moe_placement.planners.kernels.launch import Objective, over_layers
 from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
+from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
 from clustergym.moe_placement.planners.kernels.trial import allocate, prepare
 from clustergym.moe_placement.planners.search import Search
 from clustergym.moe_placement.planners.topics import scenarios
@@ -177,7 +178,7 @@ class Anneal(Search):
 
         def run(first: int, last: int, heat: tuple[float, float], steps: int) -> None:
             arguments = (state, objective, key, np.array(heat), steps, best, best_cost)
-            over_layers(surrogate.anneal_layers, first, last, *arguments)
+            over_layers(anneal_layers, first, last, *arguments)
 
         left = None
         if self.seconds is not None:

@@ -1,4 +1,4 @@
-"""Simulated annealing on an estimate of the time of a layer that does not look at tokens.
+"""An estimate of the time of a layer that does not look at tokens, for simulated annealing (:mod:`.surrogate_steps`).
 
 The estimate reads the load of each expert and how often two experts are used by the same token. A step costs a fraction
 of a microsecond, whatever the number of tokens; an exact trial counts tokens and costs about ten. Ranks are balanced,
@@ -18,9 +18,7 @@ import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import with_migration
-from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
-from clustergym.moe_placement.planners.kernels.launch import draw
 from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, LOCAL_HASH, RANK_MOD, RANK_NEAREST
 
@@ -184,7 +182,7 @@ def write_shares(replicas, n, shares, topology, n_gpus):
 
 
 @inlined
-def _add(s, b, when, x, replicas, n, shares, sign, other, n_other, common, topology, n_gpus):
+def add(s, b, when, x, replicas, n, shares, sign, other, n_other, common, topology, n_gpus):
     """Add (sign 1) or remove (−1) the replicas of expert ``x``.
 
     ``beside`` and ``around`` are of the current placement. If ``other`` ≥ 0, that expert has been changed already: it
@@ -228,7 +226,7 @@ def _add(s, b, when, x, replicas, n, shares, sign, other, n_other, common, topol
 
 
 @inlined
-def _add_tables(s, b, x, replicas, n, shares, sign, topology, n_gpus):
+def add_tables(s, b, x, replicas, n, shares, sign, topology, n_gpus):
     """Add the replicas of ``x`` to ``beside`` and ``around``, or remove them."""
     outside = n_gpus / max(1.0, float(n_gpus - topology.gpus_per_node))
     pairs = s.pairs[b, x]
@@ -242,7 +240,7 @@ def _add_tables(s, b, x, replicas, n, shares, sign, topology, n_gpus):
 
 
 @inlined
-def _receive(s, b, when, x, replicas, n, sign, topology):
+def receive(s, b, when, x, replicas, n, sign, topology):
     """What the replicas of ``x`` make GPUs receive."""
     per_node = topology.gpus_per_node
     for i in range(n):
@@ -265,7 +263,7 @@ def _visits(s, uses, common):
 
 
 @inlined
-def _write_times(s, b, when, g, topology, costs):
+def write_times(s, b, when, g, topology, costs):
     """Kernel time and received copies of one GPU from its sums."""
     per_node, sums, times = topology.gpus_per_node, s.gpus[b, when, g], s.times[b, when, g]
     tokens = sums[USES]
@@ -299,7 +297,7 @@ def _root8(x):
 
 
 @inlined
-def _write_node(s, b, when, node, topology, costs):
+def write_node(s, b, when, node, topology, costs):
     """What follows from the sums of a node and from its GPUs."""
     per_node, n_gpus = topology.gpus_per_node, s.slots.shape[1]
     times, received, gpus, sums = s.times[b, when], s.received[b, when], s.gpus[b, when], s.nodes[b, when, node]
@@ -322,7 +320,7 @@ def _write_node(s, b, when, node, topology, costs):
 
 
 @inlined
-def _objective(s, b, when, objective, total_uses):
+def estimate(s, b, when, objective, total_uses):
     """The objective in the 8-norm from the sums of the nodes."""
     topology, costs, n_gpus, n_nodes = objective.topology, objective.costs, s.slots.shape[1], s.nodes.shape[2]
     per_node, nodes = topology.gpus_per_node, s.nodes[b, when]
@@ -347,7 +345,7 @@ def _objective(s, b, when, objective, total_uses):
 
 
 @inlined
-def _total_load(s, b):
+def total_load(s, b):
     total = 0.0
     for e in range(s.load.shape[1]):
         total += s.load[b, e]
@@ -355,7 +353,7 @@ def _total_load(s, b):
 
 
 @inlined
-def _copy_slots(source, target):
+def copy_slots(source, target):
     for g in range(source.shape[0]):
         for k in range(source.shape[1]):
             target[g, k] = source[g, k]
@@ -404,7 +402,7 @@ def take_placements(first, last, s, placement, objective, result):
     """Begin with ``placement`` (L, G, S), and write its estimate to ``result`` (L,)."""
     topology, n_gpus, dedup = objective.topology, s.slots.shape[1], s.pairs.shape[1] > 1
     for b in range(first, last):
-        _copy_slots(placement[b], s.slots[b])
+        copy_slots(placement[b], s.slots[b])
         s.n_replicas[b] = 0
         s.gpus[b, NOW] = 0.0
         s.deviations[b, NOW] = 0.0
@@ -423,22 +421,22 @@ def take_placements(first, last, s, placement, objective, result):
             n = int(s.n_replicas[b, e])
             write_shares(s.replicas[b, e], n, s.shares[b, e], topology, n_gpus)
             # The tables have only the experts before it, so every pair is counted once.
-            _add(s, b, NOW, e, s.replicas[b, e], n, s.shares[b, e], 1.0, -1, 0, 0.0, topology, n_gpus)
-            _receive(s, b, NOW, e, s.replicas[b, e], n, 1, topology)
+            add(s, b, NOW, e, s.replicas[b, e], n, s.shares[b, e], 1.0, -1, 0, 0.0, topology, n_gpus)
+            receive(s, b, NOW, e, s.replicas[b, e], n, 1, topology)
             if dedup:
-                _add_tables(s, b, e, s.replicas[b, e], n, s.shares[b, e], 1.0, topology, n_gpus)
+                add_tables(s, b, e, s.replicas[b, e], n, s.shares[b, e], 1.0, topology, n_gpus)
         for g in range(n_gpus):
-            _write_times(s, b, NOW, g, topology, objective.costs)
+            write_times(s, b, NOW, g, topology, objective.costs)
             s.touched[b, g] = 0
-            _copy_gpu(s, b, g, NOW, THEN)
+            copy_gpu(s, b, g, NOW, THEN)
         for node in range(s.nodes.shape[2]):
-            _write_node(s, b, NOW, node, topology, objective.costs)
-            _copy_node(s, b, node, NOW, THEN)
-        result[b] = _objective(s, b, NOW, objective, _total_load(s, b))
+            write_node(s, b, NOW, node, topology, objective.costs)
+            copy_node(s, b, node, NOW, THEN)
+        result[b] = estimate(s, b, NOW, objective, total_load(s, b))
 
 
 @inlined
-def _copy_gpu(s, b, g, source, target):
+def copy_gpu(s, b, g, source, target):
     for i in range(N_GPU_SUMS):
         s.gpus[b, target, g, i] = s.gpus[b, source, g, i]
     for i in range(s.deviation.shape[2]):
@@ -450,166 +448,14 @@ def _copy_gpu(s, b, g, source, target):
 
 
 @inlined
-def _copy_node(s, b, node, source, target):
+def copy_node(s, b, node, source, target):
     for i in range(N_NODE_SUMS):
         s.nodes[b, target, node, i] = s.nodes[b, source, node, i]
 
 
 @inlined
-def _is_touched(s, b, node, per_node):
+def is_touched(s, b, node, per_node):
     for g in range(node * per_node, (node + 1) * per_node):
         if s.touched[b, g]:
             return True
     return False
-
-
-# Steps
-
-
-@inlined
-def _move(s, b, which, e, source, target):
-    """Write the replicas of ``e`` with ``source`` replaced by ``target`` (−1 means none). Returns their number."""
-    moved, n = s.moved[b, which], 0
-    for i in range(s.n_replicas[b, e]):
-        if s.replicas[b, e, i] != source:
-            moved[n] = s.replicas[b, e, i]
-            n += 1
-    if target >= 0:
-        i = n
-        while i > 0 and moved[i - 1] > target:
-            moved[i] = moved[i - 1]
-            i -= 1
-        moved[i] = target
-        n += 1
-    return n
-
-
-@inlined
-def _propose(s, b, key, per_node):
-    """(g, slot, h, slot): exchange two slots; or (g, slot, −1, expert): put a replica of the expert into the slot.
-
-    g = −1 if the draw is not legal.
-    """
-    n_gpus, n_slots, shape = s.slots.shape[1], s.slots.shape[2], s.shape
-    sample = s.sample[b]
-    kind = draw(key, b)
-    g, k = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
-    here = int(s.slots[b, g, k])
-    if kind < shape[SPARE] or here < 0:
-        if here >= 0 and s.n_replicas[b, here] < 2:
-            return -1, -1, -1, -1
-        e = int(sample[int(draw(key, b) * sample.shape[0]), int(draw(key, b) * sample.shape[1])])
-        if e < 0 or holds(s, b, e, g):
-            return -1, -1, -1, -1
-        return g, k, -1, e
-    h, m = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
-    if kind < shape[SPARE] + shape[TOGETHER]:
-        token = sample[int(draw(key, b) * sample.shape[0])]
-        wanted, other = int(token[int(draw(key, b) * len(token))]), int(token[int(draw(key, b) * len(token))])
-        if wanted < 0 or other < 0 or wanted == other:
-            return -1, -1, -1, -1
-        h = int(s.replicas[b, other, int(draw(key, b) * s.n_replicas[b, other])])
-        if draw(key, b) >= shape[SAME_GPU]:
-            h += int(draw(key, b) * per_node) - h % per_node
-        g = int(s.replicas[b, wanted, int(draw(key, b) * s.n_replicas[b, wanted])])
-        k = slot_of(s, b, wanted, g)
-        here = wanted
-    there = int(s.slots[b, h, m])
-    if g == h or here == there or there < 0 or holds(s, b, here, h) or holds(s, b, there, g):
-        return -1, -1, -1, -1
-    return g, k, h, m
-
-
-@inlined
-def _try_expert(s, b, which, x, n, other, n_other, common, topology, n_gpus):
-    """Replace the old replicas of ``x`` by the ``n`` in ``moved[which]`` in the sums of the trial."""
-    moved, shares, old = s.moved[b, which], s.moved_shares[b, which], int(s.n_replicas[b, x])
-    write_shares(moved, n, shares, topology, n_gpus)
-    _add(s, b, THEN, x, s.replicas[b, x], old, s.shares[b, x], -1.0, other, n_other, common, topology, n_gpus)
-    _add(s, b, THEN, x, moved, n, shares, 1.0, other, n_other, common, topology, n_gpus)
-    _receive(s, b, THEN, x, s.replicas[b, x], old, -1, topology)
-    _receive(s, b, THEN, x, moved, n, 1, topology)
-
-
-@inlined
-def _keep_expert(s, b, slot, x, n, topology, n_gpus):
-    """Make the new replicas of ``x`` the current ones."""
-    if s.pairs.shape[1] > 1:
-        _add_tables(s, b, x, s.replicas[b, x], int(s.n_replicas[b, x]), s.shares[b, x], -1.0, topology, n_gpus)
-        _add_tables(s, b, x, s.moved[b, slot], n, s.moved_shares[b, slot], 1.0, topology, n_gpus)
-    s.n_replicas[b, x] = n
-    for i in range(n):
-        s.replicas[b, x, i] = s.moved[b, slot, i]
-        for j in range(3):
-            s.shares[b, x, i, j] = s.moved_shares[b, slot, i, j]
-
-
-@device
-def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
-    """Anneal layer ``b`` on the estimate. ``best`` (G, S) and ``best_cost`` (B,) keep the best placement.
-
-    ``heat`` has the temperatures of the first and the last iteration, as shares of the cost.
-    """
-    topology, costs, n_gpus = objective.topology, objective.costs, s.slots.shape[1]
-    n_nodes, per_node = s.nodes.shape[2], topology.gpus_per_node
-    total_uses, dedup = _total_load(s, b), s.pairs.shape[1] > 1
-    cost = _objective(s, b, NOW, objective, total_uses)
-    scale = cost
-    if cost < best_cost[b]:
-        best_cost[b] = cost
-        _copy_slots(s.slots[b], best)
-    for i in range(iterations):
-        g, k, h, m = _propose(s, b, key, topology.gpus_per_node)
-        if g < 0:
-            continue
-        here = int(s.slots[b, g, k])
-        if h < 0:  # a new replica of e in place of a spare one, or in an empty slot
-            e, v = m, here
-            n_e, n_v = _move(s, b, 0, e, -1, g), 0
-            if v >= 0:
-                n_v = _move(s, b, 1, v, g, -1)
-        else:
-            e, v = here, int(s.slots[b, h, m])
-            n_e, n_v = _move(s, b, 0, e, g, h), _move(s, b, 1, v, h, g)
-        common = float(s.pairs[b, e, v]) if dedup and v >= 0 else 0.0
-        _try_expert(s, b, 0, e, n_e, -1, 0, 0.0, topology, n_gpus)
-        if v >= 0:
-            _try_expert(s, b, 1, v, n_v, e, n_e, common, topology, n_gpus)
-        for node in range(n_nodes):
-            if _is_touched(s, b, node, per_node):
-                for x in range(node * per_node, (node + 1) * per_node):
-                    if s.touched[b, x]:
-                        _write_times(s, b, THEN, x, topology, costs)
-                _write_node(s, b, THEN, node, topology, costs)
-        after = _objective(s, b, THEN, objective, total_uses)
-        temperature = scale * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
-        if after <= cost - temperature * math.log(1.0 - draw(key, b)):
-            _keep_expert(s, b, 0, e, n_e, topology, n_gpus)
-            if v >= 0:
-                _keep_expert(s, b, 1, v, n_v, topology, n_gpus)
-            if h < 0:
-                s.slots[b, g, k] = e
-            else:
-                s.slots[b, g, k] = v
-                s.slots[b, h, m] = e
-            source, target = THEN, NOW
-            cost = after
-            if cost < best_cost[b]:
-                best_cost[b] = cost
-                _copy_slots(s.slots[b], best)
-        else:
-            source, target = NOW, THEN
-        for node in range(n_nodes):
-            if _is_touched(s, b, node, per_node):
-                _copy_node(s, b, node, source, target)
-                for x in range(node * per_node, (node + 1) * per_node):
-                    if s.touched[b, x]:
-                        _copy_gpu(s, b, x, source, target)
-                        s.touched[b, x] = 0
-
-
-@device
-def anneal_layers(first, last, s, objective, key, heat, iterations, best, best_cost):
-    """:func:`anneal_layer` on layers first … last−1."""
-    for b in range(first, last):
-        anneal_layer(s, b, objective, key, heat, iterations, best[b], best_cost)
