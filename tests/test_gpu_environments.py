@@ -27,7 +27,7 @@ from clustergym.gpu_allocation import (
     history,
     state,
 )
-from clustergym.gpu_allocation.evaluation import play
+from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, play
 from clustergym.gpu_allocation.space import N_STATE
 from clustergym.gpu_allocation.viewer import (
     OWNERS,
@@ -371,3 +371,51 @@ def test_rendering_in_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     parallel = gpu_allocation_v0.parallel_env(n_nodes=2, render_mode="rgb_array")
     parallel.reset(seed=1)
     assert parallel.render().shape == (560, 1100, 3)
+
+
+def stream(split: str, seed: int, **options: object) -> list[float]:
+    """Requests of an episode that grants everything."""
+    env = gymnasium.make("GPUAllocation-v0", split=split, arrivals=12, **options)
+    rows, ended = [env.reset(seed=seed)[0]], False
+    while not ended:
+        obs, _, terminated, truncated, _ = env.step(np.ones(2, np.float32))
+        rows.append(obs)
+        ended = terminated or truncated
+    return np.concatenate(rows).tolist()
+
+
+def test_splits_have_other_pods() -> None:
+    streams = {split: stream(split, 3) for split in ("train", "validation", "test")}
+    assert stream("test", 3) == streams["test"]
+    assert len({tuple(rows) for rows in streams.values()}) == 3
+    batch = AllocationBatch(AllocationConfig(arrivals=12))
+    batch.seed(np.array([HELD_OUT_SEED + 3]))  # the streams of clustergym eval
+    assert batch.reset()[0].tolist() == streams["test"][: batch.n_features]
+    with pytest.raises(ValueError, match="split is 'all': expected one of train, validation, test"):
+        gymnasium.make("GPUAllocation-v0", split="all")
+
+
+def test_vector_episodes_can_be_shorter() -> None:
+    """As Gymnasium's TimeLimit makes them."""
+    single = gymnasium.make("GPUAllocation-v0", max_episode_steps=5)
+    vector = gymnasium.make_vec("GPUAllocation-v0", 2, max_episode_steps=5)
+    obs, _ = single.reset(seed=0)
+    many, _ = vector.reset(seed=0)
+    for step in range(5):
+        np.testing.assert_array_equal(many[0], obs)
+        obs, reward, *ends, _ = single.step(np.ones(2, np.float32))
+        many, rewards, *all_ends, _ = vector.step(np.ones((2, 2), np.float32))
+        assert rewards[0] == pytest.approx(reward)
+        assert any(ends) == any(bool(each[0]) for each in all_ends) == (step == 4)
+    with pytest.raises(ValueError, match="max_episode_steps is 0: expected at least 1"):
+        gymnasium.make_vec("GPUAllocation-v0", 2, max_episode_steps=0)
+
+
+def test_parallel_episodes_can_be_shorter() -> None:
+    env = gpu_allocation_v0.parallel_env(n_nodes=2, max_cycles=4)
+    env.reset(seed=0)
+    steps = 0
+    while env.agents:
+        env.step({agent: env.action_space(agent).sample() for agent in env.agents})
+        steps += 1
+    assert steps == 4

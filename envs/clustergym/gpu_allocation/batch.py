@@ -37,6 +37,10 @@ from clustergym.gpu_allocation.workload import NodeMix, Workload, edge_mixes, re
 MIN_ENVS_FOR_THREADS = 512
 
 
+FIRST_SEEDS = {"train": 0, "validation": 2**41, "test": 2**40}
+"""Seeds of a split begin here. Splits share no stream for seeds below 2**40."""
+
+
 @dataclass(frozen=True)
 class AllocationConfig:
     """Configuration of the allocation task. The environments take these fields as keyword arguments."""
@@ -68,6 +72,8 @@ class AllocationConfig:
     """Share of pods that hold memory but never use the GPU."""
     mix: NodeMix | None = None
     """A fixed node. By default, every episode draws a new node."""
+    split: str = "train"
+    """Streams of pods: ``train``, ``validation`` or ``test``. ``test`` has the streams of ``clustergym eval``."""
 
     def __post_init__(self) -> None:
         for key, low, high in (("arrivals", 1, 10**9), ("owners", 1, 64)):
@@ -77,6 +83,8 @@ class AllocationConfig:
             raise ValueError(f"load is {self.load}: expected more than 0, up to {MAX_PODS} pods")
         if not 0 <= self.unit_percent <= 10:
             raise ValueError(f"unit_percent is {self.unit_percent}: expected 0 … 10")
+        if self.split not in FIRST_SEEDS:
+            raise ValueError(f"split is {self.split!r}: expected one of {', '.join(FIRST_SEEDS)}")
         if self.reward not in ("room", "seed"):
             raise ValueError(f"reward is {self.reward!r}: expected 'room' or 'seed'")
         if not 0 <= self.idle_share <= 1:
@@ -216,7 +224,7 @@ class AllocationBatch:
         keys = np.asarray(seeds, dtype=np.int64)
         if keys.shape != (self.num_envs,):
             raise ValueError(f"seeds has shape {keys.shape}: expected ({self.num_envs},)")
-        self._state.random[:] = dynamics.stream_keys(keys)
+        self._state.random[:] = dynamics.stream_keys(keys + FIRST_SEEDS[self.config.split])
 
     def reset(self, where: torch.Tensor | None = None) -> torch.Tensor:
         """Begin new episodes in all environments, or where ``where`` (B,) is true. Returns ``obs``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import gymnasium
@@ -57,6 +57,15 @@ def config_from(options: dict[str, Any]) -> AllocationConfig:
             f"unexpected keyword argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}"
         )
     return AllocationConfig(**options)
+
+
+def shorten(config: AllocationConfig, steps: int | None, name: str) -> AllocationConfig:
+    """The configuration with episodes of at most ``steps`` decisions. Episodes only end because of their length."""
+    if steps is None:
+        return config
+    if steps < 1:
+        raise ValueError(f"{name} is {steps}: expected at least 1")
+    return replace(config, arrivals=min(config.arrivals, steps))
 
 
 def single_spaces(n_features: int) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
@@ -307,14 +316,12 @@ class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats,
         autoreset_mode: str | AutoresetMode = AutoresetMode.SAME_STEP,
         **options: Any,
     ) -> None:
-        if max_episode_steps is not None:
-            raise ValueError("episodes have a fixed length: set arrivals instead of max_episode_steps")
         if render_mode is not None:
             raise ValueError(f"render_mode is {render_mode!r}: only the single environment can draw pictures")
         self.render_mode = None
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
-        self.batch = AllocationBatch(config_from(options), num_envs)
+        self.batch = AllocationBatch(shorten(config_from(options), max_episode_steps, "max_episode_steps"), num_envs)
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = single_spaces(self.batch.n_features)
         self.observation_space = batch_space(self.single_observation_space, num_envs)

@@ -10,7 +10,7 @@ import torch
 
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation.baselines import RULES
-from clustergym.gpu_allocation.batch import AllocationBatch
+from clustergym.gpu_allocation.batch import FIRST_SEEDS, AllocationBatch
 from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.state import (
     SUM_EFFICIENCY,
@@ -23,7 +23,7 @@ from clustergym.gpu_allocation.state import (
     SUM_WAIT,
 )
 
-HELD_OUT_SEED = 2**40
+HELD_OUT_SEED = FIRST_SEEDS["test"]
 """First seed of the streams for evaluation. Trainers use 31-bit seeds, so they never see these streams."""
 
 

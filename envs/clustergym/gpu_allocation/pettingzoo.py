@@ -15,6 +15,7 @@ from clustergym.gpu_allocation.environment import (
     config_from,
     episode_info,
     outcome_info,
+    shorten,
     single_spaces,
 )
 from clustergym.gpu_allocation.state import Floats
@@ -48,9 +49,11 @@ class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floa
         "render_fps": 4,
     }
 
-    def __init__(self, n_nodes: int = 2, render_mode: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, n_nodes: int = 2, render_mode: str | None = None, max_cycles: int | None = None, **options: Any
+    ) -> None:
         self._choose_render_mode(render_mode)
-        config = config_from(options)
+        config = shorten(config_from(options), max_cycles, "max_cycles")
         if config.mix is not None:
             raise ValueError("mix is for a single node: the nodes here have their own mixes (edge_mixes)")
         self.n_nodes = n_nodes
