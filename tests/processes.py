@@ -27,18 +27,6 @@ def free_port() -> int:
         return port
 
 
-def forked(work: Callable[[], object]) -> int:
-    """Process id of a child that runs ``work``. Torch is already loaded there, so it starts at once."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _die_with_parent()
-            work()
-        finally:
-            os._exit(1)
-    return child
-
-
 def end(process: subprocess.Popen[bytes]) -> None:
     """Kill the process and its children."""
     if process.poll() is None:

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.training import CheckpointError, World, load_checkpoint, read_scalars
-from processes import forked
 from trainers import FOLDER, load_trainer
 
 llm = load_trainer("ppo_llm")
@@ -399,16 +398,18 @@ def test_resume_after_sigkill_gives_the_same_result(whole_run: tuple[Path, dict[
     flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names.split()]
     flags += [f"--model.{key.replace('_', '-')}={value}" for key, value in vars(SMALL).items()]
     command = [sys.executable, str(FOLDER / "ppo_llm.py"), "--run-dir", str(tmp_path / "run"), *flags]
-    child = forked(lambda: llm.train(small_args(tmp_path / "run"), World()))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         give_up = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoint.pt").exists():
+            assert process.poll() is None
             assert time.monotonic() < give_up
             time.sleep(0.005)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=True)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run([*command, "--resume"], env=environment, capture_output=True, text=True, check=True)
     *_, last = done.stdout.splitlines()
     result = json.loads(last.removeprefix("result "))
     for key in ("mean_return", "kl", "validation_loss", "gain"):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from clustergym.training import (
     run_folder,
 )
 from corridor import CPU, Corridor, ppo, registered_corridors, rollouts, small, trained
-from processes import forked
 from trainers import in_two_processes
 
 
@@ -142,51 +142,44 @@ KILLED: dict[str, Any] = {
     "eval_episodes": 0,
 }
 
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_run(folder: Path, moment: str) -> int:
-    """Exit status of a process that trains and gets SIGKILL: between two checkpoints, or with half of one written."""
-
-    def work() -> None:
-        replace, scalars, saves = os.replace, RunLogger.scalars, []
-
-        def deadly_replace(source: Any, target: Any) -> None:
-            saves.append(source)
-            if moment == "saving" and len(saves) == 3:
-                os.truncate(source, 1000)
-                die()
-            replace(source, target)
-
-        def deadly_scalars(self: Any, values: dict[str, float], step: int) -> None:
-            scalars(self, values, step)
-            if moment == "between" and step == 64 * 18:
-                die()
-
-        os.replace, RunLogger.scalars = deadly_replace, deadly_scalars
-        ppo.train(ppo.Args(run_dir=folder, **KILLED), World())
-
-    return os.waitpid(forked(work), 0)[1]
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("whole")
-    ppo.train(ppo.Args(run_dir=folder, **KILLED), World())
-    return final(folder)
+# Runs the trainer and sends it SIGKILL: between two checkpoints, or with half of a checkpoint written.
+VICTIM = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from clustergym.training import RunLogger, World
+from trainers import in_two_processes, load_trainer
+ppo = load_trainer("ppo")
+saves = 0
+def replace(source, target, plain=os.replace):
+    global saves
+    saves += 1
+    if sys.argv[3] == "saving" and saves == 3:
+        os.truncate(source, 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(source, target)
+def scalars(self, values, step, plain=RunLogger.scalars):
+    plain(self, values, step)
+    if sys.argv[3] == "between" and step == 64 * 18:
+        os.kill(os.getpid(), signal.SIGKILL)
+os.replace, RunLogger.scalars = replace, scalars
+ppo.train(ppo.Args(run_dir=Path(sys.argv[2]), **eval(sys.argv[4])), World())
+"""
 
 
 @pytest.mark.parametrize("moment", ["between", "saving"])
-def test_resume_after_sigkill_continues_bit_for_bit(moment: str, uninterrupted: dict[str, Any], tmp_path: Path) -> None:
-    assert killed_run(tmp_path, moment) == signal.SIGKILL
-    assert final(tmp_path)["iteration"] == 14
-    assert len(list(tmp_path.glob(".checkpoint.pt?*"))) == (moment == "saving")
-    ppo.train(ppo.Args(run_dir=tmp_path, resume=True, **KILLED), World())
-    assert same_state(final(tmp_path), uninterrupted)
+def test_resume_after_sigkill_continues_bit_for_bit(moment: str, tmp_path: Path) -> None:
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", VICTIM, str(Path(__file__).parent), str(folder), moment, repr(KILLED)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert final(folder)["iteration"] == 14
+    assert len(list(folder.glob(".checkpoint.pt?*"))) == (moment == "saving")
+    ppo.train(ppo.Args(run_dir=folder, resume=True, **KILLED), World())
+    ppo.train(ppo.Args(run_dir=tmp_path / "whole", **KILLED), World())
+    assert same_state(final(folder), final(tmp_path / "whole"))
     # Entries that the killed process logged after its checkpoint are hidden: one value per step.
-    steps, _ = read_scalars(tmp_path, "losses/entropy")
+    steps, _ = read_scalars(folder, "losses/entropy")
     assert steps == [64 * i for i in range(1, 31)]
 
 
