@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-TRAIN_FLAGS ?= --total-timesteps 16384 --pretrain-states 4096 --layers 4 --eval-interval 1 --eval-streams 4 --eval-intervals 4
+TRAIN_FLAGS ?= --trace tiny_moe_domains --total-timesteps 65536 --eval-interval 2 --eval-streams 3 --checkpoint-interval 0
 DEMO_FLAGS ?= -o demo.html
 
 .PHONY: train test demo lint docs install clean

@@ -238,7 +238,6 @@ and average it with 0.02 s / decision time. It counts neither communication nor 
 Decision times of the entries that came with the suites were measured with one thread, while other programs used the
 second core: compare them with each other, not with those of an idle machine. `ppo` is one seed of `ppo_gpu_alloc.py`:
 the policy that the agent starts with on tasks with history, 10 million decisions of `GPUAllocation-v0` on the other.
-The rows of `oracle` and `policy-guided` are older than the last change to their code (2026-11-18).
 
 """
 

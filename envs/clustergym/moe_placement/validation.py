@@ -37,7 +37,7 @@ class EvaluationArgs:
     """Number of held-out streams after training, 0 for no evaluation."""
     eval_intervals: int = 4
     """Number of intervals per held-out stream."""
-    eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "bottleneck-8", "anneal")
+    eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "flashlb", "bottleneck-8", "anneal", "anneal-robust")
     """Planners in the final table, next to the untrained, the supervised and the trained policy."""
 
 
