@@ -179,8 +179,8 @@ def test_learning_finds_a_known_optimum() -> None:
     obs = rng.random((200, 19)).astype(np.float32)
     chosen = np.array([policy.shares(policy.choose(policy.logits(row), None)[0])[0] for row in obs])
     low, high = obs[:, 0] < 0.4, obs[:, 0] > 0.6
-    assert abs(chosen[low].mean() - 0.4) < 0.08
-    assert abs(chosen[high].mean() - 0.8) < 0.08
+    assert abs(chosen[low].mean() - 0.4) < 0.06
+    assert abs(chosen[high].mean() - 0.8) < 0.06
     assert metrics["losses/entropy"] > 1.0  # it goes on exploring
     assert (state["version"], state["experiences"], state["learned_through"]) == (150, 150 * 32, 149)
 

@@ -50,7 +50,8 @@ def surrogate_of(
         sim.cluster.n_nodes, sim.topology.transport == DEDUP, n_topics,
     )  # fmt: skip
     rows, topic = interval.rows.ravel(), (np.arange(interval.experts.shape[1]) % max(1, n_topics)).astype(np.int8)
-    surrogate.prepare(0, len(placement), state, interval.experts, rows, rows, before, topic, spread)
+    share = np.bincount(topic[rows], minlength=n_topics) / len(rows)
+    surrogate.prepare(0, len(placement), state, interval.experts, rows, rows, before, topic, share, spread)
     return state
 
 

@@ -163,8 +163,9 @@ class Anneal(Search):
             simulator.cluster.n_nodes, simulator.topology.transport == DEDUP,
             int(topic.max()) + 1 if self.spread else 0,
         )  # fmt: skip
-        rows = whole.rows.ravel(), seen.rows[0]
-        over_layers(surrogate.prepare, 0, layers, state, seen.experts, *rows, placement, topic, float(self.spread))
+        rows = whole.rows.ravel()
+        topics = topic, np.bincount(topic[rows], minlength=state.deviation.shape[2]) / len(rows), float(self.spread)
+        over_layers(surrogate.prepare, 0, layers, state, seen.experts, rows, seen.rows[0], placement, *topics)
         start, least = placement, self._take(state, placement, objective)
         if self.restart:
             eplb = EPLB(simulator)

@@ -360,11 +360,12 @@ def copy_slots(source, target):
 
 
 @device
-def prepare(first, last, s, experts, all_rows, rows, before, topic, spread):
+def prepare(first, last, s, experts, all_rows, rows, before, topic, topic_share, spread):
     """Count loads of ``all_rows`` and pairs of ``rows`` of ``experts`` (L, rows, K).
 
     Counting pairs takes longer, so ``rows`` may be a part. The interval begins with placement ``before``. The
-    logarithms of the shares of the topics have the standard deviation ``spread``; ``topic`` has that of each row.
+    logarithms of the shares of the topics have the standard deviation ``spread``. ``topic`` has the topic of each row,
+    ``topic_share`` the share of each topic in ``all_rows``.
     """
     draw_samples(first, last, s.sample, experts, rows)
     for b in range(first, last):
@@ -379,11 +380,8 @@ def prepare(first, last, s, experts, all_rows, rows, before, topic, spread):
                         s.deviation[b, e, topic[all_rows[t]]] += one
         # If the share of a topic grows by a factor, all shares are divided by their new sum.
         for d in range(s.deviation.shape[2]):
-            tokens = 0.0
-            for t in range(len(all_rows)):
-                tokens += topic[all_rows[t]] == d
             for e in range(s.load.shape[1]):
-                s.deviation[b, e, d] = spread * (s.deviation[b, e, d] - tokens / len(all_rows) * s.load[b, e])
+                s.deviation[b, e, d] = spread * (s.deviation[b, e, d] - topic_share[d] * s.load[b, e])
         for t in range(len(rows) if dedup else 0):
             token = experts[b, rows[t]]
             for i in range(top_k):
