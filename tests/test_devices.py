@@ -5,7 +5,7 @@ The second device is a stand-in that needs no GPU (``second_device.py``). Its re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +21,9 @@ from second_device import DEVICE, DeviceError, DeviceTensor, second_device
 from short_runs import TRAINERS, Trainer
 from test_ppo_moe_marl import tiny_task
 from trainers import load_trainer
-from update_cases import CASES, PlacementCase, scripted_environments
+from update_cases import CASES, PlacementCase
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with scripted_environments():
-        yield
 
 
 class Crash(Exception):
@@ -38,7 +31,10 @@ class Crash(Exception):
 
 
 # torch takes the stand-in for a device without numbers.
-pytestmark = pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+pytestmark = [
+    pytest.mark.usefixtures("scripted", "reproducible"),
+    pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter"),
+]
 each_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: f"{each}-{TRAINERS.index(each)}")
 
 

@@ -23,19 +23,9 @@ from clustergym.training import (
     load_checkpoint,
     read_scalars,
 )
-from corridor import CPU, ppo, registered_corridors, rollouts, small, trained
+from corridor import CPU, ppo, rollouts, small, trained
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    with registered_corridors():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("corridors", "reproducible")
 
 
 # 1: vectorised architecture

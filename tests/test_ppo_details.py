@@ -22,10 +22,7 @@ marl = load_trainer("ppo_moe_marl")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("reproducible")
 
 
 def rollouts(trainer: Any, **changes: Any) -> Any:

@@ -52,10 +52,7 @@ def _environments() -> Iterator[None]:
     del gym.registry["Recall-v0"], gym.registry["RecallEnds-v0"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("reproducible")
 
 
 def small(**changes: Any) -> Any:

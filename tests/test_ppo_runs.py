@@ -6,7 +6,6 @@ import dataclasses
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +25,10 @@ from clustergym.training import (
     read_scalars,
     run_folder,
 )
-from corridor import CPU, Corridor, ppo, registered_corridors, rollouts, small, trained
+from corridor import CPU, Corridor, ppo, rollouts, small, trained
 from trainers import in_two_processes
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    with registered_corridors():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("corridors", "reproducible")
 
 
 # Several processes

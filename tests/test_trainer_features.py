@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,6 @@ from clustergym.training import choose_device, load_checkpoint, logger, parse_ar
 from clustergym.training.arguments import _flags
 from short_runs import PLACEMENT, TRAINERS, Trainer
 from trainers import FOLDER, load_trainer
-from update_cases import scripted_environments
 
 CPU = torch.device("cpu")
 PAGE = FOLDER.parent / "docs" / "reference" / "trainers.md"
@@ -37,11 +35,7 @@ INSTEAD = {
 """What a trainer has in place of a flag."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with scripted_environments():
-        yield
+pytestmark = pytest.mark.usefixtures("scripted", "reproducible")
 
 
 def flags_of(trainer: str, capsys: pytest.CaptureFixture[str]) -> set[str]:

@@ -19,20 +19,10 @@ from torch.distributions import Categorical, Independent, Normal
 
 from clustergym.traces import tiny_moe
 from clustergym.training import World
-from update_cases import CASES, MASKED, NEXT_STEP, Case, LLMCase, PlacementCase, Problem, scripted_environments
+from update_cases import CASES, MASKED, NEXT_STEP, Case, LLMCase, PlacementCase, Problem
 from update_reference import Outcome, reference_update
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    with scripted_environments():
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("scripted", "reproducible")
 
 
 @pytest.fixture

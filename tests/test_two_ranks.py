@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,13 @@ import torch
 from clustergym.training import World, load_checkpoint
 from clustergym.training import run as training_run
 from trainers import in_two_processes
-from update_cases import CASES, Case, scripted_environments
+from update_cases import CASES, Case
 
 RANKED = [case for case in CASES if case.has_world]
 each_case = pytest.mark.parametrize("case", RANKED, ids=lambda case: case.id)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environments() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with scripted_environments():
-        yield
+pytestmark = pytest.mark.usefixtures("scripted", "reproducible")
 
 
 @each_case
