@@ -353,6 +353,33 @@ def test_stale_experiences_at_the_head_do_not_stop_learning(tmp_path: Path) -> N
     store.close()
 
 
+def test_rows_that_cannot_be_learned_from_are_read_once(tmp_path: Path) -> None:
+    store = Store(tmp_path, "process")
+    reader = ExperienceReader(store.connection, SETTINGS)
+    for i in range(500):
+        accept(store, allocation(store), learnable=i == 0)
+    store.flush()
+    steps: list[int] = []
+    for _ in range(2):
+        steps.append(0)
+
+        def count() -> None:
+            steps[-1] += 1
+
+        store.connection.set_progress_handler(count, 1)
+        assert reader.read(0, 0) is None
+        store.connection.set_progress_handler(None, 1)
+    # Instructions of SQLite: the first call reads 500 rows, the second none.
+    assert steps[0] > 1000
+    assert steps[1] < 100
+    for _ in range(SETTINGS.batch_size - 1):
+        accept(store, allocation(store))
+    store.flush()
+    batch = read(reader, 0, 0)
+    assert (len(batch.rewards), batch.skipped, batch.through) == (SETTINGS.batch_size, 0, 499 + SETTINGS.batch_size)
+    store.close()
+
+
 def test_a_failed_commit_leaves_no_trace_in_memory(tmp_path: Path) -> None:
     store = Store(tmp_path, "process")
     made = allocation(store)

@@ -234,15 +234,15 @@ def test_a_wrong_clock_at_a_restart_deletes_nothing(tmp_path: Path, monkeypatch:
 
 def test_old_rows_are_deleted_in_batches_by_the_primary_key(tmp_path: Path) -> None:
     store = Store(tmp_path, "process")
-    for i in range(500):
+    for i in range(150):
         add_row(store, 1000.0 + i)
     store.flush()
-    assert [store.delete_before(1450.0) for _ in range(4)] == [200, 200, 50, 0]
+    assert [store.delete_before(1120.0) for _ in range(4)] == [50, 50, 20, 0]
     for table in ("allocations", "feedback"):
-        assert store.connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (50,)
+        assert store.connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (30,)
     # However many rows there are, the search reads at most a batch of them.
     plan = store.connection.execute(
-        "EXPLAIN QUERY PLAN SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 200"
+        "EXPLAIN QUERY PLAN SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 50"
     ).fetchall()
     assert "TEMP B-TREE" not in str(plan)
     store.close()

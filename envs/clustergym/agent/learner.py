@@ -76,13 +76,15 @@ OpenLogger = Callable[[int], contextlib.AbstractContextManager[MetricLogger]]
 class ExperienceReader:
     """Reads experiences from the store in the order of their feedback.
 
-    The query leaves out decisions of policies that are too old, so that they cannot fill a batch. They never become
-    recent again, so the reader remembers how many it has passed.
+    Each call reads only feedback that is new since the last one, so that its time does not grow with the store. Until
+    a batch is full, its rows wait in memory. Decisions of policies that are too old are left out, so that they cannot
+    fill a batch. They never become recent again.
     """
 
     def __init__(self, connection: sqlite3.Connection, settings: ServerSettings) -> None:
         self.connection, self.settings = connection, settings
-        self._position = 0
+        self._read_through = 0
+        self._waiting: list[tuple[Any, ...]] = []
 
     def newest(self) -> int:
         """Number of the newest feedback."""
@@ -91,18 +93,23 @@ class ExperienceReader:
 
     def read(self, learned_through: int, version: int) -> Experiences | None:
         """The next batch that has not been learned from, or None if there are not enough experiences yet."""
+        oldest, newest = version - self.settings.max_policy_lag, self.newest()
+        self._waiting = [row for row in self._waiting if row[0] > learned_through and row[1] >= oldest]
+        missing = self.settings.max_batch - len(self._waiting)
         rows = self.connection.execute(
-            "SELECT f.seq, a.obs, a.action, a.log_prob, f.advised_reward, a.value, f.next_obs, f.done "
+            "SELECT f.seq, a.version, a.obs, a.action, a.log_prob, f.advised_reward, a.value, f.next_obs, f.done "
             "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
-            "WHERE f.seq > ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
-            (max(learned_through, self._position), version - self.settings.max_policy_lag, self.settings.max_batch),
+            "WHERE f.seq > ? AND f.seq <= ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
+            (max(learned_through, self._read_through), newest, oldest, missing),
         ).fetchall()
-        if not rows:
+        self._waiting += rows
+        if len(rows) < missing:
+            self._read_through = max(newest, self._read_through)
+        elif rows:
+            self._read_through = rows[-1][0]
+        if len(self._waiting) < self.settings.batch_size:
             return None
-        seqs, obs, actions, logprobs, rewards, values, next_obs, dones = zip(*rows, strict=True)
-        self._position = seqs[0] - 1
-        if len(rows) < self.settings.batch_size:
-            return None
+        seqs, _, obs, actions, logprobs, rewards, values, next_obs, dones = zip(*self._waiting, strict=True)
         through = seqs[-1]
         (waiting,) = self.connection.execute(
             "SELECT count(*) FROM feedback WHERE seq > ? AND seq <= ? AND learnable", (learned_through, through)
@@ -110,7 +117,7 @@ class ExperienceReader:
         return Experiences(
             obs=_stack(obs), actions=_stack(actions), logprobs=torch.tensor(logprobs), rewards=torch.tensor(rewards),
             values=torch.tensor(values), next_obs=_stack(next_obs), dones=torch.tensor(dones, dtype=torch.bool),
-            through=through, skipped=waiting - len(rows),
+            through=through, skipped=max(waiting - len(self._waiting), 0),
         )  # fmt: skip
 
 

@@ -351,13 +351,11 @@ class Store:
                 del self._open[owner]
 
     def delete_before(self, created_s: float) -> int:
-        """Delete up to 200 allocations that are older than this, with their feedback. Returns how many.
+        """Delete up to 50 allocations that are older than this, with their feedback. Returns how many.
 
         The clock never goes back, so the oldest rows have the smallest numbers, and the primary key finds them.
         """
-        rows = self.connection.execute(
-            "SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 200"
-        ).fetchall()
+        rows = self.connection.execute("SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 50").fetchall()
         old = [(seq, owner) for seq, created, owner in takewhile(lambda row: row[1] < created_s, rows)]
         if old:
             for seq, owner in old:
