@@ -22,7 +22,7 @@ from clustergym.moe_placement.kernels.candidates import (
     SAVED,
 )
 from clustergym.moe_placement.vector import MoEPlacementVectorEnv
-from test_environments import EXPERTS, GPUS, LAYERS, OPS, TINY, same
+from placement_task import EXPERTS, GPUS, LAYERS, OPS, TINY, same
 
 STEPS = LAYERS * OPS
 

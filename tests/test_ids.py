@@ -24,7 +24,7 @@ from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import IntervalStream
 from clustergym.traces.splits import split_trace
 from reference_scores import HINDSIGHT, docstring_table
-from test_environments import same
+from placement_task import same
 
 TASKS = dict(ladder())
 SCORES = json.loads(REFERENCE_SCORES.read_text())

@@ -24,7 +24,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, ren
 from pettingzoo.test.max_cycles_test import max_cycles_test
 
 from clustergym import gpu_allocation_v0, moe_placement_v0
-from test_environments import GPUS, LAYERS, OPS, TINY
+from placement_task import GPUS, LAYERS, OPS, TINY
 
 STEPS = LAYERS * OPS
 IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0", "MoEPlacementFlat-v0", "GPUAllocation-v0", "GPUAllocationHistory-v0")

@@ -1,14 +1,8 @@
-"""Readers: a recording in the format of each engine gives back its routing. Hostile files are refused."""
+"""Readers of engines: a recording in the format of each engine gives back its routing."""
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import pickle
-import re
-import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,52 +15,32 @@ from hypothesis import strategies as st
 
 import engine_files as files
 from clustergym import TokenTrace, cli
-from clustergym.moe_placement.specs import ModelSpec, get_model
+from clustergym.moe_placement.specs import get_model
 from clustergym.traces import LoadTrace, load_any_trace
 from clustergym.traces.readers import ReadOptions, detect, read_trace
 from clustergym.traces.readers.base import natural, parse_naturals
-
-TOKENS, LAYERS, TOP_K, EXPERTS, DENSE = 60, 4, 3, 12, 2
-LENS = [25, 15, 20]
-SMALL = ModelSpec("small", LAYERS, EXPERTS, TOP_K, 64, 32, n_dense=DENSE)
-LOGICAL = files.routing(TOKENS, LAYERS, TOP_K, EXPERTS)
-SLOTS = files.slot_map(DENSE + LAYERS, EXPERTS, 4)
-
-
-def tokens_of(paths: Any, engine: str | None = None, **options: Any) -> TokenTrace:
-    trace = read_trace(paths if isinstance(paths, list) else [paths], engine, ReadOptions(**options))
-    assert isinstance(trace, TokenTrace)
-    return trace
-
-
-def loads_of(paths: Any, engine: str | None = None, **options: Any) -> LoadTrace:
-    trace = read_trace(paths if isinstance(paths, list) else [paths], engine, ReadOptions(**options))
-    assert isinstance(trace, LoadTrace)
-    return trace
-
-
-def expect(trace: TokenTrace, logical: Any = LOGICAL, first_layer: int = DENSE, lens: Any = None) -> None:
-    np.testing.assert_array_equal(trace.experts, logical)
-    assert trace.layer_ids.tolist() == list(range(first_layer, first_layer + logical.shape[1]))
-    if lens is not None:
-        assert trace.seq_lens.tolist() == list(lens)
-
-
-def counts_of(logical: Any, n_experts: int) -> Any:
-    """(L, E)"""
-    return np.stack([np.bincount(logical[:, l].ravel(), minlength=n_experts) for l in range(logical.shape[1])])
+from recordings import (
+    DENSE,
+    EXPERTS,
+    LAYERS,
+    LENS,
+    LOGICAL,
+    PASSES,
+    SLOTS,
+    SMALL,
+    TOKENS,
+    TOP_K,
+    counts_of,
+    expect,
+    loads_of,
+    tokens_of,
+)
 
 
 class TestSGLang:
-    PASSES = [
-        {"n": 40, "mode": 1, "lens": [25, 15], "pad": 5},
-        {"n": 12, "mode": 2, "lens": None},
-        {"n": 8, "mode": 2, "lens": None, "pad": 1},
-    ]
-
     def test_per_token(self, tmp_path: Path) -> None:
         """Physical ids are mapped, dense layers and padding removed, 8 columns cut to 3. Phases become domains."""
-        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)
+        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, PASSES)
         trace = tokens_of(path)
         expect(trace, lens=[25, 15] + [1] * 20)
         assert trace.n_experts == EXPERTS
@@ -74,7 +48,7 @@ class TestSGLang:
 
     def test_recorded_ids_are_physical(self, tmp_path: Path) -> None:
         """The ids in the file differ from the logical ids, so the test above does test the mapping."""
-        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)
+        path = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, PASSES)
         dump = torch.load(path, weights_only=True)
         routed = dump["records"][0]["topk_ids_of_layer"]
         assert routed.shape == (DENSE + LAYERS, 45, 8)
@@ -166,7 +140,7 @@ class TestSGLang:
         path, counts = tmp_path / "r.pt", np.ones((2, DENSE + LAYERS, EXPERTS), int)
         counts[:, :DENSE] = 0
         if kind == "tokens":
-            files.sglang_per_token(path, LOGICAL, DENSE, SLOTS, self.PASSES)
+            files.sglang_per_token(path, LOGICAL, DENSE, SLOTS, PASSES)
         elif kind == "passes":
             files.sglang_per_pass(path, np.repeat(counts[:, :, :1], SLOTS.shape[1], axis=2), SLOTS)
         else:
@@ -189,7 +163,7 @@ class TestSGLang:
 
     def test_wrong_shapes_and_kinds(self, tmp_path: Path) -> None:
         stat = files.sglang_stat(tmp_path / "s.pt", np.ones((1, LAYERS, EXPERTS), int), 2)
-        token = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, self.PASSES)
+        token = files.sglang_per_token(tmp_path / "r.pt", LOGICAL, DENSE, SLOTS, PASSES)
         for given_, message in [
             ([1, 2], "contains a list"),
             ({"a": 1}, r"has the keys \['a'\]"),
@@ -343,137 +317,6 @@ class TestUncapturedTokens:
         assert not out.exists()
 
 
-class TestPublicTraces:
-    """Data sets that anybody can download, in the schema of their cards."""
-
-    COUNTS = np.random.default_rng(4).integers(0, 90_000, (3, LAYERS, EXPERTS))
-
-    def test_core12345(self, tmp_path: Path) -> None:
-        odd = [1, 3, 5, 7]
-        files.core12345(tmp_path / "law" / "q1.json", LOGICAL[:25], odd, 8, prompt=20)
-        files.core12345(tmp_path / "maths" / "q2.json", LOGICAL[25:], odd, 8, prompt=1)
-        assert detect([tmp_path]) == "core12345"
-        trace = tokens_of(tmp_path)
-        np.testing.assert_array_equal(trace.experts, LOGICAL)
-        assert (trace.layer_ids.tolist(), trace.seq_lens.tolist()) == (odd, [25, 35])
-        assert trace.domains.tolist() == ["law", "maths"]
-        model = ModelSpec("odd", 4, EXPERTS, TOP_K, 64, 32, layers=tuple(odd))
-        assert tokens_of(tmp_path, model=model).model == "odd"
-        assert tokens_of(tmp_path, max_tokens=10).n_tokens == 25
-        with pytest.raises(ValueError, match="layer 2 is missing"):
-            tokens_of(tmp_path, model=SMALL)
-
-    @pytest.mark.parametrize(
-        ("document", "message"),
-        [
-            ({}, "expected a list"),
-            ([], "expected a list"),
-            ([1], "expected an object"),
-            ([{"0": None}], "no layer has experts"),
-            ([{"a": [[1]]}], "'a' is not a layer"),
-            ([{"0": [[1], [1, 2]]}], "rows of different lengths"),
-            ([{"0": [[1.5]]}], "expected rows of expert ids"),
-            ([{"0": [["1"]]}], "expected rows of expert ids"),
-            ([{"0": [[-1]]}], "expert -1"),
-            ([{"0": [[99999]]}], "expert 99999"),
-            ([{"0": [[2**70]]}], "expected rows of expert ids"),
-            ([{"0": [[1]], "1": [[1], [2]]}], "different numbers of tokens"),
-            ([{"0": [[1]]}, {"1": [[1]]}], r"layers \[1\], but \[0\]"),
-            ([{"0": [[1]]}, {"0": [[1, 2]]}], "different numbers of tokens or experts"),
-        ],
-    )
-    def test_core12345_refused(self, document: Any, message: str, tmp_path: Path) -> None:
-        (tmp_path / "q.json").write_text(json.dumps(document))
-        with pytest.raises(ValueError, match=message):
-            tokens_of(tmp_path / "q.json", "core12345")
-
-    def test_load_history(self, tmp_path: Path) -> None:
-        path = files.load_history(tmp_path / "expert-load.json", self.COUNTS)
-        assert detect([path]) == "load-history"
-        np.testing.assert_array_equal(loads_of(path).counts, self.COUNTS)
-        trace = loads_of(path, model=SMALL)
-        assert (trace.layer_ids.tolist(), trace.top_k, trace.model) == ([2, 3, 4, 5], TOP_K, "small")
-        path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
-        np.testing.assert_array_equal(loads_of(path).counts, self.COUNTS)
-        with pytest.raises(ValueError, match="4 MoE layers recorded, but deepseek-v2-lite has 26"):
-            loads_of(path, model=get_model("deepseek-v2-lite"))
-
-    @pytest.mark.parametrize(
-        ("loads", "message"),
-        [
-            ("[]", "one list of counts per layer"),
-            ("[[]]", "one list of counts per layer"),
-            ("[[1,2],[3]]", r"layers with \[1, 2\] experts"),
-            ("[[1,,2]]", "not a count of tokens"),
-            ("[[1.5,2]]", "not a count of tokens"),
-            ("[[1,2],3]", "one list of counts per layer"),
-            ("[[99999999999999999999]]", "not a count of tokens"),
-            ("[[0,0]]", "every step of the recording is empty"),
-            ("[[-1,0]]", "no 'logical_expert_load'"),
-        ],
-    )
-    def test_load_history_refused(self, loads: str, message: str, tmp_path: Path) -> None:
-        (tmp_path / "h.json").write_text('{"load_history": [{"logical_expert_load": ' + loads + "}]}")
-        with pytest.raises(ValueError, match=message):
-            loads_of(tmp_path / "h.json")
-
-    def test_flame_moe(self, tmp_path: Path) -> None:
-        """Files count layers from 1. Checkpoints become domains."""
-        files.flame_moe(tmp_path / "iter_0540", LOGICAL, first_layer=1)
-        files.flame_moe(tmp_path / "iter_5473", LOGICAL[::-1], first_layer=1)
-        assert detect([tmp_path]) == "flame-moe"
-        trace = tokens_of(tmp_path)
-        expect(trace, np.concatenate([LOGICAL, LOGICAL[::-1]]), first_layer=1, lens=[TOKENS, TOKENS])
-        assert trace.domains.tolist() == ["iter_0540", "iter_5473"]
-        assert trace.n_experts == 64
-        expect(tokens_of(tmp_path, max_tokens=50), LOGICAL[:50], first_layer=1)
-        expect(tokens_of(tmp_path, max_tokens=70), np.concatenate([LOGICAL, LOGICAL[::-1][:10]]), first_layer=1)
-        path = tmp_path / "iter_0540" / "layer_03.parquet"
-        whole = path.read_bytes()
-        for cut in (0, 3, 100, len(whole) - 1):
-            path.write_bytes(whole[:cut])
-            with pytest.raises(ValueError, match=r"layer_03\.parquet: not a readable Parquet file"):
-                tokens_of(tmp_path)
-
-    @pytest.mark.parametrize("name", ["loads.csv", "loads.parquet"])
-    @pytest.mark.parametrize("wide", [False, True])
-    def test_load_table(self, name: str, wide: bool, tmp_path: Path) -> None:
-        path = files.load_table(tmp_path / name, self.COUNTS, DENSE, wide)
-        assert detect([path]) == "load-table"
-        trace = loads_of(path, model=SMALL)
-        np.testing.assert_array_equal(trace.counts, self.COUNTS)
-        assert trace.layer_ids.tolist() == [2, 3, 4, 5]
-
-    def test_load_table_of_shares(self, tmp_path: Path) -> None:
-        (tmp_path / "a.csv").write_text("layer_id,expert_id,load\n3,0,0.25\n3,1,0.75\n")
-        assert loads_of(tmp_path / "a.csv").counts.tolist() == [[[250_000, 750_000]]]
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("", "the file is empty"),
-            ("layer,expert\n1,2", "columns layer, expert: expected layer, expert and num_tokens"),
-            ("layer,expert,count\n1,2", "row 2: 2 values for 3 columns"),
-            ("layer,expert,count\n1,2,x", "could not convert"),
-            ("layer,expert,count\n1,2,-3", "is negative"),
-            ("layer,expert,count\n1,2,nan", "not finite"),
-            ("layer,expert,count\n1.5,2,3", "no integer"),
-            ("layer,expert,count\n1,2,1e30", "out of range"),
-            ("layer,expert,count\n1,99999,3", "out of range"),
-            ("layer,expert,count\n999999,1,3", "out of range"),
-            ("layer,expert,count", "no loads in the files"),
-            ("layer,num_tokens_per_expert\n1,hello", "'hello' is not a list of loads"),
-            ("layer,num_tokens_per_expert\n1,[[1]]", "holds lists"),
-            ("layer,expert,count\n1,2,0", "layer 0 has no token"),
-            ("step,layer,expert,count\n" + "".join(f"{i},{i % 99},30000,1\n" for i in range(600)), "600 rows for 600"),
-        ],
-    )
-    def test_load_table_refused(self, text: str, message: str, tmp_path: Path) -> None:
-        (tmp_path / "a.csv").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            loads_of(tmp_path / "a.csv")
-
-
 class TestTensorRTLLM:
     COUNTS = np.random.default_rng(2).integers(0, 50, (2, 3, LAYERS, EXPERTS))
 
@@ -607,43 +450,6 @@ class TestMegatron:
             tokens_of(path)
 
 
-class TestESFT:
-    def test_tasks_are_domains(self, tmp_path: Path) -> None:
-        files.esft(tmp_path / "law", LOGICAL[:40], [25, 15])
-        files.esft(tmp_path / "intent", LOGICAL[40:], [20])
-        assert detect([tmp_path]) == "esft"
-        trace = tokens_of([tmp_path / "law", tmp_path / "intent"], model=SMALL)
-        expect(trace, first_layer=1, lens=LENS)
-        assert trace.domains.tolist() == ["law", "law", "intent"]
-
-    def test_deepseek_is_the_default(self, tmp_path: Path) -> None:
-        logical = files.routing(9, 26, 6, 64)
-        trace = tokens_of(files.esft(tmp_path / "x", logical, [4, 5]), "esft")
-        expect(trace, logical, first_layer=1)
-        preset = get_model("deepseek-v2-lite")
-        assert (trace.model, trace.n_experts) == ("deepseek-v2-lite", preset.n_experts)
-        assert (trace.n_layers, trace.top_k) == (preset.n_layers, preset.top_k)
-
-    def test_refused(self, tmp_path: Path) -> None:
-        folder = files.esft(tmp_path / "x", LOGICAL, LENS)
-        with pytest.raises(ValueError, match="files for 4 layers, expected 26"):
-            tokens_of(folder)
-        path = folder / "expert_weights_3.txt"
-        good = path.read_text()
-        first = good.splitlines()[0]
-        for text, message in [
-            (good[: len(good) // 2], "is the file truncated"),
-            (good.replace("\t\t", "\t"), "line 1: expected ids, two tabs"),
-            (good.splitlines()[1] + "\n", "its sequences differ from those of expert_weights_1.txt"),
-            (first.replace("\t", "\tx", 1), "expert ids must be numbers"),
-            ("1\t2\t\t0.5\t0.5\n", "2 ids are not a multiple of top-3"),
-            ("", "no sequence"),
-        ]:
-            path.write_text(text)
-            with pytest.raises(ValueError, match=message):
-                tokens_of(folder, model=SMALL)
-
-
 @settings(max_examples=60, deadline=None)
 @given(values=st.lists(st.integers(0, 32767), max_size=50), gap=st.sampled_from([b"\t", b",", b"],["]))
 def test_parse_naturals_returns_all_numbers(values: list[int], gap: bytes) -> None:
@@ -691,114 +497,3 @@ def test_import_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "counts only" in capsys.readouterr().out
     with pytest.raises(ValueError, match="it is a LoadTrace, counts without tokens"):
         TokenTrace.load(tmp_path / "loads.npz")
-
-
-class Touch:
-    """Creates a file when it is unpickled, so that a test can see whether that happened."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
-def repack(path: Path, method: int, change: Callable[[str, bytes], bytes] = lambda _, data: data) -> None:
-    """Write the archive again with another compression, or with changed entries."""
-    with zipfile.ZipFile(path) as archive:
-        entries = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, change(name, data))
-
-
-class Zeros:
-    """A few bytes in a file that unpickle to a byte array of a terabyte."""
-
-    def __reduce__(self) -> Any:
-        return bytearray, (1 << 40,)
-
-
-def expanded(path: Path) -> None:
-    """A tensor of a trillion counts whose storage has one."""
-    torch.save({"logical_count": torch.ones(1, 1, 1, dtype=torch.int32).expand(10_000, 10_000, 10_000)}, path)
-
-
-def pickled(value: Callable[[Path], Any], path: Path) -> None:
-    torch.save({"records": [value(path.parent / "witness")], "last_physical_to_logical_map": torch.ones(1, 1)}, path)
-
-
-def packed_bomb(path: Path) -> None:
-    torch.save({"logical_count": torch.zeros(1000, 100, 100, dtype=torch.int32)}, path)
-    repack(path, zipfile.ZIP_DEFLATED)
-    assert path.stat().st_size < 100_000
-
-
-def unwrapped(path: Path) -> None:
-    path.write_bytes(pickle.dumps(Touch(path.parent / "witness")))
-
-
-HOSTILE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("bomb.pt", lambda p: pickled(Touch, p), r"creates objects|names .*, which no recording needs"),
-    ("raw.pt", unwrapped, "not a complete file of torch.save"),
-    ("packed.pt", packed_bomb, "is compressed, which torch.save never does"),
-    ("expanded.pt", expanded, "has a storage of only 4 bytes"),
-    ("array.pt", lambda p: pickled(lambda _: Zeros(), p), "names .*bytearray, which no recording needs"),
-    ("empty.pt", lambda p: p.write_bytes(b"") and None, "not a complete file of torch.save"),
-    ("deep.json", lambda p: p.write_text('{"routed_experts": ' + "[" * 100_000) and None, "not valid JSON"),
-    ("object.npy", lambda p: np.save(p, np.array([Touch(p.parent / "witness")]), allow_pickle=True), "never loaded"),
-    ("text.jsonl", lambda p: p.write_text('{"routed_experts": "%%%%"}\n') and None, "not base64"),
-]
-
-
-@pytest.mark.parametrize(("name", "make", "message"), HOSTILE, ids=[h[0] for h in HOSTILE])
-def test_hostile_files_are_refused_and_nothing_is_written(
-    name: str, make: Callable[[Path], None], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, out = tmp_path / name, tmp_path / "out" / "trace.npz"
-    out.parent.mkdir()
-    make(path)
-    options = ["--n-layers", "2", "--top-k", "1"] if path.suffix in (".json", ".jsonl") else []
-    engine = {".npy": "vllm"}.get(path.suffix, "sglang")
-    assert cli.main(["trace", "import", engine, str(path), "-o", str(out), *options]) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert name in said
-    assert re.search(message, said), said
-    assert "Traceback" not in said
-    assert not list(out.parent.iterdir())
-    assert not (tmp_path / "witness").exists()
-
-
-def test_the_pickle_bomb_works_without_weights_only(tmp_path: Path) -> None:
-    pickled(Touch, tmp_path / "bomb.pt")
-    torch.load(tmp_path / "bomb.pt", weights_only=False)
-    assert (tmp_path / "witness").exists()
-
-
-@settings(max_examples=40, deadline=None)
-@given(cut=st.floats(0, 1, exclude_max=True), flip=st.booleans(), value=st.integers(0, 255))
-def test_broken_dumps_are_refused_or_still_valid(
-    cut: float, flip: bool, value: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("broken") / "r.pt"
-    files.sglang_per_token(path, LOGICAL, DENSE, SLOTS, TestSGLang.PASSES)
-    data = bytearray(path.read_bytes())
-    if flip:
-        data[int(cut * len(data))] = value
-    else:
-        data = data[: int(cut * len(data))]
-    path.write_bytes(data)
-    try:
-        trace = tokens_of(path)
-    except ValueError:
-        return
-    assert flip
-    assert trace.n_layers == LAYERS
-
-
-def test_a_false_npy_header_allocates_no_memory(tmp_path: Path) -> None:
-    member = io.BytesIO()
-    np.lib.format.write_array_header_1_0(member, {"descr": "|u1", "fortran_order": False, "shape": (10**12, 26, 6)})
-    (tmp_path / "a.txt").write_text(base64.b64encode(member.getvalue() + bytes(12)).decode())
-    with pytest.raises(ValueError, match="header announces 156000000000000 bytes, found 12"):
-        read_trace([tmp_path / "a.txt"], "vllm")

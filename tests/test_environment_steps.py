@@ -1,0 +1,332 @@
+"""What a step of the placement environment does, pays and shows, compared with slow references."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from clustergym import TokenTrace
+from clustergym.moe_placement import ClusterSpec, Interval, PlacementBatch, Simulator
+from clustergym.moe_placement.environment import MoEPlacementEnv
+from clustergym.moe_placement.kernels import state as kernel_state
+from clustergym.moe_placement.profiles import TRANSPORTS
+from clustergym.moe_placement.vector import MoEPlacementVectorEnv
+from instances import made_profile
+from placement_task import CLUSTER, EXPERTS, GPUS, IDS, LAYERS, MODEL, OPS, TINY, interval_of, legal_action, same
+from reference import PassResult, kernel_us, migration_us, serve, times_us
+
+# Actions
+
+
+def test_illegal_actions_change_nothing_and_are_marked() -> None:
+    env = MoEPlacementEnv(**TINY, intervals=2, lookahead=True)
+    obs, _ = env.reset(seed=0)
+    rng = np.random.default_rng(0)
+    state = env.batch
+    outside = [
+        (-1, 0),
+        (EXPERTS, 0),
+        (0, -1),
+        (0, 3 * GPUS),
+        (2**31 - 1, 2**31 - 1),
+        (-(2**31), 5),
+        (2**40, 0),
+        (0, 2**33),
+    ]
+    tried: Counter[str] = Counter()
+    for _ in range(2 * LAYERS):
+        for i in range(OPS):
+            before = {name: t.clone() for name, t in {**state.sim, "placement": state.episode["slots"]}.items()}
+            forbidden = np.argwhere(obs["joint_mask"] == 0)
+            kind = ["outside", "forbidden", "legal"][(i + tried.total() // OPS) % 3]
+            choices = {"outside": outside, "forbidden": forbidden}
+            action = legal_action(obs, rng) if kind == "legal" else rng.choice(choices[kind])
+            old, (obs, reward, _, _, info) = obs, env.step(action)
+            tried[kind] += 1
+            assert info["legal"] == (kind == "legal")
+            assert (info["operation"] == kernel_state.OP_ILLEGAL) == (kind != "legal")
+            if kind != "legal" and i < OPS - 1:
+                assert reward == 0
+                # Scratch totals aside, nothing moved; only the clock did.
+                assert all(bool((before[name] == t).all()) for name, t in state.sim.items() if name != "copies")
+                assert bool((before["placement"] == state.episode["slots"]).all())
+                assert all(np.array_equal(old[name], obs[name]) for name in obs if name != "progress")
+            elif kind == "legal" and i < OPS - 1:
+                assert not np.array_equal(old["placement"], obs["placement"])
+    assert min(tried[kind] for kind in ("outside", "forbidden", "legal")) > 3
+
+
+def test_place_where_the_expert_lies_is_the_no_op() -> None:
+    env = MoEPlacementEnv(**TINY)
+    obs, _ = env.reset(seed=0)
+    e, g = np.argwhere(obs["placement"] == 1)[3]
+    assert obs["joint_mask"][e, g] == 1
+    after, reward, _, _, info = env.step([e, g])
+    assert (reward, info["legal"], info["operation"]) == (0.0, True, kernel_state.OP_NOTHING)
+    assert all(np.array_equal(obs[name], after[name]) for name in obs if name != "progress")
+
+
+@pytest.mark.parametrize("profile", ["sglang-decode", "vllm", made_profile(transport="stay")], ids=str)
+def test_noop_actions_change_nothing(profile: Any) -> None:
+    """A whole episode of them serves with the start placement, and saves exactly nothing."""
+    options = TINY | {"intervals": 2, "schedule": "drift", "profile": profile}
+    env, vector = MoEPlacementEnv(**options), MoEPlacementVectorEnv(2, **options)
+    env.reset(seed=3)
+    vector.reset(seed=3)
+    done = False
+    while not done:
+        _, reward, done, _, info = env.step(env.noop_action())
+        _, rewards, *_ = vector.step(vector.noop_actions())
+        assert reward == rewards[0] == rewards[1] == 0
+        assert info["operation"] == kernel_state.OP_NOTHING
+    assert info["migration_us"] == info["saved_vs_start"] == 0
+    assert info["time_us"] == info["start_us"]
+
+
+def test_one_gpu_leaves_a_choice_of_no_ops() -> None:
+    env = MoEPlacementEnv(**(TINY | {"cluster": ClusterSpec("one", 1, 1)}))
+    obs, _ = env.reset(seed=0)
+    assert obs["expert_mask"].all()
+    assert obs["gpu_mask"].tolist() == [1, 0, 0]
+    _, reward, _, _, info = env.step([2, 0])
+    assert (reward, info["legal"]) == (0.0, True)
+
+
+# Rewards
+
+
+def test_each_reward_is_what_its_operation_saves() -> None:
+    env = MoEPlacementEnv(**TINY)
+    batch, simulator = env.batch, Simulator(MODEL, CLUSTER, passes_per_interval=5)
+    obs, _ = env.reset(seed=2)
+    rng = np.random.default_rng(1)
+    interval, first = interval_of(batch, 1), batch.episode["slots"][0].numpy().copy()
+    placement = first.copy()
+    for step in range(LAYERS * OPS):
+        layer = step // OPS
+        before = simulator.evaluate(interval, placement, first).total_us
+        old_slots = batch.sim["slots"][0].numpy().copy()
+        np.testing.assert_array_equal(np.sort(old_slots), np.sort(placement[layer]))
+        obs, reward, done, _, info = env.step(legal_action(obs, rng))
+        at_end = (step + 1) % OPS == 0
+        placement[layer] = (batch.episode["slots"][0, layer] if at_end else batch.sim["slots"][0]).numpy()
+        saved = (before - simulator.evaluate(interval, placement, first).total_us).sum()
+        assert reward == pytest.approx(saved / batch.rules_host.static_us, rel=1e-9, abs=1e-12)
+        assert info["operation_reward"] == pytest.approx(reward, rel=1e-12, abs=1e-15)
+    assert done
+
+
+def test_what_earlier_operations_save_is_credited_when_the_layer_is_reached() -> None:
+    """In later intervals the first reward of a layer has two parts; ``operation_reward`` is the operation's own."""
+    env = MoEPlacementEnv(**(TINY | {"intervals": 3, "schedule": "drift"}))
+    obs, _ = env.reset(seed=6)
+    rng, credited, done = np.random.default_rng(0), [], False
+    while not done:
+        obs, reward, done, _, info = env.step(legal_action(obs, rng))
+        credited.append(reward - info["operation_reward"])
+    found = np.abs(np.array(credited)) > 1e-12
+    # A credit comes with the last operation on the layer before, in all intervals but the first.
+    reached = np.zeros(3 * LAYERS * OPS, bool)
+    reached[LAYERS * OPS - 1 : -1 : OPS] = True
+    np.testing.assert_array_equal(found, reached)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_the_end_of_an_episode_in_numbers(env_id: str) -> None:
+    """The return is the time saved against the start placement; all times are means of a layer and pass."""
+    env = gymnasium.make(env_id, **TINY)
+    obs, _ = env.reset(seed=21)
+    rng, total, done = np.random.default_rng(1), 0.0, False
+    while not done:
+        obs, reward, done, _, info = env.step(legal_action(obs, rng))
+        total += reward
+    static_us = env.unwrapped.batch.rules_host.static_us / LAYERS
+    assert info["time_us"] == info["served_us"] + info["migration_us"]
+    assert info["migration_us"] > 0
+    assert info["saved_vs_start"] == pytest.approx(total, rel=1e-9)
+    assert info["saved_vs_start"] == pytest.approx((info["start_us"] - info["time_us"]) / static_us, rel=1e-9)
+    assert info["saved_vs_eplb"] == pytest.approx((info["eplb_us"] - info["time_us"]) / static_us, rel=1e-9)
+    assert info["reused"] == 0.0
+
+
+def test_lookahead_agrees_with_the_method() -> None:
+    env = MoEPlacementEnv(**TINY, lookahead=True)
+    obs, _ = env.reset(seed=2)
+    for e in range(EXPERTS):
+        parts = env.lookahead(e)
+        saved = parts[:, kernel_state.PART_TRUE] + parts[:, kernel_state.PART_MIGRATION]
+        np.testing.assert_allclose(saved, obs["lookahead"][e], atol=1e-6)
+    assert (obs["lookahead"] != 0).any()
+    assert (obs["lookahead"][obs["joint_mask"] == 0] == 0).all()
+
+
+# Observations
+
+
+def tokens_of(interval: Interval, layer: int) -> list[set[int]]:
+    """Experts of each token of all passes."""
+    return [{int(e) for e in interval.experts[layer, row] if e >= 0} for row in interval.rows.ravel()]
+
+
+def reference_layer(batch: PlacementBatch, interval: Interval, transport: str, layer: int) -> list[PassResult]:
+    """Each pass of the observed interval on a layer, under the placement as it is now."""
+    placement = batch.episode["slots"][0].numpy().copy()
+    placement[layer] = batch.sim["slots"][0].numpy()
+    return serve(interval, placement, 2, "rank-nearest", transport)[layer]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_observations_mean_what_the_table_says(transport: str) -> None:
+    env = MoEPlacementEnv(**(TINY | {"intervals": 2, "profile": made_profile(transport=transport)}))
+    obs, _ = env.reset(seed=8)
+    rng = np.random.default_rng(2)
+    average: dict[int, np.ndarray] = {}
+    batch = env.batch
+    costs = batch.simulator.costs(24)
+    for step in range(2 * LAYERS * OPS):
+        interval_index, layer, op = step // (LAYERS * OPS), step // OPS % LAYERS, step % OPS
+        interval = interval_of(batch, 0)
+        tokens = tokens_of(interval, layer)
+        count = np.array([sum(e in t for t in tokens) for e in range(EXPERTS)])
+        share = count / count.sum()
+        truth = reference_layer(batch, interval, transport, layer)
+        time_us = np.mean([sum(times_us(one, GPUS, 2, costs, transport)) for one in truth])
+        if op == 0:
+            known = average.get(layer)
+            drift = np.zeros(EXPERTS) if known is None else share - known
+            average[layer] = share if known is None else (known + share) / 2
+            start_us = time_us
+        held = [{int(e) for e in gpu if e >= 0} for gpu in batch.sim["slots"][0].numpy()]
+        replicas = np.array([[e in held[g] for g in range(GPUS)] for e in range(EXPERTS)])
+        np.testing.assert_array_equal(obs["placement"], replicas)
+        pairs = np.zeros((2, EXPERTS, GPUS))
+        for w, one in enumerate(truth):
+            for (e, g), n in one.pairs.items():
+                pairs[w, e, g] = n
+        load, mean = pairs.sum((0, 1)), count.sum() / GPUS
+        kernels = np.mean([kernel_us(one, GPUS, costs, transport) for one in truth], axis=0)
+        slowest = int(np.argmax(kernels))
+
+        both = np.array([[sum(i in t and j in t for t in tokens) for j in range(EXPERTS)] for i in range(EXPERTS)])
+        together = both / np.maximum(count, 1)[:, None]
+        np.fill_diagonal(together, 0)
+        np.testing.assert_allclose(obs["coactivation"], together, rtol=1e-6)
+        affinity = np.zeros((EXPERTS, EXPERTS))
+        if layer > 0:
+            past = tokens_of(interval, layer - 1)
+            for i in range(EXPERTS):
+                users = [t for t, p in zip(tokens, past, strict=True) if i in p]
+                affinity[i] = [sum(j in t for t in users) / max(1, len(users)) for j in range(EXPERTS)]
+        np.testing.assert_allclose(obs["affinity"], affinity, rtol=1e-6)
+
+        old = batch.episode["slots"][0, layer].numpy()
+        experts = {
+            0: share * EXPERTS,
+            1: average[layer] * EXPERTS,
+            2: drift * EXPERTS,
+            3: replicas.sum(1) / GPUS,
+            4: pairs.sum(0).max(1) / np.maximum(count, 1),
+            5: [max(load[g] for g in range(GPUS) if e in held[g]) / mean for e in range(EXPERTS)],
+            6: [sum(e in held[g] and e not in old[g] for g in range(GPUS)) for e in range(EXPERTS)],
+            7: [
+                np.mean([sum(together[e, x] for x in held[g]) for g in range(GPUS) if e in held[g]])
+                for e in range(EXPERTS)
+            ],
+            8: [e in held[slowest] for e in range(EXPERTS)],
+        }
+        for column, known in experts.items():
+            np.testing.assert_allclose(obs["experts"][:, column], known, rtol=1e-5, atol=1e-6, err_msg=f"{column}")
+
+        copy_bytes = MODEL.hidden * MODEL.dispatch_bytes
+        link_us = np.array(
+            [[copy_bytes / (4e3 if g // 2 == h // 2 else 1e3) for h in range(GPUS)] for g in range(GPUS)]
+        )
+        traffic = np.zeros((GPUS, GPUS))
+        for one in truth:
+            for (g, h), n in one.links.items():
+                traffic[g, h] += n * link_us[g, h] / time_us / 2
+        np.testing.assert_allclose(obs["traffic"], traffic, rtol=1e-5)
+        # All-gather costs the same on every link.
+        traffic *= transport != "allgather"
+        near = np.array([[g // 2 == h // 2 for h in range(GPUS)] for g in range(GPUS)])
+        hot = np.argsort(-count, kind="stable")[:8]
+        gpus = {
+            3: load / mean,
+            4: kernels / time_us,
+            5: [1 - len(held[g]) / 3 for g in range(GPUS)],
+            6: (traffic * near).sum(1),
+            7: (traffic * near).sum(0),
+            8: (traffic * ~near).sum(1),
+            9: (traffic * ~near).sum(0),
+            10: (pairs > 0).sum((0, 1)) / (2 * 3),
+            11: [sum(together[e, x] for e in hot for x in held[g]) / 8 for g in range(GPUS)],
+            12: np.arange(GPUS) == slowest,
+            13: np.repeat(load.reshape(2, 2).mean(1), 2) / mean,
+            14: [len(held[g] - set(old[g].tolist())) / 3 for g in range(GPUS)],
+            15: np.full(GPUS, 0.25),
+        }
+        for kind in range(3):
+            rows = obs["gpus"][kind * GPUS : (kind + 1) * GPUS]
+            np.testing.assert_array_equal(rows[:, :3], np.tile(np.eye(3)[kind], (GPUS, 1)))
+            for column, known in gpus.items():
+                np.testing.assert_allclose(rows[:, column], known, rtol=1e-5, atol=1e-6, err_msg=f"{column}")
+        progress = [
+            layer / LAYERS, op / OPS, interval_index / 2, time_us / start_us, kernels.max() / time_us,
+            migration_us(batch.sim["slots"][0].tolist(), old.tolist(), 2, costs) / time_us,
+        ]  # fmt: skip
+        np.testing.assert_allclose(obs["progress"], progress, rtol=1e-5)
+        obs = env.step(legal_action(obs, rng))[0]
+
+
+def test_coactivation_and_affinity_of_many_tokens_come_from_samples() -> None:
+    """Every second token of 1200 for co-activation (at most 1024), every fifth for affinity (at most 256)."""
+    env = MoEPlacementEnv(**(TINY | {"tokens_per_rank": 150, "ops_per_layer": 1, "allow_reuse": True}))
+    env.reset(seed=0)
+    obs = env.step([0, 0])[0]
+    interval = interval_of(env.batch, 0)
+    here, past = tokens_of(interval, 1), tokens_of(interval, 0)
+    assert len(here) == 1200
+    for i in range(EXPERTS):
+        users = [t for t in here[::2] if i in t]
+        known = [sum(j in t for t in users) / len(users) * (i != j) for j in range(EXPERTS)]
+        np.testing.assert_allclose(obs["coactivation"][i], known, rtol=1e-6)
+        users = [t for t, p in zip(here[::5], past[::5], strict=True) if i in p]
+        known = [sum(j in t for t in users) / len(users) for j in range(EXPERTS)]
+        np.testing.assert_allclose(obs["affinity"][i], known, rtol=1e-6)
+
+
+def test_the_next_interval_is_never_seen() -> None:
+    """Two traces that agree on the first interval only: the agents see the same until the second is served."""
+    seed, rng = 4, np.random.default_rng(0)
+    first, second = (np.argsort(rng.random((640, LAYERS, EXPERTS)), axis=2)[:, :, :2] for _ in range(2))
+    options = TINY | {
+        "intervals": 2,
+        "schedule": "replay",
+        "profile": made_profile(transport="stay"),
+        "lookahead": True,
+    }
+
+    def environment(experts: np.ndarray) -> MoEPlacementEnv:
+        trace = TokenTrace(experts, EXPERTS, seq_lens=np.full(10, 64))
+        env = MoEPlacementEnv(**(options | {"trace": trace}))
+        env.reset(seed=seed)
+        return env
+
+    seen_rows = interval_of(environment(first).batch, 0).rows
+    second[seen_rows] = first[seen_rows]
+    pair = [environment(first), environment(second)]
+    seen = [env.reset(seed=seed)[0] for env in pair]
+    actions = np.random.default_rng(1)
+    paid = []
+    for _ in range(LAYERS * OPS):
+        assert same(*seen)
+        results = [env.step(action) for action in [legal_action(seen[0], actions)] for env in pair]
+        seen = [result[0] for result in results]
+        paid.append([result[1] * env.batch.rules_host.static_us for result, env in zip(results, pair, strict=True)])
+    # The next interval paid, and now that it has been served it is seen.
+    assert np.ptp(paid, axis=1).max() > 0
+    assert not same(*seen)
