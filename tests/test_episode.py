@@ -154,7 +154,7 @@ def test_rewards_add_up_to_the_time_saved_against_the_start(
         saved = (start_us - served_us - migration_us) / (static_us * intervals)
         assert total[b] == pytest.approx(saved, rel=1e-9, abs=1e-12)
         assert float(batch.saved[b]) == pytest.approx(total[b], rel=1e-12, abs=1e-15)
-        info, per = episode_info(batch, b), LAYERS * intervals
+        info, per = {name: values[b] for name, values in episode_info(batch).items()}, LAYERS * intervals
         known = {
             "time_us": served_us + migration_us, "served_us": served_us, "migration_us": migration_us,
             "start_us": start_us, "eplb_us": eplb_us,
@@ -249,7 +249,7 @@ def test_reuse_is_noted_only_when_a_token_was_served_twice() -> None:
         task = config(profile="sglang-decode", sampled_passes=4, intervals=intervals, ops_per_layer=1, allow_reuse=True)
         batch = started(task, [1])
         play(batch, np.random.default_rng(0))
-        assert batch.episode["clock"][0, CLOCK_REUSE] == episode_info(batch, 0)["reused"] == reused
+        assert batch.episode["clock"][0, CLOCK_REUSE] == episode_info(batch)["reused"][0] == reused
 
 
 def test_the_unit_of_rewards_is_the_static_placement_s_time() -> None:

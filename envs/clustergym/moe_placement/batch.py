@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -165,7 +166,7 @@ class PlacementBatch:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
         self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
-        self.observe_only = observe_only
+        self.observe_only, self._compiled = observe_only, False
         whole = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
         self.trace = split_trace(whole, config.split)
         self.model, self.traffic = model_for(self.trace, config.model), config.traffic
@@ -306,19 +307,23 @@ class PlacementBatch:
         stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
         topology = self.simulator.topology
         rules = self.rules_host._replace(topology=topology._replace(node_of=self._to_device(topology.node_of)))
-        self._arrays = (episode, sim, stream, trace, rules)
-        self.observe_into({})
+        obs = Observation(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        self._state = (episode, sim, stream, obs, trace, rules)
 
-    def observe_into(self, buffers: dict[str, Tensor]) -> None:
+    def observe_into(self, buffers: dict[str, tuple[Tensor, Any]]) -> None:
         """Write observations from now on into these tensors, in place of those of the same names.
+
+        With each tensor comes its memory as the launcher wants it: to ask for it at every step would take longer.
 
         All but ``coactivation``, ``affinity`` and ``memory`` are written whole by each step; the first two only when an
         environment reaches another layer. ``coactivation`` and ``memory`` are also read.
         """
-        self.buffers |= buffers
-        self.obs |= {name: tensor for name, tensor in buffers.items() if name in self.obs}
-        episode, sim, stream, trace, rules = self._arrays
-        obs = Observation(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        for name, (tensor, _) in buffers.items():
+            self.buffers[name] = tensor
+            if name in self.obs:
+                self.obs[name] = tensor
+        episode, sim, stream, obs, trace, rules = self._state
+        obs = obs._replace(**{name: array for name, (_, array) in buffers.items()})
         self._state = (episode, sim, stream, obs, trace, rules)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Any:
@@ -364,10 +369,12 @@ class PlacementBatch:
         """Begin new episodes, in all environments or where ``where`` (B,) is true."""
         if where is None:
             where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
-        with warn_while_compiling():
+        # The first reset compiles all that a step needs. The warning starts a thread, which takes longer than a reset.
+        with nullcontext() if self._compiled else warn_while_compiling():
             self.launcher.reset(self._array(where), self._state)
             self.illegal.masked_fill_(where, 0)
             self._look_around()
+        self._compiled = True
         return self.obs
 
     def step(self, expert: Tensor, node: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:

@@ -158,7 +158,7 @@ class PlacementTask:
         done = bool(self.batch.episode["clock"][0, CLOCK_DONE])
         info: dict[str, Any] = {name: values[0].item() for name, values in step_info(self.batch).items()}
         if done:
-            info |= episode_info(self.batch, 0)
+            info |= {name: float(values[0]) for name, values in episode_info(self.batch).items()}
         if self.render_mode == "human":
             self._render()
         return float(reward[0]) - (0.0 if info["legal"] else self.illegal_penalty), done, info
@@ -243,9 +243,9 @@ def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
     }
 
 
-def episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
-    """A finished episode in numbers. Times are µs of a layer and pass, means over layers and intervals."""
-    mean_us = batch.episode["times_us"][index].cpu().numpy() / (batch.n_layers * batch.config.intervals)
+def episode_info(batch: PlacementBatch) -> dict[str, npt.NDArray[np.float64]]:
+    """Finished episodes (B,) in numbers. Times are µs of a layer and pass, means over layers and intervals."""
+    mean_us = batch.episode["times_us"].cpu().numpy().T / (batch.n_layers * batch.config.intervals)
     unit = batch.rules_host.static_us / batch.n_layers
     time_us = mean_us[TIME_SERVED] + mean_us[TIME_MIGRATED]
     info = {
@@ -254,11 +254,11 @@ def episode_info(batch: PlacementBatch, index: int) -> dict[str, float]:
         "migration_us": mean_us[TIME_MIGRATED],
         "start_us": mean_us[TIME_START],
         "saved_vs_start": (mean_us[TIME_START] - time_us) / unit,
-        "reused": batch.episode["clock"][index, CLOCK_REUSE].item(),
+        "reused": batch.episode["clock"].cpu().numpy()[:, CLOCK_REUSE].astype(np.float64),
     }
     if batch.config.compare_eplb:
         info |= {"eplb_us": mean_us[TIME_EPLB], "saved_vs_eplb": (mean_us[TIME_EPLB] - time_us) / unit}
-    return {name: float(value) for name, value in info.items()}
+    return info
 
 
 class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):

@@ -35,6 +35,8 @@ from clustergym.moe_placement.kernels.state import CLOCK_INTERVAL, CLOCK_LAYER, 
 from clustergym.moe_placement.viewer import draw
 
 Flags = npt.NDArray[np.bool_]
+# One piece of memory: the array that is returned, a tensor, and the array that the kernels write.
+Shared = tuple[npt.NDArray[Any], torch.Tensor, npt.NDArray[Any]]
 
 
 class _Recycled:
@@ -43,19 +45,18 @@ class _Recycled:
 
     def __init__(self, like: torch.Tensor, read_only: bool) -> None:
         self.shape, self.dtype, self.read_only = tuple(like.shape), like.numpy().dtype, read_only
-        self.all: list[tuple[npt.NDArray[Any], torch.Tensor]] = []
+        self.all: list[Shared] = []
 
-    def take(self) -> tuple[npt.NDArray[Any], torch.Tensor]:
-        """An array, and the tensor that shares its memory."""
-        for pair in self.all:
-            # References: the pair, the tensor, and the argument. Any view or tensor made of it would add one.
-            if sys.getrefcount(pair[0]) == 3:
-                return pair
+    def take(self) -> Shared:
+        for shared in self.all:
+            # References: the tuple, the tensor, and the argument. Any view or tensor made of it would add one.
+            if sys.getrefcount(shared[0]) == 3:
+                return shared
         array = np.empty(self.shape, self.dtype)
-        pair = (array, torch.from_numpy(array))
+        tensor = torch.from_numpy(array)
         array.setflags(write=not self.read_only)
-        self.all.append(pair)
-        return pair
+        self.all.append((array, tensor, tensor.numpy()))
+        return self.all[-1]
 
 
 class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64], npt.NDArray[Any]]):
@@ -104,7 +105,8 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
         on_host = self.batch.obs if self.batch.device.type == "cpu" and not self._compact else {}
         self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
-        self._pairs: dict[str, tuple[npt.NDArray[Any], torch.Tensor]] = {}
+        self._current: dict[str, Shared] = {}
+        self._step_keys = [name for name in self.batch.obs if name not in LAYER_KEYS]
         self._copies: ObsDict = {}
         self._steps = np.zeros(num_envs, np.int64)
         self._ended = np.zeros(num_envs, bool)
@@ -130,7 +132,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
 
     def _operations(self, actions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and nodes (num_envs,) that the actions stand for."""
-        chosen = torch.as_tensor(np.ascontiguousarray(np.asarray(actions, dtype=np.int64).T), device=self.batch.device)
+        chosen = torch.from_numpy(np.array(np.asarray(actions).T, np.int64, order="C")).to(self.batch.device)
         if chosen.shape != (2, self.num_envs):
             raise ValueError(
                 f"actions have shape {tuple(chosen.shape[::-1])}: expected ({self.num_envs}, 2): expert, node"
@@ -155,28 +157,35 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     def _renew(self, names: Collection[str], keep: bool) -> None:
         """Let the next observation go to arrays that nobody holds; ``keep`` what the kernels may leave as it is."""
         fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
-        for name, (_, tensor) in fresh.items():
+        for name, (_, tensor, _) in fresh.items():
             if keep or name == "memory":
                 tensor.copy_(self.batch.obs[name])
-        self._pairs |= fresh
-        self.batch.observe_into({name: tensor for name, (_, tensor) in fresh.items()})
+        self._current |= fresh
+        self.batch.observe_into({name: shared[1:] for name, shared in fresh.items()})
 
     def _observe(self, layer_changed: bool) -> Any:
         if self._compact:
             return self._compact_array()
         if self._recycled:
-            return {name: self._pairs[name][0] for name in self.batch.obs} | self._more_observations()
+            return {name: self._current[name][0] for name in self.batch.obs} | self._more_observations()
         names = [name for name in self.batch.obs if layer_changed or name not in LAYER_KEYS]
         self._copies |= {name: self.batch.obs[name].cpu().numpy() for name in names}
         for name in LAYER_KEYS:
             self._copies[name].setflags(write=False)
         return self._copies | self._more_observations()
 
-    def _final_observation(self, index: int) -> Any:
+    def _final_observations(self, ended: Flags) -> npt.NDArray[Any]:
+        """(num_envs,) the observation of each ended episode, None for the others."""
+        final = np.full(self.num_envs, None, dtype=object)
         if self._compact:
-            return self._compact_array()[index]
-        mine = {name: tensor[index].cpu().numpy().copy() for name, tensor in self.batch.obs.items()}
-        return mine | {name: array[index] for name, array in self._more_observations().items()}
+            rows: Any = list(self._compact_array()[ended])
+        else:
+            arrays = {name: tensor.cpu().numpy() for name, tensor in self.batch.obs.items()}
+            copies = {name: array[ended] for name, array in (arrays | self._more_observations()).items()}
+            rows = [dict(zip(copies, row, strict=True)) for row in zip(*copies.values(), strict=True)]
+        for i, row in zip(np.flatnonzero(ended), rows, strict=True):
+            final[i] = row
+        return final
 
     # Episodes
 
@@ -223,11 +232,12 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     ) -> tuple[Any, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
         expert, node = self._operations(actions)
         again = self._ended.copy()
-        if again.any() and self.autoreset_mode == AutoresetMode.DISABLED:
+        any_again = bool(again.any())
+        if any_again and self.autoreset_mode == AutoresetMode.DISABLED:
             raise gymnasium.error.ResetNeeded(
                 "an episode is over and autoreset is disabled: call reset(options={'reset_mask': ended})"
             )
-        changed = self._prepare(again)
+        changed = self._prepare(any_again)
         _, reward, done = self.batch.step(expert, node)
         self._steps += 1
         infos: dict[str, Any] = dict(step_info(self.batch))
@@ -235,47 +245,43 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         truncated = np.zeros(self.num_envs, bool)
         if self.max_episode_steps is not None:
             truncated = self._steps >= self.max_episode_steps
-        for array in (rewards, terminated, truncated):
-            array[again] = 0
-        infos |= {f"_{name}": ~again for name in list(infos)}
-        for name in STEP_INFO:
-            infos[name][again] = 0
-        if again.any():
+        infos |= {f"_{name}": ~again for name in STEP_INFO}
+        if any_again:
+            for array in (rewards, terminated, truncated, *(infos[name] for name in STEP_INFO)):
+                array[again] = 0
             self._begin(again)
         ended = terminated | truncated
         if ended.any():
             changed = self._end(ended, terminated, infos, changed)
         return self._observe(changed), rewards, terminated, truncated, infos | self._mask_info()
 
-    def _prepare(self, again: Flags) -> bool:
+    def _prepare(self, any_again: bool) -> bool:
         """Let the step write into new arrays. Returns whether what belongs to a layer changes."""
-        clock = self.batch.episode["clock"]
+        clock = self.batch.episode["clock"].cpu().numpy()
         leaves = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
-        ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
-            clock[:, CLOCK_INTERVAL] == self.batch.config.intervals - 1
-        )
-        changed = bool(leaves.any() or again.any())
-        self._renew([name for name in self.batch.obs if name not in LAYER_KEYS], keep=False)
+        changed = any_again or bool(leaves.any())
+        self._renew(self._step_keys, keep=False)
         if changed:
             # The last observation of an episode is about the layer that it ended on.
+            ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
+                clock[:, CLOCK_INTERVAL] == self.batch.config.intervals - 1
+            )
             self._renew(LAYER_KEYS, keep=not bool((leaves & ~ends).all()))
         return changed
 
     def _end(self, ended: Flags, terminated: Flags, infos: dict[str, Any], changed: bool) -> bool:
         """Add what is known about ended episodes to ``infos``. Returns whether what belongs to a layer has changed."""
-        final_obs = np.full(self.num_envs, None, dtype=object)
         results: dict[str, Any] = {}
-        for i in np.flatnonzero(ended):
-            final_obs[i] = self._final_observation(int(i))
-            single = {name: infos[name][i].item() for name in STEP_INFO}
-            results = self._add_info(
-                results, single | (episode_info(self.batch, int(i)) if terminated[i] else {}), int(i)
-            )
+        for name in STEP_INFO:
+            results |= {name: np.where(ended, infos[name], 0).astype(infos[name].dtype), f"_{name}": ended.copy()}
+        if terminated.any():
+            for name, values in episode_info(self.batch).items():
+                results |= {name: np.where(terminated, values, 0.0), f"_{name}": terminated.copy()}
         if self.autoreset_mode != AutoresetMode.SAME_STEP:
             self._ended = ended.copy()
             infos |= {name: value for name, value in results.items() if name.lstrip("_") not in STEP_INFO}
             return changed
-        infos |= {"final_obs": final_obs, "final_info": results}
+        infos |= {"final_obs": self._final_observations(ended), "final_info": results}
         infos |= {"_final_obs": ended.copy(), "_final_info": ended.copy()}
         # What an ended episode's last step came to is in final_info; a fresh episode has no operation yet.
         for name in STEP_INFO:
@@ -298,13 +304,13 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         self._seeded = True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_recycled", "_pairs")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_recycled", "_current")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         on_host = self.batch.obs if self.batch.device.type == "cpu" and not self._compact else {}
         self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
-        self._pairs = {}
+        self._current = {}
         self._renew(self.batch.obs, keep=True)
 
     def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
