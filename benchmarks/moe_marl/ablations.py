@@ -1,43 +1,42 @@
-"""Train and evaluate variants of the policy. Passes per interval of the evaluation are the variant's.
+"""Train and evaluate variants of the policy, and of the search.
 
-python benchmarks/moe_marl/ablations.py --seeds 1 2
+    python benchmarks/moe_marl/ablations.py --timesteps 32768 --layers 2 --trainer-flags="--layers 2"
+
+The agents act alone: the look-ahead of one expert per operation, the one that the expert actor chooses. The rows of
+"8 candidates" show what simulating the eight most likely experts adds. The rows of annealing show its estimate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from common import CONSOLE, EPLBS, Args, halves, interval, measure_all, run, stage_planners, train_one
+import numpy as np
+from common import CONSOLE, Args, halves, interval, measure_all, run, stage_planners, train_one
 from rich.table import Table
 
 from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.base import Planner
 
 VARIANTS: dict[str, list[str]] = {
     "as it is": [],
     "MLP encoder": ["--encoder", "mlp"],
-    "two rounds of messages": ["--graph-layers", "2"],
     "simultaneous choice": ["--simultaneous"],
-    "decentralised critics": ["--no-centralised"],
     "no look-ahead": ["--no-lookahead"],
-    "true time in look-ahead": ["--lookahead-norm", "0"],
-    "16-norm in look-ahead": ["--lookahead-norm", "16"],
-    "16-norm in look-ahead and reward": ["--lookahead-norm", "16", "--reward-norm", "16"],
+    "decentralised critics": ["--no-centralised"],
     "no supervised phase": ["--pretrain-states", "0"],
-    "stream credit": ["--credit", "stream"],
-    "horizon 1": ["--horizon", "1"],
-    "one sampled pass": ["--sampled-passes", "1"],
+    "8 operations": ["--ops-per-layer", "8"],
     "32 operations": ["--ops-per-layer", "32"],
-    "100 passes per interval": ["--passes-per-interval", "100"],
 }
 """Flags of each variant. Names are folder names, so results are found again only under the same name."""
 
 
 @dataclass
 class AblationArgs(Args):
-    seeds: tuple[int, ...] = (1, 2)
+    seeds: tuple[int, ...] = (1, 2, 3)
     """Training seeds."""
-    streams: int = 5
+    streams: int = 6
     """Held-out streams."""
     timesteps: int = 65_536
     """Operations per training."""
@@ -45,24 +44,37 @@ class AblationArgs(Args):
 
 def main(args: AblationArgs) -> None:
     model, cluster = args.models[0], args.clusters[0]
-    stages = ("policy", "supervised")
-    columns = [f"{stage} ÷ best EPLB" for stage in stages]
-    table = Table("variant", "seeds", *columns, title=f"ablations, {model}, {cluster}")
+    table = Table("variant", "seeds", "before PPO", "after PPO", title=f"total ÷ EPLB's, {model}, {cluster}")
     _, test = halves(args, model, args.layers)
-    for name, flags in VARIANTS.items():
-        folder = args.output / "ablations" / name.replace(" ", "-")
-        given = dict(zip(flags[::2], flags[1::2], strict=False))
-        simulator = args.simulator(model, cluster, int(given.get("--passes-per-interval", 1000)))
-        protocol = args.protocol()
-        eplbs = {eplb: partial(make_planner, eplb, simulator) for eplb in (*EPLBS, "eplb-threshold")}
-        best_us = min(item["total_us"] for item in measure_all(folder, eplbs, test, protocol).values())
-        planners = {}
+    simulator, protocol = args.simulator(model, cluster), args.protocol()
+    planners: dict[str, Callable[[], Planner]] = {
+        "eplb": partial(make_planner, "eplb", simulator),
+        "annealing": partial(make_planner, "anneal", simulator),
+        "annealing, exact steps only": partial(make_planner, "anneal", simulator, estimate_steps=0, iterations=20000),
+    }
+    names: dict[str, list[list[str]]] = {}
+    for variant, flags in VARIANTS.items():
         for seed in args.seeds:
-            run = train_one(args, folder / f"seed-{seed}", seed, args.timesteps, flags)
-            planners |= stage_planners(simulator, run, seed, stages)
-        found = measure_all(folder, planners, test, protocol)
-        ratios = [[found[f"{stage} {seed}"]["total_us"] / best_us for seed in args.seeds] for stage in stages]
-        table.add_row(name, str(len(args.seeds)), *map(interval, ratios))
+            folder = args.output / "ablations" / variant.replace(" ", "-") / f"seed-{seed}"
+            train_one(args, folder, seed, args.timesteps, flags)
+            for candidates in (1, 8) if variant == "as it is" else (1,):
+                label = variant if candidates == 1 else f"{variant}, {candidates} candidates"
+                made = stage_planners(simulator, folder, seed, ("supervised", "policy"), candidates)
+                planners |= {f"{label} {name}": planner for name, planner in made.items()}
+                names.setdefault(label, []).append([f"{label} {name}" for name in made])
+    found = measure_all(args.output / "ablations", planners, test, protocol)
+    eplb = np.array(found["eplb"]["streams"])
+    for label, by_seed in names.items():
+        ratios = [
+            [float(np.mean(found[name]["streams"] / eplb)) for name in stage] for stage in zip(*by_seed, strict=True)
+        ]
+        if "--pretrain-states" in VARIANTS.get(label, ()):
+            ratios[0] = []
+        table.add_row(label, str(len(args.seeds)), *(interval(each) if each else "" for each in ratios))
+    for label in ("annealing", "annealing, exact steps only"):
+        table.add_row(
+            label, "", f"{np.mean(found[label]['streams'] / eplb):.3f}", f"{found[label]['decision_ms']:.0f} ms"
+        )
     CONSOLE.print(table)
 
 

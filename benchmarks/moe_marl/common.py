@@ -206,13 +206,14 @@ def file_name(name: str) -> str:
 
 
 def stage_planners(
-    simulator: Simulator, folder: Path, seed: int, stages: Iterable[str] = STAGES
+    simulator: Simulator, folder: Path, seed: int, stages: Iterable[str] = STAGES, candidates: int = 1
 ) -> dict[str, Callable[[], Planner]]:
-    """The stages of one training as planners, named "<stage> <seed>"."""
-    return {
-        f"{stage} {seed}": lambda stage=stage: Policy(simulator, policy=stage_policy(folder, seed, stage))
-        for stage in stages
-    }
+    """The stages of one training as planners, named "<stage> <seed>". They simulate operations on ``candidates``."""
+
+    def planner(stage: str) -> Planner:
+        return Policy(simulator, policy=stage_policy(folder, seed, stage), candidates=candidates)
+
+    return {f"{stage} {seed}": partial(planner, stage) for stage in stages}
 
 
 def baselines(args: Args, simulator: Simulator, train: TokenTrace, folder: Path) -> dict[str, Callable[[], Planner]]:

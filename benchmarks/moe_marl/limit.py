@@ -1,10 +1,12 @@
 """Measure what a policy of single operations can reach, and what search reaches in the same place.
 
-    python benchmarks/moe_marl/limit.py --streams 6 --layers 2
+    python benchmarks/moe_marl/limit.py --streams 6 --layers 2 --trained runs/ppo_moe_marl__tiny_moe_domains__1
 
-``greedy`` applies the best of all single operations again and again, on the passes that it has seen: what a policy that
-copies the exact look-ahead would do without a mistake. ``greedy in hindsight`` does so on the passes to come: no policy
-that is paid for the next operation alone can expect more. Between the two lies all that PPO could add.
+``every operation`` improves the decisions of the policy exhaustively: it simulates all operations on all experts and
+takes the best, as often as the policy may act. It does so on three intervals. On the observed one: what a policy would
+do that copies the exact look-ahead without a mistake. On other tokens of the next interval's domains: what a policy
+would do that also foresees the mixture. On the passes to come, which nobody can foresee. PPO can add at most what lies
+between the policy and the second.
 """
 
 from __future__ import annotations
@@ -12,32 +14,51 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import torch
 from common import CONSOLE, Args, halves, interval, measure_all, run
 from rich.table import Table
 
+from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.greedy import SwapGreedy
+from clustergym.moe_placement.policy.export import load_policy
+from clustergym.moe_placement.policy.planner import Policy
 
 
-class Hindsight(SwapGreedy):
-    """The best single operations for the passes to come."""
+class NextMixture(Policy):
+    """Plans on other tokens of the next interval's domains."""
+
+    needs_mixture = True
+
+
+class NextPasses(Policy):
+    """Plans on the passes to come."""
 
     needs_future = True
+
+
+def every_operation(kind: type[Policy], simulator: Simulator) -> Policy:
+    """A planner that takes the operation with the best look-ahead, of all operations on all experts."""
+    network, settings = load_policy("pretrained")
+    for part in network.node_head[-1].parameters():  # the rest of a score is the look-ahead
+        torch.nn.init.zeros_(part)
+    return kind(simulator, policy=(network, settings), candidates=simulator.n_experts)
 
 
 @dataclass
 class LimitArgs(Args):
     clusters: tuple[str, ...] = ("h800-4x4",)
     profiles: tuple[str, ...] = ("sglang-prefill", "sglang-decode", "vllm-deepep")
-    operations: int = 16
-    """Operations per layer and interval, as in training."""
+    trained: Path | None = None
+    """Folder of a training, to compare the policy before and after PPO."""
 
 
 def main(args: LimitArgs) -> None:
     table = Table("profile", "model", "cluster", "planner", "total ÷ EPLB's", "decision ms", title="single operations")
+    ratios: dict[str, list[float]] = {}
     for profile in args.profiles:
         own = replace(args, profile=profile)
         for model in args.models:
@@ -45,21 +66,26 @@ def main(args: LimitArgs) -> None:
             for cluster in args.clusters:
                 simulator = own.simulator(model, cluster)
                 planners: dict[str, Callable[[], Planner]] = {
-                    **{name: partial(make_planner, name, simulator) for name in ("eplb", "flashlb", "policy")},
-                    "greedy": partial(SwapGreedy, simulator, operations=args.operations),
-                    "greedy in hindsight": partial(Hindsight, simulator, operations=args.operations),
-                    **{name: partial(make_planner, name, simulator) for name in ("anneal", "anneal-4")},
-                    "anneal, exact steps": partial(
-                        make_planner, "anneal", simulator, estimate_steps=0, iterations=20000
-                    ),
+                    name: partial(make_planner, name, simulator) for name in ("eplb", "flashlb", "policy")
                 }
-                found = measure_all(
-                    args.output / "limit" / f"{profile}-{model}-{cluster}", planners, test, own.protocol()
-                )
+                if args.trained is not None:
+                    for name, folder in (("before PPO", args.trained / "supervised"), ("after PPO", args.trained)):
+                        planners[name] = partial(make_planner, "policy", simulator, checkpoint=folder)
+                planners |= {
+                    "every operation, observed": partial(every_operation, Policy, simulator),
+                    "every operation, next mixture": partial(every_operation, NextMixture, simulator),
+                    "every operation, next passes": partial(every_operation, NextPasses, simulator),
+                    **{name: partial(make_planner, name, simulator) for name in ("anneal", "anneal-4")},
+                }
+                folder = args.output / "limit" / f"{profile}-{model}-{cluster}"
+                found = measure_all(folder, planners, test, own.protocol())
                 base = np.array(found["eplb"]["streams"])
                 for name, item in found.items():
-                    share = interval(np.array(item["streams"]) / base)
-                    table.add_row(profile, model, cluster, name, share, f"{item['decision_ms']:.0f}")
+                    ratio = np.array(item["streams"]) / base
+                    ratios.setdefault(name, []).append(float(ratio.mean()))
+                    table.add_row(profile, model, cluster, name, interval(ratio), f"{item['decision_ms']:.0f}")
+    for name, each in ratios.items():
+        table.add_row("mean", "", "", name, interval(each), "")
     CONSOLE.print(table)
 
 

@@ -51,7 +51,7 @@ PLANNERS: dict[str, Entry] = {
     "anneal": Entry(Anneal),
     "anneal-4": Entry(Anneal, {"intervals": 4}),
     "anneal-robust": Entry(Anneal, {"spread": 0.5}),
-    "anneal-learned": Entry(AnnealLearned, {"spread": 0.7}),
+    "anneal-learned": Entry(AnnealLearned),
     "policy": Entry("Policy"),
     "policy-guided": Entry("PolicyGuided"),
     "forecast": Entry(Forecast),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 
+LEARNED_SPREAD = 1.4
 
+
+@dataclass(eq=False, kw_only=True)
 class AnnealLearned(Anneal):
     """Annealing on the tokens of the last interval and on training tokens of the same topics.
 
@@ -16,6 +20,10 @@ class AnnealLearned(Anneal):
     """
 
     needs_training = True
+
+    spread: float = LEARNED_SPREAD
+    """See :class:`Search`. Topics of training traffic are better known than those of one interval, so plans can be
+    prepared for larger changes."""
 
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
         if self.traffic is None:

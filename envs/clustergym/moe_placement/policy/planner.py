@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,17 +11,19 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
 from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.learned import LEARNED_SPREAD
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
 from clustergym.moe_placement.policy.inputs import PER_CENT, gains, policy_inputs, same_node_weights, similar_experts
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 from clustergym.traces.token_trace import TokenTrace
+
+SHORTEST_LEAD_MS = 3.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,9 +38,9 @@ class Policy(Planner):
     """A policy.pt, the folder of a training run, or ``pretrained``."""
     operations: int | None = None
     """Operations per layer and interval; by default as many as in training."""
-    samples: int = 1
-    """1 takes the most likely choices. k > 1 also samples k − 1 plans per layer and keeps the one that saves most on
-    the observed interval."""
+    candidates: int = 8
+    """Experts per operation, the most likely ones, whose operations are simulated. The one that can save most on the
+    observed interval goes to the GPU actor."""
     mix_tokens: int = 4096
     """Plan on one pass with so many of the observed tokens, dealt over the ranks at random (see
     :meth:`Interval.mixed`). 0 plans on the passes as they were: then the look-ahead counts gains that are chance."""
@@ -45,8 +48,8 @@ class Policy(Planner):
     """(network, settings) instead of a checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or (self.operations is not None and self.operations < 1):
-            raise ValueError(f"samples is {self.samples} and operations {self.operations}: expected at least 1")
+        if self.candidates < 1 or (self.operations is not None and self.operations < 1):
+            raise ValueError(f"candidates is {self.candidates} and operations {self.operations}: expected at least 1")
         if self.mix_tokens < 0:
             raise ValueError(f"mix_tokens is {self.mix_tokens}: expected 0 or more")
         self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
@@ -56,17 +59,15 @@ class Policy(Planner):
                 "all layers at once: use a planner that searches"
             )
         self.settings = settings if self.operations is None else replace(settings, operations=self.operations)
-        self.generator = torch.Generator().manual_seed(self.seed)
         self._batch: PlacementBatch | None = None
         self._experts: npt.NDArray[np.int16] | None = None
 
     def reset(self) -> None:
-        self.generator.manual_seed(self.seed)
         if self._batch is not None:
             self._batch.episode["load_average"].fill_(-1.0)
 
     def environments(self, interval: Interval) -> PlacementBatch:
-        """One environment per layer and sample, for the interval's trace and sizes."""
+        """One environment per layer, for the interval's trace and sizes."""
         sizes = (interval.n_passes, interval.n_tokens // self.simulator.n_gpus)
         if self._batch is None or self._experts is not interval.experts or self._batch.traffic.sizes != sizes:
             self._experts = interval.experts
@@ -85,7 +86,7 @@ class Policy(Planner):
                 memory=True,
                 compare_eplb=False,
             )
-            self._batch = PlacementBatch(config, interval.n_layers * self.samples, observe_only=True)
+            self._batch = PlacementBatch(config, interval.n_layers, observe_only=True)
             self._same_node = same_node_weights(self.simulator.cluster)
         return self._batch
 
@@ -102,40 +103,27 @@ class Policy(Planner):
 
         At the time ``until`` (of ``time.perf_counter``) planning stops, but not before the first operation.
         """
-        layers = interval.n_layers
         if int(interval.experts.max()) < 0:  # no token uses any expert
             return placement.astype(np.int16)
         batch, network = self.environments(interval), self.network
         batch.load_placement(placement, interval)
-        rows, similar = torch.arange(batch.num_envs), similar_experts(batch.obs["affinity"])
-        greedy = rows < layers  # the first copy of every layer; the other copies sample
-        saved = torch.zeros(batch.num_envs)
+        layers, similar = torch.arange(interval.n_layers), similar_experts(batch.obs["affinity"])
         for done in range(1, self.settings.operations + 1):
             inputs = policy_inputs(batch.obs, similar, self._same_node)
             encoded = network.encode(inputs)
-            logits = network.expert_logits(inputs, encoded)
-            expert = self._choose(logits, greedy)
-            parts = batch.lookahead(expert[:, None])[:, 0] * PER_CENT
-            legal = batch.obs["joint_mask"][rows, expert].bool()
-            node = self._choose(network.node_logits(inputs, encoded, expert, parts, legal), greedy)
-            saved += gains(parts)[rows, node]
+            likely = network.expert_logits(inputs, encoded).topk(min(self.candidates, batch.n_experts), -1).indices
+            parts, legal = batch.lookahead(likely) * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
+            best = torch.where(legal, gains(parts), -torch.inf).amax(-1).argmax(-1)
+            expert, parts, legal = likely[layers, best], parts[layers, best], legal[layers, best]
+            node = network.node_logits(inputs, encoded, expert, parts, legal).argmax(-1)
             if done == self.settings.operations or (until is not None and time.perf_counter() >= until):
                 # Each layer has its own environment: there is no next layer to observe.
                 batch.finish_layer(expert, node)
                 break
             batch.step(expert, node)
-        best = saved.view(self.samples, layers).argmax(0)
-        at = torch.arange(layers)
-        plans = batch.episode["slots"].view(self.samples, layers, layers, *placement.shape[1:])
-        found: Placement = plans[best, at, at].numpy().copy()
+        plans = batch.episode["slots"].view(len(layers), *placement.shape)
+        found: Placement = plans[layers, layers].numpy().copy()
         return found
-
-    def _choose(self, logits: Tensor, greedy: Tensor) -> Tensor:
-        likeliest = logits.argmax(-1)
-        if bool(greedy.all()):
-            return likeliest
-        drawn = torch.multinomial(logits.softmax(-1), 1, generator=self.generator).squeeze(-1)
-        return torch.where(greedy, likeliest, drawn)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -148,8 +136,11 @@ class PolicyGuided(Policy):
     """Time budget for all layers together, including the policy's time; None uses ``iterations``."""
     iterations: int = 4000
     """Exact annealing steps per layer without a time budget."""
-    lead: float = 0.5
-    """Share of the time budget that the policy may use before the search."""
+    spread: float = LEARNED_SPREAD
+    """See :class:`Search`; used with a model of the traffic."""
+    lead: float = 0.2
+    """Share of the time budget that the policy may use before the search. With less than ``SHORTEST_LEAD_MS`` per
+    layer the search starts without it."""
     stop: Callable[[], bool] = lambda: False
     """See :class:`Anneal`."""
 
@@ -166,14 +157,16 @@ class PolicyGuided(Policy):
         self.search.reset()
 
     def learn(self, trace: TokenTrace) -> None:
-        """Let the search plan with a model of the traffic."""
+        """Let the search plan with a model of the traffic, and for other mixtures of its topics."""
         self.search.learn(trace)
+        self.search.spread = self.spread
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        began, until = time.perf_counter(), None
+        began, starts, lead = time.perf_counter(), list[Placement](), math.inf
         if self.seconds is not None:
-            until = began + self.lead * self.seconds
-        proposed = self.decode(self.observe(history[-1]), placement, until)
+            lead = self.lead * self.seconds
+        if lead >= SHORTEST_LEAD_MS / 1e3 * len(placement):
+            starts = [self.decode(self.observe(history[-1]), placement, began + lead)]
         if self.seconds is not None:
             self.search.seconds = max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
-        return self.search.plan(history, placement, [proposed])
+        return self.search.plan(history, placement, starts)
