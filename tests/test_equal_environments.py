@@ -111,7 +111,9 @@ def test_vector_env_never_writes_into_what_somebody_holds() -> None:
 
     hold(vector.reset(seed=1)[0])
     for _ in range(3 * 2 * LAYERS * OPS):
-        hold(vector.step(rng.integers(0, [EXPERTS, 3 * GPUS], (4, 2)))[0])
+        obs, *_, infos = vector.step(rng.integers(0, [EXPERTS, 3 * GPUS], (4, 2)))
+        hold(obs)
+        held += [(array, array.copy()) for last in infos.get("final_obs", ()) for array in last.values()]
         assert all((kept == copy).all() for kept, copy in held)
         if rng.random() < 0.3:
             held.clear()
@@ -125,8 +127,8 @@ def test_vector_env_gives_out_memory_again() -> None:
     for _ in range(2 * LAYERS * OPS):
         obs = vector.step(rng.integers(0, [EXPERTS, 3 * GPUS], (2, 2)))[0]
         seen.add(obs["gpus"].ctypes.data)
-    # One that the caller holds, one that is being written.
-    assert len(seen) == 2
+    # One that the caller holds, one with the last observations of ended episodes, one that is being written.
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("copy", [deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["deepcopy", "pickle"])

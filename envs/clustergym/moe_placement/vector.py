@@ -180,9 +180,10 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         if self._compact:
             rows: Any = list(self._compact_array()[ended])
         else:
-            arrays = {name: tensor.cpu().numpy() for name, tensor in self.batch.obs.items()}
-            copies = {name: array[ended] for name, array in (arrays | self._more_observations()).items()}
-            rows = [dict(zip(copies, row, strict=True)) for row in zip(*copies.values(), strict=True)]
+            arrays = self._observe(True)
+            if not ended.all():
+                arrays = {name: array[ended] for name, array in arrays.items()}
+            rows = [dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True)]
         for i, row in zip(np.flatnonzero(ended), rows, strict=True):
             final[i] = row
         return final
@@ -258,15 +259,15 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     def _prepare(self, any_again: bool) -> bool:
         """Let the step write into new arrays. Returns whether what belongs to a layer changes."""
         clock = self.batch.episode["clock"].cpu().numpy()
-        leaves = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
-        changed = any_again or bool(leaves.any())
+        # The last observation of an episode is about the layer that it ended on.
+        goes_on = (clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1) & (
+            (clock[:, CLOCK_LAYER] < self.batch.n_layers - 1)
+            | (clock[:, CLOCK_INTERVAL] < self.batch.config.intervals - 1)
+        )
+        changed = any_again or bool(goes_on.any())
         self._renew(self._step_keys, keep=False)
         if changed:
-            # The last observation of an episode is about the layer that it ended on.
-            ends = (clock[:, CLOCK_LAYER] == self.batch.n_layers - 1) & (
-                clock[:, CLOCK_INTERVAL] == self.batch.config.intervals - 1
-            )
-            self._renew(LAYER_KEYS, keep=not bool((leaves & ~ends).all()))
+            self._renew(LAYER_KEYS, keep=not goes_on.all())
         return changed
 
     def _end(self, ended: Flags, terminated: Flags, infos: dict[str, Any], changed: bool) -> bool:
@@ -287,7 +288,10 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         for name in STEP_INFO:
             infos[name][ended] = 0
             infos[f"_{name}"] = infos[f"_{name}"] & ~ended
-        if not changed:
+        if ended.all():
+            # The arrays are the last observations now.
+            self._renew(self.batch.obs, keep=False)
+        elif not changed:
             self._renew(LAYER_KEYS, keep=True)
         self._begin(ended)
         return True
