@@ -1,8 +1,9 @@
 """Steps per second of the batched environment, of Gymnasium's Sync and Async vector wrappers, and of one environment.
 
 All are measured in one run, in turns, with random actions and full observations, by the wall clock and by CPU time (all
-threads together, which other work on the machine hardly changes). The growth with passes, tokens, experts, GPUs and
-layers is measured on the batched environment, in CPU time. Writes a JSON file and a plot.
+threads together, which other work on the machine hardly changes). Every round is whole episodes, because their ends
+cost more than other steps. The growth with passes, tokens, experts, GPUs and layers is measured on the batched
+environment, in CPU time. Writes a JSON file and a plot.
 
     python benchmarks/env_throughput.py
     python benchmarks/env_throughput.py --against ../other-checkout   # only the ratio of speeds of two revisions
@@ -43,7 +44,7 @@ class Args:
     rounds: int = 5
     """Number of measurements; the median and the spread are reported."""
     steps: int = 64
-    """Steps per round at the smallest batches; large batches take fewer."""
+    """Steps per round at the smallest batches, rounded up to whole episodes; large batches take fewer."""
     profile: str = "sglang-decode"
     """Engine profile of the comparison."""
     trace: str = DEFAULT_TRACE
@@ -100,9 +101,12 @@ def tokens_counted(batch: Any) -> int:
     return batch.sim["rows"][0].numel()
 
 
-def steps_for(batch: int, args: Args) -> int:
-    # A multiple of ops_per_layer, so that every round holds its share of layer changes.
-    return max(16, args.steps // max(1, batch // 64) // 8 * 8)
+def whole_episodes(batch: Any, steps: int) -> int:
+    """The least number of steps, from ``steps`` on, that is whole episodes."""
+    config = batch.config
+    intervals = config.intervals if hasattr(config, "intervals") else config.windows  # until 0.1
+    episode = batch.n_layers * config.ops_per_layer * intervals
+    return -(-steps // episode) * episode
 
 
 def compare(batch: int, options: dict[str, Any], args: Args) -> dict[str, Any]:
@@ -118,12 +122,14 @@ def compare(batch: int, options: dict[str, Any], args: Args) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     rates: dict[str, list[float]] = {name: [] for name in envs}
     cpu_rates: dict[str, list[float]] = {name: [] for name in envs}
+    steps = whole_episodes(envs["batched"].batch, args.steps // max(1, batch // 64))
     for env in envs.values():
         env.reset(seed=0)
-        rate(env, 8, rng)
+        rate(env, steps if env is envs["batched"] else 8, rng)
+        env.reset(seed=0)
     for _ in range(args.rounds):
         for name, env in envs.items():
-            wall, cpu = rate(env, steps_for(batch, args), rng)
+            wall, cpu = rate(env, steps, rng)
             rates[name].append(wall)
             cpu_rates[name].append(cpu)
     task = envs["batched"].batch
@@ -165,8 +171,9 @@ def growth(args: Args) -> list[dict[str, Any]]:
         )  # fmt: skip
         env.reset(seed=0)
         rng = np.random.default_rng(0)
-        rate(env, 8, rng)
-        median = float(np.median([rate(env, 32, rng)[1] for _ in range(5)]))
+        steps = whole_episodes(env.batch, 1)
+        rate(env, steps, rng)
+        median = float(np.median([rate(env, steps, rng)[1] for _ in range(3)]))
         rows.append(
             {
                 "what": what,
@@ -181,18 +188,23 @@ def growth(args: Args) -> list[dict[str, Any]]:
 
 # Two revisions
 
-# Case → (batch, transport). Until 0.1 there were windows of 2048 tokens instead of passes.
+# Until 0.1 there were windows of 2048 tokens instead of passes, and EPLB did not serve beside the agents.
 TRANSPORTS = {"dedup": "sglang-prefill", "per-expert": "sglang-decode"}
-CASES: dict[str, tuple[int, str]] = {
-    f"{batch} environments, {transport}": (batch, transport) for batch in (1, 1024) for transport in TRANSPORTS
+WITH_EPLB = ", EPLB beside"
+# Case → (batch, transport, whether today's environment also serves with EPLB's placement, as it does by default).
+CASES: dict[str, tuple[int, str, bool]] = {
+    f"{batch} environments, {transport}{WITH_EPLB * eplb}": (batch, transport, eplb)
+    for batch in (1, 1024)
+    for transport in TRANSPORTS
+    for eplb in (False, True)
 }
 ANNEAL = "anneal, one plan"
 ALLOCATION = "allocation, 1024 environments"
 
 
-def options_of(transport: str) -> dict[str, Any]:
+def options_of(transport: str, eplb: bool) -> dict[str, Any]:
     if "profile" in PlacementConfig.__dataclass_fields__:
-        return {"profile": TRANSPORTS[transport]}
+        return {"profile": TRANSPORTS[transport], "compare_eplb": eplb}
     return {"comm": transport}
 
 
@@ -215,11 +227,13 @@ def work() -> None:
             print(allocation_seconds(envs[case], rng), flush=True)
             continue
         if case not in envs:
-            batch, transport = CASES[case]
-            envs[case] = gymnasium.make_vec("MoEPlacement-v0", batch, "vector_entry_point", **options_of(transport))
+            envs.clear()
+            batch, transport, eplb = CASES[case]
+            options = options_of(transport, eplb)
+            envs[case] = gymnasium.make_vec("MoEPlacement-v0", batch, "vector_entry_point", **options)
             envs[case].reset(seed=0)
         env = envs[case]
-        chosen = actions(env, max(16, 512 // env.num_envs), rng)
+        chosen = actions(env, whole_episodes(env.batch, 1024 // env.num_envs), rng)
         began = time.process_time()
         for action in chosen:
             env.step(action)

@@ -259,11 +259,12 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     def _prepare(self, any_again: bool) -> bool:
         """Let the step write into new arrays. Returns whether what belongs to a layer changes."""
         clock = self.batch.episode["clock"].cpu().numpy()
-        # The last observation of an episode is about the layer that it ended on.
-        goes_on = (clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1) & (
-            (clock[:, CLOCK_LAYER] < self.batch.n_layers - 1)
-            | (clock[:, CLOCK_INTERVAL] < self.batch.config.intervals - 1)
-        )
+        goes_on = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
+        if goes_on.any():
+            # The last observation of an episode is about the layer that it ended on.
+            goes_on &= (clock[:, CLOCK_LAYER] < self.batch.n_layers - 1) | (
+                clock[:, CLOCK_INTERVAL] < self.batch.config.intervals - 1
+            )
         changed = any_again or bool(goes_on.any())
         self._renew(self._step_keys, keep=False)
         if changed:
