@@ -12,10 +12,9 @@ import matplotlib.image
 import pytest
 
 from clustergym.moe_placement.planner_registry import PLANNERS
-from doc_commands import ROOT, blocks, commands
+from doc_commands import ROOT, commands
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-LIBRARIES = ROOT / "docs" / "guides" / "libraries.md"
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +64,6 @@ def test_custom_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     totals = {name: float(us) for name, us in re.findall(r"│ ([\w-]+) +│[^│]+│[^│]+│ +([\d.]+)", output)}
     assert totals["snake"] < 0.97 * totals["static"]
     assert set(totals) == {"static", "eplb", "flashlb", "snake", "anneal"}
-
-
-@pytest.mark.parametrize("code", blocks(LIBRARIES, "python"), ids=lambda code: code.split("\n")[1])
-def test_programs_of_the_guide_to_libraries(code: str) -> None:
-    for package in ("sb3_contrib", "torchrl", "ray.rllib"):
-        if package in code:
-            pytest.importorskip(package)
-    exec(compile(code, str(LIBRARIES), "exec"), {})
 
 
 def test_pictures_of_the_concepts_are_up_to_date() -> None:

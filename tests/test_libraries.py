@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, ren
 from pettingzoo.test.max_cycles_test import max_cycles_test
 
 from clustergym import gpu_allocation_v0, moe_placement_v0
+from doc_commands import ROOT, blocks
 from placement_task import GPUS, LAYERS, OPS, TINY
 
 STEPS = LAYERS * OPS
 IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0", "MoEPlacementFlat-v0", "GPUAllocation-v0", "GPUAllocationHistory-v0")
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "libraries.md"
+PAGE = ROOT / "docs" / "reference" / "libraries.md"
+GUIDE = ROOT / "docs" / "guides" / "libraries.md"
 # Package that a section of the page needs.
 PACKAGES = {
     "Gymnasium": "gymnasium", "PettingZoo": "pettingzoo", "SuperSuit": "supersuit",
@@ -55,13 +57,36 @@ def test_the_page_has_a_program_for_every_library() -> None:
     assert programs().keys() == PACKAGES.keys()
 
 
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """Ray in one process. RLlib would start it with all cores and leave it to the tests that follow."""
+    ray = pytest.importorskip("ray")
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.parametrize("library", PACKAGES)
-def test_program_of_the_page(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_of_the_page(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)  # PufferLib creates a link in the working directory
     pytest.importorskip(PACKAGES[library])
+    if library == "RLlib":
+        request.getfixturevalue("local_ray")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(compile(programs()[library], f"{PAGE}: {library}", "exec"), {})
+
+
+@pytest.mark.parametrize("code", blocks(GUIDE, "python"), ids=lambda code: code.split("\n")[1])
+def test_program_of_the_guide(code: str, request: pytest.FixtureRequest) -> None:
+    for package in ("sb3_contrib", "torchrl", "ray.rllib"):
+        if package in code:
+            pytest.importorskip(package)
+    if "ray.rllib" in code:
+        request.getfixturevalue("local_ray")
+    exec(compile(code, str(GUIDE), "exec"), {})
 
 
 # Gymnasium
@@ -237,6 +262,45 @@ def test_maskable_ppo_plays_no_illegal_action(name: str) -> None:
         obs, _, done, _, info = env.step(action)
     assert info["illegal_actions"] == 0
     assert env.unwrapped.batch.n_gpus == GPUS
+
+
+# RLlib
+
+
+def weights_of(algorithm: Any) -> dict[str, np.ndarray]:
+    return {f"{module}.{name}": np.array(value) for module, weights in algorithm.learner_group.get_weights().items()
+            for name, value in weights.items() if not name.endswith("_const")}  # fmt: skip
+
+
+@pytest.mark.parametrize("modules", [{"default_policy"}, {"expert", "gpu"}])
+def test_rllib_trains_and_restores(modules: set[str], tmp_path: Path, local_ray: None) -> None:
+    """One agent on the flat environment, and the two agents of the PettingZoo environment."""
+    from ray.rllib.algorithms.algorithm import Algorithm
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
+    from ray.tune.registry import register_env
+
+    if len(modules) == 1:
+        config = PPOConfig().environment("MoEPlacementFlat-v0", env_config=TINY)
+    else:
+        register_env("placement", lambda _: ParallelPettingZooEnv(Tiny.parallel_env(observation="compact")))
+        config = PPOConfig().environment("placement")
+        config = config.multi_agent(policies=modules, policy_mapping_fn=lambda agent, *_, **__: agent)
+    config = config.training(train_batch_size=64, minibatch_size=32, num_epochs=1).env_runners(num_env_runners=0)
+    algorithm = config.build_algo()
+    before = weights_of(algorithm)
+    for _ in range(2):
+        result = algorithm.train()
+    trained = weights_of(algorithm)
+    assert result["num_env_steps_sampled_lifetime"] == 128
+    assert modules <= result["learners"].keys()
+    assert not any(np.array_equal(before[name], trained[name]) for name in before)
+    restored = Algorithm.from_checkpoint(algorithm.save_to_path(tmp_path))
+    assert restored.iteration == 2
+    assert all(np.array_equal(value, trained[name]) for name, value in weights_of(restored).items())
+    assert restored.train()["num_env_steps_sampled_lifetime"] == 192
+    restored.stop()
+    algorithm.stop()
 
 
 # CleanRL

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "cryptography", "fastapi", "httpx", "jinja2", "matplotlib", "moviepy", "numba_cuda", "optuna", "prometheus_client",
-    "pygame", "pynvml", "safetensors", "stable_baselines3", "sweeps", "tensorboard", "torch_geometric", "transformers",
-    "uvicorn", "wandb", "yaml",
+    "pygame", "pynvml", "ray", "safetensors", "stable_baselines3", "sweeps", "tensorboard", "torch_geometric",
+    "transformers", "uvicorn", "wandb", "yaml",
 )  # fmt: skip
 
 BLOCK = f"""
@@ -55,11 +55,10 @@ def test_the_core_dependencies_are_few() -> None:
     assert names == {"gymnasium", "pettingzoo", "numpy", "numba", "scipy", "tyro", "rich", "torch"}
 
 
-def test_dev_installs_every_extra_but_those_of_ray() -> None:
-    """Ray is large, and only runs on several hosts need it."""
+def test_dev_installs_every_extra() -> None:
     extras = PROJECT["optional-dependencies"]
     (own,) = [requirement for requirement in extras["dev"] if requirement.startswith("clustergym[")]
-    assert set(own.removeprefix("clustergym[").removesuffix("]").split(",")) == set(extras) - {"dev", "ray", "rllib"}
+    assert set(own.removeprefix("clustergym[").removesuffix("]").split(",")) == set(extras) - {"dev"}
 
 
 def test_the_blocker_blocks(tmp_path: Path) -> None:

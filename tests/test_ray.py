@@ -33,6 +33,8 @@ def made() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+        # A killed node refuses connections at once. Ray would look every three seconds.
+        environment.setenv("RAY_health_check_period_ms", "500")
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         yield made
         ray.shutdown()
