@@ -234,6 +234,9 @@ the share of the time of a forward pass, migration included, that an entry saves
 Entries that see the future are bounds and have no place. `slot balance` and `evolution score` are what the public EPLB
 evolution benchmark (abmfy/eplb-openevolve) reports: plan on one window, count the balance of the slots on the next one,
 and average it with 0.02 s / decision time. It counts neither communication nor migration, so its order differs.
+`openevolve-initial` is the program that its evolution starts from. `shinka-1` and `shinka-2` are evolved programs
+(`best_shinka_program.py` and `best_shinka_program_2.py` of Ruiying-Ma/berkeley-cs294-196-f25-shinka). Command:
+`clustergym bench run placement-v1 --planner best_shinka_program.py:rebalance_experts --label shinka-1`.
 
 Decision times of the entries that came with the suites were measured with one thread, while other programs used the
 second core: compare them with each other, not with those of an idle machine. `ppo` is one seed of `ppo_gpu_alloc.py`:

@@ -10,7 +10,7 @@ from pathlib import Path
 from clustergym.bench.entries import Entry
 from clustergym.bench.play import play
 from clustergym.bench.results import Result, is_done, result_of, result_path, save_result
-from clustergym.bench.suites import Suite, load_suite
+from clustergym.bench.suites import Suite, Task, load_suite
 from clustergym.common.executors import Executor
 
 
@@ -27,6 +27,15 @@ class Unit:
 def suite_of(name: str, quick: bool) -> Suite:
     suite = load_suite(name)
     return suite.quick() if quick else suite
+
+
+def tasks_of(suite: Suite, names: Sequence[str]) -> dict[str, Task]:
+    """Some tasks of a suite by name; without names, all."""
+    chosen = {task.name: task for task in suite.tasks if not names or task.name in names}
+    unknown = sorted(set(names) - set(chosen))
+    if unknown:
+        raise ValueError(f"{suite.name} has no task {unknown[0]!r}; it has: {', '.join(t.name for t in suite.tasks)}")
+    return chosen
 
 
 def play_unit(unit: Unit) -> Result | str:
@@ -60,10 +69,7 @@ def run_suite(
         ``{"entry, task": why it failed}``.
     """
     suite = suite_of(name, quick)
-    chosen = {task.name: task for task in suite.tasks if not tasks or task.name in tasks}
-    unknown = sorted(set(tasks) - set(chosen))
-    if unknown:
-        raise ValueError(f"{suite.name} has no task {unknown[0]!r}; it has: {', '.join(t.name for t in suite.tasks)}")
+    chosen = tasks_of(suite, tasks)
     units, errors = [], {}
     for task in chosen.values():
         for entry in entries:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ from clustergym.bench.entries import parse_entries
 from clustergym.bench.evolution import evaluate_on_loads, load_windows
 from clustergym.bench.leaderboard import markdown, page, plot_pareto, rows_of, table_cells
 from clustergym.bench.results import bundle, collect
-from clustergym.bench.running import Unit, run_suite, suite_of
+from clustergym.bench.running import Unit, run_suite, suite_of, tasks_of
 from clustergym.bench.suites import Suite, load_suite, suite_names
 from clustergym.cli.common import prepare_files, prepare_outputs
 from clustergym.common.executors import make_executor
@@ -87,6 +87,8 @@ class ShowTable:
     """Folders with results or submissions."""
     quick: bool = False
     """Show results of --quick."""
+    task: list[str] = field(default_factory=list)
+    """Count only these tasks; by default all."""
     plot: Path | None = None
     """Write a Pareto plot of score and decision time to this file (.png, .svg or .pdf)."""
     leaderboard: Path | None = None
@@ -207,6 +209,8 @@ def run_table(args: ShowTable, console: Console, line: str) -> None:
         write_leaderboard(args, console)
         return
     suite = suite_of(args.suite, args.quick)
+    if args.task:
+        suite = replace(suite, tasks=tuple(tasks_of(suite, args.task).values()))
     prepare_outputs(None, args.plot)
     found = collect(args.folder, suite)
     if not found:
