@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
-from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test
+from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, render_test, seed_test
+from pettingzoo.test.max_cycles_test import max_cycles_test
 
 from clustergym import gpu_allocation_v0
 from clustergym.common.canvas import ORANGE, pygame
@@ -54,10 +55,16 @@ def test_gymnasium_checker_raises_no_warning(name: str) -> None:
         check_env(gymnasium.make(name, render_mode="rgb_array").unwrapped)
 
 
-def test_pettingzoo_api_tests_pass() -> None:
+def test_pettingzoo_api_tests_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     parallel_api_test(gpu_allocation_v0.parallel_env(n_nodes=3), num_cycles=300)
     api_test(gpu_allocation_v0.env(n_nodes=2), num_cycles=300)
     parallel_seed_test(gpu_allocation_v0.parallel_env)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seed_test(gpu_allocation_v0.env, num_cycles=50)
+        render_test(gpu_allocation_v0.env)
+    max_cycles_test(gpu_allocation_v0)
 
 
 @pytest.mark.parametrize("name", IDS)

@@ -1,8 +1,12 @@
-"""Every registered placement id: rewards, data, splits, copies and the libraries' checker."""
+"""Every registered placement id: rewards, data, splits, copies and the libraries' checker.
+
+``EXAMPLES=2 pytest tests/test_ids.py`` checks all ids, also where a part of them is enough in a normal run.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from copy import deepcopy
 from inspect import cleandoc
@@ -14,7 +18,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from clustergym.ids import INTERVAL_TOKENS, PHASES, REFERENCE_SCORES, RUNGS, SCHEDULES, ladder, placement_ids
+from clustergym.ids import INTERVAL_TOKENS, KINDS, PHASES, REFERENCE_SCORES, RUNGS, SCHEDULES, ladder, placement_ids
 from clustergym.moe_placement import PROFILES
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig, load_cached
 from clustergym.moe_placement.environment import MoEPlacementEnv, frame_of
@@ -23,15 +27,18 @@ from clustergym.moe_placement.planners.exact import Exact
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import IntervalStream
 from clustergym.traces.splits import split_trace
-from reference_scores import HINDSIGHT, docstring_table
 from placement_task import same
+from reference_scores import HINDSIGHT, docstring_table
 
 TASKS = dict(ladder())
+EVERY_ID = [(kind, task) for kind in KINDS for task in TASKS] if "EXAMPLES" in os.environ else []
 SCORES = json.loads(REFERENCE_SCORES.read_text())
 
 
 def cases() -> list[tuple[str, str]]:
     """(kind, task): all of the smaller sizes, each schedule of the larger ones. Kinds alternate."""
+    if EVERY_ID:
+        return EVERY_ID
     found = []
     for i, task in enumerate(TASKS):
         large = task.startswith(("4x8", "deepseek-v3"))
@@ -116,8 +123,10 @@ def test_the_sum_of_rewards_is_what_is_reported_and_what_the_simulator_says(kind
     assert frame.layer_time_us == info["layer_time_us"]
 
 
-@pytest.mark.parametrize("kind", ["MoEPlacement", "MoEPlacementFlat"])
-@pytest.mark.parametrize("task", ["small-vllm-stationary", "2x8-sglang-decode-switch", "4x4-tensorrt-llm-replay"])
+CHECKED = ("small-vllm-stationary", "2x8-sglang-decode-switch", "4x4-tensorrt-llm-replay")
+
+
+@pytest.mark.parametrize(("kind", "task"), EVERY_ID or [(kind, task) for kind in KINDS for task in CHECKED])
 def test_ids_pass_the_checker_and_their_copies_continue(kind: str, task: str) -> None:
     env: Any = gymnasium.make(f"{kind}-{task}-v0").unwrapped
     check_env(env, skip_render_check=True)
