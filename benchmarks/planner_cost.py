@@ -1,7 +1,7 @@
 """Decision time of the planners at the size of a large deployment, and the memory that they need.
 
     python benchmarks/planner_cost.py                    # planners on loads: 58 layers × 256 experts × 64 GPUs
-    python benchmarks/planner_cost.py --anneal 60        # also annealing on 32k tokens, 60 s, against EPLB
+    python benchmarks/planner_cost.py --anneal 60        # also planners on 32k tokens; annealing takes 60 s
     python benchmarks/planner_cost.py --repeats 5 --json out.json
     python benchmarks/planner_cost.py --steps            # only: what an annealing step costs, by number of tokens
 
@@ -11,8 +11,8 @@ the first interval and sees the same intervals. The first decision compiles: not
 over that of the busiest GPU in the interval after the plan, ``moves`` the replicas that some GPU must fetch per layer
 and decision.
 
-Annealing plans on one half of the sequences of a synthetic trace of DeepSeek-V3's size and serves passes of the
-other half, profile sglang-prefill.
+Planners on tokens plan on one half of the sequences of a synthetic trace of DeepSeek-V3's size and serve passes of the
+other half, profile sglang-prefill. The first plans on a few tokens compile: not counted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def measure_on_loads(sim: Simulator, args: argparse.Namespace) -> list[dict[str,
     return rows
 
 
-def measure_annealing(sim: Simulator, args: argparse.Namespace) -> dict[str, float]:
+def measure_on_tokens(sim: Simulator, args: argparse.Namespace) -> list[dict[str, object]]:
     """Plan on one half of a synthetic trace, serve the other half."""
     config = SyntheticConfig(n_tokens=4 * args.tokens, n_layers=args.layers, n_experts=args.experts, top_k=8)
     before, after = synthetic_trace(config, seed=args.seed).split(0.5, seed=args.seed)
@@ -95,15 +95,19 @@ def measure_annealing(sim: Simulator, args: argparse.Namespace) -> dict[str, flo
     traffic = Traffic("prefill", tokens_per_rank=args.tokens // 4 // sim.n_gpus, sampled_passes=2)
     seen = sample_passes(before, sim.n_gpus, traffic, 4, args.seed)
     to_serve = sample_passes(after, sim.n_gpus, traffic, 4, args.seed)
-    static = sim.static(args.layers)
-    make_planner("anneal", sim, iterations=10).plan([compile_on(before, sim)], static)
-    found = {"tokens": float(seen.rows.size)}
-    for name, options in (("eplb", {}), ("anneal", {"seconds": args.anneal})):
+    static, rows = sim.static(args.layers), []
+    for name in ("eplb", "co-occurrence", "affinity-groups", "anneal"):
+        anneals = name == "anneal"
+        make_planner(name, sim, **({"iterations": 10} if anneals else {})).plan([compile_on(before, sim)], static)
+        planner = make_planner(name, sim, **({"seconds": args.anneal} if anneals else {}))
         began, cpu = time.perf_counter(), time.process_time()
-        plan = make_planner(name, sim, **options).plan([seen], static)
-        found[f"{name}_s"], found[f"{name}_cpu_s"] = time.perf_counter() - began, time.process_time() - cpu
-        found[f"{name}_us"] = float(sim.evaluate(to_serve, sim.check(plan)).time_us.mean())
-    return {**found, "share": found["anneal_us"] / found["eplb_us"], "peak_gb": peak_gb()}
+        plan = planner.plan([seen], static)
+        seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
+        time_us = float(sim.evaluate(to_serve, sim.check(plan)).time_us.mean())
+        rows.append(
+            {"planner": name, "seconds": seconds, "cpu_seconds": cpu_seconds, "time_us": time_us, "peak_gb": peak_gb()}
+        )
+    return rows
 
 
 def step_us(sim: Simulator, trace: TokenTrace, tokens: int) -> tuple[float, float]:
@@ -143,8 +147,8 @@ def main() -> None:
     parser.add_argument("--skew", type=float, default=0.8, help="standard deviation of the logarithm of the loads")
     parser.add_argument("--change", type=float, default=0.1, help="the same of its change from interval to interval")
     parser.add_argument("--repeats", type=int, default=3, help="decisions that are measured per planner")
-    parser.add_argument("--anneal", type=float, default=0.0, help="seconds for annealing; 0 leaves it out")
-    parser.add_argument("--tokens", type=int, default=32768, help="tokens that annealing plans on")
+    parser.add_argument("--anneal", type=float, default=0.0, help="seconds for annealing; 0: no planners on tokens")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens that planners on tokens see")
     parser.add_argument("--steps", action="store_true", help="only the cost of annealing steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -155,7 +159,7 @@ def main() -> None:
 
     model = ModelSpec("large", args.layers, args.experts, 8, 7168, 2048, weight_bytes=1, n_groups=8)
     sim = Simulator(model, ClusterSpec("large", args.nodes, args.gpus_per_node, args.slots))
-    console, rows = Console(), measure_on_loads(sim, args)
+    console, rows = Console(width=110), measure_on_loads(sim, args)
     size = f"{args.layers} layers × {args.experts} experts × {sim.n_gpus} GPUs, {sim.n_gpus * sim.n_slots} slots"
     table = Table(title=f"Decision time for all layers ({args.repeats} decisions)\n{size}")
     for column in ("planner", "median ms", "least ms", "most ms", "balance", "moves per layer"):
@@ -167,16 +171,19 @@ def main() -> None:
             f"{row['balance']:.3f}", f"{row['moves']:.1f}",
         )  # fmt: skip
     console.print(table)
-    annealing = measure_annealing(sim, args) if args.anneal > 0 else {}
-    if annealing:
-        console.print(
-            f"annealing on {annealing['tokens']:.0f} tokens: {annealing['anneal_s']:.1f} s "
-            f"({annealing['anneal_cpu_s']:.1f} s of CPU), {annealing['share']:.3f} of EPLB's time "
-            f"({annealing['anneal_us']:.1f} of {annealing['eplb_us']:.1f} µs); EPLB {annealing['eplb_s']:.2f} s; "
-            f"peak memory {annealing['peak_gb']:.2f} GB"
-        )
+    on_tokens = measure_on_tokens(sim, args) if args.anneal > 0 else []
+    if on_tokens:
+        table = Table(title=f"One plan of all layers on {args.tokens} tokens\n{size}")
+        for column in ("planner", "seconds", "seconds of CPU", "time of a pass / EPLB's", "peak memory so far, GB"):
+            table.add_column(column, justify="left" if column == "planner" else "right")
+        for row in on_tokens:
+            table.add_row(
+                str(row["planner"]), f"{row['seconds']:.2f}", f"{row['cpu_seconds']:.2f}",
+                f"{float(row['time_us']) / float(on_tokens[0]['time_us']):.3f}", f"{row['peak_gb']:.2f}",
+            )  # fmt: skip
+        console.print(table)
     if args.json:
-        args.json.write_text(json.dumps({"size": size, "planners": rows, "annealing": annealing}, indent=1))
+        args.json.write_text(json.dumps({"size": size, "on_loads": rows, "on_tokens": on_tokens}, indent=1))
 
 
 if __name__ == "__main__":
