@@ -22,6 +22,7 @@ import json
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -67,11 +68,11 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def measure_on_loads(sim: Simulator, args: argparse.Namespace) -> list[dict[str, object]]:
+def measure_on_loads(sim: Simulator, args: argparse.Namespace) -> list[dict[str, Any]]:
     history = intervals(args.layers, args.experts, args.repeats + 2, args.skew, args.change, args.seed)
     eplb = EPLB(sim)
     start = eplb.pack(eplb.loads(history[0]))
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for name in planners_on_loads():
         make_planner(name, sim).plan(history[:1], sim.static(args.layers))  # compile
         planner, placement = make_planner(name, sim), start
@@ -87,7 +88,7 @@ def measure_on_loads(sim: Simulator, args: argparse.Namespace) -> list[dict[str,
     return rows
 
 
-def measure_on_tokens(sim: Simulator, args: argparse.Namespace) -> list[dict[str, object]]:
+def measure_on_tokens(sim: Simulator, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Plan on one half of a synthetic trace, serve the other half."""
     config = SyntheticConfig(n_tokens=4 * args.tokens, n_layers=args.layers, n_experts=args.experts, top_k=8)
     before, after = synthetic_trace(config, seed=args.seed).split(0.5, seed=args.seed)
@@ -95,7 +96,8 @@ def measure_on_tokens(sim: Simulator, args: argparse.Namespace) -> list[dict[str
     traffic = Traffic("prefill", tokens_per_rank=args.tokens // 4 // sim.n_gpus, sampled_passes=2)
     seen = sample_passes(before, sim.n_gpus, traffic, 4, args.seed)
     to_serve = sample_passes(after, sim.n_gpus, traffic, 4, args.seed)
-    static, rows = sim.static(args.layers), []
+    static = sim.static(args.layers)
+    rows: list[dict[str, Any]] = []
     for name in ("eplb", "co-occurrence", "affinity-groups", "anneal"):
         anneals = name == "anneal"
         make_planner(name, sim, **({"iterations": 10} if anneals else {})).plan([compile_on(before, sim)], static)
@@ -179,7 +181,7 @@ def main() -> None:
         for row in on_tokens:
             table.add_row(
                 str(row["planner"]), f"{row['seconds']:.2f}", f"{row['cpu_seconds']:.2f}",
-                f"{float(row['time_us']) / float(on_tokens[0]['time_us']):.3f}", f"{row['peak_gb']:.2f}",
+                f"{row['time_us'] / on_tokens[0]['time_us']:.3f}", f"{row['peak_gb']:.2f}",
             )  # fmt: skip
         console.print(table)
     if args.json:
