@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -22,7 +23,7 @@ from clustergym.moe_placement import Simulator, Traffic
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.streams import sample_passes
 from clustergym.traces import TokenTrace
-from clustergym.traces.statistics import layer_information
+from clustergym.traces.statistics import one_hot
 
 NAMES = ("tiny_moe", "tiny_moe_ppo")
 
@@ -33,6 +34,33 @@ class Args:
     """GPUs for the statistics on GPUs per token and on grouping."""
     output: Path = Path("runs/tiny_moe_traces")
     """Prefix of the .json and .png files."""
+
+
+def layer_information(trace: TokenTrace) -> tuple[float, float]:
+    """(mutual information in bits between the experts of adjacent layers, the same with shuffled tokens).
+
+    The mutual information between a random expert of a token in layer l and a random expert of the same token in layer
+    l + 1, a mean over adjacent layers. Shuffling the tokens of the next layer keeps the loads of both layers and
+    removes the dependence: what is left is the bias of a finite sample. (0, 0) for a single layer.
+    """
+    rng = np.random.default_rng(0)
+    found, shuffled = [], []
+    for here, after in pairwise(one_hot(trace, l) for l in range(trace.n_layers)):
+        found.append(mutual_bits(here, after))
+        shuffled.append(mutual_bits(here, after[rng.permutation(len(after))]))
+    return (float(np.mean(found)), float(np.mean(shuffled))) if found else (0.0, 0.0)
+
+
+def mutual_bits(here: np.ndarray, after: np.ndarray) -> float:
+    """Mutual information between random experts of the same row of two multi-hot tables (T, E). Empty rows count 0."""
+    counts = [np.maximum(table.sum(1, keepdims=True), 1) for table in (here, after)]
+    joint = np.asarray((here / counts[0]).T @ (after / counts[1]), dtype=np.float64)
+    if not joint.any():
+        return 0.0
+    joint /= joint.sum()
+    apart = joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)
+    seen = joint > 0
+    return float((joint[seen] * np.log2(joint[seen] / apart[seen])).sum())
 
 
 def shares(trace: TokenTrace) -> np.ndarray:

@@ -18,10 +18,10 @@ from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import model_for
 from clustergym.moe_placement.streams import Traffic, sample_passes
 from clustergym.traces import TokenTrace
-from clustergym.traces.statistics import layer_information
 from clustergym.traces.texts import tidy
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.traces.token_trace import DEFAULT_TRACE
+from tiny_moe_traces import layer_information
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("tiny_moe", "tiny_moe_ppo")

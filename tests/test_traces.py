@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.traces import TokenTrace, arrays, bundled_traces, token_trace
+from clustergym.traces import TokenTrace, arrays, bundled_traces
 from clustergym.traces.statistics import (
     coactivation_groups,
     domain_divergence,
@@ -130,7 +130,7 @@ class TestConstruction:
         [
             ({"n_experts": 5}, "expert id 5 at token 4, layer 0, but n_experts is 5"),
             ({"n_experts": -1}, "n_experts is -1"),
-            ({"layer_ids": [1]}, r"layer_ids has shape \(1,\), but experts has 2 layers"),
+            ({"layer_ids": [1]}, r"layer_ids has shape \(1,\), but the trace has 2 layers"),
             ({"layer_ids": [1, 1]}, "distinct"),
             ({"layer_ids": [-1, 1]}, "not negative"),
             ({"layer_ids": [0.0, 1.0]}, "layer_ids has dtype float64"),
@@ -216,11 +216,11 @@ class TestFiles:
         path = small_trace().save(tmp_path / "t.npz")
         before = path.read_bytes()
 
-        def full_disk(file: Any, fields: Any) -> None:
+        def full_disk(file: Any, array: Any, allow_pickle: bool) -> None:
             file.write(b"half of it")
             raise OSError("no space left on device")
 
-        monkeypatch.setattr(token_trace, "write_npz", full_disk)
+        monkeypatch.setattr("numpy.lib.format.write_array", full_disk)
         with pytest.raises(OSError, match="no space"):
             small_trace(model="other").save(path)
         assert [p.name for p in tmp_path.iterdir()] == ["t.npz"]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from clustergym.common.extras import require
+from clustergym.traces.arrays import check_trace_name
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -30,7 +31,6 @@ def prepare_outputs(json: Path | None, plot: Path | None) -> None:
 
 def check_trace_output(path: Path) -> None:
     """Check ``--output`` of commands that write a trace before the work is done."""
-    if path.suffix != ".npz":
-        raise ValueError(f"traces are saved as .npz, found {path.name!r}")
+    check_trace_name(path)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise ValueError(f"cannot write {path}: it is a folder, or its folder does not exist or is not writable")

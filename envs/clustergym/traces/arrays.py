@@ -6,6 +6,7 @@ kilobytes can claim a terabyte, or unpack to one.
 
 from __future__ import annotations
 
+import os
 import tokenize
 import zipfile
 import zlib
@@ -16,6 +17,11 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.common.files import atomic_file
+
+FORMAT_VERSION = 1
+# Default of the optional arrays of a trace. None would not fit their type; construction replaces it.
+UNGIVEN: Any = None
 SMALL_BYTES = 256 << 20
 """A file may always unpack to this size."""
 MAX_RATIO = 64
@@ -93,12 +99,41 @@ def read_npy(file: IO[bytes], n_bytes: int, where: str) -> npt.NDArray[Any]:
     return data.view(dtype).reshape(shape, order="F" if fortran else "C") if dtype.itemsize else np.empty(shape, dtype)
 
 
-def write_npz(file: IO[bytes], fields: Mapping[str, Any]) -> None:
-    """Write arrays as a compressed ``.npz`` file, no pickles."""
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+def check_trace_name(path: Path) -> None:
+    """Raise a ValueError if a trace cannot be saved under this name."""
+    if path.suffix != ".npz":
+        raise ValueError(f"traces are saved as .npz, found {path.name!r}")
+
+
+def write_trace(source: str | os.PathLike[str], fields: Mapping[str, Any]) -> Path:
+    """Write the arrays of a trace atomically as a compressed ``.npz`` file, no pickles. Returns the path."""
+    path = Path(source)
+    check_trace_name(path)
+    fields = {**fields, "format_version": np.int64(FORMAT_VERSION)}
+    with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for key, value in fields.items():
             with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(value), allow_pickle=False)
+    return path
+
+
+def integers(array: Any, what: str, name: str) -> npt.NDArray[np.int64]:
+    values = np.atleast_1d(np.asarray(array))
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name}: {what} has dtype {values.dtype}: expected integers")
+    return values.astype(np.int64)
+
+
+def layer_indices(given: Any, n_layers: int, name: str) -> npt.NDArray[np.int64]:
+    """(L,) global index of each layer: those given, checked, or 0 … L−1 for None."""
+    layer_ids = np.arange(n_layers) if given is None else integers(given, "layer_ids", name)
+    if layer_ids.shape != (n_layers,):
+        raise ValueError(
+            f"{name}: layer_ids has shape {layer_ids.shape}, but the trace has {n_layers} layers: give one id per layer"
+        )
+    if len(np.unique(layer_ids)) != n_layers or layer_ids.min() < 0:
+        raise ValueError(f"{name}: layer_ids must be distinct and not negative, found {layer_ids.tolist()}")
+    return layer_ids
 
 
 def one_integer(fields: Mapping[str, npt.NDArray[Any]], key: str, path: Path) -> int:

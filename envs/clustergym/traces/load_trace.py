@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.files import atomic_file
-from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npz, write_npz
-from clustergym.traces.token_trace import FORMAT_VERSION, MAX_EXPERTS, TokenTrace
+from clustergym.traces.arrays import (
+    UNGIVEN,
+    layer_indices,
+    names_of_npz,
+    one_integer,
+    one_string,
+    read_npz,
+    write_trace,
+)
+from clustergym.traces.token_trace import MAX_EXPERTS, TokenTrace
 
 MISSING = "which experts a token used together, and on which GPU it lived"
 """What the counts cannot tell."""
-
-# Default of layer_ids. Construction replaces it by 0 … L−1.
-_IN_ORDER = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +41,7 @@ class LoadTrace:
     """
 
     counts: npt.NDArray[np.int64]
-    layer_ids: npt.NDArray[np.int64] = field(default_factory=lambda: _IN_ORDER)
+    layer_ids: npt.NDArray[np.int64] = UNGIVEN
     top_k: int = 0
     model: str | None = None
     name: str = "counts"
@@ -60,16 +64,8 @@ class LoadTrace:
         idle = np.flatnonzero(counts.sum((0, 2)) == 0)
         if len(idle):
             raise ValueError(f"{self.name}: layer {idle[0]} has no token in any step: leave dense layers out")
-        layer_ids = np.arange(counts.shape[1]) if self.layer_ids is _IN_ORDER else np.asarray(self.layer_ids)
-        if layer_ids.shape != (counts.shape[1],) or layer_ids.dtype.kind not in "iu":
-            raise ValueError(
-                f"{self.name}: layer_ids has shape {layer_ids.shape} and dtype {layer_ids.dtype}: expected one integer "
-                f"for each of {counts.shape[1]} layers"
-            )
-        if len(np.unique(layer_ids)) != len(layer_ids) or layer_ids.min() < 0:
-            raise ValueError(f"{self.name}: layer_ids must be distinct and not negative, found {layer_ids.tolist()}")
         object.__setattr__(self, "counts", counts)
-        object.__setattr__(self, "layer_ids", layer_ids.astype(np.int64))
+        object.__setattr__(self, "layer_ids", layer_indices(self.layer_ids, counts.shape[1], self.name))
 
     @property
     def n_steps(self) -> int:
@@ -121,7 +117,7 @@ class LoadTrace:
             raise ValueError(f"{path}: no array 'counts' in the file, found {sorted(names_of_npz(path))}")
         return cls(
             fields["counts"],
-            layer_ids=fields.get("layer_ids", _IN_ORDER),
+            layer_ids=fields.get("layer_ids", UNGIVEN),
             top_k=one_integer(fields, "top_k", path),
             model=one_string(fields, "model", path),
             name=path.stem,
@@ -129,20 +125,14 @@ class LoadTrace:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a compressed ``.npz`` file atomically. Returns the path."""
-        path = Path(path)
-        if path.suffix != ".npz":
-            raise ValueError(f"traces are saved as .npz, found {path.name!r}")
         fields: dict[str, Any] = {
             "counts": self.counts,
             "layer_ids": self.layer_ids,
             "model": np.str_(self.model or ""),
-            "format_version": np.int64(FORMAT_VERSION),
         }
         if self.top_k:
             fields["top_k"] = np.int64(self.top_k)
-        with atomic_file(path) as file:
-            write_npz(file, fields)
-        return path
+        return write_trace(path, fields)
 
 
 def load_any_trace(source: str | os.PathLike[str]) -> TokenTrace | LoadTrace:

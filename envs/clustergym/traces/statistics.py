@@ -96,9 +96,9 @@ def held_out_grouping(trace: TokenTrace, n_gpus: int) -> tuple[float, float]:
     train, test = trace.split(0.5) if trace.n_sequences > 1 else (trace, trace)
     distinct, balance = [], []
     for l in range(trace.n_layers):
-        here = _one_hot(train, l)
+        here = one_hot(train, l)
         gpu = coactivation_groups(here.T @ here, n_gpus)
-        visits = _one_hot(test, l) @ np.eye(n_gpus, dtype=np.float32)[gpu]
+        visits = one_hot(test, l) @ np.eye(n_gpus, dtype=np.float32)[gpu]
         distinct.append(float((visits > 0).sum(1).mean()))
         load = visits.sum(0, dtype=float)
         # In the held-out half a layer may have only padding: then there is no imbalance.
@@ -139,8 +139,8 @@ def next_layer_predictability(trace: TokenTrace) -> tuple[float, float]:
     """
     train = np.arange(trace.n_tokens) % 2 == 0
     hits, chance = [], []
-    one_hot = [_one_hot(trace, l) for l in range(trace.n_layers)]
-    for here, after in pairwise(one_hot):
+    tables = [one_hot(trace, l) for l in range(trace.n_layers)]
+    for here, after in pairwise(tables):
         follow = here[train].T @ after[train]
         follow /= np.maximum(follow.sum(1, keepdims=True), 1)
         truth = after[~train]
@@ -153,33 +153,6 @@ def next_layer_predictability(trace: TokenTrace) -> tuple[float, float]:
         top = np.argpartition(-after[train].sum(0), k - 1)[:k]
         chance.append(truth[:, top].sum() / truth.sum())
     return (float(np.mean(hits)), float(np.mean(chance))) if hits else (0.0, 0.0)
-
-
-def layer_information(trace: TokenTrace) -> tuple[float, float]:
-    """(mutual information in bits between the experts of adjacent layers, the same with shuffled tokens).
-
-    The mutual information between a random expert of a token in layer l and a random expert of the same token in layer
-    l + 1, a mean over adjacent layers. Shuffling the tokens of the next layer keeps the loads of both layers and
-    removes the dependence: what is left is the bias of a finite sample. (0, 0) for a single layer.
-    """
-    rng = np.random.default_rng(0)
-    found, shuffled = [], []
-    for here, after in pairwise(_one_hot(trace, l) for l in range(trace.n_layers)):
-        found.append(_mutual_bits(here, after))
-        shuffled.append(_mutual_bits(here, after[rng.permutation(len(after))]))
-    return (float(np.mean(found)), float(np.mean(shuffled))) if found else (0.0, 0.0)
-
-
-def _mutual_bits(here: npt.NDArray[np.float32], after: npt.NDArray[np.float32]) -> float:
-    """Mutual information between random experts of the same row of two multi-hot tables (T, E). Empty rows count 0."""
-    counts = [np.maximum(table.sum(1, keepdims=True), 1) for table in (here, after)]
-    joint = np.asarray((here / counts[0]).T @ (after / counts[1]), dtype=np.float64)
-    if not joint.any():
-        return 0.0
-    joint /= joint.sum()
-    apart = joint.sum(1, keepdims=True) * joint.sum(0, keepdims=True)
-    seen = joint > 0
-    return float((joint[seen] * np.log2(joint[seen] / apart[seen])).sum())
 
 
 def next_token_overlap(trace: TokenTrace) -> float:
@@ -196,7 +169,8 @@ def next_token_overlap(trace: TokenTrace) -> float:
     return float(np.mean(shares))
 
 
-def _one_hot(trace: TokenTrace, layer: int) -> npt.NDArray[np.float32]:
+def one_hot(trace: TokenTrace, layer: int) -> npt.NDArray[np.float32]:
+    """(T, E) 1 where a token uses an expert."""
     ids = trace.experts[:, layer]
     table = np.zeros((trace.n_tokens, trace.n_experts + 1), dtype=np.float32)
     np.put_along_axis(table, np.where(ids < 0, trace.n_experts, ids).astype(np.int64), 1.0, axis=1)
@@ -248,7 +222,7 @@ def _coactivation_lift(trace: TokenTrace) -> float:
         return 1.0
     lifts = []
     for l in range(trace.n_layers):
-        table = _one_hot(trace, l)
+        table = one_hot(trace, l)
         together = table.T @ table / trace.n_tokens
         alone = np.diag(together).copy()
         np.fill_diagonal(together, 0.0)

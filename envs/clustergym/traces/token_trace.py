@@ -12,15 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.cache import cache_folder
-from clustergym.common.files import atomic_file
-from clustergym.traces.arrays import names_of_npz, one_integer, one_string, read_npy, read_npz, write_npz
+from clustergym.traces.arrays import (
+    UNGIVEN,
+    integers,
+    layer_indices,
+    names_of_npz,
+    one_integer,
+    one_string,
+    read_npy,
+    read_npz,
+    write_trace,
+)
 
 DEFAULT_TRACE = "tiny_moe"
 """The bundled trace of environments and commands that are given none"""
-FORMAT_VERSION = 1
 MAX_EXPERTS = np.iinfo(np.int16).max
-# Default of the optional arrays. None would not fit their type; construction replaces it.
-UNGIVEN: Any = None
 # Expert ids validated at a time, few enough that temporary copies fit into the CPU caches.
 _CHECK_IDS = 1 << 18
 
@@ -57,16 +63,8 @@ class TokenTrace:
         n_tokens, n_layers, _ = experts.shape
         set_(self, "experts", experts)
         set_(self, "n_experts", n_experts)
-        layer_ids = np.arange(n_layers) if self.layer_ids is None else _integers(self.layer_ids, "layer_ids", self.name)
-        if layer_ids.shape != (n_layers,):
-            raise ValueError(
-                f"{self.name}: layer_ids has shape {layer_ids.shape}, but experts has {n_layers} layers: "
-                "give one id per layer"
-            )
-        if len(np.unique(layer_ids)) != n_layers or layer_ids.min() < 0:
-            raise ValueError(f"{self.name}: layer_ids must be distinct and not negative, found {layer_ids.tolist()}")
-        set_(self, "layer_ids", layer_ids)
-        seq_lens = np.array([n_tokens]) if self.seq_lens is None else _integers(self.seq_lens, "seq_lens", self.name)
+        set_(self, "layer_ids", layer_indices(self.layer_ids, n_layers, self.name))
+        seq_lens = np.array([n_tokens]) if self.seq_lens is None else integers(self.seq_lens, "seq_lens", self.name)
         if seq_lens.ndim != 1 or (seq_lens < 1).any():
             raise ValueError(
                 f"{self.name}: seq_lens must be a list of lengths of at least 1, found {seq_lens.tolist()[:8]}"
@@ -147,23 +145,15 @@ class TokenTrace:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a compressed ``.npz`` file atomically. Returns the path."""
-        path = Path(path)
-        if path.suffix != ".npz":
-            raise ValueError(f"traces are saved as .npz, found {path.name!r}")
-        with atomic_file(path) as file:
-            write_npz(
-                file,
-                {
-                    "experts": self.experts.astype(self._small_dtype(), copy=False),
-                    "n_experts": np.int64(self.n_experts),
-                    "layer_ids": self.layer_ids,
-                    "seq_lens": self.seq_lens.astype(np.int32),
-                    "domains": self.domains,
-                    "model": np.str_(self.model or ""),
-                    "format_version": np.int64(FORMAT_VERSION),
-                },
-            )
-        return path
+        fields = {
+            "experts": self.experts.astype(self._small_dtype(), copy=False),
+            "n_experts": np.int64(self.n_experts),
+            "layer_ids": self.layer_ids,
+            "seq_lens": self.seq_lens.astype(np.int32),
+            "domains": self.domains,
+            "model": np.str_(self.model or ""),
+        }
+        return write_trace(path, fields)
 
     def _small_dtype(self) -> type[np.integer[Any]]:
         if self.n_experts <= np.iinfo(np.int8).max + 1:
@@ -410,10 +400,3 @@ def _has_repeats(block: npt.NDArray[np.int16]) -> bool:
             if same.any() and (same & (column >= 0)).any():
                 return True
     return False
-
-
-def _integers(array: Any, what: str, name: str) -> npt.NDArray[np.int64]:
-    values = np.atleast_1d(np.asarray(array))
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"{name}: {what} has dtype {values.dtype}: expected integers")
-    return values.astype(np.int64)

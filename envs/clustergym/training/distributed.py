@@ -77,10 +77,6 @@ class World:
             for tensor in module.state_dict().values():
                 torch.distributed.broadcast(tensor, src=0)
 
-    def barrier(self) -> None:
-        if self.size > 1:
-            torch.distributed.barrier()
-
     def close(self) -> None:
         if self.size > 1:
             torch.distributed.destroy_process_group()
@@ -103,12 +99,9 @@ def choose_device(cuda: bool, local_rank: int = 0, deterministic: bool = False) 
     return torch.device("cuda", local_rank)
 
 
-def init_distributed(cuda: bool = False, threads: int = 1, deterministic: bool = False) -> World:
-    """Set the device and the number of threads. Under ``torchrun``, join the process group (NCCL or Gloo).
-
-    The default is one torch thread per process, because small networks gain nothing from more threads.
-    """
-    torch.set_num_threads(threads)
+def init_distributed(cuda: bool = False, deterministic: bool = False) -> World:
+    """Set the device. Under ``torchrun``, join the process group (NCCL or Gloo)."""
+    torch.set_num_threads(1)  # small networks gain nothing from more
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(cuda, int(os.environ.get("LOCAL_RANK", "0")), deterministic)
     if size == 1:

@@ -67,15 +67,12 @@ def _draw_break(axes: Any) -> None:
     )  # fmt: skip
 
 
-def plot_training(
-    results: Sequence[Result], curve: Sequence[Sequence[float]], title: str, path: Path, trained: str = "policy"
-) -> None:
+def plot_training(results: Sequence[Result], curve: Sequence[Sequence[float]], title: str, path: Path) -> None:
     """A training in one picture: time saved on the validation streams, and all planners on the test streams.
 
     Args:
         results: planners at the end of the training, EPLB among them.
         curve: rows of (step, % saved compared with static, % saved compared with EPLB).
-        trained: the planner to highlight.
     """
     plt = require_matplotlib()
     figure, (left, right) = plt.subplots(
@@ -94,7 +91,7 @@ def plot_training(
     if baseline is not None:
         ordered = sorted(results, key=lambda result: -result.total_us)
         saved = [(-100 * relative, 100 * half) for relative, half in (r.versus(baseline) for r in ordered)]
-        colours = [_bar_colour(r.planner, trained) for r in ordered]
+        colours = [_bar_colour(r.planner) for r in ordered]
         right.barh(
             [r.planner for r in ordered], [mean for mean, _ in saved], xerr=[half for _, half in saved], color=colours,
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#555555"},
@@ -107,8 +104,8 @@ def plot_training(
     plt.close(figure)
 
 
-def _bar_colour(planner: str, trained: str) -> str:
-    if planner == trained:
+def _bar_colour(planner: str) -> str:
+    if planner == "policy":
         return "#228833"
     kind = planner_class(planner) if planner in PLANNERS else None
     return "#BBBBBB" if kind is not None and (kind.needs_future or kind.needs_mixture) else "#4477AA"
