@@ -12,7 +12,7 @@ FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {
     page.relative_to(ROOT).as_posix(): re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
     for page in FILES
-    # tests/test_libraries.py and tests/test_examples.py run what is installed, tests/test_readme.py runs the README.
+    # tests/test_libraries.py runs what is installed, tests/test_readme.py runs the README.
     if page.name not in ("libraries.md", "README.md")
 }
 
@@ -48,3 +48,14 @@ def test_the_files_on_the_architecture_page_exist() -> None:
     shown = set(re.findall(r"(?:^|  )(\w+)(?:/|\.py)(?=\s)", diagram, flags=re.M))
     modules = {path.stem for path in (ROOT / "envs/clustergym/moe_placement").iterdir()}
     assert shown == modules - {"__init__", "__pycache__"}
+
+
+def test_the_classes_and_functions_on_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs" / "development" / "architecture.md").read_text()
+    folders = (ROOT / "cleanrl_ppo", ROOT / "envs" / "clustergym")
+    source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
+    others = {"Auto", "env.step", "nav", "torchrun"} | set(re.findall(r"`(\w+\.(?:py|toml|yml))`", text))
+    named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text)) - others
+    assert named >= {"Interval", "Planner", "Rollouts.collect", "TokenTrace", "update"}
+    defined = set(re.findall(r"^ *(?:class|def) (\w+)", source, flags=re.M))
+    assert not {part for name in named for part in name.split(".")} - defined
