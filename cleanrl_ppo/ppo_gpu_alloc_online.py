@@ -33,11 +33,11 @@ import tyro
 from torch import Tensor, nn
 
 import clustergym.agent
+from clustergym.agent.database import STORE_SCHEMA
 from clustergym.agent.learner import Experiences, State
 from clustergym.agent.logs import setup_logging
 from clustergym.agent.server import serve
 from clustergym.agent.settings import ServerSettings, check_positive
-from clustergym.agent.store import STORE_SCHEMA
 from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.extras import MissingExtra
 from clustergym.gpu_allocation.history import N_FEATURES

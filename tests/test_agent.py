@@ -20,12 +20,13 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 
 from clustergym.agent import store as agent_store
+from clustergym.agent.database import STORE_SCHEMA, connect
 from clustergym.agent.learner import ExperienceReader, Experiences
 from clustergym.agent.metrics import Seconds
 from clustergym.agent.server import serve
 from clustergym.agent.service import is_latency_sensitive, share_amounts
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import Allocation, Experience, Feedback, Store, StoreUnavailable, connect
+from clustergym.agent.store import Allocation, Experience, Feedback, Store, StoreUnavailable
 from clustergym.agent.traffic import pressure_of
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import dynamics, history
@@ -491,7 +492,7 @@ def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "store.db") as connection:
         connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
     connection.close()
-    with pytest.raises(ValueError, match=f"has schema 99; this agent reads schema {agent_store.STORE_SCHEMA}"):
+    with pytest.raises(ValueError, match=f"has schema 99; this agent reads schema {STORE_SCHEMA}"):
         Store(tmp_path, "process")
 
 

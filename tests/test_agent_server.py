@@ -25,7 +25,7 @@ import torch
 
 import agent_kill
 from agent_client import SCRIPT, TOKEN, Connection, Server, StubGpu, agent_server, run_load
-from clustergym.agent.store import STORE_SCHEMA
+from clustergym.agent.database import STORE_SCHEMA
 from clustergym.agent.versions import CHECKPOINT_KIND
 from clustergym.common.checkpoints import load_checkpoint
 from clustergym.gpu_allocation import compute_reward

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clustergym.agent.database import connect, exclusive_lock
 from clustergym.agent.logs import setup_logging
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import connect, exclusive_lock
 from clustergym.agent.versions import CHECKPOINT_KIND, LEARNER_LOCK_NAME, handle_request, keep_version, save_version
 from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from clustergym.agent.clock import DAY_S
+from clustergym.agent.database import DATABASE_NAME, exclusive_lock, set_aside_if_corrupt
 from clustergym.agent.learner import LearnerProcess, LearnOnce, OpenLogger, State
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import DATABASE_NAME, Store, exclusive_lock, set_aside_if_corrupt
+from clustergym.agent.store import Store
 from clustergym.agent.telemetry import Telemetry
 from clustergym.agent.versions import CHECKPOINT_KIND, read_champion, version_path
 from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clustergym.agent.store import InUse, connect, exclusive_lock
+from clustergym.agent.database import InUse, connect, exclusive_lock
 from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.common.files import write_atomically
 
