@@ -229,19 +229,28 @@ def percentile(counts: NDArray[Any], q: float) -> NDArray[np.float64]:
     return BIN_MS * (1 + (total < q * total[..., -1:]).sum(-1))
 
 
+def figures(counts: NDArray[Any]) -> dict[str, NDArray[np.float64]]:
+    """Percentiles in ms and the number of requests, from counts per bin (..., bins)."""
+    parts = {"p50_ms": 0.5, "p90_ms": 0.9, "p99_ms": 0.99, "p99.9_ms": 0.999}
+    return {name: percentile(counts, part) for name, part in parts.items()} | {"requests": counts.sum(-1)}
+
+
 def compare(empty: NDArray[Any], full: NDArray[Any], rng: np.random.Generator) -> dict[str, Any]:
     """Figures of both stores, and their ratios with 95 % intervals from a bootstrap over the pairs of slices."""
-    weights = rng.multinomial(len(empty), np.full(len(empty), 1 / len(empty)), 2000)
-    found: dict[str, Any] = {}
-    for name, q in (("p50_ms", 0.5), ("p90_ms", 0.9), ("p99_ms", 0.99), ("p99.9_ms", 0.999), ("requests", None)):
-
-        def value(counts: NDArray[Any], q: float | None = q) -> NDArray[np.float64]:
-            return counts.sum(-1) if q is None else percentile(counts, q)
-
-        drawn = [value(batch @ full) / value(batch @ empty) for batch in np.array_split(weights, 50)]
-        low, high = np.percentile(np.concatenate(drawn), [2.5, 97.5])
-        one, other = float(value(empty.sum(0))), float(value(full.sum(0)))
-        found[name] = {"empty": one, "full": other, "ratio": other / one, "low": float(low), "high": float(high)}
+    used = 1 + int(max(np.flatnonzero(one.sum(0))[-1] for one in (empty, full)))
+    empty, full = empty[:, :used].astype(float), full[:, :used].astype(float)
+    drawn: dict[str, list[NDArray[np.float64]]] = {}
+    for _ in range(50):
+        weights = rng.multinomial(len(empty), np.full(len(empty), 1 / len(empty)), 40)
+        below = figures(weights @ empty)
+        for name, value in figures(weights @ full).items():
+            drawn.setdefault(name, []).append(value / below[name])
+    one, other = figures(empty.sum(0)), figures(full.sum(0))
+    found = {}
+    for name, ratios in drawn.items():
+        low, high = np.percentile(np.concatenate(ratios), [2.5, 97.5])
+        values = {"empty": one[name], "full": other[name], "ratio": other[name] / one[name], "low": low, "high": high}
+        found[name] = {key: float(value) for key, value in values.items()}
     return found
 
 
