@@ -1,20 +1,24 @@
 """What learning adds to search at equal time: annealing with and without a learned model of the traffic.
 
-    python benchmarks/learned_traffic.py              # about 20 minutes on two cores; run again to resume
-    python benchmarks/learned_traffic.py --tables     # print the tables of what has been measured
+    python benchmarks/learned_traffic.py --budgets-ms --streams 10 --layers 2      # default numbers of steps
+    python benchmarks/learned_traffic.py --no-free --streams 4 --layers 12         # equal time; needs an idle machine
+    python benchmarks/learned_traffic.py --tables                                  # print what has been measured
+
+Each takes about 20 minutes on two cores. What has been measured is not measured again.
 
 Each trace is split in two by sequences. The traffic model learns from the first half; streams with drift are drawn from
 the second, and no token is served twice. Without a budget, planners use their default numbers of steps. With one,
 a plan must be made in so many milliseconds of one core per layer, reading the traffic included. The best annealer of a
 cell is the one with the lowest mean there, which favours it a little.
 
-``policy-guided`` is annealing that may start from the plan of the pretrained policy, with the same traffic model.
+``policy-guided`` is annealing that may start from the plan of the pretrained policy, with the same traffic model. With
+less than 15 ms per layer it does not ask the policy, so it is the same as ``anneal-learned``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,8 @@ class Args:
     profiles: tuple[str, ...] = ("sglang-prefill", "sglang-decode", "vllm-deepep")
     models: tuple[str, ...] = PlacementArgs.models
     clusters: tuple[str, ...] = ("h800-4x4", "h800-4x8")
+    free: bool = True
+    """Measure all planners with their default numbers of steps."""
     budgets_ms: tuple[float, ...] = (3, 10, 30, 100)
     """Milliseconds of one core per layer."""
     streams: int = 20
@@ -65,8 +71,8 @@ def measure(
     past, served = trace.split(0.5, seed=args.seed)
     sizes = PlacementArgs(streams=args.streams, intervals=args.intervals, seed=args.seed)
     protocol = protocol_of(sizes, cell, served, simulator.n_gpus)
-    runs: list[tuple[str, float | None]] = [(name, None) for name in FREE]
-    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED)]
+    runs: list[tuple[str, float | None]] = [(name, None) for name in FREE if args.free]
+    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *(LEARNED if ms >= 15 else LEARNED[:1]))]
     for name, ms in runs:
         if (name, ms) in done:
             continue
@@ -88,50 +94,87 @@ def percent(result: Result, reference: Result) -> str:
     return f"{100 * mean:+.1f} ± {100 * half:.1f}"
 
 
-def tables(lines: list[dict[str, Any]]) -> str:
-    found: dict[tuple[str, ...], dict[tuple[str, float | None], Result]] = {}
-    for line in lines:
-        cell = (line["profile"], line["model"], line["cluster"])
-        found.setdefault(cell, {})[line["planner"], line["budget_ms"]] = Result(**line["result"])
+Results = dict[tuple[str, float | None], Result]
+
+
+def best_of(results: Results, names: Sequence[str], ms: float | None = None) -> Result:
+    """The result of the planner with the lowest mean in the cell."""
+    return min((results[name, ms] for name in names), key=lambda result: result.total_us)
+
+
+def mean_difference(pairs: Sequence[tuple[Result, Result]]) -> str:
+    """Mean over cells of the difference in per cent, ± 95 % over cells, and the range."""
+    found = [100 * one.versus(other)[0] for one, other in pairs]
+    if len(found) < 2:
+        return ""
+    return f"{np.mean(found):+.2f} ± {ci95(found):.2f} | {min(found):+.1f} … {max(found):+.1f}"
+
+
+def free_tables(cells: dict[tuple[str, ...], Results]) -> list[str]:
+    """Tables of the planners with their default numbers of steps."""
     text = [
         "Total time compared with EPLB in every interval, %, mean over streams ± 95 % (disjoint groups of sequences)\n",
         "| profile | model | cluster | groups | best rule | annealing | learned traffic | policy-guided | policy "
         "| next mixture known | next tokens known |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for cell, results in found.items():
-        own = {name: result for (name, ms), result in results.items() if ms is None}
-        if not set(FREE) <= set(own):
-            continue
-        rule = min(RULES, key=lambda name: own[name].total_us)
-        best = min(ANNEALERS, key=lambda name: own[name].total_us)
-        shown = [f"{name} {percent(own[name], own['eplb'])}" for name in (rule, best)]
-        shown += [percent(own[name], own["eplb"]) for name in (*LEARNED, "policy", "forecast", "oracle")]
-        text.append(f"| {' | '.join(cell)} | {own['eplb'].groups} | {' | '.join(shown)} |")
-    budgets = sorted({line["budget_ms"] for line in lines if line["budget_ms"] is not None})
-    text += [
+    for cell, results in cells.items():
+        eplb = results["eplb", None]
+        chosen = [best_of(results, names) for names in (RULES, ANNEALERS)]
+        shown = [f"{result.planner} {percent(result, eplb)}" for result in chosen]
+        shown += [percent(results[name, None], eplb) for name in (*LEARNED, "policy", "forecast", "oracle")]
+        text.append(f"| {' | '.join(cell)} | {eplb.groups} | {' | '.join(shown)} |")
+    text += ["\n| comparison | difference, % | cells |", "| --- | ---: | ---: |"]
+    for names in (ANNEALERS, ("anneal",), ("anneal-robust",), RULES, ("eplb",)):
+        label = {ANNEALERS: "the best annealer of the cell", RULES: "the best rule of the cell"}.get(names, names[0])
+        for name in (*LEARNED, "policy"):
+            pairs = [(results[name, None], best_of(results, names)) for results in cells.values()]
+            text.append(f"| `{name}` against {label} | {mean_difference(pairs)} |")
+    return text
+
+
+def time_tables(cells: dict[tuple[str, ...], Results], budgets: Sequence[float]) -> list[str]:
+    """Tables of the planners with a time budget: at equal time, and with a tenth of the annealer's time."""
+    text = [
         "\nAgainst the best annealer of the cell at equal time, %\n",
         f"| profile | model | cluster | planner | {' | '.join(f'{ms:g} ms' for ms in budgets)} |",
         f"| --- | --- | --- | --- |{' ---: |' * len(budgets)}",
     ]
-    gains: dict[tuple[str, float], list[float]] = {}
-    for cell, results in found.items():
+    for cell, results in cells.items():
         for name in LEARNED:
-            row = []
-            for ms in budgets:
-                if not {(other, ms) for other in (*ANNEALERS, name)} <= set(results):
-                    row.append("")
-                    continue
-                _, best = min((results[other, ms].total_us, other) for other in ANNEALERS)
-                row.append(percent(results[name, ms], results[best, ms]))
-                gains.setdefault((name, ms), []).append(100 * results[name, ms].versus(results[best, ms])[0])
-            text.append(f"| {' | '.join(cell)} | {name} | {' | '.join(row)} |")
+            shown = [
+                percent(results[name, ms], best_of(results, ANNEALERS, ms)) if (name, ms) in results else ""
+                for ms in budgets
+            ]
+            text.append(f"| {' | '.join(cell)} | {name} | {' | '.join(shown)} |")
+    text += [
+        "\n| planner | its time | time of the best annealer | difference, % | cells |",
+        "| --- | --- | --- | ---: | ---: |",
+    ]
     for name in LEARNED:
-        row = [
-            f"{np.mean(gains[name, ms]):+.2f} ± {ci95(gains[name, ms]):.2f}" for ms in budgets if (name, ms) in gains
-        ]
-        text.append(f"| all cells | | | {name} | {' | '.join(row)} |")
-    return "\n".join(text)
+        for ms in budgets:
+            for other in (ms, 10 * ms):
+                pairs = [
+                    (results[name, ms], best_of(results, ANNEALERS, other))
+                    for results in cells.values()
+                    if (name, ms) in results and other in budgets
+                ]
+                if pairs:
+                    text.append(f"| `{name}` | {ms:g} ms | {other:g} ms | {mean_difference(pairs)} |")
+    return text
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    found: dict[tuple[str, ...], Results] = {}
+    for line in lines:
+        cell = (line["profile"], line["model"], line["cluster"])
+        found.setdefault(cell, {})[line["planner"], line["budget_ms"]] = Result(**line["result"])
+    budgets = sorted({line["budget_ms"] for line in lines if line["budget_ms"] is not None})
+    free = {cell: results for cell, results in found.items() if {(name, None) for name in FREE} <= set(results)}
+    needed = {(name, ms) for name in (*ANNEALERS, LEARNED[0]) for ms in budgets}
+    timed = {cell: results for cell, results in found.items() if needed <= set(results)}
+    text = free_tables(free) if free else []
+    return "\n".join(text + (time_tables(timed, budgets) if budgets else []))
 
 
 def main(args: Args) -> None:

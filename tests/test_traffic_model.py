@@ -55,8 +55,8 @@ def test_the_mixture_follows_the_loads(share: float) -> None:
     second = int(model.profiles[:, 8:EXPERTS].sum(1).argmax())
     # The topics do not overlap, so the loads show the share almost exactly; the rest is the share of the training.
     expected = model.inertia * share + (1 - model.inertia) * 0.25
-    assert model.mixture(loads)[second] == pytest.approx(expected, abs=0.01)
-    assert model.mixture(loads).sum() == pytest.approx(1)
+    assert model.mixture(model.fit(loads))[second] == pytest.approx(expected, abs=0.01)
+    assert model.mixture(model.fit(loads)).sum() == pytest.approx(1)
 
 
 def test_an_extended_interval_has_the_shares_of_both_sources() -> None:

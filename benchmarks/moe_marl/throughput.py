@@ -1,6 +1,6 @@
 """Compare the training throughput with one environment per process and numpy observations through pipes.
 
-    python benchmarks/moe_marl/throughput.py
+    taskset -c 0 python benchmarks/moe_marl/throughput.py --threads 1      # one core for everything
 
 Both ways use the same networks and the same update. Four rounds each, in turns.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CONSOLE, Args, load_trainer, model_of, run, sources
+from common import CONSOLE, Args, interval, load_trainer, model_of, run, sources
 from rich.table import Table
 
 from clustergym.common.files import write_atomically
@@ -174,6 +174,8 @@ def main(args: ThroughputArgs) -> None:
         shares = (f"{row[key]:.0%}" if key in row else "" for key in ("time/simulator", "time/policy", "time/update"))
         table.add_row(name, f"{row['steps_per_s']:.0f}", *shares)
     CONSOLE.print(table)
+    one, other = ([item["steps_per_s"] for item in items] for items in rounds.values())
+    CONSOLE.print(f"ratio {interval([a / b for a, b in zip(one, other, strict=True)])} (mean of rounds, 95 %)")
 
 
 if __name__ == "__main__":

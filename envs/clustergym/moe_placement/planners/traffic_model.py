@@ -90,22 +90,24 @@ class TrafficModel:
         sizes = np.array([len(rows) for rows in self.rows], float)
         return np.asarray(sizes / sizes.sum())
 
-    def mixture(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """(topics,) share of each topic in the next interval, after one with these loads (L, E)."""
-        return self.inertia * self._fit(loads) + (1 - self.inertia) * self.shares
+    def mixture(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """(topics,) share of each topic in the next interval, after one with these shares."""
+        return self.inertia * shares + (1 - self.inertia) * self.shares
 
-    def distance(self, loads: npt.NDArray[np.float64]) -> float:
+    def distance(self, loads: npt.NDArray[np.float64], shares: npt.NDArray[np.float64] | None = None) -> float:
         """How far loads (L, E) are from the closest mixture of topics, beyond the noise of independent tokens.
+
+        ``shares`` (topics,) is that mixture, if known.
 
         The statistic of Pearson's test is about 1 per expert for independent tokens and grows with their number
         otherwise. So 1 is subtracted, and the rest is divided by the number.
         """
-        expected = (self._fit(loads) @ self.profiles).reshape(loads.shape)
+        expected = ((self.fit(loads) if shares is None else shares) @ self.profiles).reshape(loads.shape)
         total = loads.sum(1, keepdims=True)
         statistic = ((loads - total * expected) ** 2 / np.maximum(total * expected, 1e-9)).sum(1) / loads.shape[1]
         return float(np.mean(np.maximum(statistic - 1, 0) / np.maximum(total[:, 0], 1)))
 
-    def _fit(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def fit(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """(topics,) share of each topic in traffic with these loads, by expectation maximization."""
         used = np.flatnonzero(loads.ravel() > 0)
         observed, profiles, weights = loads.ravel()[used], self.profiles[:, used], self.shares
@@ -120,8 +122,9 @@ class TrafficModel:
         experts = self._join(interval.experts)
         rng, ranks, seen = np.random.default_rng(seed), interval.rank_start.shape[1] - 1, interval.rows.ravel()
         loads = interval.loads(n_experts).astype(np.float64)
-        mixture = self.mixture(loads)
-        worth = self.worth * min(1.0, (self.usual_distance / max(self.distance(loads), 1e-12)) ** 2)
+        shares = self.fit(loads)
+        mixture = self.mixture(shares)
+        worth = self.worth * min(1.0, (self.usual_distance / max(self.distance(loads, shares), 1e-12)) ** 2)
         total = min(most_tokens, max(_FEWEST_TOKENS, len(seen) + round(worth)))
         own = len(seen) / (len(seen) + worth)
         offset = interval.experts.shape[1]
