@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 import sqlite3
@@ -266,7 +267,9 @@ def test_exported_model_has_the_same_policy(tmp_path: Path) -> None:
 # Store
 
 
-def allocation(store: Store, owner: str = "team/a", created_s: float | None = None, version: int = 0) -> Allocation:
+def allocation(
+    store: Store, owner: str = "team/a", created_s: float | None = None, version: int = 0, request_id: str | None = None
+) -> Allocation:
     """Add an allocation of 60 of 80 % and 3000 of 4000 MB."""
     made = Allocation(
         seq=store.next_seq, token="0" * 32, created_s=time.time() if created_s is None else created_s, owner=owner,
@@ -274,7 +277,7 @@ def allocation(store: Store, owner: str = "team/a", created_s: float | None = No
         version=version, learnable=True,
     )  # fmt: skip
     store.next_seq += 1
-    store.add(made, Experience(np.zeros(19), np.zeros(2), 0.0, 0.0), None)
+    store.add(made, Experience(np.zeros(19), np.zeros(2), 0.0, 0.0), request_id)
     return made
 
 
@@ -401,6 +404,37 @@ def test_a_failed_commit_leaves_no_trace_in_memory(tmp_path: Path) -> None:
     accept(store, found(store, made.id))
     store.flush()
     assert found(Store(tmp_path, "process"), made.id).feedback == "accepted"
+    store.close()
+
+
+def test_request_ids_are_those_of_the_newest_committed_allocations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known(store: Store) -> list[int]:
+        found = (store.find_request(f"pod-{i}") for i in range(8))
+        return [i for i, one in enumerate(found) if one is not None]
+
+    monkeypatch.setattr(agent_store, "MAX_CACHED_ALLOCATIONS", 4)
+    store = Store(tmp_path, "process")
+    for i in range(6):
+        allocation(store, created_s=1000.0 * i, request_id=f"pod-{i}")
+    store.flush()
+    assert known(store) == [2, 3, 4, 5]
+    with contextlib.closing(Store(tmp_path, "process")) as again:  # after a restart
+        assert known(again) == [2, 3, 4, 5]
+        assert [again.find_request("pod-5").owner] == ["team/a"]  # type: ignore[union-attr]
+    blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    blocker.execute("BEGIN IMMEDIATE")
+    allocation(store, request_id="pod-6")
+    assert 6 in known(store)
+    store.flush()  # fails
+    blocker.close()
+    assert known(store) == [3, 4, 5]
+    store.delete_before(3500.0)
+    assert known(store) == [4, 5]
+    allocation(store, request_id="pod-3")  # the old one is gone
+    store.flush()
+    assert known(store) == [3, 4, 5]
     store.close()
 
 

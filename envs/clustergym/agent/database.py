@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS allocations (
     learnable INTEGER NOT NULL, cores REAL NOT NULL, memory_mb REAL NOT NULL, value REAL NOT NULL,
     gpu INTEGER NOT NULL, advised_cores REAL NOT NULL, advised_memory_mb REAL NOT NULL,
     recommended_cores REAL NOT NULL, recommended_memory_mb REAL NOT NULL, decided_by TEXT NOT NULL);
-CREATE UNIQUE INDEX IF NOT EXISTS requests ON allocations (request_id) WHERE request_id IS NOT NULL;
+DROP INDEX IF EXISTS requests; -- of earlier versions: random keys made every commit slower as the table grew
 CREATE TABLE IF NOT EXISTS feedback (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, allocation INTEGER NOT NULL UNIQUE REFERENCES allocations (seq),
     received_s REAL NOT NULL, status TEXT NOT NULL, usage REAL NOT NULL, qos_met INTEGER NOT NULL,
