@@ -158,7 +158,6 @@ class Store:
         self.next_seq: int = 1 + (row[0] if row else 0)
         self._allocations: OrderedDict[int, Allocation] = OrderedDict()
         self._seq_by_request: OrderedDict[str, int] = OrderedDict()
-        self._committed_seq = self.next_seq - 1
         self._owners: OrderedDict[str, tuple[list[float], OwnerState]] = OrderedDict()
         self._unsaved_owners: set[str] = set()
         self._statements: list[tuple[str, tuple[Any, ...]]] = []
@@ -216,7 +215,7 @@ class Store:
     def find_request(self, request_id: str) -> Allocation | None:
         """The allocation that was made for this request id, if it is one of the newest 100,000."""
         seq = self._seq_by_request.get(request_id)
-        return None if seq is None else self._find_seq(seq)
+        return None if seq is None else self._find_seq(seq)  # a deleted allocation is not found
 
     def _find_requests(self) -> None:
         """Read the request ids of the newest allocations. The database has no index of them.
@@ -273,17 +272,13 @@ class Store:
 
         The clock never goes back, so the oldest rows have the smallest numbers, and the primary key finds them.
         """
-        rows = self.connection.execute(
-            "SELECT seq, created_s, owner, request_id FROM allocations ORDER BY seq LIMIT 50"
-        ).fetchall()
-        old = list(takewhile(lambda row: row[1] < created_s, rows))
+        rows = self.connection.execute("SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 50").fetchall()
+        old = [(seq, owner) for seq, created, owner in takewhile(lambda row: row[1] < created_s, rows)]
         if old:
-            for seq, _, owner, request_id in old:
+            for seq, owner in old:
                 self._allocations.pop(seq, None)
                 self._close(owner, seq)
-                if self._seq_by_request.get(request_id) == seq:
-                    del self._seq_by_request[request_id]
-            first, last = old[0][0], old[-1][0]
+            (first, _), (last, _) = old[0], old[-1]
             self._add_statement("DELETE FROM feedback WHERE allocation BETWEEN ? AND ?", first, last)
             self._add_statement("DELETE FROM allocations WHERE seq BETWEEN ? AND ?", first, last)
             self.flush()
@@ -424,8 +419,6 @@ class Store:
             log.error("the store cannot be written: %s", problem)
             # Memory holds what was not committed: discard it and read the database again.
             self._allocations.clear()
-            while self._seq_by_request and next(reversed(self._seq_by_request.values())) > self._committed_seq:
-                self._seq_by_request.popitem()
             self._owners.clear()
             self._unsaved_owners.clear()
             with contextlib.suppress(sqlite3.Error):
@@ -458,7 +451,6 @@ class Store:
                 execute(sql, values)
             execute("COMMIT")
             self.problem = None
-            self._committed_seq = self.next_seq - 1
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 execute("ROLLBACK")
