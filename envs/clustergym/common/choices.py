@@ -1,8 +1,12 @@
-"""Checks for options with a fixed set of values."""
+"""Checks of options: fixed sets of values, and the keyword arguments of an environment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
 
 
 def one_of(value: str, allowed: Sequence[str], what: str) -> int:
@@ -10,3 +14,12 @@ def one_of(value: str, allowed: Sequence[str], what: str) -> int:
     if value not in allowed:
         raise ValueError(f"unknown {what} {value!r}; expected one of: {', '.join(allowed)}")
     return list(allowed).index(value)
+
+
+def config_from(kind: type[Config], options: dict[str, Any]) -> Config:
+    """Keyword arguments as a configuration, a dataclass. A ``TypeError`` names an unknown one."""
+    known = sorted(f.name for f in fields(kind))  # type: ignore[arg-type]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; the environment takes: {', '.join(known)}")
+    return kind(**options)

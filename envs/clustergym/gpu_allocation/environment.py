@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import gymnasium
@@ -14,6 +14,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
+from clustergym.common.choices import config_from
 from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.state import Doubles, Floats
@@ -46,17 +47,6 @@ EPISODE_INFO = {
     "mean_wait_s": state.SUM_WAIT,
     "mean_room": state.SUM_ROOM,
 }
-
-
-def config_from(options: dict[str, Any]) -> AllocationConfig:
-    """The configuration from an environment's keyword arguments."""
-    known = {f.name for f in fields(AllocationConfig)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise TypeError(
-            f"unexpected keyword argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}"
-        )
-    return AllocationConfig(**options)
 
 
 def shorten(config: AllocationConfig, steps: int | None, name: str) -> AllocationConfig:
@@ -266,7 +256,7 @@ class GPUAllocationEnv(Copying, Rendering, gymnasium.Env[Floats, Floats]):
 
     def __init__(self, render_mode: str | None = None, **options: Any) -> None:
         self._choose_render_mode(render_mode)
-        self.batch = AllocationBatch(config_from(options), 1)
+        self.batch = AllocationBatch(config_from(AllocationConfig, options), 1)
         self.observation_space, self.action_space = single_spaces(self.batch.n_features)
         self._look()
         self._seeded = False
@@ -321,7 +311,9 @@ class GPUAllocationVectorEnv(Copying, gymnasium.vector.VectorEnv[Floats, Floats,
         self.render_mode = None
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
-        self.batch = AllocationBatch(shorten(config_from(options), max_episode_steps, "max_episode_steps"), num_envs)
+        self.batch = AllocationBatch(
+            shorten(config_from(AllocationConfig, options), max_episode_steps, "max_episode_steps"), num_envs
+        )
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = single_spaces(self.batch.n_features)
         self.observation_space = batch_space(self.single_observation_space, num_envs)

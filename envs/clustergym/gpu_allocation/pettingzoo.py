@@ -8,11 +8,11 @@ import numpy as np
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
-from clustergym.gpu_allocation.batch import AllocationBatch
+from clustergym.common.choices import config_from
+from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.environment import (
     Copying,
     Rendering,
-    config_from,
     episode_info,
     outcome_info,
     shorten,
@@ -53,7 +53,7 @@ class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floa
         self, n_nodes: int = 2, render_mode: str | None = None, max_cycles: int | None = None, **options: Any
     ) -> None:
         self._choose_render_mode(render_mode)
-        config = shorten(config_from(options), max_cycles, "max_cycles")
+        config = shorten(config_from(AllocationConfig, options), max_cycles, "max_cycles")
         if config.mix is not None:
             raise ValueError("mix is for a single node: the nodes here have their own mixes (edge_mixes)")
         self.n_nodes = n_nodes

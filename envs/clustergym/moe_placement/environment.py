@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import gymnasium
@@ -11,7 +10,7 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import config_from, one_of
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.observation import N_KINDS
 from clustergym.moe_placement.kernels.state import (
@@ -132,7 +131,7 @@ class PlacementTask:
         if render_mode not in (None, "human", "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
         self.render_mode, self.illegal_penalty = render_mode, illegal_penalty
-        self.batch = PlacementBatch(config_of(options), 1)
+        self.batch = PlacementBatch(config_from(PlacementConfig, options), 1)
         self._look()
         self._saved = []
         self._seeded = False
@@ -216,17 +215,6 @@ def noop_actions(batch: PlacementBatch) -> npt.NDArray[np.int64]:
     """(B, 2) actions that change nothing: PLACE expert 0 on a GPU that holds it."""
     nodes = batch.obs["placement"][:, 0].argmax(-1).cpu().numpy()
     return np.stack([np.zeros_like(nodes), nodes], axis=1)
-
-
-def config_of(options: dict[str, Any]) -> PlacementConfig:
-    """Keyword arguments as a configuration; a ``TypeError`` names an unknown one."""
-    known = {f.name for f in fields(PlacementConfig)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise TypeError(
-            f"unexpected keyword argument {unknown[0]!r}; the environment takes: {', '.join(sorted(known))}"
-        )
-    return PlacementConfig(**options)
 
 
 def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:

@@ -14,8 +14,8 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from clustergym.common.choices import one_of
-from clustergym.moe_placement.batch import PlacementBatch
+from clustergym.common.choices import config_from, one_of
+from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.environment import (
     LAYER_KEYS,
     OBSERVATIONS,
@@ -23,7 +23,6 @@ from clustergym.moe_placement.environment import (
     ObsDict,
     compact_observation,
     compact_space,
-    config_of,
     episode_info,
     frame_of,
     noop_actions,
@@ -97,7 +96,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
         self.illegal_penalty, self._compact = illegal_penalty, observation == "compact"
-        self.batch = PlacementBatch(config_of(options), num_envs, device)
+        self.batch = PlacementBatch(config_from(PlacementConfig, options), num_envs, device)
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = self._spaces()
         self.observation_space = batch_space(self.single_observation_space, num_envs)
