@@ -63,7 +63,7 @@ def test_history_matches_the_simulator(pods: list[tuple[float, float, bool, bool
 def test_features_match_the_simulator() -> None:
     """Each observation of an episode can be rebuilt from what the agent knows."""
     from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
-    from clustergym.gpu_allocation.space import MAX_PODS, scale_state
+    from clustergym.gpu_allocation.space import MAX_PODS, encode_state
 
     batch = AllocationBatch(AllocationConfig(history=True), 1)
     batch.seed([5])
@@ -75,9 +75,11 @@ def test_features_match_the_simulator() -> None:
         owner = int(ask[columns.ASK_OWNER])
         known = owners.setdefault(owner, history.new_history())
         _, _, gpu_util, mem_util, pods, *_ = obs
-        state = scale_state(ask[columns.ASK_CORES], ask[columns.ASK_MEMORY], gpu_util, mem_util, round(MAX_PODS * pods))
+        state = encode_state(
+            ask[columns.ASK_CORES], ask[columns.ASK_MEMORY], gpu_util, mem_util, round(MAX_PODS * pods)
+        )
         cores, memory, *_ = state
-        rebuilt = [*state, *history.features(known, cores, memory, ask[columns.ASK_SENSITIVE] > 0.5)]
+        rebuilt = state + history.features(known, cores, memory, ask[columns.ASK_SENSITIVE] > 0.5)
         np.testing.assert_allclose(rebuilt, obs, rtol=1e-4, atol=1e-5)
         batch.step(rng.random((1, 2)), autoreset=False)
         out = batch.outcome[0].tolist()

@@ -18,6 +18,7 @@ from clustergym.gpu_allocation import (
     AllocationConfig,
     compute_reward,
     dynamics,
+    encode_state,
     fitted,
     grant,
     inverse_transform,
@@ -26,7 +27,6 @@ from clustergym.gpu_allocation import (
     transform_action,
 )
 from clustergym.gpu_allocation.evaluation import play_rules
-from clustergym.gpu_allocation.space import scale_state
 from clustergym.gpu_allocation.specs import APPS, solo_latency_ms
 from gpu_reference import Node, corun_latency_ms
 
@@ -152,7 +152,7 @@ def test_invalid_feedback_raises(arguments: tuple[float, float, float, bool, int
 
 
 def test_state_and_action_of_the_example() -> None:
-    assert scale_state(80, 4000, 0.45, 0.30, 2) == pytest.approx([0.8, 4000 / 32768, 0.45, 0.3, 0.2])
+    assert encode_state(80, 4000, 0.45, 0.30, 2) == pytest.approx([0.8, 4000 / 32768, 0.45, 0.3, 0.2])
     cores, memory = transform_action([0.56, 0.08])
     assert (cores, memory) == (pytest.approx(60.4), pytest.approx(3092.48))
     assert grant([0.56, 0.08], 80, 4000) == (60.0, 3092.0)
@@ -163,11 +163,15 @@ def test_state_and_action_of_the_example() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: encode_state(5, 4000, 0, 0, 0), "requested cores are 5 %: expected 10 … 100"),
+        (lambda: encode_state(50, -4, 0, 0, 0), "requested memory is -4 MB: expected 512 … 32768"),
+        (lambda: encode_state(50, 4000, math.nan, 0, 0), "gpu_util is nan"),
+        (lambda: encode_state(50, 4000, 0, 0, -1), "running_pods is -1"),
         (lambda: transform_action([math.nan, 0.5]), "expected two finite numbers"),
         (lambda: transform_action([0.5]), "expected two finite numbers"),
     ],
 )
-def test_invalid_actions_raise(call: object, message: str) -> None:
+def test_invalid_requests_raise(call: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()  # type: ignore[operator]
 

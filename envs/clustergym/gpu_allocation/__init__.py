@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from clustergym.gpu_allocation.reward import RewardTerms, compute_reward, reward_terms
-from clustergym.gpu_allocation.space import grant, inverse_transform, transform_action
+from clustergym.gpu_allocation.space import encode_state, grant, inverse_transform, transform_action
 
 if TYPE_CHECKING:
     from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
@@ -24,6 +24,7 @@ __all__ = [
     "Workload",
     "compute_reward",
     "edge_mixes",
+    "encode_state",
     "grant",
     "inverse_transform",
     "read_openb",

@@ -32,7 +32,20 @@ N_STATE = len(STATE_NAMES)
 def scale_state(
     requested_cores: float, requested_memory_mb: float, gpu_util: float, mem_util: float, running_pods: int
 ) -> tuple[float, float, float, float, float]:
-    """The five numbers of the state for a request on a node, without checks.
+    """The five numbers of :func:`encode_state`, without checks."""
+    return (
+        requested_cores / MAX_CORES,
+        requested_memory_mb / MAX_MEMORY_MB,
+        min(gpu_util, 1.0),
+        min(mem_util, 1.0),
+        min(running_pods / MAX_PODS, 1.0),
+    )
+
+
+def encode_state(
+    requested_cores: float, requested_memory_mb: float, gpu_util: float, mem_util: float, running_pods: int
+) -> list[float]:
+    """The five numbers of the state for a request on a node.
 
     Args:
         requested_cores: % of the GPU, 10 … 100.
@@ -41,16 +54,26 @@ def scale_state(
         mem_util: memory used / total, 0 … 1.
         running_pods: GPU pods that run before this one; more than 10 count as 10.
 
-    >>> [round(x, 2) for x in scale_state(80, 4000, 0.45, 0.30, 2)]
+    >>> [round(x, 2) for x in encode_state(80, 4000, 0.45, 0.30, 2)]
     [0.8, 0.12, 0.45, 0.3, 0.2]
     """
-    return (
-        requested_cores / MAX_CORES,
-        requested_memory_mb / MAX_MEMORY_MB,
-        min(gpu_util, 1.0),
-        min(mem_util, 1.0),
-        min(running_pods / MAX_PODS, 1.0),
-    )
+    check_request(requested_cores, requested_memory_mb)
+    for name, value in (("gpu_util", gpu_util), ("mem_util", mem_util)):
+        if not (math.isfinite(value) and 0 <= value <= 1):
+            raise ValueError(f"{name} is {value}: expected a share, 0 … 1")
+    if running_pods < 0:
+        raise ValueError(f"running_pods is {running_pods}: expected 0 or more")
+    return list(scale_state(requested_cores, requested_memory_mb, gpu_util, mem_util, running_pods))
+
+
+def check_request(requested_cores: float, requested_memory_mb: float) -> None:
+    """Raise a ValueError for a request outside the limits of an allocation."""
+    if not (math.isfinite(requested_cores) and MIN_CORES <= requested_cores <= MAX_CORES):
+        raise ValueError(f"requested cores are {requested_cores} %: expected {MIN_CORES:g} … {MAX_CORES:g} %")
+    if not (math.isfinite(requested_memory_mb) and MIN_MEMORY_MB <= requested_memory_mb <= MAX_MEMORY_MB):
+        raise ValueError(
+            f"requested memory is {requested_memory_mb} MB: expected {MIN_MEMORY_MB:g} … {MAX_MEMORY_MB:g} MB"
+        )
 
 
 def scale_action(cores: float, memory: float) -> tuple[float, float]:
