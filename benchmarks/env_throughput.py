@@ -49,6 +49,8 @@ class Args:
     """Engine profile of the comparison."""
     trace: str = DEFAULT_TRACE
     """Trace of the comparison, of 64 experts; by default the environment's own."""
+    compare_eplb: bool = True
+    """Also serve with EPLB's placement, as the environment does by default."""
     sizes: bool = True
     """Also measure the growth with passes, tokens, experts, GPUs and layers."""
     largest_wrapper: int = 1024
@@ -366,7 +368,9 @@ def main(args: Args) -> None:
         against(args.against.resolve(), args.rounds, args.only)
         return
     console = Console(width=130)
-    options = {"profile": args.profile, "trace": args.trace, "allow_reuse": True}
+    options = {
+        "profile": args.profile, "trace": args.trace, "allow_reuse": True, "compare_eplb": args.compare_eplb,
+    }  # fmt: skip
     results = []
     table = Table(title=f"environment steps per second: {args.trace}, {args.profile}, 64 experts, 16 GPUs")
     for column in ("environments", "batched", "sync", "async", "single", "batched / sync", "the same per\nCPU second",
