@@ -281,7 +281,8 @@ class Store:
             (first, _), (last, _) = old[0], old[-1]
             self._add_statement("DELETE FROM feedback WHERE allocation BETWEEN ? AND ?", first, last)
             self._add_statement("DELETE FROM allocations WHERE seq BETWEEN ? AND ?", first, last)
-            self.flush()
+            if not self._waiting:  # otherwise a commit follows within milliseconds: requests need not wait for another
+                self.flush()
         return len(old)
 
     # Feedback and owner histories
