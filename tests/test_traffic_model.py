@@ -160,3 +160,22 @@ def test_traffic_unlike_all_topics_gets_few_training_tokens() -> None:
     assert (extended.rows < 1000).mean() > 0.99
     usual = interval_of(trace_of_topics(2, 400)[0], np.arange(100), 8)
     assert (model.extend(usual, EXPERTS, 16384, seed=0).rows < 4000).mean() == pytest.approx(1000 / 5096, abs=0.1)
+
+
+def test_a_short_search_does_not_read_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    extend = TrafficModel.extend
+
+    def spy(self: TrafficModel, interval: Interval, n_experts: int, most_tokens: int, seed: int) -> Interval:
+        calls.append(most_tokens)
+        return extend(self, interval, n_experts, most_tokens, seed)
+
+    monkeypatch.setattr(TrafficModel, "extend", spy)
+    trace = TokenTrace.load("tiny_moe")
+    sim = Simulator("tiny-moe", "h800-2x2", "sglang-prefill")
+    interval = interval_of(trace, np.arange(2), sim.n_gpus)
+    for seconds, read in ((0.02, False), (0.06, True)):
+        planner = make_planner("anneal-learned", sim, seconds=seconds)
+        planner.learn(trace)
+        sim.check(planner.plan([interval], sim.static(trace.n_layers)))
+        assert bool(calls) == read

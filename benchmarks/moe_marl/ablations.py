@@ -26,7 +26,6 @@ VARIANTS: dict[str, list[str]] = {
     "no look-ahead": ["--no-lookahead"],
     "decentralised critics": ["--no-centralised"],
     "no supervised phase": ["--pretrain-states", "0"],
-    "8 operations": ["--ops-per-layer", "8"],
     "32 operations": ["--ops-per-layer", "32"],
 }
 """Flags of each variant. Names are folder names, so results are found again only under the same name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,10 @@ _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
 _SCENARIOS = 8
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
+_HURRY_MS = 8.0
+"""With less time per layer and core, the estimate is made from fewer tokens."""
+_LEAST_LEARNED_S = 0.03
+"""With less time for a plan, a traffic model is not used: to read it takes 5 ms, whatever the number of layers."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -90,8 +94,14 @@ class Anneal(Search):
 
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
         """``others`` are more placements that the search may start from."""
-        began, topic = time.perf_counter(), self.topics(history)
-        short = self.core_ms(len(placement)) < _LEAST_EXACT_MS
+        if self.traffic is not None and self.seconds is not None and self.seconds < _LEAST_LEARNED_S:
+            plain = replace(self, spread=0.0)
+            plain.calls, self.calls = self.calls, self.calls + 1
+            return Anneal.plan(plain, history, placement, others)
+        began, core_ms = time.perf_counter(), self.core_ms(len(placement))
+        # To find the topics of the interval takes time, too. In a hurry those of the traffic model are enough.
+        topic = self.topics(history, own=self.traffic is None or core_ms > _HURRY_MS)
+        short = core_ms < _LEAST_EXACT_MS
         if self.estimates:
             spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
             estimated = self.search_estimate(history, placement, share, others, topic, spent)
@@ -150,8 +160,8 @@ class Anneal(Search):
         topic = self.topics(history) if topic is None else topic
         began, layers, simulator = time.perf_counter(), len(placement), self.simulator
         tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
-        if self.seconds is not None:
-            tokens = min(tokens, _ESTIMATE_TOKENS if self.core_ms(layers) > 8 else _ESTIMATE_TOKENS // 2)
+        if self.core_ms(layers) <= _HURRY_MS:
+            tokens = min(tokens, _ESTIMATE_TOKENS // (2 if self.traffic is None else 4))
         seen = self.observe(history, tokens)
         # All observed tokens for the loads; an interval that a traffic model made has no others.
         whole = self.observe(history, 0) if self.traffic is None else seen
