@@ -24,7 +24,7 @@ from clustergym.moe_placement import (
     Simulator,
     Traffic,
 )
-from clustergym.moe_placement.evaluation import Protocol, compare
+from clustergym.moe_placement.evaluation import Protocol, compare, teach
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER
 from clustergym.moe_placement.policy.export import (
@@ -255,6 +255,14 @@ def test_guided_search_skips_the_policy_if_time_is_short(trace: TokenTrace) -> N
         assert (planner._batch is not None) == asked
 
 
+def test_guided_search_learns_from_a_split_that_is_not_served(trace: TokenTrace) -> None:
+    for split, taught in (("all", False), ("test", True)):
+        planner = PolicyGuided(Simulator(MODEL, CLUSTER), policy=untrained())
+        teach(planner, trace, Protocol(TRAFFIC, split=split))
+        assert (planner.search.traffic is not None) == taught
+        assert planner.search.spread == (planner.spread if taught else 0)
+
+
 def test_one_network_plans_for_any_model_and_cluster(trace: TokenTrace) -> None:
     policy = untrained()
     for nodes, gpus, experts, top_k, layers in ((1, 3, 5, 1, 1), (4, 2, 40, 4, 3)):
@@ -348,4 +356,6 @@ def test_the_pretrained_policy_beats_every_eplb_on_the_bundled_trace() -> None:
     names = ["eplb-once", "eplb", "eplb-ema", "eplb-threshold", "policy"]
     protocol = Protocol(Traffic("prefill", schedule="drift", allow_reuse=True), intervals=3, streams=2)
     results = {r.planner: r.total_us for r in compare(trace, sim, names, protocol)}
-    assert results.pop("policy") < 0.99 * min(results.values())
+    policy = results.pop("policy")
+    assert policy < 0.99 * results["eplb"]
+    assert policy < min(results.values())

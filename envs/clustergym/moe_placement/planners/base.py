@@ -41,9 +41,10 @@ class Planner(ABC):
     """The planner assumes that layers do not affect each other, which does not hold with transport ``stay``."""
     small_only: ClassVar[bool] = False
     """The planner refuses all but small instances."""
-
     needs_training: ClassVar[bool] = False
     """:meth:`learn` must be called before :meth:`plan`."""
+    may_train: ClassVar[bool] = False
+    """:meth:`learn` improves the plans. Comparisons call it if the streams come from another split."""
 
     simulator: Simulator
     """Model, cluster and cost model to plan for."""

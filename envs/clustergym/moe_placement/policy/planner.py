@@ -131,6 +131,7 @@ class PolicyGuided(Policy):
     """Annealing that may start from the policy's plan."""
 
     takes_seconds = True
+    may_train = True
 
     seconds: float | None = None
     """Time budget for all layers together, including the policy's time; None uses ``iterations``."""
