@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 
 from clustergym.agent import store as agent_store
-from clustergym.agent.database import STORE_SCHEMA, connect
+from clustergym.agent.database import LOG_BYTES_KEPT, STORE_SCHEMA, connect
 from clustergym.agent.learner import ExperienceReader, Experiences
 from clustergym.agent.metrics import Seconds
 from clustergym.agent.server import serve
@@ -541,6 +541,19 @@ def test_a_long_log_is_moved_into_the_database(tmp_path: Path, monkeypatch: pyte
     asyncio.run(store.shrink_log())
     assert (tmp_path / "store.db").stat().st_size > before
     assert store.find(made.id) is made
+    store.close()
+
+
+def test_the_log_file_shrinks_after_it_has_been_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a log that was large once would be moved again every second."""
+    monkeypatch.setattr(Store, "MAX_LOG_BYTES", LOG_BYTES_KEPT + 1)
+    store, wal = Store(tmp_path, "process"), tmp_path / "store.db-wal"
+    store.connection.execute("INSERT INTO secrets VALUES ('large', zeroblob(?))", (LOG_BYTES_KEPT + (1 << 20),))
+    assert wal.stat().st_size > LOG_BYTES_KEPT + (1 << 20)
+    asyncio.run(store.shrink_log())
+    allocation(store)
+    store.flush()
+    assert wal.stat().st_size <= LOG_BYTES_KEPT
     store.close()
 
 

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 DATABASE_NAME = "store.db"
 STORE_SCHEMA = 4
+LOG_BYTES_KEPT = 4 << 20
+"""Size of the log file once its content is in the database. Writing over it is cheaper than growing it."""
 TABLES = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS allocations (
@@ -53,6 +55,8 @@ def connect(folder: Path, durability: str) -> sqlite3.Connection:
     connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
     # Moving the log into the database waits for the disk. Store.shrink_log does it outside of requests.
     connection.execute("PRAGMA wal_autocheckpoint = 0")
+    # Without a limit the file keeps its largest size for ever, and nobody can see that the log has been moved.
+    connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES_KEPT}")
     return connection
 
 
