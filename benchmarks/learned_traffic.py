@@ -124,10 +124,10 @@ def free_tables(cells: dict[tuple[str, ...], Results]) -> list[str]:
         shown = [f"{result.planner} {percent(result, eplb)}" for result in chosen]
         shown += [percent(results[name, None], eplb) for name in (*LEARNED, "policy", "forecast", "oracle")]
         text.append(f"| {' | '.join(cell)} | {eplb.groups} | {' | '.join(shown)} |")
-    text += ["\n| comparison | difference, % | cells |", "| --- | ---: | ---: |"]
-    for names in (ANNEALERS, ("anneal",), ("anneal-robust",), RULES, ("eplb",)):
+    text += ["\n| comparison | difference, % | range over cells |", "| --- | ---: | ---: |"]
+    for names in (ANNEALERS, ("anneal",), ("anneal-robust",), ("anneal-learned",), RULES, ("eplb",)):
         label = {ANNEALERS: "the best annealer of the cell", RULES: "the best rule of the cell"}.get(names, names[0])
-        for name in (*LEARNED, "policy"):
+        for name in (name for name in (*LEARNED, "policy") if name not in names):
             pairs = [(results[name, None], best_of(results, names)) for results in cells.values()]
             text.append(f"| `{name}` against {label} | {mean_difference(pairs)} |")
     return text
@@ -148,7 +148,7 @@ def time_tables(cells: dict[tuple[str, ...], Results], budgets: Sequence[float])
             ]
             text.append(f"| {' | '.join(cell)} | {name} | {' | '.join(shown)} |")
     text += [
-        "\n| planner | its time | time of the best annealer | difference, % | cells |",
+        "\n| planner | its time | time of the best annealer | difference, % | range over cells |",
         "| --- | --- | --- | ---: | ---: |",
     ]
     for name in LEARNED:
