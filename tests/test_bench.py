@@ -165,6 +165,10 @@ def test_submitted_planners_score_as_the_planners_that_they_copy() -> None:
     kept = play(TASK, Entry("function", target("keep")))
     assert kept.scores == nothing_moved()
     assert kept.metrics["moves"] == 0
+    deepseek = play(TASK, Entry("function", target("rebalance_experts")))
+    assert deepseek.metrics["failed"] == 0
+    # The same replicas and packing; only GPUs may be renamed, which costs migration.
+    assert deepseek.metrics["evolution_balancedness"] == pytest.approx(eplb.metrics["evolution_balancedness"], rel=0.05)
 
 
 def test_failed_decisions_keep_the_placement_and_are_counted() -> None:

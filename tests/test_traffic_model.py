@@ -179,3 +179,8 @@ def test_a_short_search_does_not_read_the_model(monkeypatch: pytest.MonkeyPatch)
         planner.learn(trace)
         sim.check(planner.plan([interval], sim.static(trace.n_layers)))
         assert bool(calls) == read
+    # In a hurry: few tokens, and nobody looks for topics in the interval.
+    monkeypatch.setattr(planner, "core_ms", lambda layers: 5.0)
+    monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", None)
+    planner.plan([interval], sim.static(trace.n_layers))
+    assert calls[-1] == 4096

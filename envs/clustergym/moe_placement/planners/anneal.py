@@ -36,7 +36,7 @@ _LEAST_EXACT_MS = 30.0
 _HURRY_MS = 8.0
 """With less time per layer and core, the estimate is made from fewer tokens."""
 _LEAST_LEARNED_S = 0.03
-"""With less time for a plan, a traffic model is not used: to read it takes 5 ms, whatever the number of layers."""
+"""With less time for a plan of all layers, a traffic model is not used: reading it takes milliseconds by itself."""
 
 
 @dataclass(eq=False, kw_only=True)
