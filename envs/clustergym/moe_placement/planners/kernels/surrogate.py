@@ -32,6 +32,9 @@ N_GPU_SUMS = 5
 # nodes; uses by its own ranks; the longest time to receive experts.
 NODE_USES, NODE_COMMON, ENTER, KERNEL_8, INTRA_8, INTER_8, LOCAL, RECEIVE = range(8)
 N_NODE_SUMS = 8
+# Columns of Surrogate.times: the kernel in µs, copies that the GPU receives from its own node and from other nodes.
+KERNEL_US, COPIES_INTRA, COPIES_INTER = range(3)
+N_TIMES = 3
 # Columns of Surrogate.shape: the estimate of deduplication, then how steps are drawn.
 VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU = range(5)
 DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5)
@@ -72,7 +75,7 @@ class Surrogate(NamedTuple):
     nodes: np.ndarray
     """(B, 2, N, 8) float64: see ``NODE_USES``"""
     times: np.ndarray
-    """(B, 2, G, 3) float64: kernel µs, copies received inside the node and from other nodes"""
+    """(B, 2, G, 3) float64: see ``KERNEL_US``"""
     held_before: np.ndarray
     """(B, E, G) int8"""
     received: np.ndarray
@@ -116,7 +119,7 @@ def allocate(
         gpus=np.zeros((layers, 2, n_gpus, N_GPU_SUMS)),
         deviations=np.zeros((layers, 2, n_gpus, n_topics)),
         nodes=np.zeros((layers, 2, n_nodes, N_NODE_SUMS)),
-        times=np.zeros((layers, 2, n_gpus, 3)),
+        times=np.zeros((layers, 2, n_gpus, N_TIMES)),
         held_before=np.zeros((layers, n_experts, n_gpus), np.int8),
         received=np.zeros((layers, 2, n_gpus, 2), np.int32),
         moved=np.zeros((layers, 2, n_gpus), np.int16),
@@ -269,11 +272,11 @@ def write_times(s, b, when, g, topology, costs):
     tokens = sums[USES]
     if topology.transport == DEDUP:
         tokens = _visits(s, sums[USES], sums[COMMON])
-        times[1] = tokens * (per_node - 1.0) / per_node
+        times[COPIES_INTRA] = tokens * (per_node - 1.0) / per_node
     elif topology.transport == ALLGATHER:
         tokens = float(s.n_tokens)
     else:
-        times[1], times[2] = sums[USES_NEAR], sums[USES_FAR]
+        times[COPIES_INTRA], times[COPIES_INTER] = sums[USES_NEAR], sums[USES_FAR]
     work = costs.token_us * tokens + costs.pair_us * sums[USES]
     # The standard deviation of the uses, over mixtures of topics, is added to them.
     variance = 0.0
@@ -281,7 +284,7 @@ def write_times(s, b, when, g, topology, costs):
         variance += s.deviations[b, when, g, d] ** 2
     if variance > 0.0 and sums[USES] > 0.0:
         work *= 1.0 + math.sqrt(variance) / sums[USES]
-    times[0] = work + costs.expert_us * sums[ACTIVE]
+    times[KERNEL_US] = work + costs.expert_us * sums[ACTIVE]
 
 
 @inlined
@@ -304,15 +307,15 @@ def write_node(s, b, when, node, topology, costs):
     first, near, local = node * per_node, 0.0, 0.0
     kernel, intra, inter, longest = 0.0, 0.0, 0.0, 0.0
     for g in range(first, first + per_node):
-        kernel += _power8(times[g, 0])
-        near += times[g, 1]
-        local += (gpus[g, USES] - times[g, 2]) / per_node
-        inter += _power8(times[g, 2])
+        kernel += _power8(times[g, KERNEL_US])
+        near += times[g, COPIES_INTRA]
+        local += (gpus[g, USES] - times[g, COPIES_INTER]) / per_node
+        inter += _power8(times[g, COPIES_INTER])
         moved = received[g, FROM_OWN_NODE] * costs.receive_intra_us
         longest = max(longest, moved + received[g, FROM_OTHER_NODE] * costs.receive_inter_us)
     for g in range(first, first + per_node):
         # What the other GPUs of the node receive inside it, all of its GPUs have sent alike.
-        intra += _power8(times[g, 1]) + _power8((near - times[g, 1]) / max(1, per_node - 1))
+        intra += _power8(times[g, COPIES_INTRA]) + _power8((near - times[g, COPIES_INTRA]) / max(1, per_node - 1))
     sums[KERNEL_8], sums[INTRA_8], sums[INTER_8], sums[LOCAL], sums[RECEIVE] = kernel, intra, inter, local, longest
     if topology.transport == DEDUP:
         # A copy enters a node at the GPU of its rank's number, so all GPUs of a node receive alike.
@@ -439,7 +442,7 @@ def copy_gpu(s, b, g, source, target):
         s.gpus[b, target, g, i] = s.gpus[b, source, g, i]
     for i in range(s.deviation.shape[2]):
         s.deviations[b, target, g, i] = s.deviations[b, source, g, i]
-    for i in range(3):
+    for i in range(N_TIMES):
         s.times[b, target, g, i] = s.times[b, source, g, i]
     for i in range(2):
         s.received[b, target, g, i] = s.received[b, source, g, i]
