@@ -18,16 +18,15 @@ from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, 
 
 # isort: off
 from clustergym.gpu_allocation.state import (
-    ASK_APP, ASK_BATCH, ASK_CORES, ASK_JITTER, ASK_LIFE, ASK_MEMORY, ASK_NEED, ASK_NEED_MB, ASK_OWNER, ASK_RATE,
-    ASK_SENSITIVE, ASK_SLO, ASK_WAIT, COUNT_DECISIONS, COUNT_ENDED, COUNT_PODS, HABIT_APP, HABIT_BATCH, HABIT_LOAD,
-    HABIT_MEMORY, HABIT_NEED, HABIT_TEMPLATE, JOB_CORES, JOB_LIFE, JOB_SENSITIVE, N_POD, N_SUMS, N_TEMPLATES,
-    OUTCOME_CORES, OUTCOME_EFFICIENCY, OUTCOME_LATENCY, OUTCOME_MEMORY, OUTCOME_MET, OUTCOME_MONOPOLY, OUTCOME_OOM,
-    OUTCOME_OWNER, OUTCOME_PODS, OUTCOME_QOS, OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_REWARD, OUTCOME_ROOM,
-    OUTCOME_TIME,
-    OUTCOME_UNDER_ALLOCATION, OUTCOME_USAGE, OUTCOME_USED_MB, OUTCOME_WAIT, POD_CORES, POD_END, POD_INTENSITY,
-    POD_JITTER, POD_KERNELS, POD_L2, POD_LATENCY, POD_MEMORY, POD_MET, POD_NEED_MB, POD_OWNER, POD_SENSITIVITY,
-    POD_SLO, POD_SOLO, POD_USAGE, POD_WATTS, SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM, SUM_REWARD, SUM_ROOM,
-    SUM_STEPS, SUM_WAIT, Doubles, Floats, Rules, State,
+    ACTION_CORES, ACTION_MEMORY, ASK_APP, ASK_BATCH, ASK_CORES, ASK_JITTER, ASK_LIFE, ASK_MEMORY, ASK_NEED, ASK_NEED_MB,
+    ASK_OWNER, ASK_RATE, ASK_SENSITIVE, ASK_SLO, ASK_WAIT, COUNT_DECISIONS, COUNT_ENDED, COUNT_PODS, HABIT_APP,
+    HABIT_BATCH, HABIT_LOAD, HABIT_MEMORY, HABIT_NEED, HABIT_TEMPLATE, JOB_CORES, JOB_LIFE, JOB_SENSITIVE, N_POD,
+    N_SUMS, N_TEMPLATES, OUTCOME_CORES, OUTCOME_EFFICIENCY, OUTCOME_LATENCY, OUTCOME_MEMORY, OUTCOME_MET,
+    OUTCOME_MONOPOLY, OUTCOME_OOM, OUTCOME_OWNER, OUTCOME_PODS, OUTCOME_QOS, OUTCOME_REQUEST, OUTCOME_REQUEST_MB,
+    OUTCOME_REWARD, OUTCOME_ROOM, OUTCOME_TIME, OUTCOME_UNDER_ALLOCATION, OUTCOME_USAGE, OUTCOME_USED_MB, OUTCOME_WAIT,
+    POD_CORES, POD_END, POD_INTENSITY, POD_JITTER, POD_KERNELS, POD_L2, POD_LATENCY, POD_MEMORY, POD_MET, POD_NEED_MB,
+    POD_OWNER, POD_SENSITIVITY, POD_SLO, POD_SOLO, POD_USAGE, POD_WATTS, SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM,
+    SUM_REWARD, SUM_ROOM, SUM_STEPS, SUM_WAIT, Doubles, Floats, Rules, State,
 )  # fmt: skip
 # isort: on
 
@@ -347,7 +346,7 @@ def begin(s: State, b: int, r: Rules, obs: Floats) -> None:
 @compiled
 def step_one(s: State, b: int, r: Rules, action: Floats, obs: Floats, last: Floats, autoreset: bool) -> None:
     """One decision. At the end of an episode, ``last`` gets the observation and, with autoreset, a new one begins."""
-    cores, memory = scale_action(float(action[b, 0]), float(action[b, 1]))
+    cores, memory = scale_action(float(action[b, ACTION_CORES]), float(action[b, ACTION_MEMORY]))
     cores, memory = limit_grant(cores, memory, s.ask[b, ASK_CORES], s.ask[b, ASK_MEMORY], r.unit_percent)
     utilisation = allocate(s, b, r, cores, memory)
     s.counters[b, COUNT_DECISIONS] += 1
@@ -425,4 +424,4 @@ def oracle_range(first: int, end: int, s: State, r: Rules, action: Floats) -> No
             if level * unit >= ask[ASK_CORES]:
                 break
             level += 1
-        action[b, 0], action[b, 1] = action_for(min(chosen, MAX_CORES), memory)
+        action[b, ACTION_CORES], action[b, ACTION_MEMORY] = action_for(min(chosen, MAX_CORES), memory)

@@ -10,6 +10,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
+# Columns of actions.
+ACTION_CORES, ACTION_MEMORY = range(2)
 # Columns of State.counters.
 COUNT_DECISIONS, COUNT_PODS, COUNT_ENDED = range(3)
 N_COUNTS = 3

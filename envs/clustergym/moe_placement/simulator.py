@@ -40,6 +40,9 @@ if TYPE_CHECKING:
     import torch
 
 Placement = npt.NDArray[np.int16]
+# Parts of the time of a pass: columns of Served.pass_us.
+DISPATCH_US, COMPUTE_US, COMBINE_US = range(3)
+N_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Served:
     """What serving an interval on one placement costs, per layer. Times are µs of one forward pass."""
 
     pass_us: npt.NDArray[np.float64]
-    """(L, P, 3) dispatch, compute and combine of every sampled pass"""
+    """(L, P, 3) dispatch, compute and combine of every sampled pass: see ``DISPATCH_US``"""
     migration_us: npt.NDArray[np.float64]
     """(L,) what moving there from the placement before adds to a pass"""
     pairs: npt.NDArray[np.int64]
@@ -319,7 +322,7 @@ class Simulator:
                     raise ValueError(f"placement has {len(slots)} layers, but the interval has {interval.n_layers}")
         state, costs = self._served(interval, placement, before), self.interval_costs(interval)
         layers, gpus = interval.n_layers, self.n_gpus
-        times = np.zeros((layers, interval.n_passes, 3))
+        times = np.zeros((layers, interval.n_passes, N_PARTS))
         links, transfer_us = np.zeros((layers, gpus, gpus)), np.zeros(layers)
         for b in range(layers):
             _write_times(state, b, self.topology, costs, times[b], links[b])
@@ -350,7 +353,7 @@ class Simulator:
     def pass_times(self, interval: Interval, placement: Placement) -> npt.NDArray[np.float64]:
         """(L, P) time of every pass: that of :meth:`evaluate`, without its other figures. The placement is trusted."""
         state, costs = self._served(interval, placement), self.interval_costs(interval)
-        times, links = np.zeros((interval.n_layers, interval.n_passes, 3)), np.zeros((self.n_gpus, self.n_gpus))
+        times, links = np.zeros((interval.n_layers, interval.n_passes, N_PARTS)), np.zeros((self.n_gpus, self.n_gpus))
         for b in range(interval.n_layers):
             _write_times(state, b, self.topology, costs, times[b], links)
         total: npt.NDArray[np.float64] = times.sum(2)
@@ -407,7 +410,5 @@ def _write_times(state: Any, b: Any, topology: Any, costs: Any, times: Any, link
     """Write dispatch, compute and combine of every pass (P, 3), and add up the copies from row to column (G, G)."""
     for w in range(state.rows.shape[1]):
         dispatch, compute, combine = pass_times(state, b, w, topology, costs, -1)
-        times[w, 0] = dispatch
-        times[w, 1] = compute
-        times[w, 2] = combine
+        times[w, DISPATCH_US], times[w, COMPUTE_US], times[w, COMBINE_US] = dispatch, compute, combine
         add_links(state, b, w, topology, links)

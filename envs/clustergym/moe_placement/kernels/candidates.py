@@ -38,6 +38,8 @@ N_COMPACT_GPU_FEATURES = len(COMPACT_GPU_FEATURES)
 # Logarithm of the norm in which ``saved_smooth`` is measured: it also sees what brings no time yet.
 SMOOTH_NORM_LOG2 = 3
 PERCENT = 100.0
+# Columns of ``operations``: the expert, and the node that the second agent chooses (see ``MoEPlacementEnv``).
+EXPERT, NODE = range(2)
 # In the place of an expert: fewer operations exist.
 ABSENT = -1
 
@@ -105,16 +107,17 @@ def _estimate(sim, b, e, g, s, node, n_passes, work, coldest, gpu_pairs):
 @device
 def _insert(operations, score, first, last, e, node, value):
     """Keep the best operations in rows ``first`` … ``last``−1, best first. Each operation is there once."""
-    if value <= score[last - 1] and operations[last - 1, 0] != ABSENT:
+    if value <= score[last - 1] and operations[last - 1, EXPERT] != ABSENT:
         return
     for i in range(first, last):
-        if operations[i, 0] == e and operations[i, 1] == node:
+        if operations[i, EXPERT] == e and operations[i, NODE] == node:
             return
     i = last - 1
-    while i > first and (operations[i - 1, 0] == ABSENT or score[i - 1] < value):
-        operations[i, 0], operations[i, 1], score[i] = operations[i - 1, 0], operations[i - 1, 1], score[i - 1]
+    while i > first and (operations[i - 1, EXPERT] == ABSENT or score[i - 1] < value):
+        operations[i, EXPERT], operations[i, NODE] = operations[i - 1, EXPERT], operations[i - 1, NODE]
+        score[i] = score[i - 1]
         i -= 1
-    operations[i, 0], operations[i, 1], score[i] = e, node, value
+    operations[i, EXPERT], operations[i, NODE], score[i] = e, node, value
 
 
 @device
@@ -136,16 +139,16 @@ def _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest):
     """Write the operations of best estimate into rows 1 … k; row 0 is the no-op."""
     n_gpus, k, n_passes = sim.slots.shape[1], operations.shape[0] - 1, rules.n_passes
     gpu_pairs = episode.gpu_pairs[b]
-    operations[0, 0], operations[0, 1] = 0, sim.replicas[b, 0, 0]
+    operations[0, EXPERT], operations[0, NODE] = 0, sim.replicas[b, 0, 0]
     for i in range(1, k + 1):
-        operations[i, 0], operations[i, 1], score[i] = ABSENT, ABSENT, 0.0
+        operations[i, EXPERT], operations[i, NODE], score[i] = ABSENT, ABSENT, 0.0
     slowest, busiest = _write_work(sim, obs, b, rules, work, coldest, gpu_pairs)
     # The coldest replica makes room: its deletion is always on the list, or no replica could ever be replaced.
     cold, where = _coldest_replica(sim, b, n_passes)
     last = k + 1
     if cold >= 0 and k > 1:
         last = k
-        operations[k, 0], operations[k, 1] = cold, 2 * n_gpus + where
+        operations[k, EXPERT], operations[k, NODE] = cold, 2 * n_gpus + where
     for turn in range(2):
         g = slowest if turn == 0 else busiest
         for s in range(sim.slots.shape[2]):
@@ -214,7 +217,7 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
     moved = migration_time(sim, b, costs)
     for i in range(1, k + 1):
         row = compact[(i - 1) * N_CANDIDATE_FEATURES : i * N_CANDIDATE_FEATURES]
-        _try(episode, sim, obs, b, rules, operations[i, 0], operations[i, 1], true, smooth, moved, row)
+        _try(episode, sim, obs, b, rules, operations[i, EXPERT], operations[i, NODE], true, smooth, moved, row)
     # Best first: insertion sort, because equal ones must keep their order on every device.
     for i in range(1, k):
         j = i
@@ -230,7 +233,7 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
                 operations[j, c] = chosen
             j -= 1
     for i in range(k + 1):
-        mask[i] = operations[i, 0] != ABSENT
+        mask[i] = operations[i, EXPERT] != ABSENT
     at = k * N_CANDIDATE_FEATURES
     gpus = obs.gpus[b]
     for g in range(n_gpus):
