@@ -14,6 +14,7 @@ from clustergym.moe_placement import ClusterSpec, EngineProfile, Interval, Model
 from clustergym.moe_placement.kernels.cost import mean_pass_time
 from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.kernels import surrogate
+from clustergym.moe_placement.planners.kernels.counts import count_tokens, vary_topics
 from clustergym.moe_placement.planners.kernels.launch import Objective
 from clustergym.moe_placement.planners.kernels.surrogate import ALL, FAR, NEAR, NOW, Surrogate
 from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
@@ -46,12 +47,13 @@ def surrogate_of(
 ) -> Surrogate:
     """The estimate. The rows take turns with the topics."""
     state = surrogate.allocate(
-        surrogate.DEFAULT_SHAPE, interval.n_tokens, interval.experts.shape[2], sim.n_experts, placement.copy(),
+        surrogate.DEFAULT_SHAPE, interval.rows.size, interval.experts.shape[2], sim.n_experts, placement.copy(),
         sim.cluster.n_nodes, sim.topology.transport == DEDUP, n_topics,
     )  # fmt: skip
     rows, topic = interval.rows.ravel(), (np.arange(interval.experts.shape[1]) % max(1, n_topics)).astype(np.int8)
     share = np.bincount(topic[rows], minlength=n_topics) / len(rows)
-    surrogate.prepare(0, len(placement), state, interval.experts, rows, rows, before, topic, share, spread)
+    count_tokens(0, len(placement), state, interval.experts, rows, rows, before, topic)
+    vary_topics(0, len(placement), state, share, spread)
     return state
 
 

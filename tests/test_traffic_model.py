@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from clustergym.cli import main
-from clustergym.moe_placement import Simulator
+from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
 from clustergym.moe_placement.evaluation import Protocol, compare, teach
 from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.traffic_model import TrafficModel
 from clustergym.moe_placement.streams import Interval, Traffic, layer_first
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
@@ -162,25 +164,60 @@ def test_traffic_unlike_all_topics_gets_few_training_tokens() -> None:
     assert (model.extend(usual, EXPERTS, 16384, seed=0).rows < 4000).mean() == pytest.approx(1000 / 5096, abs=0.1)
 
 
-def test_a_short_search_does_not_read_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    extend = TrafficModel.extend
+@pytest.mark.parametrize("pairs", [True, False])
+def test_counts_of_a_topic_are_those_of_its_tokens(pairs: bool) -> None:
+    trace, _ = trace_of_topics(0)
+    model = TrafficModel.learn(trace, EXPERTS, topics=2)
+    counts = model.counts(pairs)
+    assert model.counts(pairs) is counts
+    for layer, (t, rows) in product(range(LAYERS), enumerate(model.rows)):
+        uses = np.zeros((len(rows), EXPERTS))
+        np.put_along_axis(uses, trace.experts[rows, layer].astype(np.int64), 1.0, axis=1)
+        np.testing.assert_allclose(counts.loads[layer, t], uses.mean(0), rtol=1e-5)
+        if pairs:
+            both = uses.T @ uses / len(rows)
+            np.testing.assert_allclose(counts.pairs[layer, t], both - np.diag(np.diag(both)), rtol=1e-5)
+    assert pairs or counts.pairs.size == LAYERS * model.n_topics
 
-    def spy(self: TrafficModel, interval: Interval, n_experts: int, most_tokens: int, seed: int) -> Interval:
-        calls.append(most_tokens)
-        return extend(self, interval, n_experts, most_tokens, seed)
 
-    monkeypatch.setattr(TrafficModel, "extend", spy)
+def test_the_estimate_counts_observed_tokens_and_past_topics() -> None:
+    """The same counts from a list of tokens that has both in the right shares."""
+    past, _ = trace_of_topics(0, 400)
+    now, topic = trace_of_topics(1, 400)
+    seen = interval_of(now, np.flatnonzero(topic), 8)
+    cluster = ClusterSpec("c", 2, 4, 3, 160, 40, 2.0, 4.0)
+    sim = Simulator(ModelSpec("m", LAYERS, EXPERTS, TOP_K, 64, 64), cluster, "sglang-prefill")
+    planner = Anneal(sim, spread=0.5)
+    planner.traffic = TrafficModel.learn(past, EXPERTS, topics=2)
+    own, shares = planner.traffic.blend(seen.loads(EXPERTS).astype(float), seen.rows.size)
+    assert own + shares.sum() == pytest.approx(1)
+    observed = np.zeros(now.n_tokens, np.int8)
+    state, _ = planner.prepare_estimate([seen], sim.static(LAYERS), observed)
+    for layer in range(LAYERS):
+        expected, both, by_topic = np.zeros(EXPERTS), np.zeros((EXPERTS, EXPERTS)), []
+        sources = [(now, seen.rows.ravel(), own)]
+        sources += [(past, rows, share) for rows, share in zip(planner.traffic.rows, shares, strict=True)]
+        for trace, rows, share in sources:
+            uses = np.zeros((len(rows), EXPERTS))
+            np.put_along_axis(uses, trace.experts[rows, layer].astype(np.int64), 1.0, axis=1)
+            by_topic.append(state.n_tokens * share * uses.mean(0))
+            expected += by_topic[-1]
+            both += state.n_tokens * share * (uses.T @ uses) / len(rows)
+        np.testing.assert_allclose(state.load[layer], expected, rtol=1e-4)
+        np.testing.assert_allclose(state.pairs[layer], both - np.diag(np.diag(both)), rtol=1e-4, atol=1e-3)
+        for t, share in enumerate([own, *shares]):
+            varies = 0.5 * (by_topic[t] - share * expected)
+            np.testing.assert_allclose(state.deviation[layer, :, t], varies, rtol=1e-3, atol=1e-3)
+    # The proposals are drawn from both: the first topic is only in past traffic.
+    from_first = (state.sample[0, :, 0] < 8).mean()
+    assert from_first == pytest.approx(shares[int(planner.traffic.profiles[:, :8].sum(1).argmax())], abs=0.01)
+
+
+def test_a_search_in_a_hurry_does_not_look_for_topics_in_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", None)
     trace = TokenTrace.load("tiny_moe")
     sim = Simulator("tiny-moe", "h800-2x2", "sglang-prefill")
-    interval = interval_of(trace, np.arange(2), sim.n_gpus)
-    for seconds, read in ((0.02, False), (0.06, True)):
-        planner = make_planner("anneal-learned", sim, seconds=seconds)
-        planner.learn(trace)
-        sim.check(planner.plan([interval], sim.static(trace.n_layers)))
-        assert bool(calls) == read
-    # In a hurry: few tokens, and nobody looks for topics in the interval.
+    planner = make_planner("anneal-learned", sim, seconds=0.004 * trace.n_layers)
+    planner.learn(trace)
     monkeypatch.setattr(planner, "core_ms", lambda layers: 5.0)
-    monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", None)
-    planner.plan([interval], sim.static(trace.n_layers))
-    assert calls[-1] == 4096
+    sim.check(planner.plan([interval_of(trace, np.arange(2), sim.n_gpus)], sim.static(trace.n_layers)))

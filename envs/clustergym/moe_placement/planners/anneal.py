@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.kernels import anneal as kernels
 from clustergym.moe_placement.planners.kernels import surrogate
+from clustergym.moe_placement.planners.kernels.counts import add_topics, count_tokens, vary_topics
 from clustergym.moe_placement.planners.kernels.launch import Objective, over_layers
 from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
@@ -35,8 +36,8 @@ _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 _HURRY_MS = 8.0
 """With less time per layer and core, the estimate is made from fewer tokens."""
-_LEAST_LEARNED_S = 0.03
-"""With less time for a plan of all layers, a traffic model is not used: reading it takes milliseconds by itself."""
+_LEAST_CHUNK_S = 5e-4
+"""Shortest time between two looks at the clock: threads that start and end cost time, too."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,10 +95,6 @@ class Anneal(Search):
 
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
         """``others`` are more placements that the search may start from."""
-        if self.traffic is not None and self.seconds is not None and self.seconds < _LEAST_LEARNED_S:
-            plain = replace(self, spread=0.0)
-            plain.calls, self.calls = self.calls, self.calls + 1
-            return Anneal.plan(plain, history, placement, others)
         began, core_ms = time.perf_counter(), self.core_ms(len(placement))
         # To find the topics of the interval takes time, too. In a hurry those of the traffic model are enough.
         topic = self.topics(history, own=self.traffic is None or core_ms > _HURRY_MS)
@@ -110,6 +107,8 @@ class Anneal(Search):
             others = [estimated]
         interval = self.observe(history, self.tokens_for(len(placement)))
         if self.spread:
+            if self.traffic is not None:
+                topic = np.concatenate([topic, self.traffic.topic + (topic.max() + 1)])
             interval = scenarios(interval, topic, _SCENARIOS, self.spread, self.seed)
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
@@ -157,34 +156,16 @@ class Anneal(Search):
         spent: float = 0.0,
     ) -> Placement:
         """Anneal on the estimate, for ``share`` of the time budget if there is one, less the seconds already spent."""
-        topic = self.topics(history) if topic is None else topic
-        began, layers, simulator = time.perf_counter(), len(placement), self.simulator
-        tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
-        if self.core_ms(layers) <= _HURRY_MS:
-            tokens = min(tokens, _ESTIMATE_TOKENS // (2 if self.traffic is None else 4))
-        seen = self.observe(history, tokens)
-        # All observed tokens for the loads; an interval that a traffic model made has no others.
-        whole = self.observe(history, 0) if self.traffic is None else seen
-        placement = np.ascontiguousarray(placement, np.int16)
-        before = None if simulator.background_share < 0 else simulator.count(seen, placement)
-        objective = self.objective(seen, before)
-        state = surrogate.allocate(
-            self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
-            simulator.cluster.n_nodes, simulator.topology.transport == DEDUP,
-            int(topic.max()) + 1 if self.spread else 0,
-        )  # fmt: skip
-        rows = whole.rows.ravel()
-        topics = topic, np.bincount(topic[rows], minlength=state.deviation.shape[2]) / len(rows), float(self.spread)
-        over_layers(surrogate.prepare, 0, layers, state, seen.experts, rows, seen.rows[0], placement, *topics)
-        start, least = placement, self._take(state, placement, objective)
+        began, layers = time.perf_counter(), len(placement)
+        state, objective = self.prepare_estimate(history, placement, self.topics(history) if topic is None else topic)
+        start, least = placement, self.take(state, placement, objective)
         if self.restart:
-            eplb = EPLB(simulator)
-            others = [*others, eplb.pack(state.load)]
+            others = [*others, EPLB(self.simulator).pack(state.load)]
         for other in others:
-            found = self._take(state, other, objective)
+            found = self.take(state, other, objective)
             start = np.where((found < least)[:, None, None], other, start)
             least = np.minimum(found, least)
-        self._take(state, start, objective)
+        self.take(state, start, objective)
         best, best_cost, key = start.copy(), np.full(layers, np.inf), self.random_keys(layers)
 
         def run(first: int, last: int, heat: tuple[float, float], steps: int) -> None:
@@ -198,8 +179,44 @@ class Anneal(Search):
         # The first steps follow the errors of the estimate: too few of them do harm.
         return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best
 
+    def prepare_estimate(
+        self, history: Sequence[Interval], placement: Placement, topic: npt.NDArray[np.int8]
+    ) -> tuple[surrogate.Surrogate, Objective]:
+        """Count what the estimate reads. ``topic`` has the topic of each row of the observed tokens."""
+        simulator, layers, whole = self.simulator, len(placement), self.seen(history)
+        tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
+        if self.core_ms(layers) <= _HURRY_MS:
+            tokens = min(tokens, _ESTIMATE_TOKENS // (2 if self.traffic is None else 4))
+        seen = whole.mixed(tokens, self.seed)
+        placement = np.array(placement, np.int16)
+        before = None if simulator.background_share < 0 else simulator.count(seen, placement)
+        n_topics = int(topic.max()) + 1 + (self.traffic.n_topics if self.traffic is not None else 0)
+        state = surrogate.allocate(
+            self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
+            simulator.cluster.n_nodes, simulator.topology.transport == DEDUP, n_topics if self.spread else 0,
+        )  # fmt: skip
+        rows = whole.rows.ravel()
+        shares = np.bincount(topic[rows], minlength=n_topics) / len(rows)
+        over_layers(count_tokens, 0, layers, state, seen.experts, rows, seen.rows[0], placement, topic)
+        if self.traffic is not None:
+            self._add_past(state, len(rows), shares)
+        over_layers(vary_topics, 0, layers, state, shares, float(self.spread))
+        return state, self.objective(seen, before)
+
+    def _add_past(self, state: surrogate.Surrogate, observed: int, shares: npt.NDArray[np.float64]) -> None:
+        """Add the topics of the traffic model to the counts of ``observed`` tokens, and to the shares of the topics."""
+        assert self.traffic is not None
+        self.traffic.check(len(state.slots), state.sample.shape[2])
+        counts = self.traffic.counts(state.pairs.shape[1] > 1)
+        own, past = self.traffic.blend(state.load * (observed / state.n_tokens), observed)
+        shares *= own
+        shares[-len(past) :] = past
+        sample = self.traffic.draw(past * SAMPLE, self.seed)
+        arguments = (state, own, counts, past * state.n_tokens, self.traffic.experts, sample)
+        over_layers(add_topics, 0, len(state.slots), *arguments)
+
     @staticmethod
-    def _take(state: surrogate.Surrogate, placement: Placement, objective: Objective) -> npt.NDArray[np.float64]:
+    def take(state: surrogate.Surrogate, placement: Placement, objective: Objective) -> npt.NDArray[np.float64]:
         """Let the estimate begin with ``placement``. Returns its objectives (L,)."""
         found = np.empty(len(placement))
         over_layers(surrogate.take_placements, 0, len(placement), state, placement.astype(np.int16), objective, found)
@@ -253,6 +270,7 @@ class Anneal(Search):
         budget = seconds * (last - first) / layers
         began, done, chunk, total = time.perf_counter(), 0.0, 50, 0
         low, high = np.log(heat[1]), np.log(heat[0])
+        share = min(1.0, max(0.02, _LEAST_CHUNK_S / budget))
         while done < 1 and not self.stop():
             before = time.perf_counter()
             temperature = float(np.exp(high + (low - high) * done))
@@ -260,6 +278,7 @@ class Anneal(Search):
             total += chunk
             now = time.perf_counter()
             done = (now - began) / budget
-            # Each chunk should take about 2 % of the budget.
-            chunk = max(10, min(20000, int(chunk * 0.02 * budget / max(now - before, 1e-6))))
+            # Each chunk should take so much of the budget, but not more than what is left.
+            wanted = min(share, max(1 - done, 0.1 * share)) * budget
+            chunk = max(10, min(20000, int(chunk * wanted / max(now - before, 1e-6))))
         return total

@@ -69,18 +69,11 @@ class Search(Planner):
         return history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
 
     def topics(self, history: Sequence[Interval], own: bool = True) -> npt.NDArray[np.int8]:
-        """Topic of each row of the tokens to plan on; all 0 if their mixture is taken as certain.
-
-        ``own=False`` does not look for topics in the observed tokens.
-        """
+        """Topic of each row of the observed tokens; all 0 if their mixture is taken as certain, or if not ``own``."""
         seen = self.seen(history)
         if self.spread == 0 or not own:
-            observed = np.zeros(seen.experts.shape[1], np.int8)
-        else:
-            observed = topics_of(seen, self.simulator.n_experts, self.seed)
-        if self.traffic is None:
-            return observed
-        return np.concatenate([observed, self.traffic.topic + (observed.max() + 1)])
+            return np.zeros(seen.experts.shape[1], np.int8)
+        return topics_of(seen, self.simulator.n_experts, self.seed)
 
     def objective(self, interval: Interval, before: SimulationState | None) -> Objective:
         """What to minimize, for an interval that begins with the placement counted in ``before``.

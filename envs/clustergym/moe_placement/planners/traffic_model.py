@@ -17,6 +17,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.moe_placement.planners.kernels.counts import TopicCounts, count_topics
+from clustergym.moe_placement.planners.kernels.launch import over_layers
 from clustergym.moe_placement.planners.topics import N_TOPICS, group, profiles_of
 from clustergym.moe_placement.streams import Interval, layer_first
 from clustergym.traces.token_trace import TokenTrace
@@ -47,6 +49,7 @@ class TrafficModel:
     inertia: float = 0.7
     """Weight of the topics that the last interval shows; the rest is their share of the training tokens."""
     _joined: tuple[npt.NDArray[np.int16], npt.NDArray[np.int16]] | None = field(default=None, repr=False)
+    _counts: dict[bool, TopicCounts] = field(default_factory=dict, repr=False)
 
     @classmethod
     def learn(cls, trace: TokenTrace, n_experts: int, topics: int = N_TOPICS, seed: int = 0) -> Self:
@@ -90,6 +93,22 @@ class TrafficModel:
         sizes = np.array([len(rows) for rows in self.rows], float)
         return np.asarray(sizes / sizes.sum())
 
+    @property
+    def n_topics(self) -> int:
+        return len(self.rows)
+
+    def counts(self, pairs: bool) -> TopicCounts:
+        """What a token of each topic uses on average; ``pairs`` of experts only if asked for. Counted once."""
+        if pairs not in self._counts:
+            layers, n_experts = len(self.experts), self.profiles.shape[1] // len(self.experts)
+            shape = (layers, self.n_topics, n_experts)
+            table = np.zeros((*shape, n_experts) if pairs else (layers, self.n_topics, 1, 1), np.float32)
+            found = TopicCounts(np.zeros(shape, np.float32), table)
+            tokens = np.array([len(rows) for rows in self.rows])
+            over_layers(count_topics, 0, layers, self.experts, self.topic, tokens, found)
+            self._counts[pairs] = found
+        return self._counts[pairs]
+
     def mixture(self, shares: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """(topics,) share of each topic in the next interval, after one with these shares."""
         return self.inertia * shares + (1 - self.inertia) * self.shares
@@ -117,22 +136,31 @@ class TrafficModel:
             weights /= max(weights.sum(), 1e-12)
         return np.asarray(weights)
 
+    def blend(self, loads: npt.NDArray[np.float64], tokens: int) -> tuple[float, npt.NDArray[np.float64]]:
+        """(share of observed tokens, shares of the topics): what to plan on after so many tokens with these loads.
+
+        All shares together are 1.
+        """
+        shares = self.fit(loads)
+        worth = self.worth * min(1.0, (self.usual_distance / max(self.distance(loads, shares), 1e-12)) ** 2)
+        own = tokens / (tokens + worth)
+        return own, (1 - own) * self.mixture(shares)
+
+    def draw(self, tokens: npt.NDArray[np.float64], seed: int) -> npt.NDArray[np.int64]:
+        """Rows of so many ``tokens`` (topics,) of each topic, rounded down. A row may appear twice."""
+        rng = np.random.default_rng(seed)
+        drawn = [rows[rng.integers(len(rows), size=int(n))] for rows, n in zip(self.rows, tokens, strict=True)]
+        return np.concatenate(drawn)
+
     def extend(self, interval: Interval, n_experts: int, most_tokens: int, seed: int) -> Interval:
         """One pass with tokens of the interval and training tokens, priced as a pass of the interval."""
         experts = self._join(interval.experts)
         rng, ranks, seen = np.random.default_rng(seed), interval.rank_start.shape[1] - 1, interval.rows.ravel()
-        loads = interval.loads(n_experts).astype(np.float64)
-        shares = self.fit(loads)
-        mixture = self.mixture(shares)
-        worth = self.worth * min(1.0, (self.usual_distance / max(self.distance(loads, shares), 1e-12)) ** 2)
-        total = min(most_tokens, max(_FEWEST_TOKENS, len(seen) + round(worth)))
-        own = len(seen) / (len(seen) + worth)
+        own, past = self.blend(interval.loads(n_experts).astype(np.float64), len(seen))
+        total = min(most_tokens, max(_FEWEST_TOKENS, round(len(seen) / own)))
         offset = interval.experts.shape[1]
         rows = [_draw(seen, round(own * total), rng)]
-        rows += [
-            _draw(mine + offset, round((1 - own) * share * total), rng)
-            for mine, share in zip(self.rows, mixture, strict=True)
-        ]
+        rows += [_draw(mine + offset, round(share * total), rng) for mine, share in zip(self.rows, past, strict=True)]
         drawn = rng.permutation(np.concatenate(rows).astype(np.int32))
         if len(drawn) < ranks:
             drawn = np.resize(drawn, ranks)
@@ -140,14 +168,19 @@ class TrafficModel:
         extended = Interval.even(experts, drawn[None], ranks)
         return replace(extended, stands_for=interval.stands_for or interval.n_tokens)
 
+    def check(self, layers: int, top_k: int) -> None:
+        """An error if the traffic is of another model."""
+        learned = self.experts.shape
+        if (layers, top_k) != (learned[0], learned[2]):
+            raise ValueError(
+                f"the traffic model was learned from {learned[0]} layers with top-{learned[2]} routing, but the "
+                f"traffic has {layers} and {top_k}"
+            )
+
     def _join(self, experts: npt.NDArray[np.int16]) -> npt.NDArray[np.int16]:
         """Observed and training tokens in one array. Streams repeat the same observed array."""
         if self._joined is None or self._joined[0] is not experts:
-            if experts.shape[0] != self.experts.shape[0] or experts.shape[2] != self.experts.shape[2]:
-                raise ValueError(
-                    f"the traffic model was learned from {self.experts.shape[0]} layers with top-"
-                    f"{self.experts.shape[2]} routing, but the traffic has {experts.shape[0]} and {experts.shape[2]}"
-                )
+            self.check(experts.shape[0], experts.shape[2])
             self._joined = experts, np.concatenate([experts, self.experts], axis=1)
         return self._joined[1]
 

@@ -19,7 +19,7 @@ import numpy as np
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import with_migration
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
-from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
+from clustergym.moe_placement.planners.kernels.proposals import SAMPLE
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, LOCAL_HASH, RANK_MOD, RANK_NEAREST
 
 # Shares of the ranks that a replica serves: all of them, those of its node without its own GPU, those of other nodes.
@@ -101,7 +101,7 @@ def allocate(
     dedup: bool,
     n_topics: int = 0,
 ) -> Surrogate:
-    """Tables to be filled by :func:`prepare` and :func:`take_placement`. The search changes ``slots`` in place."""
+    """Tables to be filled by :mod:`.counts` and :func:`take_placement`. The search changes ``slots`` in place."""
     layers, n_gpus = slots.shape[:2]
     return Surrogate(
         shape=np.array(shape),
@@ -360,42 +360,6 @@ def copy_slots(source, target):
     for g in range(source.shape[0]):
         for k in range(source.shape[1]):
             target[g, k] = source[g, k]
-
-
-@device
-def prepare(first, last, s, experts, all_rows, rows, before, topic, topic_share, spread):
-    """Count loads of ``all_rows`` and pairs of ``rows`` of ``experts`` (L, rows, K).
-
-    Counting pairs takes longer, so ``rows`` may be a part. The interval begins with placement ``before``. The
-    logarithms of the shares of the topics have the standard deviation ``spread``. ``topic`` has the topic of each row,
-    ``topic_share`` the share of each topic in ``all_rows``.
-    """
-    draw_samples(first, last, s.sample, experts, rows)
-    for b in range(first, last):
-        top_k, dedup = experts.shape[2], s.pairs.shape[1] > 1
-        one = len(rows) / len(all_rows)
-        for t in range(len(all_rows)):
-            for i in range(top_k):
-                e = experts[b, all_rows[t], i]
-                if e >= 0:
-                    s.load[b, e] += one
-                    if s.deviation.shape[2] > 0:
-                        s.deviation[b, e, topic[all_rows[t]]] += one
-        # If the share of a topic grows by a factor, all shares are divided by their new sum.
-        for d in range(s.deviation.shape[2]):
-            for e in range(s.load.shape[1]):
-                s.deviation[b, e, d] = spread * (s.deviation[b, e, d] - topic_share[d] * s.load[b, e])
-        for t in range(len(rows) if dedup else 0):
-            token = experts[b, rows[t]]
-            for i in range(top_k):
-                for j in range(i):
-                    if token[i] >= 0 and token[j] >= 0:
-                        s.pairs[b, token[i], token[j]] += np.float32(1.0)
-                        s.pairs[b, token[j], token[i]] += np.float32(1.0)
-        for g in range(before.shape[1]):
-            for k in range(before.shape[2]):
-                if before[b, g, k] >= 0:
-                    s.held_before[b, before[b, g, k], g] = 1
 
 
 @device
