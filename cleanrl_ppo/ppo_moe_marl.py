@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -51,18 +51,17 @@ from clustergym.training import Run, RunArgs, World, check_values, derive_seed, 
 MASKED_LOGIT = -1e8
 
 
+GRAPH_LAYERS = 1
+"""Rounds of messages between nodes in each encoder."""
+# The supervised phase: experts that are simulated per state, epochs over the states of each visit, learning rate (the
+# initial value), and the temperature of the targets, which are a softmax over the savings in % of the layer's time.
+PRETRAIN_EXPERTS, PRETRAIN_EPOCHS, PRETRAIN_LR, PRETRAIN_TEMPERATURE = 16, 3, 2e-3, 0.02
+
+
 @dataclass
 class PretrainArgs:
     pretrain_states: int = 8192
     """Number of states, 0 to skip the phase."""
-    pretrain_experts: int = 16
-    """Number of experts that are simulated per state."""
-    pretrain_epochs: int = 3
-    """Number of epochs over the states of each visit."""
-    pretrain_lr: float = 2e-3
-    """Learning rate of Adam (the initial value; it is annealed)."""
-    pretrain_temperature: float = 0.02
-    """Targets are a softmax over the savings, in per cent of the layer's time, divided by this temperature."""
     pretrain_sharpen: float = 4.0
     """Multiply all logits by this after the phase, so that PPO explores close to the most likely choices."""
 
@@ -70,9 +69,7 @@ class PretrainArgs:
 @dataclass
 class PPOArgs:
     learning_rate: float = 3e-4
-    """Learning rate of Adam (the initial value if annealed)."""
-    anneal_lr: bool = True
-    """Anneal the learning rate linearly to 0."""
+    """Initial learning rate of Adam. It is annealed linearly to 0."""
     num_envs: int = 64
     """Number of parallel environments per process."""
     envs_per_stream: int = 8
@@ -104,26 +101,18 @@ class PPOArgs:
     """Stop an update after an epoch whose approximate KL exceeds this value."""
 
 
+Ablation = Literal["mlp-encoder", "simultaneous", "no-lookahead", "two-critics", "separate-critic"]
+
+
 @dataclass
 class NetworkArgs:
     hidden: int = 32
     """Width of the networks."""
-    graph_layers: int = 1
-    """Number of graph layers per encoder."""
-
-
-@dataclass
-class AblationArgs:
-    encoder: Literal["graph", "mlp"] = "graph"
-    """graph: graph encoders. mlp: nodes do not exchange messages."""
-    simultaneous: bool = False
-    """Both actors choose at the same time: the GPU actor sees neither the chosen expert nor a look-ahead."""
-    lookahead: bool = True
-    """The GPU actor sees what each operation on the chosen expert would save on the observed window."""
-    centralised: bool = True
-    """One critic sees both graphs. Otherwise each actor has a critic that sees its own graph."""
-    separate_critic: bool = False
-    """The critic has its own encoders."""
+    ablate: tuple[Ablation, ...] = ()
+    """Change parts of the networks, to measure what they contribute. mlp-encoder: nodes do not exchange messages.
+    no-lookahead: the GPU actor does not see what each operation would save on the observed interval. simultaneous: it
+    does not see the chosen expert either. two-critics: each actor has a critic that sees its own graph only.
+    separate-critic: the critic has its own encoders."""
 
 
 @dataclass
@@ -153,8 +142,6 @@ class Args(RunArgs):
     """Record an episode of each evaluation to the folder videos."""
     cuda: bool = False
     """Simulate and train on the GPU."""
-    threads: int = 1
-    """Number of torch threads during updates. Rollouts use one thread."""
     task: tyro.conf.OmitArgPrefixes[TaskArgs] = field(default_factory=TaskArgs)
     """The placement task that the agents are trained on."""
     pretrain: tyro.conf.OmitArgPrefixes[PretrainArgs] = field(default_factory=PretrainArgs)
@@ -162,9 +149,7 @@ class Args(RunArgs):
     ppo: tyro.conf.OmitArgPrefixes[PPOArgs] = field(default_factory=PPOArgs)
     """Hyperparameters of PPO."""
     network: tyro.conf.OmitArgPrefixes[NetworkArgs] = field(default_factory=NetworkArgs)
-    """Size of the networks."""
-    ablation: tyro.conf.OmitArgPrefixes[AblationArgs] = field(default_factory=AblationArgs)
-    """Parts of the networks that can be changed to measure what they contribute."""
+    """Size of the networks, and ablations."""
     evaluation: tyro.conf.OmitArgPrefixes[EvaluationArgs] = field(default_factory=EvaluationArgs)
     """Comparison with other planners."""
 
@@ -327,12 +312,12 @@ class NodeLayer(GraphLayer):
 class Encoders(nn.Module):
     """Embeddings of the experts (visits, E, steps, H) and of the GPUs (B, G, H) before any choice."""
 
-    def __init__(self, hidden: int, graph_layers: int, graph: bool) -> None:
+    def __init__(self, hidden: int, graph: bool) -> None:
         super().__init__()
         self.experts_in = orthogonal(nn.Linear(N_EXPERT_FEATURES + N_DERIVED_FEATURES + len(PROGRESS), hidden))
         self.gpus_in = orthogonal(nn.Linear(N_GPU_FEATURES, hidden))
         self.around = orthogonal(nn.Linear(hidden, hidden, bias=False), 1.0) if graph else None
-        self.layers = nn.ModuleList(ExpertLayer(hidden, graph) for _ in range(graph_layers))
+        self.layers = nn.ModuleList(ExpertLayer(hidden, graph) for _ in range(GRAPH_LAYERS))
         self.gpu_layer = NodeLayer(hidden, graph)
 
     def forward(self, inputs: Inputs, near: Tensor, near_node: Tensor) -> tuple[Tensor, Tensor]:
@@ -368,18 +353,19 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args) -> None:
         super().__init__()
-        self.options = args.ablation
-        hidden, graph_layers, graph = args.network.hidden, args.network.graph_layers, args.ablation.encoder == "graph"
-        self.encoders = Encoders(hidden, graph_layers, graph)
+        self.ablate = args.network.ablate
+        hidden, graph = args.network.hidden, "mlp-encoder" not in self.ablate
+        self.encoders = Encoders(hidden, graph)
         self.expert_head = decoder(2 * hidden, hidden, 0.01)
         self.nodes_in = orthogonal(nn.Linear(N_GPU_FEATURES + N_PARTS + N_CHOSEN_FEATURES, hidden))
         self.chosen_in = orthogonal(nn.Linear(hidden, hidden, bias=False))
         self.gpus_on = orthogonal(nn.Linear(hidden, hidden, bias=False))
-        self.node_layers = nn.ModuleList(NodeLayer(hidden, graph) for _ in range(graph_layers))
+        self.node_layers = nn.ModuleList(NodeLayer(hidden, graph) for _ in range(GRAPH_LAYERS))
         self.node_head = decoder(hidden, hidden, 0.01)
         self.look_scale = nn.Parameter(torch.tensor(INITIAL_LOOK_SCALE))
-        self.critic_encoders = Encoders(hidden, graph_layers, graph) if self.options.separate_critic else None
-        sizes = [4 * hidden + len(PROGRESS)] if self.options.centralised else [2 * hidden + len(PROGRESS)] * 2
+        self.critic_encoders = Encoders(hidden, graph) if "separate-critic" in self.ablate else None
+        two_critics = "two-critics" in self.ablate
+        sizes = [2 * hidden + len(PROGRESS)] * 2 if two_critics else [4 * hidden + len(PROGRESS)]
         self.critics = nn.ModuleList(decoder(size, hidden, 1.0) for size in sizes)
         # The scale of returns depends on the trace, so the critic predicts normalised returns. Until the scale is known
         # all values are 0: with a guessed scale of 1, an untrained critic would outweigh rewards of 1e-4.
@@ -410,16 +396,16 @@ class Agent(nn.Module):
 
         It reads the chosen experts (B,), their look-ahead (B, 3·G, N_PARTS) and which nodes are legal (B, 3·G).
         """
-        options, rows = self.options, torch.arange(len(expert), device=expert.device)
+        rows, simultaneous = torch.arange(len(expert), device=expert.device), "simultaneous" in self.ablate
         about = inputs["placement"], encoded["near"], encoded["near_node"]
         chosen = torch.stack([x[rows, expert] for x in about], -1)
-        if options.simultaneous:
+        if simultaneous:
             legal, chosen = inputs["gpu_mask"], torch.zeros_like(chosen)
-        if options.simultaneous or not options.lookahead:
+        if simultaneous or "no-lookahead" in self.ablate:
             parts = torch.zeros_like(parts)
         features = [inputs["gpus"], chosen.repeat(1, 3, 1), legal[..., None].float(), parts.clamp(-5, 5)]
         nodes = self.nodes_in(torch.cat(features, -1)).unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
-        if not options.simultaneous:
+        if not simultaneous:
             steps = encoded["experts"].shape[2]
             embedding = encoded["experts"][rows // steps, expert, rows % steps]
             nodes = nodes + self.chosen_in(embedding)[:, None, None]
@@ -438,7 +424,7 @@ class Agent(nn.Module):
             experts, gpus = self.critic_encoders(inputs, encoded["near"], encoded["near_node"])
         graphs = [torch.cat([experts.mean(1), experts.max(1).values], -1).flatten(0, 1)]
         graphs += [torch.cat([gpus.mean(1), gpus.max(1).values], -1)]
-        if self.options.centralised:
+        if "two-critics" not in self.ablate:
             graphs = [torch.cat(graphs, -1)]
         graphs = [torch.cat([x, inputs["progress"]], -1) for x in graphs]
         return torch.cat([critic(x) for critic, x in zip(self.critics, graphs, strict=True)], -1)
@@ -479,8 +465,8 @@ class Agent(nn.Module):
 def check_args(args: Args) -> None:
     """Refuse arguments that do not fit together before anything is loaded."""
     ppo, ops_per_layer = args.ppo, args.task.ops_per_layer
-    for group, names in ((args, "threads"), (ppo, "envs_per_stream"), (args.network, "hidden graph_layers")):
-        check_values(group, names, lambda value: value >= 1, "at least 1")
+    for group, name in ((ppo, "envs_per_stream"), (args.network, "hidden")):
+        check_values(group, name, lambda value: value >= 1, "at least 1")
     check_values(args.pretrain, "pretrain_sharpen", lambda value: value > 0, "more than 0")
     if ppo.num_steps % ops_per_layer:
         raise ValueError(f"num_steps is {ppo.num_steps}: expected a multiple of ops_per_layer ({ops_per_layer})")
@@ -493,7 +479,17 @@ def check_args(args: Args) -> None:
 
 
 def network_options(args: Args) -> dict[str, Any]:
-    return asdict(args.network) | asdict(args.ablation)
+    """What a policy file stores about the networks."""
+    ablate = args.network.ablate
+    return {
+        "hidden": args.network.hidden,
+        "graph_layers": GRAPH_LAYERS,
+        "encoder": "mlp" if "mlp-encoder" in ablate else "graph",
+        "simultaneous": "simultaneous" in ablate,
+        "lookahead": "no-lookahead" not in ablate,
+        "centralised": "two-critics" not in ablate,
+        "separate_critic": "separate-critic" in ablate,
+    }
 
 
 def make_agent(args: Args) -> Agent:
@@ -597,7 +593,7 @@ class Rollouts:
         """(reward, whether the visit to the layer ended, whether the episode ended); finished episodes are reset."""
         batch = self.batch
         _, reward, done = batch.step(expert, node)
-        if self.args.task.credit == "operation":
+        if not self.args.task.whole_stream:
             # Only what the operation itself saves; the scale does not matter.
             reward = batch.episode["times_us"][:, TIME_OPERATION] / batch.rules_host.static_us
         visit_end = (batch.episode["clock"][:, CLOCK_OPERATION] == 0) | done
@@ -633,7 +629,7 @@ class Rollouts:
             reward, visit_end, done = self.step(expert, node)
             self.seconds["policy"] += expert_chosen - started + node_chosen - simulated
             self.seconds["simulator"] += simulated - expert_chosen + time.perf_counter() - node_chosen
-            end = visit_end if self.args.task.credit == "operation" else done
+            end = done if self.args.task.whole_stream else visit_end
             logprobs = torch.stack([expert_logprob, node_logprob], -1)
             taken.append((expert, node, parts, legal, logprobs, values, reward, end))
         expert, node, parts, legal, logprobs, values, rewards, ends = (torch.stack(x) for x in zip(*taken, strict=True))
@@ -682,19 +678,19 @@ def supervised_phase(agent: Agent, tasks: Sequence[Rollouts], args: Args, world:
 
     The states come from episodes that mostly take the best operation found, or else an operation on a random expert.
     """
-    options, optimizer = args.pretrain, make_optimizer(agent, args.pretrain.pretrain_lr)
+    optimizer = make_optimizer(agent, PRETRAIN_LR)
     size, ops_per_layer, rows = args.ppo.num_envs, args.task.ops_per_layer, tasks[0].rows
-    rounds = max(1, round(options.pretrain_states / (size * ops_per_layer * world.size)))
+    rounds = max(1, round(args.pretrain.pretrain_states / (size * ops_per_layer * world.size)))
     losses: dict[str, float] = {}
     started = time.perf_counter()
     for i in range(rounds):
-        optimizer.param_groups[0]["lr"] = anneal(options.pretrain_lr, i + 1, rounds)
+        optimizer.param_groups[0]["lr"] = anneal(PRETRAIN_LR, i + 1, rounds)
         rollouts, states = tasks[i % len(tasks)], list[Simulated]()
         graphs = {key: rollouts.inputs()[key].clone() for key in LAYER_KEYS}
         for _ in range(ops_per_layer):
             inputs = {key: x.clone() for key, x in rollouts.inputs().items() if key not in graphs} | graphs
             order = torch.rand((size, rollouts.batch.n_experts), device=rows.device).argsort(-1)
-            experts = order[:, : options.pretrain_experts]
+            experts = order[:, :PRETRAIN_EXPERTS]
             remembered = rollouts.batch.obs["memory"].clone()
             states.append(Simulated(inputs, experts, rollouts.look(experts), rollouts.legal(experts)))
             best, node = states[-1].savings().max(-1)
@@ -705,7 +701,7 @@ def supervised_phase(agent: Agent, tasks: Sequence[Rollouts], args: Args, world:
             remembered[rows, expert] = rollouts.batch.obs["memory"][rows, expert]
             rollouts.batch.obs["memory"].copy_(remembered)
             rollouts.step(expert, node)
-        for _ in range(options.pretrain_epochs):
+        for _ in range(PRETRAIN_EPOCHS):
             for t in torch.randperm(ops_per_layer).tolist():
                 losses = supervised_step(agent, optimizer, states[t], args, world)
     return losses | {"pretrain/seconds": time.perf_counter() - started}
@@ -716,18 +712,18 @@ def supervised_step(
 ) -> dict[str, float]:
     """One step of cross-entropy towards a softmax over the savings: of the candidates, and of the nodes of two."""
     inputs, experts, savings = state.inputs, state.experts, state.savings()
-    rows, temperature = torch.arange(len(experts), device=experts.device), args.pretrain.pretrain_temperature
+    rows = torch.arange(len(experts), device=experts.device)
     # Experts that cannot be chosen get a target of exactly 0.
     best = torch.where(inputs["expert_mask"].gather(-1, experts), savings.amax(-1), MASKED_LOGIT)
     encoded = agent.encode(inputs)
     logprobs = agent.expert_logits(inputs, encoded).gather(-1, experts).log_softmax(-1)
-    expert_loss = -(logprobs * (best / temperature).softmax(-1)).sum(-1).mean()
+    expert_loss = -(logprobs * (best / PRETRAIN_TEMPERATURE).softmax(-1)).sum(-1).mean()
     node_loss = torch.zeros((), device=rows.device)
     # The best candidate, and the first, which is a random one.
     for pick in (best.argmax(-1), torch.zeros_like(rows)):
         parts, legal = state.parts[rows, pick], state.legal[rows, pick]
         logits = agent.node_logits(inputs, encoded, experts[rows, pick], parts, legal)
-        target = (savings[rows, pick] / temperature).softmax(-1)
+        target = (savings[rows, pick] / PRETRAIN_TEMPERATURE).softmax(-1)
         node_loss = node_loss - (logits.log_softmax(-1) * target).sum(-1).mean()
     optimizer.zero_grad()
     (expert_loss + node_loss).backward()
@@ -776,7 +772,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
             taken = ((expert_logprobs, batch.expert), (node_logprobs, batch.node))
             logprobs = torch.cat([logprob.gather(-1, choice[rows, None]) for logprob, choice in taken], -1)
             logratio = logprobs - batch.logprobs[rows]
-            if args.ablation.centralised:
+            if "two-critics" not in args.network.ablate:
                 # One critic, one advantage: two components of one action, whose log-probabilities add up.
                 logratio = logratio.sum(-1, keepdim=True)
             ratio = logratio.exp()
@@ -789,7 +785,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
                 pg_loss = pg_loss + policy_loss(agent_ratio, agent_advantages, ppo.clip_coef)
             clip_vloss = ppo.clip_coef if ppo.clip_vloss else None
             v_loss = value_loss(values, old_values[rows], returns[rows], clip_vloss)
-            node_mask = inputs["gpu_mask"] if args.ablation.simultaneous else legal
+            node_mask = inputs["gpu_mask"] if "simultaneous" in args.network.ablate else legal
             expert_entropy = masked_entropy(expert_logprobs, inputs["expert_mask"]).mean()
             node_entropy = masked_entropy(node_logprobs, node_mask).mean()
             approx_kl = k3.mean()
@@ -822,9 +818,7 @@ def iterate(
     collected = time.perf_counter()
     mean, std = scale.update(batch.returns, world)
     agent.set_value_scale(mean, std)
-    torch.set_num_threads(args.threads)
     metrics = update(agent, optimizer, batch, args, world)
-    torch.set_num_threads(1)
     ended = time.perf_counter()
     if rollouts.episodic_return is not None:
         metrics["charts/episodic_return"] = rollouts.episodic_return
@@ -885,8 +879,7 @@ def train(args: Args, world: World) -> dict[str, Any]:
                 seed = run.seed_torch(iteration)
                 for each in rollouts:
                     each.restart(seed)
-            if args.ppo.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.ppo.learning_rate, iteration, run.num_iterations)
+            optimizer.param_groups[0]["lr"] = anneal(args.ppo.learning_rate, iteration, run.num_iterations)
             metrics = iterate(agent, optimizer, rollouts[iteration % len(tasks)], statistics, args, world)
             run.check_finite(metrics, iteration)
             if iteration == run.num_iterations or iteration % (args.eval_interval or run.num_iterations) == 0:

@@ -35,7 +35,7 @@ TRAINERS: dict[str, tuple[str, ...]] = {
     ),
     "ppo_moe_marl": (
         "--total-timesteps", "2048", "--num-envs", "16", "--layers", "2", "--pretrain-states", "512",
-        "--tokens-per-rank", "32", "--eval-interval", "1", "--eval-streams", "1", "--eval-intervals", "2",
+        "--tokens-per-rank", "32", "--eval-interval", "1", "--eval-streams", "1",
     ),
 }  # fmt: skip
 """Flags of a short run."""

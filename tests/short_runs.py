@@ -91,9 +91,9 @@ class Placement(Trainer):
     def args(self, folder: Path, **changes: Any) -> Any:
         small = {
             "trace": ("tiny_moe",), "layers": 1, "ops_per_layer": 2, "intervals": 1, "tokens_per_rank": 4,
-            "sampled_passes": 1, "num_envs": 2, "num_steps": 4, "num_minibatches": 2, "hidden": 8, "pretrain_states": 8,
-            "pretrain_experts": 2, "eval_planners": ("eplb",), "eval_streams": 1, "eval_intervals": 1,
-            "total_timesteps": 24, "checkpoint_interval": 1, "run_dir": folder,
+            "num_envs": 2, "num_steps": 4, "num_minibatches": 2, "hidden": 8, "pretrain_states": 8,
+            "eval_planners": ("eplb",), "eval_streams": 1, "total_timesteps": 24, "checkpoint_interval": 1,
+            "run_dir": folder,
         }  # fmt: skip
         args = self.module.Args()
         groups = [args, *(value for value in vars(args).values() if is_dataclass(value))]

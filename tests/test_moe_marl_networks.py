@@ -33,11 +33,11 @@ def inputs_of(view: Played) -> tuple[dict[str, torch.Tensor], dict[str, torch.Te
     return inputs, {"expert": expert, "parts": view.look(expert), "legal": view.legal(expert)}
 
 
-@pytest.mark.parametrize("changes", [{}, {"encoder": "mlp"}, {"separate_critic": True}])
-def test_renumbering_experts_renumbers_scores(trace: TokenTrace, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ablate", [(), ("mlp-encoder",), ("separate-critic",)], ids=str)
+def test_renumbering_experts_renumbers_scores(trace: TokenTrace, ablate: tuple[str, ...]) -> None:
     view = played(trace)
     inputs, about = inputs_of(view)
-    network = make_agent(**changes)
+    network = make_agent(ablate=ablate)
     order = torch.randperm(12)
     shuffled = dict(inputs)
     for key in ("experts", "memory", "placement", "expert_mask"):
@@ -117,8 +117,8 @@ def test_only_the_graph_encoder_sends_messages(trace: TokenTrace) -> None:
     """With the MLP encoder the score of an expert depends on its own features only."""
     view = played(trace)
     inputs, about = inputs_of(view)
-    for encoder, sends_messages in (("graph", True), ("mlp", False)):
-        network = make_agent(encoder=encoder)
+    for ablate, sends_messages in (((), True), (("mlp-encoder",), False)):
+        network = make_agent(ablate=ablate)
         other = inputs | {"similar": torch.roll(inputs["similar"], 1, 2)}
         same = scores(network, inputs, **about)[0]
         changed = scores(network, other, **about)[0]
@@ -128,24 +128,27 @@ def test_only_the_graph_encoder_sends_messages(trace: TokenTrace) -> None:
 def test_the_simultaneous_actor_does_not_see_the_expert(trace: TokenTrace) -> None:
     view = played(trace)
     inputs, about = inputs_of(view)
-    network = make_agent(simultaneous=True)
+    network = make_agent(ablate=("simultaneous",))
     first = scores(network, inputs, **about)[1]
     other = about | {"expert": torch.tensor([0, 0, 0]), "parts": torch.ones_like(about["parts"])}
     torch.testing.assert_close(scores(network, inputs, **other)[1], first)
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "graph_layers"),
     [
-        {},
-        {"hidden": 16, "graph_layers": 2},
-        {"encoder": "mlp"},
-        {"simultaneous": True},
-        {"lookahead": False},
-        {"separate_critic": True, "centralised": False},
+        ({}, 1),
+        ({"hidden": 16}, 2),
+        ({"ablate": ("mlp-encoder",)}, 1),
+        ({"ablate": ("simultaneous",)}, 1),
+        ({"ablate": ("no-lookahead",)}, 1),
+        ({"ablate": ("separate-critic", "two-critics")}, 1),
     ],
 )
-def test_the_exported_network_gives_the_logits_of_the_trainer(trace: TokenTrace, changes: dict[str, Any]) -> None:
+def test_the_exported_network_gives_the_logits_of_the_trainer(
+    trace: TokenTrace, changes: dict[str, Any], graph_layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marl, "GRAPH_LAYERS", graph_layers)
     args = make_args(**changes)
     view = played(trace)
     inputs, about = inputs_of(view)

@@ -27,7 +27,7 @@ SMALL = ["--tokens-per-rank", "8", "--passes", "1"]
 SHORT_TRAINING = (
     "--total-timesteps 64 --num-envs 8 --num-steps 8 --envs-per-stream 8 --pretrain-states 16 --layers 1 "
     "--cluster h800-2x4 --tokens-per-rank 8 --intervals 2 --ops-per-layer 2 --eval-streams 2 "
-    "--eval-intervals 1 --eval-interval 0"
+    "--eval-interval 0"
 )
 QUICK: dict[str, list[str]] = {
     "clustergym trace info tiny_moe": [],

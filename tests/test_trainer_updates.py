@@ -324,7 +324,7 @@ def test_rollout_of_a_language_model_matches_its_responses_scored_one_by_one(kl_
     LLMCase().compare_rollout(kl_coef)
 
 
-@pytest.mark.parametrize("changes", [{"credit": "stream"}, {"credit": "operation"}, {"envs_per_stream": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{"horizon": 0.0}, {"horizon": 4.0}, {"envs_per_stream": 1}], ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, PlacementCase)], ids=lambda case: case.id)
 def test_rollout_of_placements_matches_its_steps_one_by_one(case: PlacementCase, changes: dict[str, Any]) -> None:
     case.compare_rollouts(**changes)

@@ -21,10 +21,10 @@ from clustergym.moe_placement.planners.base import Planner
 
 VARIANTS: dict[str, list[str]] = {
     "as it is": [],
-    "MLP encoder": ["--encoder", "mlp"],
-    "simultaneous choice": ["--simultaneous"],
-    "no look-ahead": ["--no-lookahead"],
-    "decentralised critics": ["--no-centralised"],
+    "MLP encoder": ["--ablate", "mlp-encoder"],
+    "simultaneous choice": ["--ablate", "simultaneous"],
+    "no look-ahead": ["--ablate", "no-lookahead"],
+    "decentralised critics": ["--ablate", "two-critics"],
     "no supervised phase": ["--pretrain-states", "0"],
     "32 operations": ["--ops-per-layer", "32"],
 }

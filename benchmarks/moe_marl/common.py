@@ -162,12 +162,21 @@ def load_trainer() -> Any:
     return ppo_moe_marl
 
 
-def new_agent(seed: int = 1, **options: Any) -> Any:
-    """The trainer's networks before training."""
+def new_agent(seed: int = 1, network: dict[str, Any] | None = None) -> Any:
+    """The trainer's networks before training, with the options of a policy file."""
     marl = load_trainer()
     args = marl.Args()
-    for name, value in options.items():
-        setattr(args.network if name in vars(args.network) else args.ablation, name, value)
+    if network is not None:
+        changed = {
+            "mlp-encoder": network["encoder"] == "mlp",
+            "simultaneous": network["simultaneous"],
+            "no-lookahead": not network["lookahead"],
+            "two-critics": not network["centralised"],
+            "separate-critic": network["separate_critic"],
+        }
+        args.network.hidden = network["hidden"]
+        args.network.ablate = tuple(name for name, is_changed in changed.items() if is_changed)
+        assert marl.network_options(args) == network
     torch.manual_seed(seed)
     return marl.Agent(args)
 
@@ -177,7 +186,7 @@ def stage_policy(folder: Path, seed: int, stage: str) -> tuple[PolicyNetwork, Po
     network, settings = load_policy(folder if stage == "policy" else folder / "supervised")
     if stage == "untrained":
         options = read_policy(folder / "supervised")["network"]
-        network = PolicyNetwork.from_state(options, new_agent(seed, **options).state_dict())
+        network = PolicyNetwork.from_state(options, new_agent(seed, options).state_dict())
     return network, settings
 
 

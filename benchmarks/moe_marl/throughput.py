@@ -135,9 +135,18 @@ def collect(marl: Any, envs: ProcessPerEnvironment, agent: Any, ppo: Any) -> Any
 def main(args: ThroughputArgs) -> None:
     marl, model = load_trainer(), args.models[0]
     task = {"trace": tuple(sources(args, model)), "model": model_of(args, model), "cluster": args.clusters[:1]}
-    batched = marl.Args(**task, threads=args.threads)
+    batched = marl.Args(**task)
     plain = marl.Args(**task, ppo=marl.PPOArgs(num_envs=8, num_steps=512))  # as many steps per update
     (made,) = marl.load_tasks(batched.task, batched.trace, (), batched.model, batched.cluster)
+    trainer_update = marl.update
+
+    def update(*arguments: Any) -> Any:
+        torch.set_num_threads(args.threads)
+        metrics = trainer_update(*arguments)
+        torch.set_num_threads(1)
+        return metrics
+
+    marl.update = update
     torch.manual_seed(1)
     agent, world = marl.make_agent(batched), marl.World()
     optimizer = marl.make_optimizer(agent, 1e-4)
@@ -158,9 +167,7 @@ def main(args: ThroughputArgs) -> None:
             started = time.perf_counter()
             batch = collect(marl, envs, agent, plain.ppo)
             collected = time.perf_counter()
-            torch.set_num_threads(args.threads)
             marl.update(agent, optimizer, batch, plain, world)
-            torch.set_num_threads(1)
             seconds = time.perf_counter() - started
             if i:
                 share = {"time/update": 1 - (collected - started) / seconds}

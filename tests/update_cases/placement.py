@@ -34,10 +34,10 @@ def single_precision() -> Iterator[None]:
 
 
 @cache
-def real_batch(centralised: bool, simultaneous: bool) -> Any:
+def real_batch(ablate: tuple[str, ...]) -> Any:
     """Inputs and actions of a roll-out. Its numbers are replaced, so the policy does not matter."""
     case = PlacementCase()
-    args = case.args(centralised=centralised, simultaneous=simultaneous)
+    args = case.args(ablate=ablate)
     with single_precision():
         torch.manual_seed(0)
         rollouts = case.trainer.Rollouts(args, case.trainer.make_agent(args), tiny_task(args), CPU)
@@ -60,7 +60,7 @@ class PlacementCase(Case):
     small = SMALL | {"num_envs": 4, "num_steps": 4, "num_minibatches": 3, "update_epochs": 3, "envs_per_stream": 2,
                      "target_kl": None}  # fmt: skip
     losses = ("policy_loss", "value_loss", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-    ablation: dict[str, bool] = {"centralised": True, "simultaneous": False}
+    ablate: tuple[str, ...] = ()
 
     def groups(self, args: Any) -> list[Any]:
         return [args, *(value for value in vars(args).values() if is_dataclass(value))]
@@ -70,7 +70,7 @@ class PlacementCase(Case):
 
     def args(self, **changes: Any) -> Any:
         return make_args(
-            **{key: value for key, value in (self.small | self.ablation | changes).items() if self.knows(key)}
+            **{key: value for key, value in (self.small | {"ablate": self.ablate} | changes).items() if self.knows(key)}
         )
 
     def make_agent(self, args: Any) -> nn.Module:
@@ -79,7 +79,7 @@ class PlacementCase(Case):
             for head in (agent.expert_head, agent.node_head):
                 head[-1].weight.mul_(50)
         agent.set_value_scale(VALUE_MEAN, VALUE_STD)
-        if args.ablation.simultaneous:
+        if "simultaneous" in agent.ablate:
             agent.chosen_in.requires_grad_(False)  # not used
         return agent
 
@@ -90,7 +90,7 @@ class PlacementCase(Case):
         inputs |= {key: x[visit] for key, x in batch.graphs.items()}
         legal = batch.legal[i]
         *logits, values = agent(inputs, batch.expert[i], batch.parts[i], legal)
-        masks = (inputs["expert_mask"], inputs["gpu_mask"] if agent.options.simultaneous else legal)
+        masks = (inputs["expert_mask"], inputs["gpu_mask"] if "simultaneous" in agent.ablate else legal)
         logprobs, entropies = [], []
         for scores, mask, choice in zip(logits, masks, (batch.expert, batch.node), strict=True):
             assert bool(mask[0, choice[row]])
@@ -101,7 +101,7 @@ class PlacementCase(Case):
         return logprobs, entropies, values[0]
 
     def make_batch(self, agent: Any, args: Any, masked: bool) -> Any:
-        batch = real_batch(args.ablation.centralised, args.ablation.simultaneous)
+        batch = real_batch(args.network.ablate)
         batch = replace(batch, **{name: wide(x) for name, x in vars(batch).items()})
         with torch.no_grad():
             rows = [self.outputs(agent, batch, i) for i in range(len(batch))]
@@ -119,7 +119,7 @@ class PlacementCase(Case):
         """One decision of both actors with one critic, or one of each actor with its own critic."""
         logprobs, entropies, values = self.outputs(agent, batch, row)
         old = [float(x) for x in batch.logprobs[row]]
-        if agent.options.centralised:
+        if "two-critics" not in agent.ablate:
             logprobs, entropies, old = [sum(logprobs)], [sum(entropies)], [sum(old)]
         old_values, targets = ((x[row] - VALUE_MEAN) / VALUE_STD for x in (batch.values, batch.returns))
         return [
@@ -130,7 +130,7 @@ class PlacementCase(Case):
 
     def problem(self, masked: bool = False, kl_coef: float = 0.0, **changes: Any) -> Problem:
         args = self.args(**changes)
-        real_batch(args.ablation.centralised, args.ablation.simultaneous)  # draws random numbers
+        real_batch(args.network.ablate)  # draws random numbers
         torch.manual_seed(0)
         agent = self.make_agent(args)
         batch = self.make_batch(agent, args, masked)
@@ -249,7 +249,7 @@ class PlacementCase(Case):
             for critic in range(critics):
                 chain = []
                 for t, step in enumerate(played):
-                    operation = args.task.credit == "operation"
+                    operation = args.task.horizon > 0
                     reward = step["saved_us"][env] / static_us if operation else step["reward"][env]
                     end = bool(step["done"][env]) or (operation and bool(step["visit_end"][env]))
                     outcome = Transition(None, None, None, 0, end, False, None, None, False)
@@ -282,7 +282,7 @@ class PlacementCase(Case):
     def run_args(self, folder: Path, iterations: int, **changes: Any) -> Any:
         small = {
             "trace": ("tiny_moe",), "layers": 1, "tokens_per_rank": 4, "hidden": 8, "pretrain_states": 8,
-            "pretrain_experts": 2, "eval_interval": 0, "eval_planners": (), "eval_streams": 0, "num_minibatches": 2,
+            "eval_interval": 0, "eval_planners": (), "eval_streams": 0, "num_minibatches": 2,
         }  # fmt: skip
         return self.args(**(small | {"run_dir": folder} | changes))
 
@@ -294,7 +294,7 @@ class TwoCriticsCase(PlacementCase):
     """Each actor has its own critic, and the second does not see what the first has chosen."""
 
     has_early_stop = False  # as with one critic
-    ablation = {"centralised": False, "simultaneous": True}
+    ablate = ("two-critics", "simultaneous")
 
     @property
     def id(self) -> str:

@@ -35,8 +35,6 @@ class EvaluationArgs:
 
     eval_streams: int = 4
     """Number of held-out streams after training, 0 for no evaluation."""
-    eval_intervals: int = 4
-    """Number of intervals per held-out stream."""
     eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "flashlb", "bottleneck-8", "anneal", "anneal-robust")
     """Planners in the final table, next to the untrained, the supervised and the trained policy."""
 
@@ -47,7 +45,8 @@ class Validator:
     Args:
         tasks: The tasks of the policy.
         network: Options of the policy's network.
-        intervals, seed: Of the validation streams.
+        intervals: Of each stream.
+        seed: Of the validation streams.
 
     Attributes:
         stages: Weights of the policy at several times of its training, by name.
@@ -55,7 +54,7 @@ class Validator:
     """
 
     def __init__(self, tasks: Sequence[Task], network: Mapping[str, Any], intervals: int, seed: int) -> None:
-        self.tasks, self.network = tasks, network
+        self.tasks, self.network, self.intervals = tasks, network, intervals
         self.protocols = [Protocol(task.traffic, intervals=intervals, streams=2, seed=seed) for task in tasks]
         self.stages: dict[str, dict[str, Tensor]] = {}
         self.curve: list[list[float]] = []
@@ -97,7 +96,7 @@ class Validator:
             return [{} for _ in self.tasks]
         found = []
         for task in self.tasks:
-            protocol = Protocol(task.traffic, intervals=args.eval_intervals, streams=args.eval_streams)
+            protocol = Protocol(task.traffic, intervals=self.intervals, streams=args.eval_streams)
             planners: dict[str, Planner] = {name: make_planner(name, task.simulator) for name in args.eval_planners}
             planners |= {name: self.policy(weights, task) for name, weights in self.stages.items()}
             found.append({name: _run(name, planner, task, protocol, task.test) for name, planner in planners.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import TokenTrace, load_traces
 from clustergym.traces.splits import split_trace
 
+START = "eplb"
+"""Placement at the start of an episode: the agents improve on EPLB."""
+
 
 @dataclass
 class TaskArgs:
@@ -27,38 +30,27 @@ class TaskArgs:
     profile: tuple[str, ...] = (DEFAULT_PROFILE,)
     """Engine profiles: sglang-prefill, sglang-decode, vllm, vllm-deepep, tensorrt-llm or vllm-ascend."""
     intervals: int = 4
-    """Number of intervals per episode."""
+    """Number of intervals per episode, and per stream of the evaluation."""
     tokens_per_rank: int | None = None
     """Number of tokens per GPU and pass. Default: 32 in decode, 128 in prefill."""
-    sampled_passes: int | None = None
-    """Number of simulated passes per interval. Default: 4 in decode, 2 in prefill."""
     ops_per_layer: int = 16
     """Number of operations per layer between two intervals."""
-    schedule: str = "drift"
-    """How domains follow each other: stationary, drift, switch or replay."""
-    drift_rate: float = 0.5
-    """Step of the random walk of the domain mixture."""
-    passes_per_interval: int = 1000
-    """Number of forward passes per interval. A migration is paid once, serving is paid in every pass."""
-    start: str = "eplb"
-    """Placement at the start of an episode: eplb or static."""
-    mix_observed: bool = True
-    """Observe the tokens of an interval dealt over the ranks at random, as the planner ``policy`` does."""
-    lookahead_norm: int = 4
-    """p-norm over GPUs in the look-ahead, 0 for the true time."""
-    reward_norm: int = 4
-    """p-norm over GPUs in the reward, 0 for the true time."""
-    credit: Literal["operation", "stream"] = "operation"
-    """operation: each visit to a layer is an episode, and the cost of a migration is spread over horizon intervals.
-    stream: the whole stream is an episode, and each interval adds what earlier operations still save."""
+    norm: int = 4
+    """p-norm over GPUs in the look-ahead and in the reward. 0: the true time, which only the busiest GPU decides."""
     horizon: float = 4.0
-    """Number of intervals over which the cost of a migration is spread (1 with credit stream)."""
+    """Number of intervals for which a move is expected to help: the cost of its migration is spread over them, and each
+    visit to a layer is an episode. 0: the whole stream is an episode, and each interval adds what earlier operations
+    still save."""
+
+    @property
+    def whole_stream(self) -> bool:
+        """Whether a stream is one episode. Otherwise each visit to a layer is one."""
+        return self.horizon == 0
 
     @property
     def settings(self) -> PolicySettings:
         """What a planner must know to use the policy."""
-        horizon = 1.0 if self.credit == "stream" else self.horizon
-        return PolicySettings(self.lookahead_norm, horizon, self.ops_per_layer)
+        return PolicySettings(self.norm, 1.0 if self.whole_stream else self.horizon, self.ops_per_layer)
 
 
 @dataclass
@@ -99,11 +91,9 @@ def load_tasks(
                 "expected traces of one model. Use clustergym eval --checkpoint to evaluate on another model"
             )
         for cluster, profile in product(clusters, args.profile):
-            simulator = Simulator(model_for(train, model), get_cluster(cluster), profile, args.passes_per_interval)
-            traffic = Traffic(
-                get_profile(profile).phase, args.tokens_per_rank, args.sampled_passes, args.schedule, args.drift_rate,
-                allow_reuse=True,
-            )  # fmt: skip
+            simulator = Simulator(model_for(train, model), get_cluster(cluster), profile)
+            phase = get_profile(profile).phase
+            traffic = Traffic(phase, args.tokens_per_rank, schedule="drift", allow_reuse=True)
             tasks.append(Task(train, validation, tests.get(kind, test), simulator, traffic, args.settings))
     return tasks
 
@@ -124,16 +114,26 @@ def _evenly_spaced(trace: TokenTrace, layers: int) -> TokenTrace:
 
 def environment_options(args: TaskArgs, task: Task) -> dict[str, Any]:
     """Options of the registered environment ``MoEPlacement-v0`` that the agents are trained on."""
-    names = ("intervals", "tokens_per_rank", "sampled_passes", "ops_per_layer", "schedule", "drift_rate", "start",
-             "mix_observed", "lookahead_norm", "reward_norm")  # fmt: skip
-    return {name: getattr(args, name) for name in names} | {
-        "profile": task.simulator.profile,
+    simulator, traffic = task.simulator, task.traffic
+    return {
         "trace": task.train,
         "split": "all",
-        "cluster": task.simulator.cluster,
-        "model": task.simulator.model,
-        "passes_per_interval": task.settings.passes(args.passes_per_interval),
+        "model": simulator.model,
+        "cluster": simulator.cluster,
+        "profile": simulator.profile,
+        "tokens_per_rank": traffic.tokens_per_rank,
+        "sampled_passes": traffic.sampled_passes,
+        "schedule": traffic.schedule,
+        "drift_rate": traffic.rate,
+        "allow_reuse": traffic.allow_reuse,
+        "intervals": args.intervals,
+        "ops_per_layer": args.ops_per_layer,
+        "passes_per_interval": task.settings.passes(simulator.passes_per_interval),
+        "lookahead_norm": args.norm,
+        "reward_norm": args.norm,
+        "start": START,
         "memory": True,
+        # The planner ``policy`` also deals the tokens over the ranks at random.
+        "mix_observed": True,
         "compare_eplb": False,
-        "allow_reuse": True,
     }
