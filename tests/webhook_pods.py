@@ -1,8 +1,15 @@
-"""Pods for the webhook tests."""
+"""Pods for the webhook tests, and what the webhooks make of them."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from clustergym.webhook import BACKENDS, Decision, Grant, plan_pod
+from clustergym.webhook import admit_pod as admit_planned
+from clustergym.webhook.patches import apply_patch
+from clustergym.webhook.requests import containers_of
+
+MPS, HAMI, KAI = BACKENDS["mps"], BACKENDS["hami"], BACKENDS["kai"]
 
 
 def container(name: str = "main", gpu: int | None = 1, **extra: Any) -> dict[str, Any]:
@@ -31,3 +38,42 @@ def pod(
     if init is not None:
         spec["initContainers"] = init
     return {"apiVersion": "v1", "kind": "Pod", "metadata": found, "spec": spec}
+
+
+def admit_pod(
+    subject: dict[str, Any], namespace: str, backend: Any, mode: Any = "Auto", grant: Grant | None = None
+) -> Decision:
+    """The decision of the pod webhook if the recommender answers with this grant."""
+    plan = plan_pod(subject, namespace, backend, mode)
+    return plan if isinstance(plan, Decision) else admit_planned(subject, plan, grant)
+
+
+def admitted(
+    subject: dict[str, Any], backend: Any = MPS, namespace: str = "team", mode: Any = "Auto", grant: Grant | None = None
+) -> dict[str, Any]:
+    return apply_patch(subject, admit_pod(subject, namespace, backend, mode, grant).patch)
+
+
+def variables(found: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Values of the variables per container; a fieldRef is replaced by the annotation that it reads."""
+    annotations = found["metadata"].get("annotations", {})
+    result: dict[str, dict[str, str]] = {}
+    for one in containers_of(found):
+        for variable in one.spec.get("env") or []:
+            path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
+            value = variable["value"] if path is None else annotations[path.split("'")[1]]
+            result.setdefault(one.name, {})[variable["name"]] = value
+    return result
+
+
+def binding(name: str = "train", node: str = "node-1", **metadata: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name, **metadata},
+        "target": {"kind": "Node", "name": node},
+    }  # fmt: skip
+
+
+def limits(name: str, cores: int, memory: int, **extra: Any) -> dict[str, Any]:
+    one = container(name, **extra)
+    one["resources"]["limits"] |= {"nvidia.com/gpucores": str(cores), "nvidia.com/gpumem": str(memory)}
+    return one

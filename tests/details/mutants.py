@@ -313,9 +313,9 @@ FURTHER = {
                       "test_ppo_gpu_alloc.py::test_copies_draw_from_different_parts_of_the_distribution"),
     "ppo_llm": ("test_ppo_llm.py::test_kl_controller_by_hand",
                 "test_ppo_llm.py::test_kl_coefficient_stays_positive_and_changes_by_at_most_a_fifth"),
-    "vector": ("test_training.py::test_observations_masks_and_last_observations_for_every_autoreset_mode",
-               "test_training.py::test_actions_have_the_shape_of_the_action_space",
-               "test_training.py::test_play_episodes_counts_one_episode_per_environment"),
+    "vector": ("test_vector_envs.py::test_observations_masks_and_last_observations_for_every_autoreset_mode",
+               "test_vector_envs.py::test_actions_have_the_shape_of_the_action_space",
+               "test_vector_envs.py::test_play_episodes_counts_one_episode_per_environment"),
 }  # fmt: skip
 """Tests in other files, by trainer."""
 
