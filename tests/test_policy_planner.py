@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from clustergym.moe_placement import (
 from clustergym.moe_placement.evaluation import Protocol, compare, teach
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER
+from clustergym.moe_placement.planners.kernels.surrogate import NOW, estimate
+from clustergym.moe_placement.policy.estimate import Estimate
 from clustergym.moe_placement.policy.export import (
     NETWORK_VERSION,
     PRETRAINED,
@@ -35,7 +38,14 @@ from clustergym.moe_placement.policy.export import (
     read_policy,
     save_policy,
 )
-from clustergym.moe_placement.policy.inputs import PER_CENT, Inputs, policy_inputs, same_node_weights, similar_experts
+from clustergym.moe_placement.policy.inputs import (
+    PER_CENT,
+    Inputs,
+    gains,
+    policy_inputs,
+    same_node_weights,
+    similar_experts,
+)
 from clustergym.moe_placement.policy.network import PolicyNetwork
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.training import CheckpointError, save_checkpoint
@@ -185,6 +195,10 @@ def smooth_us(planner: Policy, interval: Interval, plan: np.ndarray) -> np.ndarr
     )
 
 
+EXACT: dict[str, Any] = {"estimate": False, "together": 1}
+"""Options with which the look-ahead is that of the training."""
+
+
 def untrained(operations: int = 6) -> tuple[PolicyNetwork, PolicySettings]:
     args = make_args(hidden=8)
     torch.manual_seed(0)
@@ -194,7 +208,7 @@ def untrained(operations: int = 6) -> tuple[PolicyNetwork, PolicySettings]:
 def test_a_plan_is_not_worse_than_the_placement_on_the_observed_interval(trace: TokenTrace) -> None:
     """In the norm that the policy plans with, no layer is worse and at least one is better."""
     sim = Simulator(MODEL, CLUSTER)
-    planner, interval = Policy(sim, policy=untrained(), mix_tokens=0), intervals(trace)[0]
+    planner, interval = Policy(sim, policy=untrained(), mix_tokens=0, **EXACT), intervals(trace)[0]
     plan = sim.check(planner.plan([interval], sim.static(2)))
     before, after = (smooth_us(planner, interval, slots) for slots in (sim.static(2), plan))
     assert (after <= before + 1e-6).all()
@@ -211,7 +225,7 @@ def test_the_best_of_all_candidates_is_the_best_single_operation(trace: TokenTra
         if favourite is not None:
             scores = torch.nn.functional.one_hot(torch.tensor(favourite), MODEL.n_experts).float()
             network.expert_logits = lambda *_: scores.expand(2, -1)  # type: ignore[method-assign]
-        planner = Policy(sim, policy=(network, settings), candidates=candidates, mix_tokens=0)
+        planner = Policy(sim, policy=(network, settings), candidates=candidates, mix_tokens=0, **EXACT)
         return smooth_us(planner, interval, planner.plan([interval], sim.static(2)))
 
     each = np.array([best_us(1, expert) for expert in range(MODEL.n_experts)])
@@ -222,9 +236,9 @@ def test_the_best_of_all_candidates_is_the_best_single_operation(trace: TokenTra
 def test_the_policy_plans_on_tokens_that_are_dealt_over_the_ranks(trace: TokenTrace) -> None:
     """Which rank had a token is chance. The plan does not depend on it, except through the order of the rows."""
     sim, interval = Simulator(MODEL, CLUSTER), intervals(trace)[0]
-    planner = Policy(sim, policy=untrained(), mix_tokens=256)
+    planner = Policy(sim, policy=untrained(), mix_tokens=256, **EXACT)
     mixed = interval.mixed(256, planner.seed)
-    expected = Policy(sim, policy=untrained(), mix_tokens=0).plan([mixed], sim.static(2))
+    expected = Policy(sim, policy=untrained(), mix_tokens=0, **EXACT).plan([mixed], sim.static(2))
     np.testing.assert_array_equal(planner.plan([interval], sim.static(2)), expected)
     assert planner.environments(mixed).traffic.sizes == (1, mixed.n_tokens // sim.n_gpus)
 
@@ -282,6 +296,140 @@ def test_reset_clears_the_history_of_the_policy(trace: TokenTrace) -> None:
     planner.plan(history[:2], first)
     planner.reset()
     np.testing.assert_array_equal(planner.plan(history[:1], sim.static(2)), first)
+
+
+# The estimate of the look-ahead
+
+
+def estimated(trace: TokenTrace, placement: np.ndarray, slots: int = 4) -> tuple[Estimate, Policy]:
+    sim, interval = Simulator(MODEL, ClusterSpec("2x2", 2, 2, slots), "sglang-prefill"), intervals(trace)[0]
+    planner = Policy(sim, policy=untrained())
+    batch = planner.environments(planner.observe(interval))
+    batch.load_placement(placement, planner.observe(interval))
+    found = planner.look([interval], placement, batch)
+    assert isinstance(found, Estimate)
+    return found, planner
+
+
+def from_scratch(planner: Policy, trace: TokenTrace, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """(L,) the estimate of a placement that nothing led to step by step, migration included."""
+    search, interval = planner.estimator, intervals(trace)[0]
+    state, objective = search.prepare_estimate([interval], before, search.topics([interval]))
+    return search.take(state, after, objective)
+
+
+def replicated(slots: int) -> np.ndarray:
+    """All slots are taken, and some experts have two replicas or three."""
+    rng, found = np.random.default_rng(4), np.full((2, 4, slots), -1, np.int16)
+    for layer in found:
+        experts = rng.permutation(12).reshape(4, 3)
+        for g in range(4):
+            others = rng.permutation(np.setdiff1d(np.arange(12), experts[g]))
+            layer[g] = np.concatenate([experts[g], others])[:slots]
+    return found
+
+
+@pytest.mark.parametrize("slots", [4, 5])
+def test_the_estimate_of_an_operation_is_that_of_the_placement_after_it(trace: TokenTrace, slots: int) -> None:
+    before = replicated(slots)
+    if slots == 5:  # room for ADD
+        before[:, :, 4] = -1
+    start = estimated(trace, before, slots)[0].start_us
+    experts = torch.arange(12).expand(2, -1)
+    parts, spares = estimated(trace, before, slots)[0].look_ahead(experts)
+    kinds = set()
+    for expert, node in np.ndindex(12, 12):
+        look, planner = estimated(trace, before, slots)
+        legal = look.batch.obs["joint_mask"][:, expert, node].bool()
+        spare = spares[:, expert, node % 4] if 4 <= node < 8 else torch.full((2,), -1)
+        look.batch.finish_layer(spare, torch.full((2,), node + 4))
+        look.batch.finish_layer(torch.full((2,), expert), torch.full((2,), node))
+        after = look.batch.sim["slots"].numpy()
+        saved = (start - from_scratch(planner, trace, before, after)) / start
+        for b in range(2):
+            if legal[b] or spare[b] >= 0:
+                assert float(gains(parts[b, expert, node])) == pytest.approx(saved[b], abs=2e-6)
+                kinds.add((node // 4, int(spare[b]) >= 0))
+    assert kinds == ({(0, False), (1, True), (2, False)} if slots == 4 else {(0, False), (1, False), (2, False)})
+
+
+def test_the_best_spare_replica_is_deleted(trace: TokenTrace) -> None:
+    before = replicated(4)
+    look, planner = estimated(trace, before)
+    _, spares = look.look_ahead(torch.arange(12).expand(2, -1))
+    compared = 0
+    for b, expert, g in np.ndindex(2, 12, 4):
+        held = before[b, g]
+        others = [int(v) for v in held if (before[b] == v).any(1).sum() > 1]
+        if expert in held or not others:
+            assert spares[b, expert, g] == -1
+            continue
+        costs = {}
+        for v in others:
+            after = before.copy()
+            after[b, g][held == v] = expert
+            costs[v] = from_scratch(planner, trace, before, after)[b]
+        assert int(spares[b, expert, g]) in others
+        assert costs[int(spares[b, expert, g])] == pytest.approx(min(costs.values()), rel=1e-6)
+        compared += len(others) > 1
+    assert compared > 5
+
+
+def test_the_estimate_follows_the_operations(trace: TokenTrace) -> None:
+    before, rng = replicated(4), np.random.default_rng(0)
+    look, planner = estimated(trace, before)
+    replaced = 0
+    for _ in range(20):
+        expert = torch.from_numpy(rng.integers(0, 12, 2))
+        _, spares = look.look_ahead(expert[:, None])
+        node = torch.from_numpy(rng.integers(0, 8, 2))
+        spare = torch.where(node >= 4, spares[torch.arange(2), 0, node % 4], -1)
+        replaced += int((spare >= 0).sum())
+        look.operate(expert, node, spare, must_save=False)
+        look.batch.finish_layer(spare, node + 4)
+        look.batch.finish_layer(expert, node)
+        np.testing.assert_array_equal(np.sort(look.state.slots), np.sort(look.batch.sim["slots"].numpy()))
+    assert replaced > 5
+    now = np.empty(2)
+    for b in range(2):
+        now[b] = estimate(look.state, b, NOW, look.objective, look.state.load[b].sum())
+    scratch = from_scratch(planner, trace, before, look.batch.sim["slots"].numpy())
+    np.testing.assert_allclose(now, scratch, rtol=1e-5)
+
+
+def test_operations_that_no_longer_save_time_are_not_made(trace: TokenTrace) -> None:
+    before = replicated(4)
+    look, _ = estimated(trace, before)
+    experts = torch.arange(12).expand(2, -1)
+    parts, spares = look.look_ahead(experts)
+    worth = gains(parts)
+    rows = torch.arange(2)
+    best, worst = (x.flatten(1).argmax(1) for x in (worth, -worth))
+    for flat, made in ((worst, False), (best, True)):
+        expert, node = flat // 12, flat % 12
+        spare = torch.where((node >= 4) & (node < 8), spares[rows, expert, node % 4], -1)
+        look.operate(expert, node, spare, must_save=True)
+        assert ((expert >= 0) == made).all()
+        assert (np.sort(look.state.slots) == np.sort(before)).all() != made
+
+
+def test_past_traffic_changes_the_estimate(trace: TokenTrace) -> None:
+    sim, (interval, *_) = Simulator(MODEL, CLUSTER, "sglang-prefill"), intervals(trace)
+    planner = Policy(sim, policy=untrained())
+    batch = planner.environments(planner.observe(interval))
+    alone = planner.look([interval], sim.static(2), batch)
+    planner.learn(trace)
+    both = planner.look([interval], sim.static(2), batch)
+    assert isinstance(alone, Estimate)
+    assert isinstance(both, Estimate)
+    assert alone.state.deviation.shape[2] == 0
+    assert both.state.deviation.shape[2] == 1 + planner.estimator.traffic.n_topics  # type: ignore[union-attr]
+    assert not np.allclose(alone.state.load, both.state.load)
+
+
+def test_one_operation_at_a_time_without_the_estimate() -> None:
+    with pytest.raises(ValueError, match="one at a time"):
+        Policy(Simulator(MODEL, CLUSTER), policy=untrained(), estimate=False)
 
 
 # Policy files

@@ -27,6 +27,8 @@ MOST_TRAINING_TOKENS = 65536
 _FEWEST_TOKENS = 8192
 """Fewest tokens of an extended interval. A token may appear more than once, on different ranks."""
 _STARTS, _ROUNDS = 4, 30
+_FIT_LAYERS = 8
+"""A few layers are enough to tell how much of each topic is served."""
 _PART_TOKENS = 2048
 """Tokens of a part of the training trace that stands for an interval."""
 
@@ -128,8 +130,12 @@ class TrafficModel:
 
     def fit(self, loads: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """(topics,) share of each topic in traffic with these loads, by expectation maximization."""
-        used = np.flatnonzero(loads.ravel() > 0)
-        observed, profiles, weights = loads.ravel()[used], self.profiles[:, used], self.shares
+        layers, n_experts = loads.shape
+        some = np.unique(np.linspace(0, layers - 1, min(layers, _FIT_LAYERS)).round().astype(int))
+        observed = loads[some].ravel()
+        profiles = self.profiles.reshape(-1, layers, n_experts)[:, some].reshape(self.n_topics, -1)
+        used, weights = observed > 0, self.shares
+        observed, profiles = observed[used], profiles[:, used]
         for _ in range(_ROUNDS):
             share = weights[:, None] * profiles
             weights = (share / share.sum(0)) @ observed

@@ -20,9 +20,9 @@ from clustergym.moe_placement.kernels.observation import (
 from clustergym.moe_placement.kernels.state import MEMORY_GAIN, PART_MIGRATION, PART_SMOOTH
 from clustergym.moe_placement.specs import ClusterSpec
 
-# Columns of the environment's progress that hold wherever the policy works; layer and interval numbers do not.
+# Columns of the environment's progress that mean the same in every task. Layer and interval numbers do not.
 PROGRESS = [PROGRESS_OPERATION, PROGRESS_TIME, PROGRESS_SLOWEST_KERNEL, PROGRESS_MIGRATION]
-# Look-aheads are shares of a layer's time, mostly below a hundredth: networks like them near one.
+# Look-aheads are shares of a layer's time, mostly below a hundredth. Networks learn better from numbers near one.
 PER_CENT = 100.0
 # Inputs that stay the same while the agents work on a layer, and those that change with each operation.
 LAYER_KEYS = ("coactivation", "similar")

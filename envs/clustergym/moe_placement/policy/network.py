@@ -190,24 +190,38 @@ class PolicyNetwork(nn.Module):
         return torch.where(inputs["expert_mask"], last(activation(hidden)).squeeze(-1), MASKED_LOGIT)
 
     def node_logits(
-        self, inputs: Inputs, encoded: dict[str, Tensor], expert: Tensor, parts: Tensor, legal: Tensor
+        self,
+        inputs: Inputs,
+        encoded: dict[str, Tensor],
+        expert: Tensor,
+        parts: Tensor,
+        legal: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """(B, 3·G) scores of the nodes, masked, for chosen experts (B,), look-ahead (B, 3·G, parts) and legality."""
-        config, rows = self.config, torch.arange(expert.shape[0], device=expert.device)
+        """(N, 3·G) scores of the nodes, masked, for chosen experts (N,), look-ahead (N, 3·G, parts) and legality.
+
+        ``rows`` (N,) are the rows of the inputs that they belong to; by default there is one expert per row.
+        """
+        config, gpus, traffic = self.config, inputs["gpus"], inputs["traffic"]
+        on_gpus = self.gpus_on(encoded["gpus"])
+        if rows is None:
+            rows = torch.arange(expert.shape[0], device=expert.device)
+        else:
+            gpus, traffic, on_gpus = gpus[rows], traffic[rows], on_gpus[rows]
         chosen = torch.stack(
             [x[rows, expert] for x in (inputs["placement"], encoded["near"], encoded["near_node"])], -1
         )
         if config.simultaneous:
-            legal, chosen = inputs["gpu_mask"], torch.zeros_like(chosen)
+            legal, chosen = inputs["gpu_mask"][rows], torch.zeros_like(chosen)
         if config.simultaneous or not config.lookahead:
             parts = torch.zeros_like(parts)
-        features = [inputs["gpus"], chosen.repeat(1, 3, 1), legal[..., None].float(), parts.clamp(-5, 5)]
-        nodes = self.nodes_in(torch.cat(features, -1)).unflatten(1, (3, -1)) + self.gpus_on(encoded["gpus"])[:, None]
+        features = [gpus, chosen.repeat(1, 3, 1), legal[..., None].float(), parts.clamp(-5, 5)]
+        nodes = self.nodes_in(torch.cat(features, -1)).unflatten(1, (3, -1)) + on_gpus[:, None]
         if not config.simultaneous:
             nodes = nodes + self.chosen_in(encoded["experts"][rows, expert])[:, None, None]
         nodes = torch.relu(nodes)
         # Each of a GPU's three nodes is connected to all three nodes of the GPUs that it exchanges tokens with.
-        traffic, same = averaging(inputs["traffic"], copies=3), inputs["same_node"] / 3
+        traffic, same = averaging(traffic, copies=3), inputs["same_node"] / 3
         for layer in self.node_layers:
             nodes = layer(nodes, traffic, same)
         logits = self.node_head(nodes.flatten(1, 2)).squeeze(-1) + self.look_scale * gains(parts)

@@ -16,6 +16,8 @@ from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.learned import LEARNED_SPREAD
+from clustergym.moe_placement.planners.traffic_model import TrafficModel
+from clustergym.moe_placement.policy.estimate import Estimate, Simulated
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
 from clustergym.moe_placement.policy.inputs import PER_CENT, gains, policy_inputs, same_node_weights, similar_experts
 from clustergym.moe_placement.policy.network import PolicyNetwork
@@ -33,25 +35,38 @@ class Policy(Planner):
     starts_from_eplb = True
     takes_checkpoint = True
     layers_alone = True
+    may_train = True
 
     checkpoint: str | Path = "pretrained"
     """A policy.pt, the folder of a training run, or ``pretrained``."""
     operations: int | None = None
     """Operations per layer and interval; by default as many as in training."""
     candidates: int = 8
-    """Experts per operation, the most likely ones, whose operations are simulated. The one that can save most on the
-    observed interval goes to the GPU actor."""
+    """Number of experts, the most likely ones, whose operations are tried. Those that can save most go to the GPU
+    actor."""
     mix_tokens: int = 4096
     """Plan on one pass with so many of the observed tokens, dealt over the ranks at random (see
     :meth:`Interval.mixed`). 0 plans on the passes as they were: then the look-ahead counts gains that are chance."""
+    together: int = 4
+    """Operations per layer that the actors choose at once, on different experts."""
+    estimate: bool = True
+    """Look ahead with the estimate of :mod:`.estimate`. False simulates the operations on the observed tokens, as in
+    training: slow, only for one operation at a time, and without past traffic."""
+    spread: float = LEARNED_SPREAD
+    """See :class:`Search`; used with a model of the traffic."""
     policy: tuple[PolicyNetwork, PolicySettings] | None = None
     """(network, settings) instead of a checkpoint."""
 
     def __post_init__(self) -> None:
-        if self.candidates < 1 or (self.operations is not None and self.operations < 1):
-            raise ValueError(f"candidates is {self.candidates} and operations {self.operations}: expected at least 1")
+        if min(self.candidates, self.together, 1 if self.operations is None else self.operations) < 1:
+            raise ValueError(
+                f"candidates is {self.candidates}, together {self.together} and operations {self.operations}: "
+                "expected at least 1"
+            )
         if self.mix_tokens < 0:
             raise ValueError(f"mix_tokens is {self.mix_tokens}: expected 0 or more")
+        if self.together > 1 and not self.estimate:
+            raise ValueError(f"together is {self.together}: without the estimate, operations are made one at a time")
         self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
         if self.simulator.stay:
             raise ValueError(
@@ -59,12 +74,17 @@ class Policy(Planner):
                 "all layers at once: use a planner that searches"
             )
         self.settings = settings if self.operations is None else replace(settings, operations=self.operations)
+        self.traffic: TrafficModel | None = None
         self._batch: PlacementBatch | None = None
         self._experts: npt.NDArray[np.int16] | None = None
 
     def reset(self) -> None:
         if self._batch is not None:
             self._batch.episode["load_average"].fill_(-1.0)
+
+    def learn(self, trace: TokenTrace) -> None:
+        """Let the look-ahead know past traffic."""
+        self.traffic = TrafficModel.learn(trace, self.simulator.n_experts, seed=self.seed)
 
     def environments(self, interval: Interval) -> PlacementBatch:
         """One environment per layer, for the interval's trace and sizes."""
@@ -81,13 +101,14 @@ class Policy(Planner):
                 sampled_passes=sizes[0],
                 tokens_per_rank=sizes[1],
                 passes_per_interval=self.settings.passes(self.simulator.passes_per_interval),
-                ops_per_layer=self.settings.operations,
+                ops_per_layer=-(-self.settings.operations // self.together),
                 lookahead_norm=self.settings.norm,
                 memory=True,
                 compare_eplb=False,
             )
             self._batch = PlacementBatch(config, interval.n_layers, observe_only=True)
             self._same_node = same_node_weights(self.simulator.cluster)
+            self.estimator = Anneal(self._batch.simulator, self.seed)
         return self._batch
 
     def observe(self, interval: Interval) -> Interval:
@@ -95,34 +116,61 @@ class Policy(Planner):
         return interval.mixed(self.mix_tokens, self.seed) if self.mix_tokens else interval
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        return self.decode(self.observe(history[-1]), placement)
+        return self.decode(history, placement)
+
+    def look(self, history: Sequence[Interval], placement: Placement, batch: PlacementBatch) -> Estimate | Simulated:
+        """What the actors see of the future of an operation."""
+        if not self.estimate:
+            return Simulated(batch)
+        self.estimator.traffic = self.traffic
+        self.estimator.spread = self.spread if self.traffic is not None else 0.0
+        return Estimate(self.estimator, history, placement, batch)
 
     @torch.no_grad()
-    def decode(self, interval: Interval, placement: Placement, until: float | None = None) -> Placement:
+    def decode(self, history: Sequence[Interval], placement: Placement, until: float | None = None) -> Placement:
         """The policy's plan (L, G, S).
 
         At the time ``until`` (of ``time.perf_counter``) planning stops, but not before the first operation.
         """
+        interval = self.observe(history[-1])
         if int(interval.experts.max()) < 0:  # no token uses any expert
             return placement.astype(np.int16)
         batch, network = self.environments(interval), self.network
         batch.load_placement(placement, interval)
-        layers, similar = torch.arange(interval.n_layers), similar_experts(batch.obs["affinity"])
-        for done in range(1, self.settings.operations + 1):
+        look = self.look(history, placement, batch)
+        n_gpus, layers, similar = batch.n_gpus, torch.arange(interval.n_layers), similar_experts(batch.obs["affinity"])
+        for first in range(0, self.settings.operations, self.together):
             inputs = policy_inputs(batch.obs, similar, self._same_node)
             encoded = network.encode(inputs)
             likely = network.expert_logits(inputs, encoded).topk(min(self.candidates, batch.n_experts), -1).indices
-            parts, legal = batch.lookahead(likely) * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
-            best = torch.where(legal, gains(parts), -torch.inf).amax(-1).argmax(-1)
-            expert, parts, legal = likely[layers, best], parts[layers, best], legal[layers, best]
-            node = network.node_logits(inputs, encoded, expert, parts, legal).argmax(-1)
-            if done == self.settings.operations or (until is not None and time.perf_counter() >= until):
-                # Each layer has its own environment: there is no next layer to observe.
-                batch.finish_layer(expert, node)
+            looked, spares = look.look_ahead(likely)
+            looked, allowed = looked * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
+            allowed[..., n_gpus : 2 * n_gpus] |= spares >= 0
+            worth = torch.where(allowed, gains(looked), -torch.inf).amax(-1)
+            if not (worth > 0).any():
                 break
-            batch.step(expert, node)
-        plans = batch.episode["slots"].view(len(layers), *placement.shape)
-        found: Placement = plans[layers, layers].numpy().copy()
+            chosen = worth.topk(min(self.together, self.settings.operations - first, likely.shape[1]), -1).indices
+            n, rows = chosen.shape[1], layers.repeat_interleave(chosen.shape[1])
+            expert, parts, legal, spare = (x[rows, chosen.flatten()] for x in (likely, looked, allowed, spares))
+            node = network.node_logits(inputs, encoded, expert, parts, legal, rows).argmax(-1)
+            adds = (node >= n_gpus) & (node < 2 * n_gpus)
+            deleted = torch.where(adds, spare.gather(1, (node % n_gpus)[:, None])[:, 0], -1)
+            operations = [x.view(-1, n).T.contiguous() for x in (expert, node, deleted)]
+            ends = first + self.together >= self.settings.operations
+            ends = ends or (until is not None and time.perf_counter() >= until)
+            for i, (expert, node, spare) in enumerate(zip(*operations, strict=True)):
+                # The others were chosen before the first one was made: it may have taken what they would save.
+                look.operate(expert, node, spare, must_save=i > 0)
+                if (spare >= 0).any():
+                    batch.finish_layer(spare, node + n_gpus)
+                if i + 1 < n or ends:
+                    # Each layer has its own environment: there is no next layer to observe.
+                    batch.finish_layer(expert, node)
+                else:
+                    batch.step(expert, node)
+            if ends:
+                break
+        found: Placement = batch.sim["slots"].numpy().copy()
         return found
 
 
@@ -131,14 +179,11 @@ class PolicyGuided(Policy):
     """Annealing that may start from the policy's plan."""
 
     takes_seconds = True
-    may_train = True
 
     seconds: float | None = None
     """Time budget for all layers together, including the policy's time; None uses ``iterations``."""
     iterations: int = 4000
     """Exact annealing steps per layer without a time budget."""
-    spread: float = LEARNED_SPREAD
-    """See :class:`Search`; used with a model of the traffic."""
     lead: float = 0.2
     """Share of the time budget that the policy may use before the search. With less than ``SHORTEST_LEAD_MS`` per
     layer the search starts without it."""
@@ -159,15 +204,15 @@ class PolicyGuided(Policy):
 
     def learn(self, trace: TokenTrace) -> None:
         """Let the search plan with a model of the traffic, and for other mixtures of its topics."""
-        self.search.learn(trace)
-        self.search.spread = self.spread
+        super().learn(trace)
+        self.search.traffic, self.search.spread = self.traffic, self.spread
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began, starts, lead = time.perf_counter(), list[Placement](), math.inf
         if self.seconds is not None:
             lead = self.lead * self.seconds
         if lead >= SHORTEST_LEAD_MS / 1e3 * len(placement):
-            starts = [self.decode(self.observe(history[-1]), placement, began + lead)]
+            starts = [self.decode(history, placement, began + lead)]
         if self.seconds is not None:
             self.search.seconds = max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
         return self.search.plan(history, placement, starts)

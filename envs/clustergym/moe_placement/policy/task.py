@@ -79,7 +79,7 @@ def load_tasks(
     With ``eval_traces``, they are the test split.
 
     Raises:
-        ValueError: a trace does not fit to the model or the cluster, or a model has no trace to evaluate on.
+        ValueError: a trace does not fit the model or the cluster, or a model has no trace to evaluate on.
     """
     tasks, tests = [], _by_model(eval_traces, args.layers)
     for kind, whole in _by_model(traces, args.layers).items():

@@ -323,8 +323,8 @@ def write_node(s, b, when, node, topology, costs):
 
 
 @inlined
-def estimate(s, b, when, objective, total_uses):
-    """The objective in the 8-norm from the sums of the nodes."""
+def estimate_times(s, b, when, objective, total_uses):
+    """(time of a pass in the 8-norm, longest time to receive experts) from the sums of the nodes."""
     topology, costs, n_gpus, n_nodes = objective.topology, objective.costs, s.slots.shape[1], s.nodes.shape[2]
     per_node, nodes = topology.gpus_per_node, s.nodes[b, when]
     kernel, intra, inter, longest, entering = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -344,7 +344,14 @@ def estimate(s, b, when, objective, total_uses):
                 inter += nodes[node, INTER_8] + per_node * _power8(sent)
         time += (costs.dispatch_intra_us + costs.combine_intra_us) * _root8(intra)
         time += (costs.dispatch_inter_us + costs.combine_inter_us) * _root8(inter)
-    return with_migration(time, objective.migration_weight * longest, objective.before_us[b], costs)
+    return time, longest
+
+
+@inlined
+def estimate(s, b, when, objective, total_uses):
+    """The objective in the 8-norm."""
+    time, longest = estimate_times(s, b, when, objective, total_uses)
+    return with_migration(time, objective.migration_weight * longest, objective.before_us[b], objective.costs)
 
 
 @inlined

@@ -29,7 +29,7 @@ from clustergym.moe_placement.planners.kernels.surrogate import (
 
 
 @inlined
-def _move(s, b, which, e, source, target):
+def move(s, b, which, e, source, target):
     """Write the replicas of ``e`` with ``source`` replaced by ``target`` (−1 means none). Returns their number."""
     moved, n = s.moved[b, which], 0
     for i in range(s.n_replicas[b, e]):
@@ -94,7 +94,7 @@ def _try_expert(s, b, which, x, n, other, n_other, common, topology, n_gpus):
 
 
 @inlined
-def _keep_expert(s, b, slot, x, n, topology, n_gpus):
+def keep_expert(s, b, slot, x, n, topology, n_gpus):
     """Make the new replicas of ``x`` the current ones."""
     if s.pairs.shape[1] > 1:
         add_tables(s, b, x, s.replicas[b, x], int(s.n_replicas[b, x]), s.shares[b, x], -1.0, topology, n_gpus)
@@ -106,6 +106,35 @@ def _keep_expert(s, b, slot, x, n, topology, n_gpus):
             s.shares[b, x, i, j] = s.moved_shares[b, slot, i, j]
 
 
+@inlined
+def try_change(s, b, e, n_e, v, n_v, topology, costs):
+    """Write the sums of the trial, in which ``e`` has ``n_e`` replicas and ``v`` (−1 for none) has ``n_v``."""
+    n_gpus, per_node = s.slots.shape[1], topology.gpus_per_node
+    common = float(s.pairs[b, e, v]) if s.pairs.shape[1] > 1 and v >= 0 else 0.0
+    _try_expert(s, b, 0, e, n_e, -1, 0, 0.0, topology, n_gpus)
+    if v >= 0:
+        _try_expert(s, b, 1, v, n_v, e, n_e, common, topology, n_gpus)
+    for node in range(s.nodes.shape[2]):
+        if is_touched(s, b, node, per_node):
+            for x in range(node * per_node, (node + 1) * per_node):
+                if s.touched[b, x]:
+                    write_times(s, b, THEN, x, topology, costs)
+            write_node(s, b, THEN, node, topology, costs)
+
+
+@inlined
+def settle(s, b, source, target, topology):
+    """End a trial: sums ``target`` become those of ``source`` wherever the trial changed them."""
+    per_node = topology.gpus_per_node
+    for node in range(s.nodes.shape[2]):
+        if is_touched(s, b, node, per_node):
+            copy_node(s, b, node, source, target)
+            for x in range(node * per_node, (node + 1) * per_node):
+                if s.touched[b, x]:
+                    copy_gpu(s, b, x, source, target)
+                    s.touched[b, x] = 0
+
+
 @device
 def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
     """Anneal layer ``b`` on the estimate. ``best`` (G, S) and ``best_cost`` (B,) keep the best placement.
@@ -113,8 +142,7 @@ def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
     ``heat`` has the temperatures of the first and the last iteration, as shares of the cost.
     """
     topology, costs, n_gpus = objective.topology, objective.costs, s.slots.shape[1]
-    n_nodes, per_node = s.nodes.shape[2], topology.gpus_per_node
-    total_uses, dedup = total_load(s, b), s.pairs.shape[1] > 1
+    total_uses = total_load(s, b)
     cost = estimate(s, b, NOW, objective, total_uses)
     scale = cost
     if cost < best_cost[b]:
@@ -127,28 +155,19 @@ def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
         here = int(s.slots[b, g, k])
         if h < 0:  # a new replica of e in place of a spare one, or in an empty slot
             e, v = m, here
-            n_e, n_v = _move(s, b, 0, e, -1, g), 0
+            n_e, n_v = move(s, b, 0, e, -1, g), 0
             if v >= 0:
-                n_v = _move(s, b, 1, v, g, -1)
+                n_v = move(s, b, 1, v, g, -1)
         else:
             e, v = here, int(s.slots[b, h, m])
-            n_e, n_v = _move(s, b, 0, e, g, h), _move(s, b, 1, v, h, g)
-        common = float(s.pairs[b, e, v]) if dedup and v >= 0 else 0.0
-        _try_expert(s, b, 0, e, n_e, -1, 0, 0.0, topology, n_gpus)
-        if v >= 0:
-            _try_expert(s, b, 1, v, n_v, e, n_e, common, topology, n_gpus)
-        for node in range(n_nodes):
-            if is_touched(s, b, node, per_node):
-                for x in range(node * per_node, (node + 1) * per_node):
-                    if s.touched[b, x]:
-                        write_times(s, b, THEN, x, topology, costs)
-                write_node(s, b, THEN, node, topology, costs)
+            n_e, n_v = move(s, b, 0, e, g, h), move(s, b, 1, v, h, g)
+        try_change(s, b, e, n_e, v, n_v, topology, costs)
         after = estimate(s, b, THEN, objective, total_uses)
         temperature = scale * heat[0] * (heat[1] / heat[0]) ** (i / iterations)
         if after <= cost - temperature * math.log(1.0 - draw(key, b)):
-            _keep_expert(s, b, 0, e, n_e, topology, n_gpus)
+            keep_expert(s, b, 0, e, n_e, topology, n_gpus)
             if v >= 0:
-                _keep_expert(s, b, 1, v, n_v, topology, n_gpus)
+                keep_expert(s, b, 1, v, n_v, topology, n_gpus)
             if h < 0:
                 s.slots[b, g, k] = e
             else:
@@ -161,13 +180,7 @@ def anneal_layer(s, b, objective, key, heat, iterations, best, best_cost):
                 copy_slots(s.slots[b], best)
         else:
             source, target = NOW, THEN
-        for node in range(n_nodes):
-            if is_touched(s, b, node, per_node):
-                copy_node(s, b, node, source, target)
-                for x in range(node * per_node, (node + 1) * per_node):
-                    if s.touched[b, x]:
-                        copy_gpu(s, b, x, source, target)
-                        s.touched[b, x] = 0
+        settle(s, b, source, target, topology)
 
 
 @device
