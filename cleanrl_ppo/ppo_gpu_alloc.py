@@ -68,8 +68,8 @@ class Args(TrainArgs):
     num_steps: int = 32
     """Number of steps per environment between updates."""
     copies: int = 1
-    """Number of environments that decide on the same pod in the same situation; 1 or an even divisor of num_envs. Their
-    mean reward is the baseline, which removes the luck of the pod. Then all continue from the first one. 1: off."""
+    """Number of environments that decide on the same pod in the same situation: 1 (off) or an even divisor of num_envs.
+    Their mean reward is the baseline, so easy and hard pods count the same. Then all continue from the first one."""
     num_minibatches: int = 4
     """Number of minibatches per epoch."""
     update_epochs: int = 4

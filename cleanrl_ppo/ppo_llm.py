@@ -3,7 +3,7 @@
     python cleanrl_ppo/ppo_llm.py                                     # pre-training, then PPO for vowels: a few minutes
     python cleanrl_ppo/ppo_llm.py --reward capitals --text a.txt b.txt
     python cleanrl_ppo/ppo_llm.py --reference runs/ppo_llm__vowels__1/reference.pt --seed 2    # skip pre-training
-    python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # shows what the penalty is good for
+    python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # shows what the penalty prevents
     python cleanrl_ppo/ppo_llm.py --resume                            # continue after a crash
 
 1. A small mixture-of-experts transformer over characters (``clustergym.traces.tiny_moe``) is trained on text.

@@ -138,7 +138,7 @@ def test_learning_goes_on_after_the_database_is_lost(tmp_path: Path) -> None:
     for path in tmp_path.glob("store.db*"):
         path.unlink()
     with agent_server(tmp_path, *flags) as server:
-        assert "numbers go on after 64" in server.log.read_text()
+        assert "numbers continue after 64" in server.log.read_text()
         round_trip(server, 32)
         wait_until(lambda: ready(server)[1]["policy_version"] > before["version"], "the next update")
     after = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)

@@ -461,7 +461,7 @@ def test_a_program_of_the_public_benchmark_gets_all_scores(tmp_path: Path) -> No
 
 
 def test_bad_load_histories_and_functions(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="one window of 100"):
+    with pytest.raises(ValueError, match="less than two windows of 100"):
         load_windows(history_file(tmp_path / "short.json", 3))
     windows = load_windows(history_file(tmp_path / "few.json", 4, n_experts=8), 2)
     setting = Setting(num_replicas=16, num_groups=1, num_nodes=1, num_gpus=4)

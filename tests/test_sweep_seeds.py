@@ -100,7 +100,7 @@ def test_means_of_results() -> None:
 
 def test_a_searched_seed_is_refused() -> None:
     assert split_flags(["--x=1", "--run-dir=a", "--resume"]) == (["--x=1"], Path("a"), True)
-    with pytest.raises(SystemExit, match="the seeds are fixed"):
+    with pytest.raises(SystemExit, match="seed is a parameter of the sweep"):
         split_flags(["--seed=3"])
 
 

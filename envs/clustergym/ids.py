@@ -1,6 +1,6 @@
-"""Registered environment ids: the ladder of placement tasks.
+"""Registered environment ids: placement tasks from small to large.
 
-Every rung is registered for every profile and schedule, with both kinds of actions:
+Every size is registered for every profile and schedule, with both kinds of actions:
 ``MoEPlacement-4x4-sglang-prefill-drift-v0`` and ``MoEPlacementFlat-4x4-sglang-prefill-drift-v0``.
 """
 

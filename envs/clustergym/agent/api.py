@@ -40,7 +40,7 @@ FEEDBACK_PATH, RELAY_PATH = "/feedback", "/experiences"
 
 
 class Disconnected(Exception):
-    """The client has gone before it has sent the whole body."""
+    """The client disconnected before it sent the whole body."""
 
 
 class AccessMiddleware:
@@ -106,7 +106,7 @@ class AccessMiddleware:
         if isinstance(answer, Response):
             await answer(scope, receive, send)
         else:
-            # A Response object would take longer than the answer.
+            # Creating a Response object would take longer than sending the answer.
             content = to_json(answer)
             headers_sent = ((b"content-length", b"%d" % len(content)), (b"content-type", b"application/json"))
             await send({"type": "http.response.start", "status": 200, "headers": headers_sent})

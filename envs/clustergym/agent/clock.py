@@ -40,7 +40,7 @@ class Clock:
         self.now()
 
     def now(self) -> float:
-        """The time. If the system clock has jumped, time goes on from before the jump and ``problem`` says so."""
+        """The time. If the system clock has jumped, time continues from before the jump and ``problem`` says so."""
         system, monotonic = self._system(), self._monotonic()
         expected = self._base_s + monotonic - self._base_monotonic
         jump = system - expected

@@ -52,7 +52,7 @@ class ConnectionPool:
         if self._new:
             self._new.popitem(last=False)[0].transport.abort()
         elif self.accepted:
-            with contextlib.suppress(OSError):  # the client may have gone
+            with contextlib.suppress(OSError):  # the client may have disconnected
                 self.accepted.popitem(last=False)[1].shutdown(socket.SHUT_RDWR)
         elif self._idle:
             self._idle.popitem(last=False)[0].transport.abort()
@@ -97,7 +97,7 @@ class ListeningSocket(socket.socket):
         connection = CountedSocket(self.family, self.type, self.proto, fileno=handle)
         if not self.pool.admit():
             connection.close()
-            # asyncio ignores this error, as it does if the client has already gone.
+            # asyncio ignores this error, as it does if the client has already disconnected.
             raise ConnectionAbortedError("too many connections")
         connection.pool = self.pool
         self.pool.open += 1

@@ -55,7 +55,7 @@ def connect(folder: Path, durability: str) -> sqlite3.Connection:
     connection.execute(f"PRAGMA synchronous = {'FULL' if durability == 'power' else 'NORMAL'}")
     # Moving the log into the database waits for the disk. Store.shrink_log does it outside of requests.
     connection.execute("PRAGMA wal_autocheckpoint = 0")
-    # Without a limit the file keeps its largest size for ever, and nobody can see that the log has been moved.
+    # Without a limit the file keeps its largest size, and the size no longer shows whether the log has been moved.
     connection.execute(f"PRAGMA journal_size_limit = {LOG_BYTES_KEPT}")
     return connection
 

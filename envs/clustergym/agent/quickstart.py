@@ -58,7 +58,7 @@ def wait_until_ready(client: httpx.Client, process: subprocess.Popen[bytes], sto
 
 
 def run(store: Path, port: int, pods: int, pods_per_s: float, shadow: bool, console: Console) -> None:
-    """Start the agent and send it pods until ``pods`` have run, or for ever with 0."""
+    """Start the agent and send it pods until ``pods`` have run, or without end if it is 0."""
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]

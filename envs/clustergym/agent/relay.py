@@ -2,8 +2,8 @@
 
 A node sees few pods. With ``--leader`` its agent has no learner process. It sends what it has experienced to the
 leader, an ordinary agent, and replaces its checkpoint with that of the leader. Decisions stay on the node, so they
-continue while the leader is away; what was not sent is sent later. Every row has a number on its node, so the leader
-stores a row once, however often it is sent.
+continue while the leader cannot be reached; what was not sent is sent later. Every row has a number on its node, so the
+leader stores a row once, even if it is sent several times.
 """
 
 from __future__ import annotations

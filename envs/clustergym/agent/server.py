@@ -189,13 +189,13 @@ def run(config: uvicorn.Config, listener: Any) -> None:
 
 
 async def repeat(service: Service, name: str, interval_s: float, task: Callable[[], Awaitable[None]]) -> None:
-    """Run a task again and again. A failure is logged, counted and shown by /readyz until the task succeeds."""
+    """Run a task repeatedly. A failure is logged, counted and shown by /readyz until the task succeeds."""
     while True:
         await asyncio.sleep(interval_s)
         try:
             await task()
             service.task_problems.pop(name, None)
-        except Exception as error:  # whatever it is, the next run may succeed
+        except Exception as error:  # any error: the next run may succeed
             problem = f"{type(error).__name__}: {error}"
             if service.task_problems.get(name) != problem:
                 log.error("the background task %r failed and is tried again: %s", name, problem)

@@ -154,7 +154,7 @@ class Service:
         explore = self.settings.explore
         sensitive = is_latency_sensitive(request.qos_class)
         sampled = explore == "all" or (explore == "best-effort" and not sensitive)
-        # In shadow mode nobody is harmed by exploration.
+        # In shadow mode, exploration has no effect on pods.
         sampled |= explore != "off" and (self.settings.shadow or request.shadow)
         obs = self.observe(request.owner, request.cores, request.memory, sensitive, load)
         logits, value = self.policy.evaluate(obs)

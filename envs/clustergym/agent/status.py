@@ -30,7 +30,7 @@ class EventLog(logging.Handler):
 
 
 class Status:
-    """Collects what the page shows. Of the past before a restart it knows only what is in the store's owners."""
+    """Collects what the page shows. After a restart it has only what the store knows about the owners."""
 
     def __init__(self) -> None:
         self.pods: deque[tuple[Allocation, Feedback]] = deque(maxlen=MAX_PODS)

@@ -182,7 +182,7 @@ class Store:
         row = self.connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'feedback'").fetchone()
         if (row[0] if row else 0) >= seq:
             return
-        log.warning("the checkpoint has learned from feedback that is not in the store: numbers go on after %d", seq)
+        log.warning("the checkpoint has learned from feedback that is not in the store: numbers continue after %d", seq)
         self.connection.execute("DELETE FROM sqlite_sequence WHERE name = 'feedback'")
         self.connection.execute("INSERT INTO sqlite_sequence VALUES ('feedback', ?)", (seq,))
 

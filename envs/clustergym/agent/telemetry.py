@@ -68,7 +68,7 @@ class Telemetry:
                 self._handles = {index: nvml.nvmlDeviceGetHandleByIndex(index) for index in indices}
                 if not self._handles:
                     raise RuntimeError("NVML finds no GPU")
-        except Exception as error:  # NVML errors, a driver that is gone, no package: decisions continue without it
+        except Exception as error:  # NVML errors, a driver that was unloaded, no package: decisions continue without it
             problems.append(f"{type(error).__name__}: {error}")
         for index, handle in self._handles.items():
             try:

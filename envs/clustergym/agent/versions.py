@@ -173,7 +173,7 @@ class SequentialTest:
         self._fine = [1.0] * len(self.BETS)
 
     def add(self, difference: float) -> str | None:
-        """Add the reward of the new version minus that of the old one. Returns "worse", "fine" or None (go on)."""
+        """Add the reward of the new version minus that of the old one. Returns "worse", "fine" or None (undecided)."""
         difference = min(max(difference, -self.LARGEST), self.LARGEST)
         self.samples += 1
         self.mean += (difference - self.mean) / self.samples

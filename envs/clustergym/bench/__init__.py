@@ -1,1 +1,1 @@
-"""The benchmark: versioned suites of frozen tasks, runs of anybody's planner or agent, and the leaderboard."""
+"""The benchmark: versioned suites of frozen tasks, runs of built-in and submitted entries, and the leaderboard."""

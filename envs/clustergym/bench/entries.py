@@ -86,7 +86,7 @@ def named_entries(kind: str) -> list[str]:
 
 
 def sees_the_future(entry: Entry, kind: str) -> bool:
-    """Whether the entry knows what nobody can know. It is a bound, not a competitor."""
+    """Whether the entry uses data of the future. It is a bound, not a competitor."""
     if entry.kind != "named":
         return False
     if kind == "allocation":

@@ -1,7 +1,7 @@
 """The public EPLB evolution benchmark (abmfy/eplb-openevolve): plan on one window of loads, score on the next.
 
 Scores are computed as its evaluator does: balancedness of the slots, 0.02 s / decision time (at most 1), and the mean
-of both. Its setting is 288 slots on 32 GPUs in 4 nodes, 8 groups, and windows of 100 steps. Loads tell nothing about
+of both. Its setting is 288 slots on 32 GPUs in 4 nodes, 8 groups, and windows of 100 steps. Loads say nothing about
 communication: the task ``v3-4x8-prefill-drift`` of ``placement-v1`` has these sizes and tokens. Migration is counted
 here from the slots that change.
 """
@@ -79,10 +79,10 @@ def load_windows(path: Path, steps: int = 100) -> list[Loads]:
         raise ValueError(f"no load history at {path}")
     trace = load_history.read([path], ReadOptions()) if path.suffix == ".json" else load_any_trace(str(path))
     if not isinstance(trace, LoadTrace):
-        raise ValueError(f"{path}: a token trace; the evolution benchmark scores load histories")
+        raise ValueError(f"{path} is a token trace: the evolution benchmark needs a load history")
     windows = [trace.counts[i : i + steps].sum(0) for i in range(0, trace.n_steps, steps)]
     if len(windows) < 2:
-        raise ValueError(f"{path}: {trace.n_steps} steps are one window of {steps}: at least two are needed")
+        raise ValueError(f"{path}: {trace.n_steps} steps are less than two windows of {steps}: use a smaller --window")
     return windows
 
 
@@ -135,9 +135,9 @@ def _decider(entry: Entry, setting: Setting, limits: Limits) -> Iterator[Decide]
             def decide(loads: Loads) -> tuple[npt.NDArray[np.int64], float]:
                 answer = function({"weight": loads})
                 if answer.shape != (len(loads), setting.num_replicas) or answer.dtype.kind not in "iu":
-                    raise CallFailed(f"an answer of {answer.dtype} {answer.shape}: expected one expert per slot")
+                    raise CallFailed(f"the answer is {answer.dtype} {answer.shape}: expected one expert per slot")
                 if answer.min() < 0 or answer.max() >= loads.shape[1] or not _complete(answer, loads.shape[1]):
-                    raise CallFailed("an expert does not exist, or has no slot")
+                    raise CallFailed("the answer names an expert that does not exist, or gives an expert no slot")
                 return answer.astype(np.int64), function.seconds
 
             try:

@@ -135,7 +135,7 @@ FASTEST_MS = {"placement": 0.01, "allocation": 1e-4}
 
 
 def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
-    """Score with its interval over decision time. The line joins the entries that nobody beats in both."""
+    """Score with its interval over decision time. The line joins the entries that no other one beats in both."""
     plt = require_matplotlib()
     figure, axes = plt.subplots(figsize=(10, 7.5), layout="constrained")
     fastest = FASTEST_MS[kind]

@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class CallFailed(Exception):
-    """The function raised, took too long, ran out of memory, or answered nonsense."""
+    """The function raised, took too long, ran out of memory, or gave an invalid answer."""
 
 
 class LimitedFunction:
@@ -107,7 +107,7 @@ class LimitedFunction:
         error, self.seconds, length = HEADER.unpack(self._read(HEADER.size, until, seconds))
         if length > MAX_ANSWER_BYTES:
             self.close()
-            raise CallFailed(f"an answer of {length} bytes: at most {MAX_ANSWER_BYTES} are accepted")
+            raise CallFailed(f"the answer has {length} bytes: at most {MAX_ANSWER_BYTES} are accepted")
         payload = self._read(length, until, seconds)
         if error:
             raise CallFailed(payload.decode("utf-8", "replace"))

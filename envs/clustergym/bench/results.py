@@ -1,4 +1,4 @@
-"""Result files: one JSON file per entry and task, written atomically. A run that is repeated keeps what is there."""
+"""Result files: one JSON file per entry and task, written atomically. A repeated run keeps finished results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Suites: versioned lists of frozen tasks, in JSON files under ``frozen/``.
 
-A task says everything that decides a result: data with their hash, split, model, cluster, profile, schedule, sizes,
+A task defines everything that affects a result: data with their hash, split, model, cluster, profile, schedule, sizes,
 seeds, and the time and memory that a decision may take. A published suite is never changed; a better one gets a new
 version.
 """
@@ -35,7 +35,7 @@ class Limits:
     """What one decision of a submitted function may take."""
 
     seconds: float = 10.0
-    """Wall time of a decision. A later one is lost, and the current placement stays."""
+    """Maximum wall time of a decision. A slower one is discarded, and the current placement stays."""
     memory_mb: int = 4096
     """Address space of the process."""
     start_seconds: float = 60.0

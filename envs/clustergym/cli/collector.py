@@ -72,9 +72,9 @@ def run(args: Command, console: Console, line: str) -> None:
     agents = {"node": args.agent_url, "recommender": args.recommender_url}
     urls = {name: url.rstrip("/") for name, url in agents.items() if url is not None}
     if not urls:
-        raise ValueError("nobody to report to: give --agent-url, --recommender-url or both")
+        raise ValueError("no agent to report to: give --agent-url, --recommender-url or both")
     if (args.metrics_url is None) != args.nvml:
-        raise ValueError("where the usage comes from: give either --metrics-url or --nvml")
+        raise ValueError("no source of the usage, or two: give either --metrics-url or --nvml")
     for name in ("agent_token_file", "prometheus_token_file"):
         path = getattr(args, name)
         if path is not None and not path.is_file():

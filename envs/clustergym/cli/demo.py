@@ -1,4 +1,4 @@
-"""``clustergym demo``: one HTML page that shows the whole story on a bundled trace."""
+"""``clustergym demo``: one HTML page with the traffic of a bundled trace, all planners, and two placements."""
 
 from __future__ import annotations
 

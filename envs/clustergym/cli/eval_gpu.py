@@ -60,7 +60,7 @@ def make_batch(args: Command) -> AllocationBatch:
 
 
 def results_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Table with the best policy in bold. The oracle is dim, because no real policy knows what it knows."""
+    """Table with the best policy in bold. The oracle is dim, because it uses data that no real policy has."""
     table = Table(
         title=escape(title),
         caption="means over decisions; ± 95 % over streams; gap: from the best rule (0) to the oracle (100 %)",

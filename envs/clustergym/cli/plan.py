@@ -218,7 +218,7 @@ def explain(plan: Plan, console: Console) -> None:
     if plan.reused > 0 or served < asked:
         console.print(
             f"[yellow]the held-out part is smaller than asked: {served} of {asked} passes are served, and "
-            f"{100 * plan.reused:.0f} % of their tokens were served before (the interval allows for it)[/]"
+            f"{100 * plan.reused:.0f} % of their tokens were served before (the interval takes this into account)[/]"
         )
     if plan.stopped:
         console.print("[yellow]stopped by Ctrl-C: this is the best plan so far[/]")

@@ -29,7 +29,7 @@ class Command:
     cluster: str
     """GPU-NODESxGPUS or a YAML file."""
     engine: str | None = None
-    """sglang, tensorrt-llm, vllm-ascend or vllm; by default found out from the file."""
+    """sglang, tensorrt-llm, vllm-ascend or vllm; by default detected from the file."""
     profile: str | None = None
     """The profile that the engine will serve with; by default its usual one."""
 

@@ -186,7 +186,7 @@ class Collector:
     async def _usages(self, pods: list[ManagedPod]) -> dict[str, Usage]:
         try:
             return await self.source.read(pods)
-        except Exception as error:  # no answer, NVML errors, a driver that is gone, a page that cannot be parsed
+        except Exception as error:  # no answer, NVML errors, an unloaded driver, a page that cannot be parsed
             self._failed("usage", error)
         return {}
 

@@ -15,7 +15,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        # A module that is installed but lacks a dependency of its own has another problem: show that one.
+        # The module is installed, but one of its own dependencies is missing: show that error.
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise MissingExtra(f"{module} is not installed: pip install 'clustergym[{extra}]'") from error

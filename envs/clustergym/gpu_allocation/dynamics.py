@@ -49,7 +49,7 @@ solo_latency_ms = compiled(specs.solo_latency_ms)
 
 LARGE = 1e30
 MAX_NEED = 0.85
-"""Largest part of its request that a pod needs alone on the GPU: nobody asks for too little (97.9 % of PAI's instances
+"""Largest part of its request that a pod needs alone on the GPU: no pod requests too little (97.9 % of PAI's instances
 use less than they ask for). The rest is for the interference of neighbours."""
 NEED_QUANTILES = np.array(fitted.NEED_POD_QUANTILES)
 MEMORY_QUANTILES = np.array(fitted.MEMORY_POD_QUANTILES)

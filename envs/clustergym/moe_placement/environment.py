@@ -41,7 +41,7 @@ LAYER_KEYS = ("coactivation", "affinity")
 # Keys of the info of every step.
 STEP_INFO = ("operation", "legal", "illegal_actions", "layer_time_us", "operation_reward")
 OBSERVATIONS = ("full", "compact")
-# Features are ratios and shares; nothing comes near this.
+# Upper bound of the observation space. Features are ratios and shares, so none comes near it.
 LIMIT = 1e6
 
 

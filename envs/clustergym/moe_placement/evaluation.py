@@ -1,10 +1,10 @@
 """Compares planners on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks.
 
 Confidence intervals come from the sequences of the trace. A plan that is made once serves passes of resampled
-sequences, see :mod:`clustergym.moe_placement.resampling`. Planners that plan again and again would have to do so for
-every resample. Instead the sequences are dealt into disjoint groups, as many as can each fill a stream without serving
-a token twice, and each stream is drawn from one group. If there are more streams than groups, the sequences are dealt
-again. See :func:`clustergym.common.statistics.ci95_of_deals`.
+sequences, see :mod:`clustergym.moe_placement.resampling`. Planners that plan after every interval would have to plan
+again for every resample. Instead the sequences are dealt into disjoint groups, as many as can each fill a stream
+without serving a token twice, and each stream is drawn from one group. If there are more streams than groups, the
+sequences are dealt again. See :func:`clustergym.common.statistics.ci95_of_deals`.
 """
 
 from __future__ import annotations

@@ -433,7 +433,7 @@ def _best_swaps(live: Placement, observed: Observed) -> list[Placement]:
 def transition_from(live: Placement, limit: Limit, simulator: Simulator, observed: Observed) -> Transition:
     """Changes of the live placement, priced on the traffic to plan on."""
     loads = observed.loads.loads(simulator.n_experts).astype(np.float64)
-    # One large pass: the chance of single passes would choose the moves.
+    # One large pass: with single passes, chance would decide which moves look good.
     mixed = None if observed.tokens is None else observed.tokens.mixed(_TRANSITION_TOKENS)
 
     def times(placement: Placement) -> npt.NDArray[np.float64]:

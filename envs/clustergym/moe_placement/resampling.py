@@ -156,7 +156,7 @@ class HeldOutPasses:
         draws: int = RESAMPLES,
     ) -> None:
         source = SequencePasses(trace, simulator.n_gpus, traffic)
-        # Passes that serve all tokens again and again say little more.
+        # Serving the same tokens more often adds little information.
         n_passes = min(n_passes, max(FEWEST_PASSES, -(-source.trace_tokens // source.tokens)))
         self.simulator, self.n_layers, self.n_passes = simulator, trace.n_layers, n_passes
         self.passes = source.draw(n_passes, np.random.default_rng(seed))

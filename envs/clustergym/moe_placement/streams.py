@@ -74,10 +74,10 @@ class Interval:
     def mixed(self, most_tokens: int, seed: int = 0) -> Interval:
         """One large pass with the tokens of all passes, dealt over the ranks at random.
 
-        Which rank had a token, and which tokens met in a pass, is chance. A search that sees passes one by one learns
-        that chance by heart. The large pass is priced as the average of the passes that it stands for.
-        If there are more than ``most_tokens`` tokens, a sample of them is taken. If there are few, each appears several
-        times, on different ranks.
+        Which rank had a token, and which tokens met in a pass, is chance. A search that sees passes one by one
+        overfits to it. The large pass is priced as the average of the passes that it replaces. If there are
+        more than ``most_tokens`` tokens, a sample of them is taken. If there are few, each appears several times, on
+        different ranks.
         """
         ranks, rng, own = self.rank_start.shape[1] - 1, np.random.default_rng(seed), self.rows.ravel()
         fewest = max(ranks, min(most_tokens, _FEWEST_MIXED_TOKENS))

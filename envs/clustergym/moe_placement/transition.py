@@ -233,7 +233,7 @@ def _prefixes(
 
 
 def _choose(live: Placement, states: list[list[Prefix]], limit: Limit, received: npt.NDArray[np.float64]) -> Placement:
-    """Go on in the layer that saves most per further move, as long as the limit allows it."""
+    """Continue with the layer that saves most per further move, as long as the limit allows it."""
     placement, at = live.copy(), [0] * len(states)
     moves, gpu_seconds = 0, np.zeros(live.shape[1])
     while True:

@@ -39,7 +39,7 @@ Shared = tuple[npt.NDArray[Any], torch.Tensor, npt.NDArray[Any]]
 
 
 class _Recycled:
-    """Arrays of one shape for observations. One that nobody else holds any more is used again: new memory costs more
+    """Arrays of one shape for observations. An array without other references is used again: new memory costs more
     than filling it."""
 
     def __init__(self, like: torch.Tensor, read_only: bool) -> None:
@@ -154,7 +154,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     # Observations
 
     def _renew(self, names: Collection[str], keep: bool) -> None:
-        """Let the next observation go to arrays that nobody holds; ``keep`` what the kernels may leave as it is."""
+        """Let the next observation go to arrays without references; ``keep`` what the kernels need not write again."""
         fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
         for name, (_, tensor, _) in fresh.items():
             if keep or name == "memory":
@@ -284,7 +284,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
             return changed
         infos |= {"final_obs": self._final_observations(ended), "final_info": results}
         infos |= {"_final_obs": ended.copy(), "_final_info": ended.copy()}
-        # What an ended episode's last step came to is in final_info; a fresh episode has no operation yet.
+        # The result of an ended episode's last step is in final_info; a new episode has no operation yet.
         for name in STEP_INFO:
             infos[name][ended] = 0
             infos[f"_{name}"] = infos[f"_{name}"] & ~ended

@@ -151,7 +151,7 @@ class RayHandle:
         except self.ray.exceptions.TaskCancelledError:
             return -signal.SIGTERM
         except self.ray.exceptions.RayError as error:
-            # The reason is where the output of a failed run is looked for.
+            # The output of a failed run is read from this file, so the reason is written there.
             with open(self.folder / OUTPUT, "a") as output:
                 output.write(f"{type(error).__name__}: {str(error).splitlines()[-1]}\n")
             return 1

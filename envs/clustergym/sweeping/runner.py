@@ -141,7 +141,7 @@ class Runner:
         if self.run_dir_flag is not None:
             command += [f"{self.run_dir_flag}={run.folder}"]
         run.command, run.state, run.starts, run.started = command, "running", run.starts + 1, time.time()
-        # Stored before it starts, so that the run is known whatever happens next.
+        # Stored before it starts, so that the run is known even after a crash.
         self.store.save(run)
         try:
             handle = self.launcher.start(command, run.folder, self.cwd, self.run_dir_flag is not None)

@@ -11,7 +11,7 @@ from clustergym.common.extras import require
 
 
 class Scores:
-    """The metric of one run. Can be read while the run is going on."""
+    """The metric of one run. Can be read while the run is active."""
 
     def __init__(self, folder: Path, metric: str | None) -> None:
         self.folder, self.metric = folder, metric

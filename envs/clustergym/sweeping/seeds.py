@@ -52,7 +52,7 @@ def split_flags(flags: Sequence[str]) -> tuple[list[str], Path | None, bool]:
         elif flag == "--resume":
             resume = True
         elif flag.startswith("--seed=") or flag == "--seed":
-            raise SystemExit("error: the seed is a parameter of the sweep too: leave it out, the seeds are fixed")
+            raise SystemExit("error: seed is a parameter of the sweep: remove it, because this command sets the seeds")
         else:
             rest.append(flag)
     return rest, folder, resume

@@ -55,7 +55,7 @@ def _deal(sizes: npt.NDArray[np.float64], rng: np.random.Generator, least: int) 
     shares = np.array(list(SHARES.values()))
     filled, count, part = np.zeros(len(SHARES)), np.zeros(len(SHARES)), np.empty(len(sizes), int)
     for unit in rng.permutation(len(sizes)):
-        # Of parts that lack the same, the larger one comes first.
+        # If two parts lack the same number, the larger one comes first.
         chosen = int(np.lexsort((-shares, filled / shares, count >= least))[0])
         part[unit] = chosen
         filled[chosen] += sizes[unit]

@@ -7,7 +7,7 @@ the scheduler counts is set to it, and each managed container reads its limits f
 The binding webhook is called when the pod is bound to a node, in mode Auto only. The agent of that node may grant less:
 variables cannot change any more, but the annotations that they read can, through the Binding.
 
-Whatever is down, the annotations keep what was decided before, at first the request, and the pod runs with it.
+If a service is down, the annotations keep the last decision (at first the request), and the pod runs with it.
 """
 
 from __future__ import annotations
