@@ -51,7 +51,7 @@ KINDS = {
 
 
 def ladder() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every task of the ladder: the middle of its id, and its arguments."""
+    """Every placement task: the middle of its id, and its arguments."""
     for rung, size in RUNGS.items():
         for profile, phase in PHASES.items():
             passes = SAMPLED_PASSES[phase]

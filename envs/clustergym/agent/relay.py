@@ -94,7 +94,7 @@ def store_rows(store: Store, request: RelayRequest, obs_size: int, levels: int) 
     """Add the rows that are new; call ``store.committed()`` before the answer. Returns how many.
 
     Raises:
-        ValueError: a row that does not fit to this agent.
+        ValueError: a row that does not fit this agent.
     """
     stored = 0
     for row in request.rows:

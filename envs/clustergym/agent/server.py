@@ -170,7 +170,7 @@ def make_config(settings: ServerSettings, app: Any, pool: ConnectionPool) -> uvi
 
 
 def run(config: uvicorn.Config, listener: Any) -> None:
-    """Serve until a signal arrives. SIGTERM and SIGINT let this function return, however often they are sent."""
+    """Serve until a signal arrives. SIGTERM and SIGINT let this function return, even if they repeat."""
     import uvicorn
 
     from clustergym.agent.connections import Loop

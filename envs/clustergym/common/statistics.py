@@ -74,7 +74,7 @@ def ci95_of_resamples(values: npt.NDArray[np.float64], sequences: float, pass_sh
 def ci95_of_blocks(values: npt.NDArray[np.float64]) -> float:
     """Half width of the 95 % confidence interval of the mean of steps in time. 0 for fewer than two steps.
 
-    Steps that follow each other are alike. So √n blocks of √n steps are taken as independent, not the steps.
+    Neighbouring steps are similar. So √n blocks of √n steps are taken as independent, not the steps.
     """
     n = len(values)
     return ci95([float(block.mean()) for block in np.array_split(values, max(2, int(np.sqrt(n))))]) if n > 1 else 0.0

@@ -46,8 +46,8 @@ def score(cores: float, usage: float, qos_met: bool, running_pods: int) -> tuple
 def room(wait_s: float) -> float:
     """Penalty for the time that the next pod waits until its request fits.
 
-    It is the part of an allocation's effect on others that can be measured when the next pod starts. Cores or memory
-    that nobody uses keep it waiting.
+    It is the part of an allocation's effect on others that can be measured when the next pod starts. Unused cores
+    or memory keep it waiting.
 
     >>> room(0.0), room(440.0)
     (-0.0, -0.25)

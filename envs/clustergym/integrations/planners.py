@@ -14,7 +14,7 @@ from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec
 
-# Loads decide, so sizes that the engine does not tell do not matter.
+# Plans depend on loads only, so sizes that the engine does not report have no effect.
 _HIDDEN, _WIDTH = 4096, 2048
 
 

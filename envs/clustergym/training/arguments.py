@@ -99,7 +99,7 @@ def parse_args(
 
 
 def config_flags(file: Path, args_class: Any) -> list[str]:
-    """The flags that a YAML file stands for. Raises SystemExit if it has a name that is no flag."""
+    """The flags of a YAML file. Raises SystemExit if it has a name that is no flag."""
     yaml = require("yaml", "train")
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ def _load_tensors(path: Path) -> Any:
 
 
 def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
-    """Without an all-to-all backend SGLang would send every token to every GPU, and the plan would be worth nothing."""
+    """Without an all-to-all backend SGLang would send every token to every GPU, and the plan would have no effect."""
     gpus = plan.n_gpus
     command = (
         f"--init-expert-location {path} --ep-num-redundant-experts {plan.n_redundant} "

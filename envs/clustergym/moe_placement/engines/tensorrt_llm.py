@@ -20,7 +20,7 @@ BALANCED = frozenset({
 def write(path: Path, plan: EnginePlan) -> None:
     """Layers by global index. The engine accepts exactly these keys.
 
-    An MTP layer that was not recorded gets the default placement: without a row, the worker would die.
+    An MTP layer that was not recorded gets the default placement: without a row, the worker would crash.
     """
     rows = plan.rows() | dict.fromkeys(plan.unplanned_mtp_layers, plan.default_row())
     lines = [f"num_slots: {plan.n_physical}", "layer_updates_per_iter: 0", "initial_global_assignments:"]

@@ -133,7 +133,7 @@ class ReadOptions:
 
 
 def moe_layers(found: int, options: ReadOptions, where: str) -> npt.NDArray[np.int64] | None:
-    """(found,) global index of each recorded layer, −1 if it is dense. None if the options do not tell."""
+    """(found,) global index of each recorded layer, −1 if it is dense. None if the options do not say."""
     ids = np.arange(found)
     if options.dense_layers is not None:
         bad = [l for l in options.dense_layers if not 0 <= l < found]
@@ -314,7 +314,7 @@ def slot_counts_to_logical(counts: npt.NDArray[Any], slots: npt.NDArray[Any], n_
 
 
 def check_slot_map(slots: npt.NDArray[Any], where: str, n_experts: int = 0) -> npt.NDArray[np.int64]:
-    """(L, P) validated map from physical slot to logical expert. Every expert has a slot, so it tells their number."""
+    """(L, P) validated map from physical slot to logical expert. Every expert has a slot, so it gives their number."""
     if slots.ndim != 2 or slots.dtype.kind not in "iu":
         raise ValueError(f"{where}: physical → logical map of shape {slots.shape}: expected (layers, slots) integers")
     if slots.size == 0 or slots.min() < 0 or slots.max() >= min(MAX_EXPERTS, slots.shape[1]):

@@ -195,7 +195,7 @@ def _add_tokens(dump: dict[Any, Any], path: Path, blocks: TokenBlocks, seen: _Se
 
 
 def _pass_id(record: dict[Any, Any], position: int) -> int:
-    """Id of the forward pass, which all ranks count alike; without one, the position in the file."""
+    """Id of the forward pass, the same on all ranks; without one, the position in the file."""
     return _number(record["forward_pass_id"]) if "forward_pass_id" in record else position
 
 
