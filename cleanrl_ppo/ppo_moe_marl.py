@@ -73,8 +73,8 @@ class PPOArgs:
     num_envs: int = 64
     """Number of parallel environments per process."""
     envs_per_stream: int = 8
-    """Number of environments with the same stream. The mean advantage of the others in the group is the baseline of
-    each. 1 for no baseline; smaller if num_envs is not a multiple."""
+    """Number of environments with the same stream. The mean advantage of the others is the baseline of each.
+    1 for no baseline. If num_envs is not a multiple, a divisor of both is used."""
     num_steps: int = 64
     """Number of steps per environment between updates, a multiple of ops_per_layer."""
     num_minibatches: int = 8
@@ -109,17 +109,19 @@ class NetworkArgs:
     hidden: int = 32
     """Width of the networks."""
     ablate: tuple[Ablation, ...] = ()
-    """Change parts of the networks, to measure what they contribute. mlp-encoder: nodes do not exchange messages.
-    no-lookahead: the GPU actor does not see what each operation would save on the observed interval. simultaneous: it
-    does not see the chosen expert either. two-critics: each actor has a critic that sees its own graph only.
+    """Change parts of the networks, to measure what they contribute.
+    mlp-encoder: nodes do not exchange messages.
+    no-lookahead: the GPU actor does not see what each operation would save on the observed interval.
+    simultaneous: the GPU actor sees neither the look-ahead nor the chosen expert.
+    two-critics: each actor has its own critic, which sees one graph only.
     separate-critic: the critic has its own encoders."""
 
 
 @dataclass
 class Args(RunArgs):
     trace: tuple[str, ...] = (DEFAULT_TRACE,)
-    """Traces to train on: .npz or .npy files or names of bundled traces. Those of one model are joined, each as its own
-    domain."""
+    """Traces to train on: .npz or .npy files, or names of bundled traces.
+    Those of one model are joined, each as its own domain."""
     eval_trace: tuple[str, ...] = ()
     """Traces for the evaluation after training. Default: the test split of the training traces."""
     cluster: tuple[str, ...] = ("h800-4x4",)
@@ -129,15 +131,14 @@ class Args(RunArgs):
     total_timesteps: int = 131_072
     """Total number of operations, over all environments and processes. 0 stops after the supervised phase."""
     checkpoint_interval: int = 12
-    """Iterations between checkpoints, 0 for none. Environments are reset at each checkpoint, so that resuming is exact.
-    Choose it longer than an episode of all tasks."""
+    """Iterations between checkpoints, 0 for none. Choose it longer than an episode of all tasks.
+    Environments are reset at each checkpoint, so that resuming is exact."""
     eval_interval: int = 4
     """Iterations between evaluations on validation streams, 0 for none. They do not change the training."""
     init: str | None = None
     """Start from this policy instead of random weights: a policy.pt, a run folder, or pretrained."""
     save_model: bool = True
-    """Save the policy as policy.pt, for the planners ``policy`` and ``policy-guided``, and as model.safetensors with
-    model.json."""
+    """Save the policy: policy.pt for the planners policy and policy-guided, and model.safetensors with model.json."""
     capture_video: bool = False
     """Record an episode of each evaluation to the folder videos."""
     cuda: bool = False

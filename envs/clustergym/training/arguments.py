@@ -27,8 +27,8 @@ class BaseArgs:
     run_dir: Path | None = None
     """Folder for logs and checkpoints. Default: runs/<trainer>__<task>__<seed>."""
     resume: bool = False
-    """Resume from the checkpoint in the run folder. The result is bit-identical to that of an uninterrupted run. The
-    length of the run can be increased."""
+    """Resume from the checkpoint in the run folder. The length of the run can be increased.
+    The result is bit-identical to that of an uninterrupted run."""
     save_model: bool = False
     """Also save the trained network: model.safetensors with model.json, and model.pt for clustergym eval."""
     cuda: bool = False

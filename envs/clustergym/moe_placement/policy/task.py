@@ -38,9 +38,9 @@ class TaskArgs:
     norm: int = 4
     """p-norm over GPUs in the look-ahead and in the reward. 0: the true time, which only the busiest GPU decides."""
     horizon: float = 4.0
-    """Number of intervals for which a move is expected to help: the cost of its migration is spread over them, and each
-    visit to a layer is an episode. 0: the whole stream is an episode, and each interval adds what earlier operations
-    still save."""
+    """Number of intervals for which a move is expected to help: the cost of its migration is spread over them.
+    Each visit to a layer is then an episode.
+    0: the whole stream is an episode, and each interval adds what earlier operations still save."""
 
     @property
     def whole_stream(self) -> bool:
