@@ -71,6 +71,8 @@ class MetricLogger(Protocol):
 
 OpenLogger = Callable[[int], contextlib.AbstractContextManager[MetricLogger]]
 """Opens the log of a run whose policy has this version."""
+# The first columns of the rows that ExperienceReader keeps.
+SEQ, VERSION = range(2)
 
 
 class ExperienceReader:
@@ -94,7 +96,7 @@ class ExperienceReader:
     def read(self, learned_through: int, version: int) -> Experiences | None:
         """The next batch that has not been learned from, or None if there are not enough experiences yet."""
         oldest, newest = version - self.settings.max_policy_lag, self.newest()
-        self._waiting = [row for row in self._waiting if row[0] > learned_through and row[1] >= oldest]
+        self._waiting = [row for row in self._waiting if row[SEQ] > learned_through and row[VERSION] >= oldest]
         missing = self.settings.max_batch - len(self._waiting)
         rows = self.connection.execute(
             "SELECT f.seq, a.version, a.obs, a.action, a.log_prob, f.advised_reward, a.value, f.next_obs, f.done "
@@ -106,7 +108,7 @@ class ExperienceReader:
         if len(rows) < missing:
             self._read_through = max(newest, self._read_through)
         elif rows:
-            self._read_through = rows[-1][0]
+            self._read_through = rows[-1][SEQ]
         if len(self._waiting) < self.settings.batch_size:
             return None
         seqs, _, obs, actions, logprobs, rewards, values, next_obs, dones = zip(*self._waiting, strict=True)

@@ -162,11 +162,11 @@ class Service:
         owner = self.store.owner_state(request.owner)
         pod = Pod(request.owner, request.cores, request.memory, sensitive, owner)
         advised_cores, advised_memory = self.advise(pod, self.policy.shares(chosen))
-        cores, memory, decided_by = self.recommend(pod, advised_cores, advised_memory, bounds_of(request))
-        recommended = cores, memory
+        best_cores, best_memory, decided_by = self.recommend(pod, advised_cores, advised_memory, bounds_of(request))
+        cores, memory = best_cores, best_memory
         if self.settings.shadow or request.shadow:
             cores, memory, decided_by = request.cores, request.memory, "shadow"
-        self._last_shares[request.owner] = recommended[0] / request.cores, recommended[1] / request.memory
+        self._last_shares[request.owner] = best_cores / request.cores, best_memory / request.memory
         if len(self._last_shares) > MAX_LAST_SHARES:
             self._last_shares.pop(next(iter(self._last_shares)))
         allocation = Allocation(
@@ -174,7 +174,7 @@ class Service:
             owner=request.owner, requested_cores=request.cores, requested_memory_mb=request.memory,
             sensitive=sensitive, cores=cores, memory_mb=memory, version=self.policy.version, learnable=sampled,
             gpu=gpu, advised_cores=advised_cores, advised_memory_mb=advised_memory,
-            recommended_cores=recommended[0], recommended_memory_mb=recommended[1], decided_by=decided_by,
+            recommended_cores=best_cores, recommended_memory_mb=best_memory, decided_by=decided_by,
             champion=self.compare(pod, obs, logits),
         )  # fmt: skip
         self.store.next_seq += 1
@@ -362,8 +362,9 @@ def share_amounts(
     shares: tuple[float, float], requested_cores: float, requested_memory_mb: float
 ) -> tuple[float, float]:
     """Cores (%) and memory (MB) of shares of a request, in whole units, as in the simulator."""
-    cores = max(shares[0] * requested_cores, space.MIN_CORES)
-    memory_mb = max(shares[1] * requested_memory_mb, space.MIN_MEMORY_MB)
+    share_of_cores, share_of_memory = shares
+    cores = max(share_of_cores * requested_cores, space.MIN_CORES)
+    memory_mb = max(share_of_memory * requested_memory_mb, space.MIN_MEMORY_MB)
     return space.limit_grant(cores, memory_mb, requested_cores, requested_memory_mb, space.UNIT_PERCENT)
 
 

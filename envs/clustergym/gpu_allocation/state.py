@@ -12,6 +12,8 @@ Doubles = npt.NDArray[np.float64]
 
 # Columns of actions.
 ACTION_CORES, ACTION_MEMORY = range(2)
+# The first columns of observations; all are in space.STATE_NAMES.
+OBS_CORES, OBS_MEMORY = range(2)
 # Columns of State.counters.
 COUNT_DECISIONS, COUNT_PODS, COUNT_ENDED = range(3)
 N_COUNTS = 3
