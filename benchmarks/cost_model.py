@@ -27,7 +27,9 @@ measures the first GPU. Its loads follow from how the measurement was made:
 
 **Held-out rows.** Rows are sorted by expert-parallel size, loads and tokens. Each third of them is held out in turn, so
 every row is predicted once by a fit that has not seen it. A cell is an expert-parallel size with a load distribution.
-For comparison, a table that interpolates between the rows that were not held out.
+For comparison: a table that interpolates between the rows that were not held out; the constants in the package, and
+constants that follow from the sizes of a model, both on all rows and on those of usual passes (16 or 32 GPUs, 512 to
+4096 tokens).
 
 The last columns ask what matters for placement: how much slower is the kernel with skewed loads (power law 1.2 against
 balanced), measured and predicted?
@@ -350,6 +352,11 @@ class Rows:
             found[i] = np.exp(np.interp(np.log(self.tokens[i]), at, us))
         return found
 
+    def usual_error(self, predicted: Array) -> float | None:
+        """Median error in the passes of the placement tables: 16 or 32 GPUs, 512 to 4096 tokens. None without rows."""
+        usual = np.isin(self.ranks, (16, 32)) & (self.tokens >= 512) & (self.tokens <= 4096)
+        return float(np.median(np.abs(predicted / self.measured - 1)[usual])) if usual.any() else None
+
     def cells(self, predicted: Array) -> dict[str, float]:
         """Median error of each expert-parallel size with each distribution, largest first."""
         error = np.abs(predicted / self.measured - 1)
@@ -385,6 +392,7 @@ def study_kernel(rows: Rows) -> dict[str, Any]:
         "noise_of_draws": float(np.median(noise)) if noise else 0.0,
         "package_error": float(np.median(np.abs(package / rows.measured - 1))), "package_cells": rows.cells(package),
         "sizes_error": float(np.median(np.abs(sizes / rows.measured - 1))),
+        "package_usual": rows.usual_error(package), "sizes_usual": rows.usual_error(sizes),
         "skew": skew_cost(rows, predicted),
     }  # fmt: skip
 
@@ -469,11 +477,16 @@ def format_tile(tile: Tile) -> str:
     return f"Tile({', '.join([f'KernelCosts({values})', *limits])})"
 
 
+def percent(error: float | None) -> str:
+    return "-" if error is None else f"{error:.1%}"
+
+
 def show(console: Console, results: list[dict[str, Any]], transports: list[dict[str, Any]]) -> None:
     summary = Table(title="Expert kernels on H100: error on held-out rows, and what skewed loads cost")
     columns = (
         "kernel", "rows", "tiles", "median", "p90", "worst cell", "cells > 15 %", "interpolated", "its worst cell",
-        "noise of draws", "package", "its worst cell", "from sizes", "skew measured", "predicted",
+        "noise of draws", "package", "its worst cell", "usual passes", "from sizes", "usual passes", "skew measured",
+        "predicted",
     )  # fmt: skip
     for column in columns:
         summary.add_column(column, justify="left" if column == "kernel" else "right")
@@ -487,7 +500,8 @@ def show(console: Console, results: list[dict[str, Any]], transports: list[dict[
             found["kernel"], str(found["rows"]), str(len(found["tiles"])), f"{found['median_error']:.1%}",
             f"{found['p90_error']:.1%}", f"{worst[0]}: {worst[1]:.1%}", f"{above} of {len(found['cells'])}",
             f"{found['interpolated_error']:.1%}", f"{table[0]}: {table[1]:.1%}", f"{found['noise_of_draws']:.1%}",
-            f"{found['package_error']:.1%}", f"{package[0]}: {package[1]:.1%}", f"{found['sizes_error']:.1%}",
+            f"{found['package_error']:.1%}", f"{package[0]}: {package[1]:.1%}", percent(found["package_usual"]),
+            f"{found['sizes_error']:.1%}", percent(found["sizes_usual"]),
             f"{skew['measured']:.2f}" if skew else "-", f"{skew['predicted']:.2f}" if skew else "-",
         )  # fmt: skip
     console.print(summary)
@@ -525,7 +539,7 @@ def main() -> None:
     if not (args.tables / PREFILL).is_file():
         sys.exit(f"error: {args.tables} has no {PREFILL}: give the folder of the measured tables with --tables")
     tables = {name: pandas.read_parquet(args.tables / name) for name in (SGLANG, VLLM, PREFILL, DECODE)}
-    console, results = Console(width=240), []
+    console, results = Console(width=270), []
     for kernel in KERNELS:
         if args.only in kernel.name:
             results.append(study_kernel(Rows(kernel, tables[kernel.table], args.samples)))
