@@ -14,7 +14,7 @@ from clustergym.moe_placement import ClusterSpec, EngineProfile, Interval, Model
 from clustergym.moe_placement.kernels.cost import mean_pass_time
 from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.kernels import surrogate
-from clustergym.moe_placement.planners.kernels.counts import count_tokens, vary_topics
+from clustergym.moe_placement.planners.kernels.counts import count_tokens, deviations
 from clustergym.moe_placement.planners.kernels.launch import Objective
 from clustergym.moe_placement.planners.kernels.surrogate import ALL, FAR, NEAR, NOW, Surrogate
 from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
@@ -52,8 +52,9 @@ def surrogate_of(
     )  # fmt: skip
     rows, topic = interval.rows.ravel(), (np.arange(interval.experts.shape[1]) % max(1, n_topics)).astype(np.int8)
     share = np.bincount(topic[rows], minlength=n_topics) / len(rows)
-    count_tokens(0, len(placement), state, interval.experts, rows, rows, before, topic)
-    vary_topics(0, len(placement), state, share, spread)
+    by_topic = np.zeros((len(placement), sim.n_experts, n_topics))
+    count_tokens(0, len(placement), state, interval.experts, rows, rows, before, topic, by_topic)
+    state.deviation[:] = deviations(state.load, by_topic, share, spread, n_topics)
     return state
 
 
@@ -104,6 +105,22 @@ def test_deviations_are_derivatives_by_the_shares_of_topics(instance: Instance) 
         np.add.at(loads, chosen[chosen >= 0], np.broadcast_to(weights[:, None], chosen.shape)[chosen >= 0])
         expected = 0.5 * (loads - state.load[b]) / small
         np.testing.assert_allclose(state.deviation[b, :, t], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_few_directions_keep_most_of_the_variance() -> None:
+    """Topics that vary along two directions only: two are enough for any set of experts."""
+    rng = np.random.default_rng(0)
+    loads, shares = rng.random((3, 12)), np.full(6, 1 / 6)
+    by_topic = loads[..., None] / 6 + rng.normal(size=(3, 12, 2)) @ rng.normal(size=(3, 2, 6))
+    whole, two = (deviations(loads, by_topic, shares, 0.5, most) for most in (6, 2))
+    assert two.shape == (3, 12, 2)
+    for _ in range(20):
+        uses = rng.random(12)
+        squares = [((uses @ found) ** 2).sum(-1) for found in (whole, two)]
+        np.testing.assert_allclose(squares[1], squares[0], rtol=1e-9)
+    # One direction is the largest part of the sum over experts.
+    one = deviations(loads, by_topic, shares, 0.5, 1)
+    assert ((one**2).sum((1, 2)) > 0.5 * (whole**2).sum((1, 2))).all()
 
 
 @settings(max_examples=40, deadline=None)

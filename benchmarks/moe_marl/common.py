@@ -214,13 +214,17 @@ def file_name(name: str) -> str:
     return re.sub(r" (\d+)$", r"-\1", name)
 
 
+SIMULATED: dict[str, Any] = {"estimate": False, "together": 1}
+"""Options of the policy planner with which it works as in training."""
+
+
 def stage_planners(
     simulator: Simulator, folder: Path, seed: int, stages: Iterable[str] = STAGES, candidates: int = 1
 ) -> dict[str, Callable[[], Planner]]:
     """The stages of one training as planners, named "<stage> <seed>". They simulate operations on ``candidates``."""
 
     def planner(stage: str) -> Planner:
-        return Policy(simulator, policy=stage_policy(folder, seed, stage), candidates=candidates)
+        return Policy(simulator, policy=stage_policy(folder, seed, stage), candidates=candidates, **SIMULATED)
 
     return {f"{stage} {seed}": partial(planner, stage) for stage in stages}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import CONSOLE, Args, halves, interval, measure_all, run
+from common import CONSOLE, SIMULATED, Args, halves, interval, measure_all, run
 from rich.table import Table
 
 from clustergym.moe_placement import Simulator
@@ -45,7 +45,7 @@ def every_operation(kind: type[Policy], simulator: Simulator) -> Policy:
     network, settings = load_policy("pretrained")
     for part in network.node_head[-1].parameters():  # the rest of a score is the look-ahead
         torch.nn.init.zeros_(part)
-    return kind(simulator, policy=(network, settings), candidates=simulator.n_experts)
+    return kind(simulator, policy=(network, settings), candidates=simulator.n_experts, **SIMULATED)
 
 
 @dataclass
@@ -70,7 +70,9 @@ def main(args: LimitArgs) -> None:
                 }
                 if args.trained is not None:
                     for name, folder in (("before PPO", args.trained / "supervised"), ("after PPO", args.trained)):
-                        planners[name] = partial(make_planner, "policy", simulator, checkpoint=folder)
+                        planners[name] = partial(
+                            make_planner, "policy", simulator, checkpoint=folder, candidates=8, **SIMULATED
+                        )
                 planners |= {
                     "every operation, observed": partial(every_operation, Policy, simulator),
                     "every operation, next mixture": partial(every_operation, NextMixture, simulator),

@@ -73,9 +73,9 @@ class Validator:
         }
 
     def policy(self, weights: Mapping[str, Tensor], task: Task) -> Policy:
-        """The planner that uses the exported network."""
+        """The agents alone, as in training: one expert at a time, whose operations are simulated."""
         network = PolicyNetwork.from_state(self.network, weights)
-        return Policy(task.simulator, policy=(network, task.settings))
+        return Policy(task.simulator, policy=(network, task.settings), candidates=1, together=1, estimate=False)
 
     def keep_stage(self, name: str, agent: nn.Module) -> None:
         """Keep a copy of the weights for :meth:`compare`."""

@@ -15,7 +15,7 @@ from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.planners.kernels import anneal as kernels
 from clustergym.moe_placement.planners.kernels import surrogate
-from clustergym.moe_placement.planners.kernels.counts import add_topics, count_tokens, vary_topics
+from clustergym.moe_placement.planners.kernels.counts import add_topics, count_tokens, deviations
 from clustergym.moe_placement.planners.kernels.launch import Objective, over_layers
 from clustergym.moe_placement.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
@@ -31,7 +31,7 @@ LAYERS_BETWEEN_STOPS = 16
 # Measured with benchmarks/search_curve.py.
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
 _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
-_SCENARIOS = 8
+_SCENARIOS, _MOST_VARYING = 8, 4
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 _HURRY_MS = 8.0
@@ -191,19 +191,27 @@ class Anneal(Search):
         placement = np.array(placement, np.int16)
         before = None if simulator.background_share < 0 else simulator.count(seen, placement)
         n_topics = int(topic.max()) + 1 + (self.traffic.n_topics if self.traffic is not None else 0)
+        n_varying = n_topics if self.spread else 0
         state = surrogate.allocate(
             self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
-            simulator.cluster.n_nodes, simulator.topology.transport == DEDUP, n_topics if self.spread else 0,
+            simulator.cluster.n_nodes, simulator.topology.transport == DEDUP, min(n_varying, _MOST_VARYING),
         )  # fmt: skip
-        rows = whole.rows.ravel()
+        rows, by_topic = whole.rows.ravel(), np.zeros((layers, simulator.n_experts, n_varying))
         shares = np.bincount(topic[rows], minlength=n_topics) / len(rows)
-        over_layers(count_tokens, 0, layers, state, seen.experts, rows, seen.rows[0], placement, topic)
+        over_layers(count_tokens, 0, layers, state, seen.experts, rows, seen.rows[0], placement, topic, by_topic)
         if self.traffic is not None:
-            self._add_past(state, len(rows), shares)
-        over_layers(vary_topics, 0, layers, state, shares, float(self.spread))
+            self._add_past(state, len(rows), shares, by_topic)
+        if self.spread:
+            state.deviation[:] = deviations(state.load, by_topic, shares, self.spread, _MOST_VARYING)
         return state, self.objective(seen, before)
 
-    def _add_past(self, state: surrogate.Surrogate, observed: int, shares: npt.NDArray[np.float64]) -> None:
+    def _add_past(
+        self,
+        state: surrogate.Surrogate,
+        observed: int,
+        shares: npt.NDArray[np.float64],
+        by_topic: npt.NDArray[np.float64],
+    ) -> None:
         """Add the topics of the traffic model to the counts of ``observed`` tokens, and to the shares of the topics."""
         assert self.traffic is not None
         self.traffic.check(len(state.slots), state.sample.shape[2])
@@ -212,7 +220,7 @@ class Anneal(Search):
         shares *= own
         shares[-len(past) :] = past
         sample = self.traffic.draw(past * SAMPLE, self.seed)
-        arguments = (state, own, counts, past * state.n_tokens, self.traffic.experts, sample)
+        arguments = (state, own, counts, past * state.n_tokens, self.traffic.experts, sample, by_topic)
         over_layers(add_topics, 0, len(state.slots), *arguments)
 
     @staticmethod

@@ -45,7 +45,7 @@ class TrafficModel:
     """(topics, L·E) probability of each expert in each layer"""
     usual_distance: float = np.inf
     """Distance of the topics from loads of training sequences that were left out, see :meth:`distance`"""
-    worth: int = 4096
+    worth: int = 8192
     """Number of observed tokens that the training tokens are worth: half of the tokens that a planner sees are training
     tokens if the interval has so many."""
     inertia: float = 0.7

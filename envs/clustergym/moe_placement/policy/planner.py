@@ -25,7 +25,9 @@ from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 from clustergym.traces.token_trace import TokenTrace
 
-SHORTEST_LEAD_MS = 3.0
+_EXPERTS_PER_CANDIDATE, _FEWEST_CANDIDATES, _ROUNDS = 8, 8, 5
+_LEAD_S = 2e-6
+"""Time of the policy per layer, expert and GPU that a guided search must have, or it starts without."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,16 +41,17 @@ class Policy(Planner):
 
     checkpoint: str | Path = "pretrained"
     """A policy.pt, the folder of a training run, or ``pretrained``."""
-    operations: int | None = None
-    """Operations per layer and interval; by default as many as in training."""
-    candidates: int = 8
+    candidates: int | None = None
     """Number of experts, the most likely ones, whose operations are tried. Those that can save most go to the GPU
-    actor."""
+    actor. By default an eighth of the experts, at least 8."""
+    together: int | None = None
+    """Operations per layer that the actors choose at once, on different experts; by default one per candidate."""
+    operations: int | None = None
+    """Operations per layer and interval; by default five times as many as are chosen at once (as many as in training
+    without the estimate)."""
     mix_tokens: int = 4096
     """Plan on one pass with so many of the observed tokens, dealt over the ranks at random (see
     :meth:`Interval.mixed`). 0 plans on the passes as they were: then the look-ahead counts gains that are chance."""
-    together: int = 4
-    """Operations per layer that the actors choose at once, on different experts."""
     estimate: bool = True
     """Look ahead with the estimate of :mod:`.estimate`. False simulates the operations on the observed tokens, as in
     training: slow, only for one operation at a time, and without past traffic."""
@@ -58,22 +61,25 @@ class Policy(Planner):
     """(network, settings) instead of a checkpoint."""
 
     def __post_init__(self) -> None:
-        if min(self.candidates, self.together, 1 if self.operations is None else self.operations) < 1:
-            raise ValueError(
-                f"candidates is {self.candidates}, together {self.together} and operations {self.operations}: "
-                "expected at least 1"
-            )
+        for name in ("candidates", "together", "operations"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
         if self.mix_tokens < 0:
             raise ValueError(f"mix_tokens is {self.mix_tokens}: expected 0 or more")
-        if self.together > 1 and not self.estimate:
+        if not self.estimate and self.together != 1:
             raise ValueError(f"together is {self.together}: without the estimate, operations are made one at a time")
+        n_experts = self.simulator.n_experts
+        tried = self.candidates or max(_FEWEST_CANDIDATES, n_experts // _EXPERTS_PER_CANDIDATE)
+        self.n_candidates = min(tried, n_experts)
+        self.n_together = min(self.together or self.n_candidates, self.n_candidates)
         self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
         if self.simulator.stay:
             raise ValueError(
                 "with transport 'stay' a layer's tokens are where the previous layer left them, but the policy plans "
                 "all layers at once: use a planner that searches"
             )
-        self.settings = settings if self.operations is None else replace(settings, operations=self.operations)
+        usual = _ROUNDS * self.n_together if self.estimate else settings.operations
+        self.settings = replace(settings, operations=self.operations or usual)
         self.traffic: TrafficModel | None = None
         self._batch: PlacementBatch | None = None
         self._experts: npt.NDArray[np.int16] | None = None
@@ -101,7 +107,7 @@ class Policy(Planner):
                 sampled_passes=sizes[0],
                 tokens_per_rank=sizes[1],
                 passes_per_interval=self.settings.passes(self.simulator.passes_per_interval),
-                ops_per_layer=-(-self.settings.operations // self.together),
+                ops_per_layer=-(-self.settings.operations // self.n_together),
                 lookahead_norm=self.settings.norm,
                 memory=True,
                 compare_eplb=False,
@@ -139,24 +145,24 @@ class Policy(Planner):
         batch.load_placement(placement, interval)
         look = self.look(history, placement, batch)
         n_gpus, layers, similar = batch.n_gpus, torch.arange(interval.n_layers), similar_experts(batch.obs["affinity"])
-        for first in range(0, self.settings.operations, self.together):
+        for first in range(0, self.settings.operations, self.n_together):
             inputs = policy_inputs(batch.obs, similar, self._same_node)
             encoded = network.encode(inputs)
-            likely = network.expert_logits(inputs, encoded).topk(min(self.candidates, batch.n_experts), -1).indices
+            likely = network.expert_logits(inputs, encoded).topk(self.n_candidates, -1).indices
             looked, spares = look.look_ahead(likely)
             looked, allowed = looked * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
             allowed[..., n_gpus : 2 * n_gpus] |= spares >= 0
             worth = torch.where(allowed, gains(looked), -torch.inf).amax(-1)
             if not (worth > 0).any():
                 break
-            chosen = worth.topk(min(self.together, self.settings.operations - first, likely.shape[1]), -1).indices
+            chosen = worth.topk(min(self.n_together, self.settings.operations - first), -1).indices
             n, rows = chosen.shape[1], layers.repeat_interleave(chosen.shape[1])
             expert, parts, legal, spare = (x[rows, chosen.flatten()] for x in (likely, looked, allowed, spares))
             node = network.node_logits(inputs, encoded, expert, parts, legal, rows).argmax(-1)
             adds = (node >= n_gpus) & (node < 2 * n_gpus)
             deleted = torch.where(adds, spare.gather(1, (node % n_gpus)[:, None])[:, 0], -1)
             operations = [x.view(-1, n).T.contiguous() for x in (expert, node, deleted)]
-            ends = first + self.together >= self.settings.operations
+            ends = first + self.n_together >= self.settings.operations
             ends = ends or (until is not None and time.perf_counter() >= until)
             for i, (expert, node, spare) in enumerate(zip(*operations, strict=True)):
                 # The others were chosen before the first one was made: it may have taken what they would save.
@@ -185,8 +191,8 @@ class PolicyGuided(Policy):
     iterations: int = 4000
     """Exact annealing steps per layer without a time budget."""
     lead: float = 0.2
-    """Share of the time budget that the policy may use before the search. With less than ``SHORTEST_LEAD_MS`` per
-    layer the search starts without it."""
+    """Share of the time budget that the policy may use before the search. If that is too short, the search starts
+    without it."""
     stop: Callable[[], bool] = lambda: False
     """See :class:`Anneal`."""
 
@@ -211,7 +217,7 @@ class PolicyGuided(Policy):
         began, starts, lead = time.perf_counter(), list[Placement](), math.inf
         if self.seconds is not None:
             lead = self.lead * self.seconds
-        if lead >= SHORTEST_LEAD_MS / 1e3 * len(placement):
+        if lead >= _LEAD_S * len(placement) * self.simulator.n_experts * self.simulator.n_gpus:
             starts = [self.decode(history, placement, began + lead)]
         if self.seconds is not None:
             self.search.seconds = max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))

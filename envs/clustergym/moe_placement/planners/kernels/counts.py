@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.planners.kernels.proposals import draw_samples
@@ -44,11 +45,11 @@ def count_topics(first, last, experts, topic, tokens, counts):
 
 
 @device
-def count_tokens(first, last, s, experts, all_rows, rows, before, topic):
+def count_tokens(first, last, s, experts, all_rows, rows, before, topic, by_topic):
     """Count loads of ``all_rows`` and pairs of ``rows`` of ``experts`` (L, rows, K), as if there were ``s.n_tokens``.
 
     Counting pairs takes longer, so ``rows`` may be a part. The interval begins with placement ``before``. ``topic`` has
-    the topic of each row. Call :func:`vary_topics` when all is counted.
+    the topic of each row. ``by_topic`` (L, E, topics) gets the loads of each topic, if it has any.
     """
     draw_samples(first, last, s.sample, experts, rows)
     for b in range(first, last):
@@ -59,8 +60,8 @@ def count_tokens(first, last, s, experts, all_rows, rows, before, topic):
                 e = experts[b, all_rows[t], i]
                 if e >= 0:
                     s.load[b, e] += one
-                    if s.deviation.shape[2] > 0:
-                        s.deviation[b, e, topic[all_rows[t]]] += one
+                    if by_topic.shape[2] > 0:
+                        by_topic[b, e, topic[all_rows[t]]] += one
         both = np.float32(s.n_tokens / len(rows))
         for t in range(len(rows) if dedup else 0):
             token = experts[b, rows[t]]
@@ -76,22 +77,22 @@ def count_tokens(first, last, s, experts, all_rows, rows, before, topic):
 
 
 @device
-def add_topics(first, last, s, own, counts, tokens, experts, rows):
+def add_topics(first, last, s, own, counts, tokens, experts, rows, by_topic):
     """Multiply what was counted by ``own``, and add ``tokens`` (topics,) tokens of each topic of past traffic.
 
     The topics come after those of the observed tokens. ``rows`` of past ``experts`` replace the last of the sample.
     """
-    n_experts, n_topics, n_varying = s.load.shape[1], len(tokens), s.deviation.shape[2]
+    n_experts, n_topics, n_varying = s.load.shape[1], len(tokens), by_topic.shape[2]
     for b in range(first, last):
         for e in range(n_experts):
             s.load[b, e] *= own
             for d in range(n_varying):
-                s.deviation[b, e, d] *= own
+                by_topic[b, e, d] *= own
             for t in range(n_topics):
                 added = tokens[t] * counts.loads[b, t, e]
                 s.load[b, e] += added
                 if n_varying > 0:
-                    s.deviation[b, e, n_varying - n_topics + t] += added
+                    by_topic[b, e, n_varying - n_topics + t] += added
         if s.pairs.shape[1] > 1:
             for e in range(n_experts):
                 here = s.pairs[b, e]
@@ -107,14 +108,22 @@ def add_topics(first, last, s, own, counts, tokens, experts, rows):
                 s.sample[b, last_row + i, k] = experts[b, rows[i], k]
 
 
-@device
-def vary_topics(first, last, s, topic_share, spread):
-    """Turn counts by topic into how much loads vary if the logarithms of the shares have deviation ``spread``.
+def deviations(
+    loads: npt.NDArray[np.float64],
+    by_topic: npt.NDArray[np.float64],
+    shares: npt.NDArray[np.float64],
+    spread: float,
+    most: int,
+) -> npt.NDArray[np.float64]:
+    """(L, E, ≤ most): how the loads (L, E) vary with the shares of the topics.
 
-    ``topic_share`` is the share of each topic in all tokens.
+    The logarithms of the shares have the standard deviation ``spread``. ``by_topic`` (L, E, topics) are the loads of
+    each topic, ``shares`` their shares of the tokens. Only the sum of the squares over topics matters, so topics are
+    replaced by fewer directions, those in which loads vary most.
     """
-    for b in range(first, last):
-        # If the share of a topic grows by a factor, all shares are divided by their new sum.
-        for d in range(s.deviation.shape[2]):
-            for e in range(s.load.shape[1]):
-                s.deviation[b, e, d] = spread * (s.deviation[b, e, d] - topic_share[d] * s.load[b, e])
+    # If the share of a topic grows by a factor, all shares are divided by their new sum.
+    found = spread * (by_topic - shares * loads[..., None])
+    if found.shape[2] > most:
+        _, directions = np.linalg.eigh(found.transpose(0, 2, 1) @ found)
+        found = found @ directions[..., -most:]
+    return np.ascontiguousarray(found)
