@@ -46,8 +46,9 @@ def gpu_kernel_time(state, b, w, g, topology, costs):
         if state.slots[b, g, s] >= 0:
             here = int(state.slot_pairs[b, w, g, s])
             active += here > 0
-            blocks += (here + costs.block_tokens - 1) // costs.block_tokens
             pairs += here
+            if costs.block_us > 0.0:
+                blocks += (here + costs.block_tokens - 1) // costs.block_tokens
     if costs.token_us > 0.0:
         if topology.transport == ALLGATHER:
             tokens = state.rows.shape[2]
@@ -60,6 +61,13 @@ def gpu_kernel_time(state, b, w, g, topology, costs):
 @inlined
 def _exchange_time(copies, intra_us, inter_us, norm_log2):
     """µs that the busiest GPU needs for its copies: inside the node, plus between nodes."""
+    if norm_log2 < 0:
+        # The largest count has the largest product, and counts are compared faster.
+        most_intra, most_inter = copies[SENT_INTRA, 0], copies[SENT_INTER, 0]
+        for g in range(copies.shape[1]):
+            most_intra = max(most_intra, max(copies[SENT_INTRA, g], copies[RECEIVED_INTRA, g]))
+            most_inter = max(most_inter, max(copies[SENT_INTER, g], copies[RECEIVED_INTER, g]))
+        return most_intra * intra_us + most_inter * inter_us
     intra, inter = 0.0, 0.0
     for g in range(copies.shape[1]):
         intra = _accumulate(intra, copies[SENT_INTRA, g] * intra_us, norm_log2)
@@ -157,13 +165,18 @@ def add_links(state, b, w, topology, links):
                 if g != home:
                     links[home, g] += state.rank_start[b, w, home + 1] - state.rank_start[b, w, home]
         return
+    if topology.transport == PER_EXPERT:
+        for home in range(n_gpus):
+            own = links[home, home]
+            for g in range(n_gpus):
+                links[home, g] += state.visits[b, w, home, g]
+            links[home, home] = own
+        return
     for home in range(n_gpus):
         for g in range(n_gpus):
             relay = home + (node_of[g] - node_of[home]) * per_node
-            sender = home if topology.transport == PER_EXPERT else relay
-            if g != sender:
-                links[sender, g] += state.visits[b, w, home, g]
-        if topology.transport != PER_EXPERT:
-            for node in range(state.node_visits.shape[3]):
-                if node != node_of[home]:
-                    links[home, home + (node - node_of[home]) * per_node] += state.node_visits[b, w, home, node]
+            if g != relay:
+                links[relay, g] += state.visits[b, w, home, g]
+        for node in range(state.node_visits.shape[3]):
+            if node != node_of[home]:
+                links[home, home + (node - node_of[home]) * per_node] += state.node_visits[b, w, home, node]

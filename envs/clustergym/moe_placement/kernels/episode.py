@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, index
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_local_coactivation
@@ -90,9 +90,13 @@ def _keep_observed(sim, stream, b, rules):
     """Let the interval that was drawn last be the observed one; with ``mix_observed``, deal its tokens at random."""
     n_passes, n_tokens = rules.n_passes, sim.rows.shape[2]
     key = hash31(stream.random[b, RANDOM_KEY] ^ hash31(stream.random[b, RANDOM_COUNTER] & MASK31))
-    for i in range(n_passes * n_tokens):
-        j = permuted(i, n_passes * n_tokens, key) if rules.mix_observed else i
-        sim.rows[b, j // n_tokens, j % n_tokens] = sim.rows[b, n_passes + i // n_tokens, i % n_tokens]
+    for w in range(n_passes):
+        for t in range(n_tokens):
+            if rules.mix_observed:
+                j = permuted(w * n_tokens + t, n_passes * n_tokens, key)
+                sim.rows[b, j // n_tokens, j % n_tokens] = sim.rows[b, n_passes + w, t]
+            else:
+                sim.rows[b, w, t] = sim.rows[b, n_passes + w, t]
     for w in range(n_passes):
         for g in range(sim.rank_start.shape[2]):
             sim.rank_start[b, w, g] = sim.rank_start[b, n_passes + w, g]
@@ -138,12 +142,14 @@ def _write_eplb(episode, sim, b, trace, rules, layer, slots):
     n_experts, load = sim.replicas.shape[1], episode.float_scratch[b]
     for e in range(n_experts):
         load[e] = 0.0
+    experts = trace.experts[layer]
     for w in range(rules.n_passes):
-        for t in range(sim.rows.shape[2]):
-            for k in range(trace.experts.shape[2]):
-                e = trace.experts[layer, sim.rows[b, w, t], k]
+        rows = sim.rows[b, w]
+        for t in range(rows.shape[0]):
+            for k in range(experts.shape[1]):
+                e = experts[index(rows[index(t)]), index(k)]
                 if e >= 0:
-                    load[e] += 1.0
+                    load[index(e)] += 1.0
     eplb_slots(slots, load[:n_experts], 1, 0, episode.int_scratch[b], load)
 
 

@@ -8,10 +8,14 @@ are changed until it is not.
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device
+import math
+
+from clustergym.moe_placement.kernels.compile import device, index, inlined
 
 # How often plans with changed loads are tried where the first plan is worse than the engines'.
 _NOISES = 8
+# Load of a GPU that can take no more.
+FULL = math.inf
 
 
 @device
@@ -68,18 +72,19 @@ def _replicate(load, members, n_members, extra, light, most, noise, copies):
     for i in range(n_members):
         copies[members[i]] = 1
     for k in range(extra):
-        best, most_load = -1, 0.0
+        best, most_load, most_copies = -1, 0.0, 0
         for i in range(n_members):
-            e = members[i]
-            if copies[e] >= most:
+            e = members[index(i)]
+            has = copies[index(e)]
+            if has >= most:
                 continue
             own = _guess(load, e, noise)
             if k < extra - light:
-                better = best < 0 or own * copies[best] > most_load * copies[e]
+                better = best < 0 or own * most_copies > most_load * has
             else:
                 better = best < 0 or own < most_load
             if better:
-                best, most_load = e, own
+                best, most_load, most_copies = e, own, has
         if best < 0:
             break
         copies[best] += 1
@@ -90,37 +95,58 @@ def _sort(load, members, n_members, noise, copies, order):
     """``order``: the members by load per copy, highest first. Insertion sort: stable, and the lists are short."""
     for i in range(n_members):
         e = members[i]
-        own = _guess(load, e, noise)
+        own, has = _guess(load, e, noise), copies[e]
         j = i
-        while j > 0 and _guess(load, order[j - 1], noise) * copies[e] < own * copies[order[j - 1]]:
-            order[j] = order[j - 1]
+        while j > 0:
+            before = order[index(j - 1)]
+            if _guess(load, before, noise) * has >= own * copies[index(before)]:
+                break
+            order[index(j)] = before
             j -= 1
-        order[j] = e
+        order[index(j)] = e
+
+
+@inlined
+def _lightest(weight, first, last):
+    """The GPU with least load, the first of several."""
+    best, least = first, weight[first]
+    for g in range(first + 1, last):
+        own = weight[index(g)]
+        best = g if own < least else best
+        least = min(own, least)
+    return best
 
 
 @device
-def _busiest_without_rule(slots, first, last, load, members, n_members, copies, order, weight):
-    """Load of the busiest GPU if the same expert may lie twice on a GPU, as in the engines. ``slots`` is scratch."""
-    n_slots = slots.shape[1]
+def _pack_without_rule(slots, first, last, load, members, n_members, copies, order, weight):
+    """Fill the slots as the engines do, which may put an expert twice on a GPU. Returns the load of the busiest GPU.
+
+    If no expert lies twice on a GPU, :func:`_pack` would find the same slots. Otherwise ``slots[first, 0]`` is −1.
+    """
+    n_slots, rule_kept, busiest = slots.shape[1], True, 0.0
     n_all = (last - first) * n_slots
     _replicate(load, members, n_members, n_all - n_members, 0, n_all, 0, copies)
     _sort(load, members, n_members, 0, copies, order)
     for g in range(first, last):
         weight[g] = 0.0
-        slots[g, 0] = 0  # number of experts on the GPU
+        for s in range(n_slots):
+            slots[g, s] = -1
     for i in range(n_members):
-        share = load[order[i]] / copies[order[i]]
-        for _ in range(copies[order[i]]):
-            best = -1
-            for g in range(first, last):
-                if slots[g, 0] < n_slots and (best < 0 or weight[g] < weight[best]):
-                    best = g
+        e = order[i]
+        share = load[e] / copies[e]
+        # Where an expert may be on no more GPUs, the rule would give other experts more copies.
+        rule_kept = rule_kept and copies[e] < last - first
+        for copy in range(copies[e]):
+            best = _lightest(weight, first, last)
+            rule_kept = rule_kept and not (copy > 0 and _gpu_has(slots, best, e))
+            free = _first_free(slots, best)
+            slots[best, free] = e
             weight[best] += share
-            slots[best, 0] += 1
-    busiest = 0.0
-    for g in range(first, last):
-        busiest = max(busiest, weight[g])
-        slots[g, 0] = -1
+            if free == n_slots - 1:
+                busiest = max(busiest, weight[best])
+                weight[best] = FULL
+    if not rule_kept:
+        slots[first, 0] = -1
     return busiest * (1.0 + 1e-12)  # sums in another order may differ in the last digits
 
 
@@ -268,16 +294,19 @@ def _fill(slots, first, last, load, members, n_members, light, noise, copies, or
             slots[g, s] = -1
     for i in range(n_members):
         e = order[i]
-        for _ in range(copies[e]):
-            best = -1
+        share = _guess(load, e, noise) / copies[e]
+        for copy in range(copies[e]):
+            best, least = -1, FULL
             for g in range(first, last):
-                if _first_free(slots, g) >= 0 and not _gpu_has(slots, g, e) and (best < 0 or weight[g] < weight[best]):
-                    best = g
+                # Slots fill up from the first to the last.
+                room = weight[index(g)] < least and slots[index(g), index(n_slots - 1)] < 0
+                if room and not (copy > 0 and _gpu_has(slots, g, e)):
+                    best, least = g, weight[index(g)]
             if best < 0:
                 _make_room(slots, first, last, e)
             else:
                 slots[best, _first_free(slots, best)] = e
-                weight[best] += _guess(load, e, noise) / copies[e]
+                weight[best] += share
     # Making room moves experts and may drop a copy: count again.
     for i in range(n_members):
         copies[members[i]] = 0
@@ -314,18 +343,15 @@ def eplb_slots(slots, load, n_nodes, n_groups, ints, floats):
 
     Scratch: ``ints`` (3, E) int32, ``floats`` (E + G,) float64.
     """
-    n_gpus, n_slots = slots.shape
-    n_experts = load.shape[0]
+    n_gpus, n_experts = slots.shape[0], load.shape[0]
     copies, order, members = ints[0], ints[1], ints[2]
     weight = floats[n_experts:]
-    for g in range(n_gpus):
-        for s in range(n_slots):
-            slots[g, s] = -1
     if n_groups == 0:
         for e in range(n_experts):
             members[e] = e
-        target = _busiest_without_rule(slots, 0, n_gpus, load, members, n_experts, copies, order, weight)
-        _pack(slots, 0, n_gpus, load, members, n_experts, copies, order, weight, target)
+        target = _pack_without_rule(slots, 0, n_gpus, load, members, n_experts, copies, order, weight)
+        if slots[0, 0] < 0:
+            _pack(slots, 0, n_gpus, load, members, n_experts, copies, order, weight, target)
         return
     # Groups go to nodes, heaviest first, the same number to each. Until then copies[] holds the node + 1 of each group.
     group_size, per_node, gpus_per_node = n_experts // n_groups, n_groups // n_nodes, n_gpus // n_nodes
@@ -360,8 +386,9 @@ def eplb_slots(slots, load, n_nodes, n_groups, ints, floats):
     size, target = n_experts // n_nodes, 0.0
     for node in range(n_nodes):
         first, own = node * gpus_per_node, members[node * size :]
-        busiest = _busiest_without_rule(slots, first, first + gpus_per_node, load, own, size, copies, order, weight)
+        busiest = _pack_without_rule(slots, first, first + gpus_per_node, load, own, size, copies, order, weight)
         target = max(target, busiest)
     for node in range(n_nodes):
         first, own = node * gpus_per_node, members[node * size :]
-        _pack(slots, first, first + gpus_per_node, load, own, size, copies, order, weight, target)
+        if slots[first, 0] < 0:
+            _pack(slots, first, first + gpus_per_node, load, own, size, copies, order, weight, target)

@@ -56,6 +56,8 @@ HOT_EXPERTS = 8
 # Tokens from which co-activation and affinity are estimated.
 COACTIVATION_TOKENS = 1024
 AFFINITY_TOKENS = 256
+# A count in float32: adding a Python float would convert to float64 and back.
+ONE = np.float32(1)
 
 
 @device
@@ -77,40 +79,44 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
         for j in range(n_experts):
             together[i, j] = 0.0
             affinity[i, j] = 0.0
-    for t in range(0, total, stride):
-        row = index(sim.rows[b, t // n_tokens, t % n_tokens])
+    w, t = 0, 0
+    while w < n_passes:
+        row = index(sim.rows[b, w, t])
         for k in range(top_k):
-            i = experts[row, k]
+            i = experts[row, index(k)]
             if i < 0:
                 continue
             used[index(i)] += 1
             for m in range(k):
-                j = experts[row, m]
+                j = experts[row, index(m)]
                 if j >= 0:
-                    together[index(i), index(j)] += 1.0
-    for t in range(0, total if layer > 0 else 0, affinity_stride):
-        row = index(sim.rows[b, t // n_tokens, t % n_tokens])
+                    together[index(i), index(j)] += ONE
+        w, t = _next_token(w, t + stride, n_tokens)
+    w, t = 0 if layer > 0 else n_passes, 0
+    while w < n_passes:
+        row = index(sim.rows[b, w, t])
         for m in range(top_k):
-            j = experts_before[row, m]
+            j = experts_before[row, index(m)]
             if j < 0:
                 continue
             used_before[index(j)] += 1
             for k in range(top_k):
-                i = experts[row, k]
+                i = experts[row, index(k)]
                 if i >= 0:
-                    affinity[index(j), index(i)] += 1.0
+                    affinity[index(j), index(i)] += ONE
+        w, t = _next_token(w, t + affinity_stride, n_tokens)
     for i in range(n_experts):
         for j in range(i):
-            both = together[i, j] + together[j, i]
-            together[i, j] = both
-            together[j, i] = both
+            both = together[index(i), index(j)] + together[index(j), index(i)]
+            together[index(i), index(j)] = both
+            together[index(j), index(i)] = both
     for i in range(n_experts):
         # In float32 a quotient of counts is the same as the rounded quotient in float64.
         n_used, n_used_before = np.float32(max(1, used[i])), np.float32(max(1, used_before[i]))
         for j in range(n_experts):
-            together[i, j] /= n_used
-        for j in range(n_experts):
-            affinity[i, j] /= n_used_before
+            together[index(i), index(j)] /= n_used
+        for j in range(n_experts if layer > 0 else 0):
+            affinity[index(i), index(j)] /= n_used_before
     _write_load_features(episode, sim, b, layer, n_passes)
     _write_hot_coactivation(episode, obs, b)
     for i in range(n_experts):
@@ -118,6 +124,15 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
         episode.spent[b, i] = 0
         for f in range(obs.memory.shape[2]):
             obs.memory[b, i, f] = 0.0
+
+
+@inlined
+def _next_token(w, t, n_tokens):
+    """Token ``t`` counted from the start of pass ``w``, as (pass, token of that pass). A division would take longer."""
+    while t >= n_tokens:
+        t -= n_tokens
+        w += 1
+    return w, t
 
 
 @inlined
@@ -208,8 +223,9 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
     # Times of one pass, relative to the layer's.
     intra, inter = costs.dispatch_intra_us / time / n_passes, costs.dispatch_inter_us / time / n_passes
     total = 0
-    for e in range(n_experts):
-        total += expert_load(sim, b, e, n_passes)
+    for w in range(n_passes):
+        for e in range(n_experts):
+            total += sim.load[b, w, index(e)]
     mean = max(1, total) / n_gpus
     for g in range(n_gpus):
         for h in range(n_gpus):
@@ -227,11 +243,12 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
             held += 1
             spares += n_replicas[index(e)] > 1
             hot += episode.hot_coactivation[b, index(e)]
-            done += slot_pairs(sim, b, g, s, n_passes)
             for i in range(n_replicas[index(e)]):
                 in_common[index(replicas[index(e), i]), g] += 1
             for w in range(n_passes):
-                active += sim.slot_pairs[b, w, g, s] > 0
+                pairs = sim.slot_pairs[b, w, g, s]
+                done += pairs
+                active += pairs > 0
         for w in range(n_passes):
             compute += sim.kernel_us[b, w, g] / n_passes
         if compute > slowest:
@@ -284,51 +301,64 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
 def _observe_experts(episode, sim, obs, b, rules, busiest):
     """Write ``experts``, ``placement``, ``expert_mask`` and ``joint_mask`` after :func:`_observe_gpus`."""
     n_experts, n_gpus, n_passes = sim.replicas.shape[1], sim.slots.shape[1], rules.n_passes
-    experts, placement, joint = obs.experts[b], obs.placement[b], obs.joint_mask[b]
-    replicas, n_replicas, load = sim.replicas[b], sim.n_replicas[b], episode.float_scratch[b]
-    accepts, has_room, most = episode.accepts[b], episode.accepts[b, n_gpus], episode.int_scratch[b, 0]
+    placement, replicas, load = obs.placement[b], sim.replicas[b], episode.float_scratch[b]
+    accepts, has_room = episode.accepts[b], episode.accepts[b, n_gpus]
+    # Scratch: tokens of each expert, most of them on one GPU; how many GPUs can take a replica from each.
+    total, most, takers = episode.int_scratch[b, 0], episode.int_scratch[b, 1], episode.in_common[b, 0]
+    for g in range(n_gpus):
+        can_take = 0
+        for h in range(n_gpus):
+            can_take += accepts[index(g), index(h)]
+        takers[index(g)] = can_take
     for e in range(n_experts):
-        most[e] = 0
+        total[index(e)] = 0
+        most[index(e)] = 0
         for g in range(n_gpus):
-            placement[e, g] = 0.0
+            placement[index(e), index(g)] = 0.0
+    for w in range(n_passes):
+        for e in range(n_experts):
+            total[index(e)] += sim.load[b, w, index(e)]
     for g in range(n_gpus):
         for s in range(sim.slots.shape[2]):
             e = sim.slots[b, g, s]
             if e >= 0:
-                placement[index(e), g] = 1.0
+                placement[index(e), index(g)] = 1.0
                 most[index(e)] = max(most[index(e)], slot_pairs(sim, b, g, s, n_passes))
     fresh = 0
-    for e in range(n_experts):
-        source, most_done, top, moved = replicas[e, 0], -1, 0.0, 0
-        for i in range(n_replicas[e]):
-            g = index(replicas[e, i])
+    for i in range(n_experts):
+        e, n = index(i), sim.n_replicas[b, i]
+        source, most_done, top, moved = index(replicas[e, 0]), -1, 0.0, 0
+        for r in range(n):
+            g = index(replicas[e, index(r)])
             top = max(top, load[g])
             moved += sim.held_before[b, e, g] == 0
             if episode.gpu_pairs[b, g] > most_done:
-                source, most_done = replicas[e, i], episode.gpu_pairs[b, g]
+                source, most_done = g, episode.gpu_pairs[b, g]
+        features = obs.experts[b, e]
         for f in range(N_LOAD_FEATURES):
-            experts[e, f] = episode.load_features[b, e, f]
-        experts[e, EXPERT_REPLICAS] = n_replicas[e] / n_gpus
-        experts[e, EXPERT_TOP_SHARE] = most[e] / max(1, expert_load(sim, b, e, n_passes))
-        experts[e, EXPERT_TOP_GPU_LOAD] = top
-        experts[e, EXPERT_TO_FETCH] = moved
-        experts[e, EXPERT_LOCAL_COACTIVATION] = episode.local_coactivation[b, e] / n_replicas[e]
-        experts[e, EXPERT_ON_SLOWEST] = placement[e, busiest]
-        choices, accepted = joint[e], accepts[source]
-        useful = 0
+            features[f] = episode.load_features[b, e, f]
+        features[EXPERT_REPLICAS] = n / n_gpus
+        features[EXPERT_TOP_SHARE] = most[e] / max(1, total[e])
+        features[EXPERT_TOP_GPU_LOAD] = top
+        features[EXPERT_TO_FETCH] = moved
+        features[EXPERT_LOCAL_COACTIVATION] = episode.local_coactivation[b, e] / n
+        features[EXPERT_ON_SLOWEST] = placement[e, busiest]
+        choices, accepted, useful = obs.joint_mask[b, e], accepts[source], takers[source]
+        # Three loops: the compiler does not vectorize one loop that writes to three places.
         for g in range(n_gpus):
-            choices[g] = accepted[g]
-            choices[n_gpus + g] = has_room[g]
-            choices[2 * n_gpus + g] = 0
-            useful += accepted[g]
-        for i in range(n_replicas[e]):
-            g = index(replicas[e, i])
+            choices[index(g)] = accepted[index(g)]
+        for g in range(n_gpus):
+            choices[index(n_gpus + g)] = has_room[index(g)]
+        for g in range(n_gpus):
+            choices[index(2 * n_gpus + g)] = 0
+        for r in range(n):
+            g = index(replicas[e, index(r)])
             useful -= accepted[g]
             choices[g] = 1
             choices[index(n_gpus) + g] = 0
-            choices[index(2 * n_gpus) + g] = n_replicas[e] > 1
+            choices[index(2 * n_gpus) + g] = n > 1
         # On one GPU with all slots taken nothing can be done: the choice is then between no-ops.
-        useful = useful > 0 or n_replicas[e] > 1 or n_gpus == 1
+        useful = useful > 0 or n > 1 or n_gpus == 1
         obs.expert_mask[b, e] = useful
         fresh += useful and not episode.spent[b, e]
     if rules.skip_spent and fresh > 0:

@@ -41,28 +41,49 @@ def count_pass(state, b, w, experts, topology, costs):
     clear(state.idle[b, w])
     if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
         _write_second_choice(state, b, w, topology)
+    if stay:
+        _write_first_uses(state, b, w, experts)
     for t in range(rows.shape[0]):
-        row, token, word, used = index(rows[t]), index(1) << index(t & 63), index(t >> 6), 0
+        row, token, word = index(rows[index(t)]), index(1) << index(t & 63), index(t >> 6)
         for k in range(experts.shape[1]):
-            e = experts[row, k]
+            e = experts[row, index(k)]
             if e >= 0:
                 users[index(e), word] |= token
-                if stay and used == 0:
-                    state.first_uses[b, w, index(e), word] |= token
-                used += 1
-        if stay and used == 0:
-            state.idle[b, w, word] |= token
-    for e in range(n_experts):
-        state.load[b, w, e] = count_common(users[e], users[e])
-        if state.n_replicas[b, e] > 1:
-            copy_set(users[e], state.moved_tokens[b, w, 0])
-            _assign_tokens(state, b, w, e, 0, topology)
-        else:
-            g = state.replicas[b, e, 0]
-            s = slot_of(state, b, e, g)
-            copy_set(users[e], state.slot_tokens[b, w, g, s])
-            state.slot_pairs[b, w, g, s] = state.load[b, w, e]
+    # By slots: to look for the slot of each expert would take longer.
+    for g in range(state.slots.shape[1]):
+        for s in range(state.slots.shape[2]):
+            e = state.slots[b, g, s]
+            if e < 0:
+                continue
+            e = index(e)
+            if state.n_replicas[b, e] == 1:
+                here, total = state.slot_tokens[b, w, g, s], index(0)
+                for word in range(here.shape[0]):
+                    tokens = users[e, index(word)]
+                    here[index(word)] = tokens
+                    total += popcount(tokens)
+                state.load[b, w, e] = np.int64(total)
+                state.slot_pairs[b, w, g, s] = np.int64(total)
+            elif g == state.replicas[b, e, 0]:
+                state.load[b, w, e] = count_common(users[e], users[e])
+                copy_set(users[e], state.moved_tokens[b, w, 0])
+                _assign_tokens(state, b, w, w + 1, e, 0, topology)
     count_all(state, b, w, topology, costs)
+
+
+@inlined
+def _write_first_uses(state, b, w, experts):
+    """With transport ``stay``: write the first expert of each token, and which tokens use none."""
+    for t in range(state.rows.shape[2]):
+        row, token, word, used = index(state.rows[b, w, t]), index(1) << index(t & 63), index(t >> 6), False
+        for k in range(experts.shape[1]):
+            e = experts[row, index(k)]
+            if e >= 0:
+                state.first_uses[b, w, index(e), word] |= token
+                used = True
+                break
+        if not used:
+            state.idle[b, w, word] |= token
 
 
 @device
@@ -92,15 +113,11 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
     _touch(state, b, e)
     if v >= 0:
         _touch(state, b, v)
-    for w in range(state.slot_tokens.shape[1]):
-        if w < n_passes:
-            _collect_tokens(state, b, w, e, 0)
-            if v >= 0:
-                _collect_tokens(state, b, w, v, 1)
-        else:
-            _save_tokens(state, b, w, e, e_from, 0)
-            if v >= 0:
-                _save_tokens(state, b, w, v, v_from, 1)
+    _collect_tokens(state, b, n_passes, e, 0)
+    _save_tokens(state, b, n_passes, e, e_from, 0)
+    if v >= 0:
+        _collect_tokens(state, b, n_passes, v, 1)
+        _save_tokens(state, b, n_passes, v, v_from, 1)
     count_received(state, b, e, -1, topology)
     if e_from >= 0:
         remove(state, b, e, e_from)
@@ -119,16 +136,13 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
     _touch(state, b, e)
     if v >= 0:
         _touch(state, b, v)
-    for w in range(state.slot_tokens.shape[1]):
-        if w < n_passes:
-            _assign_tokens(state, b, w, e, 0, topology)
-            if v >= 0:
-                _assign_tokens(state, b, w, v, 1, topology)
-            _count_touched(state, b, w, topology, costs)
-        else:
-            _restore_tokens(state, b, w, e, e_to, 0)
-            if v >= 0:
-                _restore_tokens(state, b, w, v, v_to, 1)
+    _assign_tokens(state, b, 0, n_passes, e, 0, topology)
+    _restore_tokens(state, b, n_passes, e, e_to, 0)
+    if v >= 0:
+        _assign_tokens(state, b, 0, n_passes, v, 1, topology)
+        _restore_tokens(state, b, n_passes, v, v_to, 1)
+    for w in range(n_passes):
+        _count_touched(state, b, w, topology, costs)
 
 
 @inlined
@@ -139,30 +153,35 @@ def _touch(state, b, e):
 
 
 @inlined
-def _collect_tokens(state, b, w, e, which):
-    """Collect the tokens of all replicas of ``e`` in ``moved_tokens``."""
-    tokens = state.moved_tokens[b, w, which]
-    clear(tokens)
+def _collect_tokens(state, b, n_passes, e, which):
+    """Collect the tokens of all replicas of ``e`` in ``moved_tokens``, for the first passes."""
     for i in range(state.n_replicas[b, e]):
         g = state.replicas[b, e, i]
-        add_all(tokens, state.slot_tokens[b, w, g, slot_of(state, b, e, g)])
+        s = slot_of(state, b, e, g)
+        for w in range(n_passes):
+            if i == 0:
+                copy_set(state.slot_tokens[b, w, g, s], state.moved_tokens[b, w, which])
+            else:
+                add_all(state.moved_tokens[b, w, which], state.slot_tokens[b, w, g, s])
 
 
 @inlined
-def _save_tokens(state, b, w, e, g, which):
-    """Keep what the replica of ``e`` on ``g`` runs in a pass that is not updated: an undo may give it another slot."""
-    if g >= 0:
+def _save_tokens(state, b, first, e, g, which):
+    """Keep what the replica of ``e`` on ``g`` runs in passes that are not updated: an undo may give it another slot."""
+    if g >= 0 and first < state.slot_tokens.shape[1]:
         s = slot_of(state, b, e, g)
-        copy_set(state.slot_tokens[b, w, g, s], state.moved_tokens[b, w, which])
-        state.moved_pairs[b, w, which] = state.slot_pairs[b, w, g, s]
+        for w in range(first, state.slot_tokens.shape[1]):
+            copy_set(state.slot_tokens[b, w, g, s], state.moved_tokens[b, w, which])
+            state.moved_pairs[b, w, which] = state.slot_pairs[b, w, g, s]
 
 
 @inlined
-def _restore_tokens(state, b, w, e, g, which):
-    if g >= 0:
+def _restore_tokens(state, b, first, e, g, which):
+    if g >= 0 and first < state.slot_tokens.shape[1]:
         s = slot_of(state, b, e, g)
-        copy_set(state.moved_tokens[b, w, which], state.slot_tokens[b, w, g, s])
-        state.slot_pairs[b, w, g, s] = state.moved_pairs[b, w, which]
+        for w in range(first, state.slot_tokens.shape[1]):
+            copy_set(state.moved_tokens[b, w, which], state.slot_tokens[b, w, g, s])
+            state.slot_pairs[b, w, g, s] = state.moved_pairs[b, w, which]
 
 
 @inlined
@@ -178,45 +197,63 @@ def _write_second_choice(state, b, w, topology):
 
 
 @inlined
-def _assign_tokens(state, b, w, e, which, topology):
+def _assign_tokens(state, b, first_pass, last_pass, e, which, topology):
     """Give each replica of ``e`` its part of the tokens in ``moved_tokens``."""
-    tokens, replicas, n = state.moved_tokens[b, w, which], state.replicas[b, e], int(state.n_replicas[b, e])
-    load = int(state.load[b, w, e])
-    first_gpu = replicas[0]
-    first_slot = slot_of(state, b, e, first_gpu)
-    if n == 1:
-        copy_set(tokens, state.slot_tokens[b, w, first_gpu, first_slot])
-        state.slot_pairs[b, w, first_gpu, first_slot] = load
-        return
-    if n == 2 and (topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH):
-        second_slot = slot_of(state, b, e, replicas[1])
-        here, there = state.slot_tokens[b, w, first_gpu, first_slot], state.slot_tokens[b, w, replicas[1], second_slot]
-        second, total = state.second_choice[b, w], index(0)
-        for word in range(tokens.shape[0]):
-            moved = tokens[index(word)] & second[index(word)]
-            there[index(word)] = moved
-            here[index(word)] = tokens[index(word)] ^ moved
-            total += popcount(moved)
-        state.slot_pairs[b, w, replicas[1], second_slot] = np.int64(total)
-        state.slot_pairs[b, w, first_gpu, first_slot] = load - np.int64(total)
-        return
+    replicas, n = state.replicas[b, e], int(state.n_replicas[b, e])
     for i in range(n):
-        s = slot_of(state, b, e, replicas[i])
-        state.replica_slot[b, i] = s
-        clear(state.slot_tokens[b, w, replicas[i], s])
-    if topology.dispatch == RANK_NEAREST and topology.transport != STAY:
-        # All tokens of a rank go to one replica.
-        for piece in range(state.n_pieces[b, w]):
-            word = index(state.piece_at[b, w, piece, PIECE_WORD])
-            first = int(state.replica_choice[b, e, state.piece_at[b, w, piece, PIECE_RANK]]) & 0xFFFF
-            here = tokens[word] & state.piece_mask[b, w, piece]
-            state.slot_tokens[b, w, replicas[first], state.replica_slot[b, first], word] |= here
-    else:
-        for rank in range(state.slots.shape[1]):
-            _assign_rank(state, b, w, e, rank, tokens, topology)
-    for i in range(n):
-        run = state.slot_tokens[b, w, replicas[i], state.replica_slot[b, i]]
-        state.slot_pairs[b, w, replicas[i], state.replica_slot[b, i]] = count_common(run, run)
+        state.replica_slot[b, i] = slot_of(state, b, e, replicas[i])
+    hashes = topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH
+    by_rank = topology.dispatch == RANK_NEAREST and topology.transport != STAY
+    for w in range(first_pass, last_pass):
+        tokens, load = state.moved_tokens[b, w, which], int(state.load[b, w, e])
+        here = state.slot_tokens[b, w, replicas[0], state.replica_slot[b, 0]]
+        if n == 1:
+            copy_set(tokens, here)
+            state.slot_pairs[b, w, replicas[0], state.replica_slot[b, 0]] = load
+        elif n == 2 and (hashes or by_rank):
+            there, total = state.slot_tokens[b, w, replicas[1], state.replica_slot[b, 1]], index(0)
+            if hashes:
+                copy_set(state.second_choice[b, w], there)
+            else:
+                _write_second_ranks(state, b, w, e, there)
+            for word in range(tokens.shape[0]):
+                moved = tokens[index(word)] & there[index(word)]
+                there[index(word)] = moved
+                here[index(word)] = tokens[index(word)] ^ moved
+                total += popcount(moved)
+            state.slot_pairs[b, w, replicas[1], state.replica_slot[b, 1]] = np.int64(total)
+            state.slot_pairs[b, w, replicas[0], state.replica_slot[b, 0]] = load - np.int64(total)
+        else:
+            for i in range(n):
+                clear(state.slot_tokens[b, w, replicas[i], state.replica_slot[b, i]])
+            if by_rank:
+                _assign_by_rank(state, b, w, e, tokens)
+            else:
+                for rank in range(state.slots.shape[1]):
+                    _assign_rank(state, b, w, e, rank, tokens, topology)
+            for i in range(n):
+                run = state.slot_tokens[b, w, replicas[i], state.replica_slot[b, i]]
+                state.slot_pairs[b, w, replicas[i], state.replica_slot[b, i]] = count_common(run, run)
+
+
+@inlined
+def _write_second_ranks(state, b, w, e, chosen):
+    """Write to ``chosen`` the tokens of the ranks that choose the second of the two replicas of ``e``."""
+    choice, at, mask = state.replica_choice[b, e], state.piece_at[b, w], state.piece_mask[b, w]
+    clear(chosen)
+    for piece in range(state.n_pieces[b, w]):
+        second = choice[index(at[piece, PIECE_RANK])] & 1
+        chosen[index(at[piece, PIECE_WORD])] |= mask[piece] if second else index(0)
+
+
+@inlined
+def _assign_by_rank(state, b, w, e, tokens):
+    """Send all tokens of a rank to one replica."""
+    for piece in range(state.n_pieces[b, w]):
+        word = index(state.piece_at[b, w, piece, PIECE_WORD])
+        chosen = int(state.replica_choice[b, e, state.piece_at[b, w, piece, PIECE_RANK]]) & 0xFFFF
+        here = tokens[word] & state.piece_mask[b, w, piece]
+        state.slot_tokens[b, w, state.replicas[b, e, chosen], state.replica_slot[b, chosen], word] |= here
 
 
 @inlined
@@ -284,9 +321,10 @@ def _add_by_home(state, b, w, tokens, topology):
             by_home[home] += count_common(state.origins[b, w, home], tokens)
         return
     at, mask = state.piece_at[b, w], state.piece_mask[b, w]
-    for piece in range(state.n_pieces[b, w]):
-        held = popcount(tokens[index(at[piece, PIECE_WORD])] & mask[piece])
-        by_home[index(at[piece, PIECE_RANK])] += np.int64(held)
+    for i in range(state.n_pieces[b, w]):
+        piece = index(i)
+        held = popcount(tokens[index(at[piece, index(PIECE_WORD)])] & mask[piece])
+        by_home[index(at[piece, index(PIECE_RANK)])] += np.int64(held)
 
 
 @inlined
@@ -324,14 +362,14 @@ def _count_touched(state, b, w, topology, costs):
 @inlined
 def _count_visits(state, b, w, g, topology):
     """Update who visits GPU ``g``, and the copies that follow from it."""
-    n_slots, node, per_node = state.slots.shape[2], topology.node_of[g], topology.gpus_per_node
-    each = topology.transport == PER_EXPERT
-    here, copies, by_home = state.visitors[b, w, g], state.copies[b, w], state.by_home[b]
+    node_of, per_node, each = topology.node_of, topology.gpus_per_node, topology.transport == PER_EXPERT
+    node, gpu, here = node_of[g], index(g), state.visitors[b, w, g]
+    copies, by_home, visits = state.copies[b, w], state.by_home[b], state.visits[b, w]
     for home in range(by_home.shape[0]):
-        by_home[home] = 0
+        by_home[index(home)] = 0
     if not each:
         clear(here)
-    for s in range(n_slots):
+    for s in range(state.slots.shape[2]):
         if state.slots[b, g, s] >= 0:
             if each:
                 _add_by_home(state, b, w, state.slot_tokens[b, w, g, s], topology)
@@ -339,16 +377,20 @@ def _count_visits(state, b, w, g, topology):
                 add_all(here, state.slot_tokens[b, w, g, s])
     if not each:
         _add_by_home(state, b, w, here, topology)
+    near, far = 0, 0
     for home in range(by_home.shape[0]):
-        visits = by_home[home]
-        difference = visits - state.visits[b, w, home, g]
-        state.visits[b, w, home, g] = visits
+        difference = by_home[index(home)] - visits[index(home), gpu]
+        visits[index(home), gpu] = by_home[index(home)]
         # With deduplication a copy crosses once to each node, to the GPU of the same local rank, which forwards it.
-        sender = home if each else home + (node - topology.node_of[home]) * per_node
-        if g != sender:
-            near = topology.node_of[sender] == node
-            copies[SENT_INTRA if near else SENT_INTER, sender] += difference
-            copies[RECEIVED_INTRA if near else RECEIVED_INTER, g] += difference
+        sender = index(home if each else home + (node - node_of[index(home)]) * per_node)
+        if node_of[sender] != node:
+            copies[index(SENT_INTER), sender] += difference
+            far += difference
+        elif sender != gpu:
+            copies[index(SENT_INTRA), sender] += difference
+            near += difference
+    copies[index(RECEIVED_INTRA), gpu] += near
+    copies[index(RECEIVED_INTER), gpu] += far
 
 
 @inlined

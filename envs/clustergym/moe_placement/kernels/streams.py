@@ -15,7 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.replicas import MASK31, hash31
 from clustergym.moe_placement.kernels.state import (
     AT_DOMAIN_OR_PIECE,
@@ -91,14 +91,42 @@ def draw_interval(state, b, trace, phase, schedule, rate, imbalance, rows, rank_
         _write_weights(state, b, trace, schedule)
     _share_tokens(state, b, imbalance, rank_start, rows.shape[1])
     if phase == DECODE:
-        for t in range(rows.shape[1]):
-            row = int(trace.piece_row[_next_piece(state, b, trace, schedule)])
-            for p in range(rows.shape[0]):
-                rows[p, t] = row + p
+        t = 0
+        while t < rows.shape[1]:
+            if schedule == REPLAY:
+                _write_sequence(trace, _next_piece(state, b, trace, schedule), rows, t)
+                t += 1
+                continue
+            if state.weights[b, n_domains - 1] == 0.0:
+                _begin_again(state, b, trace, schedule)
+            t = _draw_sequences(state, b, trace, rows, t)
+            _write_weights(state, b, trace, schedule)
         return
     for p in range(rows.shape[0]):
         for g in range(rank_start.shape[1] - 1):
             _fill_rank(state, b, trace, schedule, g, rows[p], rank_start[p])
+
+
+@inlined
+def _write_sequence(trace, piece, rows, t):
+    """Give token ``t`` of each decode pass its row: the next token of one running sequence."""
+    row = int(trace.piece_row[piece])
+    for p in range(rows.shape[0]):
+        rows[p, t] = row + p
+
+
+@device
+def _draw_sequences(state, b, trace, rows, t):
+    """Fill the decode passes from token ``t`` on, until they are full or a domain is used up. Returns the next token.
+
+    A function of its own: with the code for used-up domains in the same loop, it takes twice the time.
+    """
+    used_up = False
+    while t < rows.shape[1] and not used_up:
+        piece, used_up = _draw_piece(state, b, trace)
+        _write_sequence(trace, piece, rows, t)
+        t += 1
+    return t
 
 
 @device
@@ -174,24 +202,29 @@ def _next_piece(state, b, trace, schedule):
         if state.drawn[b, 0] > n:
             state.position[b, AT_REUSE] = 1
         return piece
-    weights = state.weights[b]
-    low, high = 0, weights.shape[0] - 1
-    if weights[high] == 0.0:
+    if state.weights[b, state.weights.shape[1] - 1] == 0.0:
         _begin_again(state, b, trace, schedule)
-    target = _uniform(state, b) * weights[high]
-    while low < high:
-        middle = (low + high) // 2
-        if weights[middle] > target:
-            high = middle
-        else:
-            low = middle + 1
+    piece, used_up = _draw_piece(state, b, trace)
+    if used_up:
+        _write_weights(state, b, trace, schedule)
+    return piece
+
+
+@inlined
+def _draw_piece(state, b, trace):
+    """(piece, whether it is the last of its domain), from a domain that is drawn by the weights."""
+    weights = state.weights[b]
+    last = weights.shape[0] - 1
+    target = _uniform(state, b) * weights[last]
+    # Weights ascend. Counting has no branch to mispredict: faster than a binary search for a few domains.
+    low = 0
+    for d in range(last):
+        low += weights[index(d)] <= target
     first, pieces = int(trace.domain_start[low]), int(trace.domain_start[low + 1] - trace.domain_start[low])
     key = hash31(state.random[b, RANDOM_KEY] ^ hash31(low + 7919))
     piece = trace.domain_pieces[first + permuted(int(state.drawn[b, low]), pieces, key)]
     state.drawn[b, low] += 1
-    if state.drawn[b, low] >= pieces:
-        _write_weights(state, b, trace, schedule)
-    return piece
+    return piece, state.drawn[b, low] >= pieces
 
 
 @device
@@ -204,9 +237,17 @@ def permuted(i, n, key):
     half = bits // 2 + 1
     x = i
     while True:
-        for r in range(4):
-            mixed = hash31((key + r * 0x3C6EF35F) & MASK31)
-            x = (x * (2 * mixed + 1) + (mixed >> 7)) & mask
-            x = x ^ (x >> half)
+        # Up to half of the images are too large. Two at once: one branch that is often mispredicted less.
+        x = _mixed(x, key, mask, half)
         if x < n:
             return x
+
+
+@inlined
+def _mixed(x, key, mask, half):
+    """Image of ``x`` under a permutation of 0 … ``mask``, a power of two minus one."""
+    for r in range(4):
+        mixed = hash31((key + r * 0x3C6EF35F) & MASK31)
+        x = (x * (2 * mixed + 1) + (mixed >> 7)) & mask
+        x = x ^ (x >> half)
+    return x

@@ -46,6 +46,20 @@ def prefetch(blocks, b, group):
             _prefetch_lines(blocks[i, ADDRESS] + b * blocks[i, STRIDE], blocks[i, LINES])
 
 
+@device
+def part_of(block, b, part, n_parts):
+    """(address, cache lines) of one of ``n_parts`` equal parts of the environment's memory in a block."""
+    size = block[STRIDE] // n_parts
+    return block[ADDRESS] + b * block[STRIDE] + part * size, (size + LINE_BYTES - 1) // LINE_BYTES
+
+
+@device
+def prefetch_part(blocks, i, b, part, n_parts):
+    """Prefetch one part of a block; ``i`` counts the blocks from the last one, which is 1."""
+    address, lines = part_of(blocks[blocks.shape[0] - i], b, part, n_parts)
+    _prefetch_lines(address, lines)
+
+
 def memory_of(*groups: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
     """(arrays, 4) for :func:`prefetch`: address of the first environment, bytes per environment, cache lines, group.
 
