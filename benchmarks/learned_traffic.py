@@ -11,8 +11,8 @@ the second, and no token is served twice. Without a budget, planners use their d
 a plan must be made in so many milliseconds of one core per layer, reading the traffic included. The best annealer of a
 cell is the one with the lowest mean there, which favours it a little.
 
-``policy-guided`` is annealing that may start from the plan of the pretrained policy, with the same traffic model. With
-less than 15 ms per layer it does not ask the policy, so it is the same as ``anneal-learned``.
+``policy-guided`` is annealing that may start from the plan of the pretrained policy, with the same traffic model. If
+time is short it does not ask the policy. ``policy`` learns from the first half, too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ RULES = ("eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-
 ANNEALERS = ("anneal", "anneal-4", "anneal-max", "anneal-robust")
 LEARNED = ("anneal-learned", "policy-guided")
 FREE = (*RULES, *ANNEALERS, *LEARNED, "policy", "forecast", "oracle")
+SIMULATED = {"estimate": False, "together": 1, "candidates": 8, "operations": 16}
+POLICIES: dict[str, dict[str, Any]] = {
+    "policy, 16 operations": {"operations": 16},
+    "policy, 80 operations": {"operations": 80},
+    "policy, one operation at a time": {"together": 1, "operations": 40},
+    "policy, no past traffic": {},
+    "policy, simulated look-ahead, 16 operations": SIMULATED,
+}
+"""Variants of the policy planner, with their options."""
 
 
 @dataclass
@@ -71,16 +80,16 @@ def measure(
     past, served = trace.split(0.5, seed=args.seed)
     sizes = PlacementArgs(streams=args.streams, intervals=args.intervals, seed=args.seed)
     protocol = protocol_of(sizes, cell, served, simulator.n_gpus)
-    runs: list[tuple[str, float | None]] = [(name, None) for name in FREE if args.free]
-    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *(LEARNED if ms >= 15 else LEARNED[:1]))]
+    runs: list[tuple[str, float | None]] = [(name, None) for name in (*FREE, *POLICIES) if args.free]
+    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED)]
     for name, ms in runs:
         if (name, ms) in done:
             continue
         options: dict[str, Any] = {"seed": args.seed}
         if ms is not None:
             options["seconds"] = ms / 1e3 * trace.n_layers / min(int(config.NUMBA_NUM_THREADS), trace.n_layers)
-        planner = make_planner(name, simulator, **options)
-        if name in LEARNED:
+        planner = make_planner(name.partition(",")[0], simulator, **options, **POLICIES.get(name, {}))
+        if name in LEARNED or (name.startswith("policy") and not name.endswith("no past traffic")):
             planner.learn(past)
         planner.plan([compile_on(served, simulator)], simulator.static(trace.n_layers))
         yield name, ms, protocol, evaluate_planner(planner, name, past, served, protocol)
@@ -130,6 +139,17 @@ def free_tables(cells: dict[tuple[str, ...], Results]) -> list[str]:
         for name in (name for name in (*LEARNED, "policy") if name not in names):
             pairs = [(results[name, None], best_of(results, names)) for results in cells.values()]
             text.append(f"| `{name}` against {label} | {mean_difference(pairs)} |")
+    text += [
+        "\nPolicies against the best annealer of the cell\n",
+        "| planner | difference, % | range over cells | share of its decision time |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for name in ("policy", *POLICIES):
+        pairs = [(r[name, None], best_of(r, ANNEALERS)) for r in cells.values() if (name, None) in r]
+        times = [one.decision_ms / other.decision_ms for one, other in pairs]
+        if pairs:
+            share = f"{np.exp(np.mean(np.log(times))):.2f} ({min(times):.2f} … {max(times):.2f})"
+            text.append(f"| `{name}` | {mean_difference(pairs)} | {share} |")
     return text
 
 

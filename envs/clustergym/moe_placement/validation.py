@@ -72,10 +72,14 @@ class Validator:
             for name in ("static", "eplb")
         }
 
-    def policy(self, weights: Mapping[str, Tensor], task: Task) -> Policy:
-        """The agents alone, as in training: one expert at a time, whose operations are simulated."""
+    def planner(self, weights: Mapping[str, Tensor], task: Task, **options: Any) -> Policy:
+        """The planner ``policy`` with the exported network."""
         network = PolicyNetwork.from_state(self.network, weights)
-        return Policy(task.simulator, policy=(network, task.settings), candidates=1, together=1, estimate=False)
+        return Policy(task.simulator, policy=(network, task.settings), **options)
+
+    def agents(self, weights: Mapping[str, Tensor], task: Task) -> Policy:
+        """The agents alone, as in training: one expert at a time, whose operations are simulated."""
+        return self.planner(weights, task, candidates=1, together=1, estimate=False)
 
     def keep_stage(self, name: str, agent: nn.Module) -> None:
         """Keep a copy of the weights for :meth:`compare`."""
@@ -83,7 +87,7 @@ class Validator:
 
     def validate(self, step: int, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """What the policy saves on the validation streams compared with static placement and EPLB, mean over tasks."""
-        total_us = self.validation_us(lambda task: self.policy(weights, task))
+        total_us = self.validation_us(lambda task: self.agents(weights, task))
         saved = {name: float(100 * (1 - total_us / us).mean()) for name, us in self.reference_us.items()}
         self.curve.append([step, saved["static"], saved["eplb"]])
         return {"validation/total_us": float(total_us.mean())} | {
@@ -98,7 +102,7 @@ class Validator:
         for task in self.tasks:
             protocol = Protocol(task.traffic, intervals=self.intervals, streams=args.eval_streams)
             planners: dict[str, Planner] = {name: make_planner(name, task.simulator) for name in args.eval_planners}
-            planners |= {name: self.policy(weights, task) for name, weights in self.stages.items()}
+            planners |= {name: self.planner(weights, task) for name, weights in self.stages.items()}
             found.append({name: _run(name, planner, task, protocol, task.test) for name, planner in planners.items()})
         return found
 
@@ -109,7 +113,7 @@ class Validator:
         ``options`` are those of the registered environment.
         """
         task = self.tasks[0]
-        network = self.policy(weights, task).network
+        network = self.planner(weights, task).network
         made = dict(options) | {"trace": task.validation, "render_mode": "rgb_array"}
         env = gymnasium.make("MoEPlacement-v0", disable_env_checker=True, **made)
         batch: PlacementBatch = env.unwrapped.batch  # type: ignore[attr-defined]
