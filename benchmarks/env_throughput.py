@@ -6,6 +6,7 @@ cost more than other steps. The growth with passes, tokens, experts, GPUs and la
 environment, in CPU time. Writes a JSON file and a plot.
 
     python benchmarks/env_throughput.py
+    python benchmarks/env_throughput.py --kinds --batches 1024        # only the CPU time by kind of step
     python benchmarks/env_throughput.py --against ../other-checkout   # only the ratio of speeds of two revisions
     python benchmarks/env_throughput.py --against ../other-checkout --only allocation --rounds 21
 """
@@ -53,6 +54,8 @@ class Args:
     """Also serve with EPLB's placement, as the environment does by default."""
     sizes: bool = True
     """Also measure the growth with passes, tokens, experts, GPUs and layers."""
+    kinds: bool = False
+    """Only: CPU time of the batched environment by kind of step."""
     largest_wrapper: int = 1024
     """Largest batch for the wrappers, which need one Python object per environment."""
     largest_async: int = 64
@@ -145,6 +148,24 @@ def compare(batch: int, options: dict[str, Any], args: Args) -> dict[str, Any]:
         single_rate(options, 8, rng)
         rates["single"] = [single_rate(options, args.steps, rng) for _ in range(args.rounds)]
     return result
+
+
+def step_kinds(batch: int, options: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """CPU µs of the batched environment by kind of step, per step of the whole episode: they add up to its mean."""
+    env = gymnasium.make_vec("MoEPlacement-v0", num_envs=batch, vectorization_mode="vector_entry_point", **options)
+    env.reset(seed=0)
+    rng, steps, per_layer = np.random.default_rng(0), whole_episodes(env.batch, 1), env.batch.config.ops_per_layer
+    found: dict[str, list[float]] = {"on a layer": [], "next layer": [], "next episode": []}
+    for i in range(rounds + 1):
+        spent = dict.fromkeys(found, 0.0)
+        for n, action in enumerate(actions(env, steps, rng), start=1):
+            began = time.process_time()
+            env.step(action)
+            kind = "next episode" if n == steps else "next layer" if n % per_layer == 0 else "on a layer"
+            spent[kind] += 1e6 * (time.process_time() - began) / steps / batch
+        for kind, us in spent.items():
+            found[kind] += [us] if i > 0 else []  # the first round takes new memory
+    return found
 
 
 GROWTH = {
@@ -371,6 +392,13 @@ def main(args: Args) -> None:
     options = {
         "profile": args.profile, "trace": args.trace, "allow_reuse": True, "compare_eplb": args.compare_eplb,
     }  # fmt: skip
+    if args.kinds:
+        kinds = Table("environments", "kind of step", "CPU µs per step of the episode, median", "range")
+        for batch in sorted(args.batches):
+            for kind, values in step_kinds(batch, options, args.rounds).items():
+                kinds.add_row(str(batch), kind, f"{np.median(values):.1f}", f"{min(values):.1f} … {max(values):.1f}")
+        console.print(kinds)
+        return
     results = []
     table = Table(title=f"environment steps per second: {args.trace}, {args.profile}, 64 experts, 16 GPUs")
     for column in ("environments", "batched", "sync", "async", "single", "batched / sync", "the same per\nCPU second",

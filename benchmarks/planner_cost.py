@@ -3,7 +3,6 @@
     python benchmarks/planner_cost.py                    # planners on loads: 58 layers × 256 experts × 64 GPUs
     python benchmarks/planner_cost.py --anneal 60        # also planners on 32k tokens; annealing takes 60 s
     python benchmarks/planner_cost.py --repeats 5 --json out.json
-    python benchmarks/planner_cost.py --steps            # only: what an annealing step costs, by number of tokens
 
 Loads are synthetic: a lognormal popularity per layer and expert that changes a little from interval to interval, so
 that planners that keep good layers have something to keep. Every planner (``static`` too) starts from EPLB's plan of
@@ -13,6 +12,7 @@ and decision.
 
 Planners on tokens plan on one half of the sequences of a synthetic trace of DeepSeek-V3's size and serve passes of the
 other half, profile sglang-prefill. The first plans on a few tokens compile: not counted.
+``benchmarks/anneal_cost.py`` has the cost of single annealing steps.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, comp
 from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
 from clustergym.moe_placement.planners.eplb import EPLB, balance
 from clustergym.moe_placement.planners.recorded import LoadInterval
-from clustergym.moe_placement.streams import layer_first, sample_passes
-from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
+from clustergym.moe_placement.streams import sample_passes
+from clustergym.traces import SyntheticConfig, synthetic_trace
 
 PASSES = 4
 TOKENS = 8192
@@ -112,33 +112,6 @@ def measure_on_tokens(sim: Simulator, args: argparse.Namespace) -> list[dict[str
     return rows
 
 
-def step_us(sim: Simulator, trace: TokenTrace, tokens: int) -> tuple[float, float]:
-    """CPU time of an annealing step on one pass with so many tokens: (exact, on the estimate)."""
-    rows = np.random.default_rng(0).permutation(trace.n_tokens)[:tokens][None].astype(np.int32)
-    seen, static = Interval.even(layer_first(trace), rows, sim.n_gpus), sim.static(1)
-
-    def seconds(exact: int, estimate: int) -> float:
-        planner = make_planner("anneal-max", sim, iterations=exact, estimate_steps=estimate)
-        began = time.process_time()
-        planner.plan([seen], static)
-        return time.process_time() - began
-
-    seconds(10, 0), seconds(10, 1000)  # compile
-    exact = (seconds(6000, 0) - seconds(1000, 0)) / 5000
-    return 1e6 * exact, 1e6 * (seconds(1, 400_000) - seconds(1, 100_000)) / 300_000
-
-
-def print_steps(console: Console) -> None:
-    trace = synthetic_trace(SyntheticConfig(n_tokens=70_000, n_layers=1), seed=0)
-    table = Table("tokens", "profile", "exact step, µs", "step on the estimate, µs", title="64 experts, top-6, 16 GPUs")
-    for profile in ("sglang-prefill", "sglang-decode"):
-        sim = Simulator("deepseek-v2-lite", "h800-4x4", profile)
-        for tokens in (1024, 4096, 16384, 65536):
-            exact, estimate = step_us(sim, trace, tokens)
-            table.add_row(str(tokens), profile, f"{exact:.2f}", f"{estimate:.2f}")
-    console.print(table)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=58)
@@ -151,13 +124,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="decisions that are measured per planner")
     parser.add_argument("--anneal", type=float, default=0.0, help="seconds for annealing; 0: no planners on tokens")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens that planners on tokens see")
-    parser.add_argument("--steps", action="store_true", help="only the cost of annealing steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if args.steps:
-        print_steps(Console())
-        return
 
     model = ModelSpec("large", args.layers, args.experts, 8, 7168, 2048, weight_bytes=1, n_groups=8)
     sim = Simulator(model, ClusterSpec("large", args.nodes, args.gpus_per_node, args.slots))
