@@ -29,6 +29,7 @@ import tyro
 from numba import config
 
 from clustergym import TokenTrace
+from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.evaluation import Protocol, Result, compile_on, evaluate_planner
@@ -69,6 +70,8 @@ class Args:
     seed: int = 1
     tables: bool = False
     """Print the tables of what has been measured, and stop."""
+    plot: Path | None = None
+    """Write a picture of time saved against decision time, one panel per profile, and stop."""
     output: Path = Path("runs/learned_traffic.jsonl")
     """File of JSON lines. What it has is not measured again."""
 
@@ -184,11 +187,60 @@ def time_tables(cells: dict[tuple[str, ...], Results], budgets: Sequence[float])
     return text
 
 
-def tables(lines: list[dict[str, Any]]) -> str:
+def by_cell(lines: list[dict[str, Any]]) -> dict[tuple[str, ...], Results]:
+    """Results of each profile, model and cluster."""
     found: dict[tuple[str, ...], Results] = {}
     for line in lines:
         cell = (line["profile"], line["model"], line["cluster"])
         found.setdefault(cell, {})[line["planner"], line["budget_ms"]] = Result(**line["result"])
+    return found
+
+
+PARETO = (
+    "eplb",
+    "flashlb",
+    "swift",
+    "hot-everywhere",
+    "co-occurrence",
+    "affinity-groups",
+    *ANNEALERS,
+    *LEARNED,
+    "policy",
+)
+
+
+def plot(lines: list[dict[str, Any]], path: Path) -> None:
+    """Time saved compared with EPLB against decision time, means over models and clusters."""
+    plt = require_matplotlib()
+    cells = by_cell(lines)
+    profiles = list(dict.fromkeys(cell[0] for cell in cells))
+    figure, axes = plt.subplots(1, len(profiles), figsize=(5 * len(profiles), 4), squeeze=False)
+    for axis, profile in zip(axes[0], profiles, strict=True):
+        own = [results for cell, results in cells.items() if cell[0] == profile]
+        points = []
+        for name in PARETO:
+            saved = [-100 * results[name, None].versus(results["eplb", None])[0] for results in own]
+            points.append((np.mean([results[name, None].decision_ms for results in own]), np.mean(saved), name))
+        for ms, saved, name in points:
+            colour = "tab:green" if name in (*LEARNED, "policy") else "tab:blue"
+            axis.plot(ms, saved, "o", color=colour)
+            axis.annotate(name, (ms, saved), textcoords="offset points", xytext=(4, 4), fontsize=7)
+        best, front = -np.inf, []
+        for ms, saved, _ in sorted(points):
+            if saved > best:
+                best = saved
+                front.append((ms, saved))
+        axis.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, zorder=0)
+        axis.set(title=profile, xscale="log", xlabel="decision time, ms per layer")
+        axis.margins(x=0.2)
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("time saved compared with EPLB, %")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def tables(lines: list[dict[str, Any]]) -> str:
+    found = by_cell(lines)
     budgets = sorted({line["budget_ms"] for line in lines if line["budget_ms"] is not None})
     free = {cell: results for cell, results in found.items() if {(name, None) for name in FREE} <= set(results)}
     needed = {(name, ms) for name in (*ANNEALERS, LEARNED[0]) for ms in budgets}
@@ -203,6 +255,9 @@ def main(args: Args) -> None:
     keys = ("streams", "intervals", "layers", "seed")
     size = {key: getattr(args, key) for key in keys}
     lines = [line for line in lines if all(line[key] == size[key] for key in keys)]
+    if args.plot is not None:
+        plot(lines, args.plot)
+        return
     if not args.tables:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         found = traces(PlacementArgs(data=args.data, models=args.models, layers=args.layers))

@@ -865,6 +865,8 @@ def train(args: Args, world: World) -> dict[str, Any]:
         validation: dict[str, float] = {}
         if not resumed:
             if args.pretrain.pretrain_states:
+                if args.eval_interval and world.is_main:
+                    validator.validate(-args.pretrain.pretrain_states, agent.state_dict())
                 seed = run.seed_torch(0)
                 for each in rollouts:
                     each.restart(seed)

@@ -34,8 +34,9 @@ _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
 _SCENARIOS, _MOST_VARYING = 8, 4
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
-_HURRY_MS = 8.0
-"""With less time per layer and core, the estimate is made from fewer tokens."""
+_HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
+"""With less time per layer and core, the estimate is made from fewer tokens. Past traffic makes up for them, and has
+topics, so that none are looked for in the interval."""
 _LEAST_CHUNK_S = 5e-4
 """Shortest time between two looks at the clock: threads that start and end cost time, too."""
 
@@ -97,7 +98,7 @@ class Anneal(Search):
         """``others`` are more placements that the search may start from."""
         began, core_ms = time.perf_counter(), self.core_ms(len(placement))
         # To find the topics of the interval takes time, too. In a hurry those of the traffic model are enough.
-        topic = self.topics(history, own=self.traffic is None or core_ms > _HURRY_MS)
+        topic = self.topics(history, own=self.traffic is None or core_ms > _LEARNED_HURRY_MS)
         short = core_ms < _LEAST_EXACT_MS
         if self.estimates:
             spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
@@ -185,8 +186,10 @@ class Anneal(Search):
         """Count what the estimate reads. ``topic`` has the topic of each row of the observed tokens."""
         simulator, layers, whole = self.simulator, len(placement), self.seen(history)
         tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
-        if self.core_ms(layers) <= _HURRY_MS:
-            tokens = min(tokens, _ESTIMATE_TOKENS // (2 if self.traffic is None else 4))
+        if self.traffic is None and self.core_ms(layers) <= _HURRY_MS:
+            tokens = min(tokens, _ESTIMATE_TOKENS // 2)
+        elif self.traffic is not None and self.core_ms(layers) <= _LEARNED_HURRY_MS:
+            tokens = min(tokens, _ESTIMATE_TOKENS // 4)
         seen = whole.mixed(tokens, self.seed)
         placement = np.array(placement, np.int16)
         before = None if simulator.background_share < 0 else simulator.count(seen, placement)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
@@ -141,43 +142,60 @@ class Policy(Planner):
         interval = self.observe(history[-1])
         if int(interval.experts.max()) < 0:  # no token uses any expert
             return placement.astype(np.int16)
-        batch, network = self.environments(interval), self.network
+        batch = self.environments(interval)
         batch.load_placement(placement, interval)
-        look = self.look(history, placement, batch)
-        n_gpus, layers, similar = batch.n_gpus, torch.arange(interval.n_layers), similar_experts(batch.obs["affinity"])
-        for first in range(0, self.settings.operations, self.n_together):
-            inputs = policy_inputs(batch.obs, similar, self._same_node)
-            encoded = network.encode(inputs)
-            likely = network.expert_logits(inputs, encoded).topk(self.n_candidates, -1).indices
-            looked, spares = look.look_ahead(likely)
-            looked, allowed = looked * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
-            allowed[..., n_gpus : 2 * n_gpus] |= spares >= 0
-            worth = torch.where(allowed, gains(looked), -torch.inf).amax(-1)
-            if not (worth > 0).any():
+        look, similar = self.look(history, placement, batch), similar_experts(batch.obs["affinity"])
+        left = self.settings.operations
+        while left > 0:
+            chosen = self.choose(batch, look, similar, min(self.n_together, left))
+            if chosen is None:
                 break
-            chosen = worth.topk(min(self.n_together, self.settings.operations - first), -1).indices
-            n, rows = chosen.shape[1], layers.repeat_interleave(chosen.shape[1])
-            expert, parts, legal, spare = (x[rows, chosen.flatten()] for x in (likely, looked, allowed, spares))
-            node = network.node_logits(inputs, encoded, expert, parts, legal, rows).argmax(-1)
-            adds = (node >= n_gpus) & (node < 2 * n_gpus)
-            deleted = torch.where(adds, spare.gather(1, (node % n_gpus)[:, None])[:, 0], -1)
-            operations = [x.view(-1, n).T.contiguous() for x in (expert, node, deleted)]
-            ends = first + self.n_together >= self.settings.operations
-            ends = ends or (until is not None and time.perf_counter() >= until)
-            for i, (expert, node, spare) in enumerate(zip(*operations, strict=True)):
-                # The others were chosen before the first one was made: it may have taken what they would save.
-                look.operate(expert, node, spare, must_save=i > 0)
-                if (spare >= 0).any():
-                    batch.finish_layer(spare, node + n_gpus)
-                if i + 1 < n or ends:
-                    # Each layer has its own environment: there is no next layer to observe.
-                    batch.finish_layer(expert, node)
-                else:
-                    batch.step(expert, node)
-            if ends:
-                break
+            left -= self.n_together
+            if until is not None and time.perf_counter() >= until:
+                left = 0
+            self.operate(batch, look, chosen, last=left <= 0)
         found: Placement = batch.sim["slots"].numpy().copy()
         return found
+
+    def choose(
+        self, batch: PlacementBatch, look: Estimate | Simulated, similar: Tensor, n: int
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """``n`` operations per layer: experts, nodes and the spare replicas to delete first (−1: none), (n, L) each.
+
+        None if no operation on the most likely experts saves anything.
+        """
+        network, n_gpus, layers = self.network, batch.n_gpus, torch.arange(batch.num_envs)
+        inputs = policy_inputs(batch.obs, similar, self._same_node)
+        encoded = network.encode(inputs)
+        likely = network.expert_logits(inputs, encoded).topk(self.n_candidates, -1).indices
+        parts, spares = look.look_ahead(likely)
+        parts, legal = parts * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
+        legal[..., n_gpus : 2 * n_gpus] |= spares >= 0
+        worth = torch.where(legal, gains(parts), -torch.inf).amax(-1)
+        if not (worth > 0).any():
+            return None
+        best, rows = worth.topk(n, -1).indices.flatten(), layers.repeat_interleave(n)
+        expert, parts, legal, spares = (x[rows, best] for x in (likely, parts, legal, spares))
+        node = network.node_logits(inputs, encoded, expert, parts, legal, rows).argmax(-1)
+        adds = (node >= n_gpus) & (node < 2 * n_gpus)
+        spare = torch.where(adds, spares.gather(1, (node % n_gpus)[:, None])[:, 0], -1)
+        expert, node, spare = (x.view(-1, n).T.contiguous() for x in (expert, node, spare))
+        return expert, node, spare
+
+    def operate(
+        self, batch: PlacementBatch, look: Estimate | Simulated, chosen: tuple[Tensor, Tensor, Tensor], last: bool
+    ) -> None:
+        """Make the operations, those that were worth most first. After the ``last`` ones nothing is observed."""
+        for i, (expert, node, spare) in enumerate(zip(*chosen, strict=True)):
+            # The others were chosen before the first one was made: it may have taken what they would save.
+            look.operate(expert, node, spare, must_save=i > 0)
+            if (spare >= 0).any():
+                batch.finish_layer(spare, node + batch.n_gpus)
+            if last or i + 1 < len(chosen[0]):
+                # Each layer has its own environment: there is no next layer to observe.
+                batch.finish_layer(expert, node)
+            else:
+                batch.step(expert, node)
 
 
 @dataclass(eq=False, kw_only=True)

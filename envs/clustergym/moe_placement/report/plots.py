@@ -72,7 +72,8 @@ def plot_training(results: Sequence[Result], curve: Sequence[Sequence[float]], t
 
     Args:
         results: planners at the end of the training, EPLB among them.
-        curve: rows of (step, % saved compared with static, % saved compared with EPLB).
+        curve: rows of (step, % saved compared with static, % saved compared with EPLB). The supervised phase ends at
+            step 0.
     """
     plt = require_matplotlib()
     figure, (left, right) = plt.subplots(
@@ -83,10 +84,12 @@ def plot_training(results: Sequence[Result], curve: Sequence[Sequence[float]], t
         steps, static, eplb = zip(*curve, strict=True)
         left.plot(steps, static, "o-", ms=3, color="#4477AA", label="compared with static")
         left.plot(steps, eplb, "s-", ms=3, color="#228833", label="compared with EPLB in every interval")
+        if steps[0] < 0:
+            left.axvspan(steps[0], 0, color="#DDDDDD", lw=0, label="supervised phase")
         left.legend(fontsize=8)
     left.axhline(0, color="#BBBBBB", lw=1)
-    left.set(xlabel="operations (0: after the supervised phase)", ylabel="time saved, %")
-    left.set_title("during training, validation streams", fontsize=10)
+    left.set(xlabel="operations (below 0: states of the supervised phase)", ylabel="time saved, %")
+    left.set_title("the agents alone during training, validation streams", fontsize=10)
     baseline = next((result for result in results if result.planner == "eplb"), None)
     if baseline is not None:
         ordered = sorted(results, key=lambda result: -result.total_us)
