@@ -214,29 +214,30 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     plt = require_matplotlib()
     cells = by_cell(lines)
     profiles = list(dict.fromkeys(cell[0] for cell in cells))
-    figure, axes = plt.subplots(1, len(profiles), figsize=(5 * len(profiles), 4), squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(profiles), figsize=(4 * len(profiles) + 2, 4), squeeze=False, layout="constrained"
+    )
     for axis, profile in zip(axes[0], profiles, strict=True):
         own = [results for cell, results in cells.items() if cell[0] == profile]
         points = []
-        for name in PARETO:
+        for i, name in enumerate(PARETO):
             saved = [-100 * results[name, None].versus(results["eplb", None])[0] for results in own]
-            points.append((np.mean([results[name, None].decision_ms for results in own]), np.mean(saved), name))
-        for ms, saved, name in points:
+            ms = np.mean([results[name, None].decision_ms for results in own])
+            points.append((ms, np.mean(saved)))
             colour = "tab:green" if name in (*LEARNED, "policy") else "tab:blue"
-            axis.plot(ms, saved, "o", color=colour)
-            axis.annotate(name, (ms, saved), textcoords="offset points", xytext=(4, 4), fontsize=7)
+            axis.plot(*points[-1], linestyle="", marker="oXsv^D<>Ppd8*"[i], color=colour, ms=7, label=name)
         best, front = -np.inf, []
-        for ms, saved, _ in sorted(points):
+        for ms, saved in sorted(points):
             if saved > best:
                 best = saved
                 front.append((ms, saved))
         axis.plot(*zip(*front, strict=True), color="grey", linewidth=0.8, zorder=0)
         axis.set(title=profile, xscale="log", xlabel="decision time, ms per layer")
-        axis.margins(x=0.2)
+        axis.set_ylim(bottom=max(axis.get_ylim()[0], -4))
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("time saved compared with EPLB, %")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 def tables(lines: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -19,6 +20,7 @@ from clustergym.training import (
     flatten,
     play_episodes,
 )
+from clustergym.training.vector import make_vector_env
 
 
 def test_observations_are_flattened() -> None:
@@ -153,4 +155,17 @@ def test_actions_have_the_shape_of_the_action_space() -> None:
     """A policy over one component returns one number per environment."""
     envs = VectorEnvs(gym.vector.SyncVectorEnv([OneComponent] * 3), seed=3)
     assert envs.step(torch.ones(3, dtype=torch.int64)).valid.all()
+    envs.close()
+
+
+def test_an_environment_of_the_users_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('Mine-v0', 'gymnasium.envs.classic_control:CartPoleEnv', max_episode_steps=7)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    envs = make_vector_env("mine:Mine-v0", 2, "discrete")
+    assert envs.num_envs == 2
+    assert envs.spec is not None
+    assert envs.spec.max_episode_steps == 7
     envs.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -250,13 +251,16 @@ def make_vector_env(
     """Create the vectorised version of an environment if it is registered. Otherwise step copies one after another.
 
     Args:
-        env_id: Gymnasium id.
+        env_id: Gymnasium id. ``module:id`` imports the module first, which registers the environment.
         num_envs: Number of environments.
         actions: The actions that the trainer can handle. TypeError if the environment has others.
         videos: Record the first episode of each environment to this folder.
         same_step: Always reset in the step that ends an episode.
     """
-    spec = gym.spec(env_id)
+    module, _, name = env_id.rpartition(":")
+    if module:
+        import_module(module)
+    spec = gym.spec(name)
     if spec.vector_entry_point is not None and videos is None and not same_step:
         envs = gym.make_vec(spec, num_envs=num_envs)
     else:
