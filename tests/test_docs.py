@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from clustergym.moe_placement.planner_registry import PLANNERS
+
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PAGES = {
@@ -25,9 +27,13 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
 def test_the_examples_of_a_page_run_in_order(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "example"}
-    for i, code in enumerate(PAGES[page]):
-        exec(compile(code, f"<{page}, example {i + 1}>", "exec"), names)
+    names, kept = {"__name__": "example"}, dict(PLANNERS)
+    try:
+        for i, code in enumerate(PAGES[page]):
+            exec(compile(code, f"<{page}, example {i + 1}>", "exec"), names)
+    finally:  # planners that an example registers are gone afterwards
+        PLANNERS.clear()
+        PLANNERS.update(kept)
 
 
 def test_pages_link_to_files_that_exist() -> None:
