@@ -23,6 +23,17 @@ def reproducible() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def new_wandb_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """wandb reads its environment variables once per session: neither from nor for other tests in this process."""
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    yield
+    wandb.teardown()
+
+
 @pytest.fixture(scope="module")
 def corridors() -> Iterator[None]:
     """The environments of ``corridor.py`` are registered."""

@@ -192,8 +192,8 @@ def test_disabled_logger_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("new_wandb_session")
 def test_wandb_offline_writes_a_local_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     with RunLogger(tmp_path / "run", {"lr": 1.0}, track=True) as logger:
         logger.scalar("charts/a", 1.0, 1)

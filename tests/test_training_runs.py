@@ -154,8 +154,8 @@ def test_saved_model_is_readable_without_torch_and_clustergym(tmp_path: Path) ->
     assert about["args"]["total_timesteps"] == 100
 
 
+@pytest.mark.usefixtures("new_wandb_session")
 def test_run_of_a_wandb_sweep_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
     with RunLogger(tmp_path / "alone", {}) as logger:
         assert logger._wandb is None
     monkeypatch.setenv("WANDB_SWEEP_ID", "abc")
@@ -165,8 +165,8 @@ def test_run_of_a_wandb_sweep_is_tracked(tmp_path: Path, monkeypatch: pytest.Mon
     assert list((tmp_path / "sweep").rglob("*.wandb"))
 
 
-def test_project_and_entity_reach_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+@pytest.mark.usefixtures("new_wandb_session")
+def test_project_and_entity_reach_wandb(tmp_path: Path) -> None:
 
     @dataclass
     class Tracked(Args):
