@@ -13,6 +13,7 @@ from typing import Any
 
 from numba import config
 
+CHUNKS = 4
 SMALLEST = 8
 _pool: ThreadPoolExecutor | None = None
 
@@ -27,22 +28,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def _shrinking_parts(n: int, n_threads: int) -> list[tuple[int, int]]:
-    """Each part is a share of what is left; with few items, one part per thread."""
-    parts, first = list[tuple[int, int]](), 0
-    while first < n:
-        size = max(min(SMALLEST, -(-n // n_threads)), (n - first) // (2 * n_threads))
-        parts.append((first, min(n, first + size)))
-        first += size
-    return parts
-
-
 def spread(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | None = None) -> None:
     """Call ``function(first, last, *arguments)`` over parts of 0 … n−1, on as many threads as numba may use.
 
-    All threads, the caller's among them, take the next part until none is left: one that is held up, or gets heavier
-    parts, leaves more to the others. There are ``chunks`` equal parts. By default parts become smaller and smaller, so
-    that threads end at about the same time, but not smaller than ``SMALLEST``.
+    All threads, the caller's among them, take the next of ``chunks`` parts until none is left: one that is held up, or
+    gets heavier parts, leaves more to the others. By default there are ``CHUNKS`` parts per thread, none smaller than
+    ``SMALLEST``.
     """
     global _pool
     n_threads = min(config.NUMBA_NUM_THREADS, n)
@@ -51,12 +42,8 @@ def spread(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | 
         return
     if _pool is None:
         _pool = ThreadPoolExecutor(config.NUMBA_NUM_THREADS, thread_name_prefix="clustergym")
-    if chunks is None:
-        parts = _shrinking_parts(n, n_threads)
-    else:
-        chunks = min(n, chunks)
-        parts = [(n * i // chunks, n * (i + 1) // chunks) for i in range(chunks)]
-    parts.reverse()
+    chunks = min(n, chunks or max(n_threads, min(CHUNKS * n_threads, n // SMALLEST)))
+    parts = [(n * i // chunks, n * (i + 1) // chunks) for i in reversed(range(chunks))]
 
     def work() -> None:
         # A list's pop is atomic under the interpreter lock, which the kernels do not hold.
