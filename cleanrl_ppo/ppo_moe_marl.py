@@ -108,9 +108,12 @@ Ablation = Literal["mlp-encoder", "simultaneous", "no-lookahead", "two-critics",
 class NetworkArgs:
     hidden: int = 32
     """Width of the networks."""
+
+
+@dataclass
+class AblationArgs:
     ablate: tuple[Ablation, ...] = ()
-    """Change parts of the networks, to measure what they contribute.
-    mlp-encoder: nodes do not exchange messages.
+    """mlp-encoder: nodes do not exchange messages.
     no-lookahead: the GPU actor does not see what each operation would save on the observed interval.
     simultaneous: the GPU actor sees neither the look-ahead nor the chosen expert.
     two-critics: each actor has its own critic, which sees one graph only.
@@ -150,7 +153,9 @@ class Args(RunArgs):
     ppo: tyro.conf.OmitArgPrefixes[PPOArgs] = field(default_factory=PPOArgs)
     """Hyperparameters of PPO."""
     network: tyro.conf.OmitArgPrefixes[NetworkArgs] = field(default_factory=NetworkArgs)
-    """Size of the networks, and ablations."""
+    """Size of the networks."""
+    ablation: tyro.conf.OmitArgPrefixes[AblationArgs] = field(default_factory=AblationArgs)
+    """Parts of the networks to leave out, to measure what they contribute."""
     evaluation: tyro.conf.OmitArgPrefixes[EvaluationArgs] = field(default_factory=EvaluationArgs)
     """Comparison with other planners."""
 
@@ -354,7 +359,7 @@ class Agent(nn.Module):
 
     def __init__(self, args: Args) -> None:
         super().__init__()
-        self.ablate = args.network.ablate
+        self.ablate = args.ablation.ablate
         hidden, graph = args.network.hidden, "mlp-encoder" not in self.ablate
         self.encoders = Encoders(hidden, graph)
         self.expert_head = decoder(2 * hidden, hidden, 0.01)
@@ -481,7 +486,7 @@ def check_args(args: Args) -> None:
 
 def network_options(args: Args) -> dict[str, Any]:
     """What a policy file stores about the networks."""
-    ablate = args.network.ablate
+    ablate = args.ablation.ablate
     return {
         "hidden": args.network.hidden,
         "graph_layers": GRAPH_LAYERS,
@@ -773,7 +778,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
             taken = ((expert_logprobs, batch.expert), (node_logprobs, batch.node))
             logprobs = torch.cat([logprob.gather(-1, choice[rows, None]) for logprob, choice in taken], -1)
             logratio = logprobs - batch.logprobs[rows]
-            if "two-critics" not in args.network.ablate:
+            if "two-critics" not in args.ablation.ablate:
                 # One critic, one advantage: two components of one action, whose log-probabilities add up.
                 logratio = logratio.sum(-1, keepdim=True)
             ratio = logratio.exp()
@@ -786,7 +791,7 @@ def update(agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, 
                 pg_loss = pg_loss + policy_loss(agent_ratio, agent_advantages, ppo.clip_coef)
             clip_vloss = ppo.clip_coef if ppo.clip_vloss else None
             v_loss = value_loss(values, old_values[rows], returns[rows], clip_vloss)
-            node_mask = inputs["gpu_mask"] if "simultaneous" in args.network.ablate else legal
+            node_mask = inputs["gpu_mask"] if "simultaneous" in args.ablation.ablate else legal
             expert_entropy = masked_entropy(expert_logprobs, inputs["expert_mask"]).mean()
             node_entropy = masked_entropy(node_logprobs, node_mask).mean()
             approx_kl = k3.mean()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import ceil, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.moe_placement import EngineProfile, Simulator, get_cluster, get_model, get_profile
+from clustergym.moe_placement import EngineProfile, Simulator, Traffic, get_cluster, get_model, get_profile
 from clustergym.moe_placement.costs import (
     MEASURED,
     REFITTED,
@@ -25,7 +25,10 @@ from clustergym.moe_placement.costs import (
 )
 from clustergym.moe_placement.kernels.cost import mean_pass_time
 from clustergym.moe_placement.kernels.passes import change
+from clustergym.moe_placement.planning import HeldOutCounts
 from clustergym.moe_placement.profiles import PROFILES
+from clustergym.moe_placement.simulator import COMPUTE_US
+from clustergym.traces import LoadTrace
 from cost_model import (
     DECODE,
     KERNELS,
@@ -300,3 +303,20 @@ def test_tiles_in_the_simulator_equal_the_reference(
 
 def test_rules_have_no_limit_by_default() -> None:
     assert Rule(64) == Rule(64, inf, inf, 0)
+
+
+@pytest.mark.parametrize("tokens_per_rank", [1, 512])
+def test_a_plan_from_loads_is_priced_with_the_tile_of_its_passes(tokens_per_rank: int) -> None:
+    """Every GPU holds the same number of equally used experts, so the kernel time has a closed form."""
+    sim = Simulator("qwen3-30b-a3b", "h800-4x4", "vllm")
+    tiles = TILED["vllm", "qwen3-30b-a3b"]
+    n_tokens, held = tokens_per_rank * sim.n_gpus, sim.n_experts // sim.n_gpus
+    costs = tiles[0 if n_tokens <= tiles[0].tokens else -1].costs
+    placement = np.arange(sim.n_experts).reshape(1, sim.n_gpus, held)
+    counts = LoadTrace(np.ones((1, 1, sim.n_experts), int))
+    found = HeldOutCounts(counts, sim, Traffic("prefill", tokens_per_rank, 1)).measure(placement)
+    pairs = n_tokens * sim.model.top_k / sim.n_experts
+    work = held * (costs.expert_us + costs.block_us * ceil(pairs / costs.block_tokens) + costs.pair_us * pairs)
+    expected = max(costs.floor_us, costs.start_us + work)
+    assert found["layer_us"][0, COMPUTE_US] == pytest.approx(expected, rel=1e-9)
+    assert found["layer_us"].sum() == found["layer_us"][0, COMPUTE_US]

@@ -20,6 +20,7 @@ from clustergym.federation.environments import Environments, Episode, Replayable
 from clustergym.federation.exchange import StoreExchange, StoreLocation, pack, unpack
 from clustergym.federation.matrices import load_matrix, read_matrix
 from clustergym.federation.plots import plot_graph, plot_returns
+from federation import processes as processes  # a fixture
 from federation import run_store, start
 from processes import free_port
 from trainers import FOLDER
@@ -226,16 +227,6 @@ def store() -> Iterator[StoreLocation]:
     kept = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     yield StoreLocation("127.0.0.1", kept.port)
     del kept
-
-
-@pytest.fixture
-def processes() -> Iterator[list[ForkServerProcess]]:
-    """Processes that are killed at the end of the test."""
-    started: list[ForkServerProcess] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.join()
 
 
 def connect(location: StoreLocation, agent: int, timeout_s: float = 30.0, **config: Any) -> StoreExchange:

@@ -175,7 +175,7 @@ def new_agent(seed: int = 1, network: dict[str, Any] | None = None) -> Any:
             "separate-critic": network["separate_critic"],
         }
         args.network.hidden = network["hidden"]
-        args.network.ablate = tuple(name for name, is_changed in changed.items() if is_changed)
+        args.ablation.ablate = tuple(name for name, is_changed in changed.items() if is_changed)
         assert marl.network_options(args) == network
     torch.manual_seed(seed)
     return marl.Agent(args)

@@ -101,7 +101,7 @@ class PlacementCase(Case):
         return logprobs, entropies, values[0]
 
     def make_batch(self, agent: Any, args: Any, masked: bool) -> Any:
-        batch = real_batch(args.network.ablate)
+        batch = real_batch(args.ablation.ablate)
         batch = replace(batch, **{name: wide(x) for name, x in vars(batch).items()})
         with torch.no_grad():
             rows = [self.outputs(agent, batch, i) for i in range(len(batch))]
@@ -130,7 +130,7 @@ class PlacementCase(Case):
 
     def problem(self, masked: bool = False, kl_coef: float = 0.0, **changes: Any) -> Problem:
         args = self.args(**changes)
-        real_batch(args.network.ablate)  # draws random numbers
+        real_batch(args.ablation.ablate)  # draws random numbers
         torch.manual_seed(0)
         agent = self.make_agent(args)
         batch = self.make_batch(agent, args, masked)

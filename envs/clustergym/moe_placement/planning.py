@@ -20,7 +20,7 @@ from clustergym.moe_placement.planners.greedy import SwapGreedy
 from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.profiles import EngineProfile, profiles_of
 from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
-from clustergym.moe_placement.simulator import Placement, Simulator
+from clustergym.moe_placement.simulator import COMPUTE_US, Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model, model_for
 from clustergym.moe_placement.streams import Interval, Traffic, sample_passes
 from clustergym.moe_placement.transition import Limit, Transition
@@ -250,13 +250,15 @@ class HeldOutCounts:
 
     def __init__(self, part: LoadTrace, simulator: Simulator, traffic: Traffic) -> None:
         share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
-        self.simulator, pass_pairs = simulator, traffic.sizes[1] * simulator.n_gpus * simulator.model.top_k
+        self.simulator, self.n_tokens = simulator, traffic.sizes[1] * simulator.n_gpus
+        pass_pairs = self.n_tokens * simulator.model.top_k
         self.expert_pairs = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
         self.expert_pairs[:, :, : part.n_experts] = share * pass_pairs
 
     def measure(self, placement: Placement) -> dict[str, Any]:
         """Fields of an Outcome. Without tokens, replicas share an expert's load evenly, and only compute is known."""
-        costs, layers = kernel_costs(self.simulator.model, self.simulator.profile), np.arange(len(placement))
+        simulator, layers = self.simulator, np.arange(len(placement))
+        costs = kernel_costs(simulator.model, simulator.profile, self.n_tokens, simulator.n_slots)
         copies = np.zeros(self.expert_pairs.shape[1:])
         np.add.at(copies, (np.broadcast_to(layers[:, None, None], placement.shape), placement), 1)
         slot_pairs = (self.expert_pairs / copies)[:, layers[:, None, None], placement]  # (W, L, G, S)
@@ -265,7 +267,7 @@ class HeldOutCounts:
         work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
         compute = np.maximum(costs.floor_us, costs.start_us + work.max(2))
         layer_us = np.zeros((len(placement), 3))
-        layer_us[:, 1] = compute.mean(0)
+        layer_us[:, COMPUTE_US] = compute.mean(0)
         return {
             "samples": Samples(compute.mean(1)),
             "layer_us": layer_us,

@@ -7,7 +7,7 @@ tries an operation in less than a microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,5 +69,5 @@ class Estimate:
             self.objective, must_save,
         )  # fmt: skip
 
-    def _run(self, kernel: object, *arguments: object) -> None:
-        over_layers(kernel, 0, len(self.start_us), *arguments)  # type: ignore[arg-type]
+    def _run(self, kernel: Callable[..., None], *arguments: object) -> None:
+        over_layers(kernel, 0, len(self.start_us), *arguments)
