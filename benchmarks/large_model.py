@@ -28,12 +28,11 @@ from clustergym.moe_placement.evaluation import Protocol, compile_on, evaluate_p
 from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.streams import Traffic
 from clustergym.traces import SyntheticConfig, synthetic_trace
+from learned_traffic import ANNEALERS, LEARNED, SEARCHES, learn
 from placement import read_lines
 from search_curve import SLOTS
 
 RULES = ("eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "affinity-groups")
-ANNEALERS = ("anneal", "anneal-4", "anneal-max", "anneal-robust")
-LEARNED = ("anneal-learned", "policy-guided")
 
 
 @dataclass
@@ -66,7 +65,7 @@ def measure(args: Args, cluster: str, seed: int, lines: list[dict[str, Any]]) ->
     sim = Simulator(model, ClusterSpec("large", nodes, per_node, SLOTS[n_gpus]), "sglang-prefill")
     protocol = Protocol(traffic, args.intervals, 1, seed, "all")
     runs: list[tuple[str, float | None]] = [(name, None) for name in (*RULES, "policy")]
-    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED)]
+    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED, *SEARCHES)]
     key = {"cluster": cluster, "seed": seed, "layers": args.layers, "intervals": args.intervals}
     done = {(line["planner"], line["budget_ms"]) for line in lines if key.items() <= line.items()}
     for name, ms in runs:
@@ -75,9 +74,8 @@ def measure(args: Args, cluster: str, seed: int, lines: list[dict[str, Any]]) ->
         options: dict[str, Any] = {"seed": seed}
         if ms is not None:
             options["seconds"] = ms / 1e3 * args.layers / min(int(config.NUMBA_NUM_THREADS), args.layers)
-        planner = make_planner(name, sim, **options)
-        if planner.needs_training or planner.may_train:
-            planner.learn(past)
+        planner = make_planner(name.partition(",")[0], sim, **options)
+        learn(planner, name, past)
         planner.plan([compile_on(served, sim)], sim.static(args.layers))
         result = evaluate_planner(planner, name, past, served, protocol)
         lines.append({**key, "planner": name, "budget_ms": ms, "result": result.as_dict()})

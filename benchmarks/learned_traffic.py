@@ -34,6 +34,11 @@ from clustergym.common.statistics import ci95
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.evaluation import Protocol, Result, compile_on, evaluate_planner
 from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.moe_placement.planners.anneal import Anneal
+from clustergym.moe_placement.planners.base import Planner
+from clustergym.moe_placement.planners.learned import AnnealLearned
+from clustergym.moe_placement.policy.network import PolicyNetwork
+from clustergym.moe_placement.policy.planner import Policy
 from placement import Args as PlacementArgs
 from placement import Cell, protocol_of, read_lines, traces
 
@@ -41,15 +46,18 @@ RULES = ("eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-
 ANNEALERS = ("anneal", "anneal-4", "anneal-max", "anneal-robust")
 LEARNED = ("anneal-learned", "policy-guided")
 FREE = (*RULES, *ANNEALERS, *LEARNED, "policy", "forecast", "oracle")
-SIMULATED = {"estimate": False, "together": 1, "candidates": 8, "operations": 16}
 POLICIES: dict[str, dict[str, Any]] = {
-    "policy, 16 operations": {"operations": 16},
-    "policy, 80 operations": {"operations": 80},
-    "policy, one operation at a time": {"together": 1, "operations": 40},
+    "policy, 4 operations": {"operations": 4},
+    "policy, 36 operations": {"operations": 36},
+    "policy, untrained networks": {},
+    "policy, no plan for past traffic": {},
     "policy, no past traffic": {},
-    "policy, simulated look-ahead, 16 operations": SIMULATED,
+    "policy, simulated look-ahead, 16 operations": {"estimate": False, "candidates": 8, "operations": 16},
 }
 """Variants of the policy planner, with their options."""
+PLAN_ONLY = "anneal, plan for past traffic"
+SEARCHES = ("anneal-learned, no plan for past traffic", PLAN_ONLY)
+"""Searches with one of the two things that ``anneal-learned`` learns: topics, and a plan to start from."""
 
 
 @dataclass
@@ -76,6 +84,23 @@ class Args:
     """File of JSON lines. What it has is not measured again."""
 
 
+def learn(planner: Planner, name: str, past: TokenTrace) -> None:
+    """Let the planner, or its variant, learn from past traffic."""
+    if name == PLAN_ONLY:
+        assert isinstance(planner, Anneal)
+        taught = AnnealLearned(planner.simulator, planner.seed)
+        taught.learn(past)
+        planner.usual = taught.usual
+    elif (planner.needs_training or planner.may_train) and not name.endswith("no past traffic"):
+        planner.learn(past)
+    if name.endswith("no plan for past traffic"):
+        (planner.estimator if isinstance(planner, Policy) else planner).usual = None
+    if name.endswith("untrained networks"):
+        assert isinstance(planner, Policy)
+        torch.manual_seed(planner.seed)
+        planner.network = PolicyNetwork(planner.network.config).eval()
+
+
 def measure(
     args: Args, cell: Cell, trace: TokenTrace, done: set[tuple[str, float | None]]
 ) -> Iterator[tuple[str, float | None, Protocol, Result]]:
@@ -83,8 +108,8 @@ def measure(
     past, served = trace.split(0.5, seed=args.seed)
     sizes = PlacementArgs(streams=args.streams, intervals=args.intervals, seed=args.seed)
     protocol = protocol_of(sizes, cell, served, simulator.n_gpus)
-    runs: list[tuple[str, float | None]] = [(name, None) for name in (*FREE, *POLICIES) if args.free]
-    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED)]
+    runs: list[tuple[str, float | None]] = [(name, None) for name in (*FREE, *POLICIES, *SEARCHES) if args.free]
+    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED, *SEARCHES)]
     for name, ms in runs:
         if (name, ms) in done:
             continue
@@ -92,8 +117,7 @@ def measure(
         if ms is not None:
             options["seconds"] = ms / 1e3 * trace.n_layers / min(int(config.NUMBA_NUM_THREADS), trace.n_layers)
         planner = make_planner(name.partition(",")[0], simulator, **options, **POLICIES.get(name, {}))
-        if name in LEARNED or (name.startswith("policy") and not name.endswith("no past traffic")):
-            planner.learn(past)
+        learn(planner, name, past)
         planner.plan([compile_on(served, simulator)], simulator.static(trace.n_layers))
         yield name, ms, protocol, evaluate_planner(planner, name, past, served, protocol)
 
@@ -143,11 +167,11 @@ def free_tables(cells: dict[tuple[str, ...], Results]) -> list[str]:
             pairs = [(results[name, None], best_of(results, names)) for results in cells.values()]
             text.append(f"| `{name}` against {label} | {mean_difference(pairs)} |")
     text += [
-        "\nPolicies against the best annealer of the cell\n",
+        "\nParts of the policy and of the search against the best annealer of the cell\n",
         "| planner | difference, % | range over cells | share of its decision time |",
         "| --- | ---: | ---: | ---: |",
     ]
-    for name in ("policy", *POLICIES):
+    for name in ("policy", *POLICIES, *SEARCHES):
         pairs = [(r[name, None], best_of(r, ANNEALERS)) for r in cells.values() if (name, None) in r]
         times = [one.decision_ms / other.decision_ms for one, other in pairs]
         if pairs:
@@ -174,7 +198,7 @@ def time_tables(cells: dict[tuple[str, ...], Results], budgets: Sequence[float])
         "\n| planner | its time | time of the best annealer | difference, % | range over cells |",
         "| --- | --- | --- | ---: | ---: |",
     ]
-    for name in LEARNED:
+    for name in (*LEARNED, *SEARCHES):
         for ms in budgets:
             for other in (ms, 10 * ms):
                 pairs = [

@@ -46,7 +46,7 @@ from clustergym.moe_placement.policy.inputs import (
     same_node_weights,
     similar_experts,
 )
-from clustergym.moe_placement.policy.network import PolicyNetwork
+from clustergym.moe_placement.policy.network import MASKED_LOGIT, PolicyNetwork
 from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
 from clustergym.training import CheckpointError, save_checkpoint
 from test_ppo_moe_marl import exported, make_args, marl
@@ -195,7 +195,7 @@ def smooth_us(planner: Policy, interval: Interval, plan: np.ndarray) -> np.ndarr
     )
 
 
-EXACT: dict[str, Any] = {"estimate": False, "together": 1}
+EXACT: dict[str, Any] = {"estimate": False}
 """Options with which the look-ahead is that of the training."""
 
 
@@ -248,8 +248,11 @@ def test_guided_search_is_never_worse_than_the_policy(trace: TokenTrace) -> None
     policy = untrained()
     alone, guided = Policy(sim, policy=policy), PolicyGuided(sim, policy=policy, iterations=300)
     plans = [planner.plan([interval], sim.static(2)) for planner in (alone, guided)]
-    alone_us, guided_us = (smooth_us(alone, interval, plan) for plan in plans)
+    seen = guided.search.observe([interval])
+    objective = guided.search.objective(seen, None)
+    alone_us, guided_us = (guided.search.objectives(sim.count(seen, plan, sim.static(2)), objective) for plan in plans)
     assert (guided_us <= alone_us + 1e-6).all()
+    assert (guided_us < alone_us).any()
 
 
 def test_guided_search_keeps_its_time_budget(trace: TokenTrace) -> None:
@@ -302,20 +305,29 @@ def test_reset_clears_the_history_of_the_policy(trace: TokenTrace) -> None:
 
 
 def estimated(trace: TokenTrace, placement: np.ndarray, slots: int = 4) -> tuple[Estimate, Policy]:
-    sim, interval = Simulator(MODEL, ClusterSpec("2x2", 2, 2, slots), "sglang-prefill"), intervals(trace)[0]
+    """An estimate that begins with ``placement``."""
+    sim = Simulator(MODEL, ClusterSpec("2x2", 2, 2, slots), "sglang-prefill")
     planner = Policy(sim, policy=untrained())
-    batch = planner.environments(planner.observe(interval))
-    batch.load_placement(placement, planner.observe(interval))
-    found = planner.look([interval], placement, batch)
-    assert isinstance(found, Estimate)
-    return found, planner
+    planner.estimator.restart = False
+    return Estimate(planner.estimator, intervals(trace)[:1], placement), planner
 
 
-def from_scratch(planner: Policy, trace: TokenTrace, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """(L,) the estimate of a placement that nothing led to step by step, migration included."""
-    search, interval = planner.estimator, intervals(trace)[0]
-    state, objective = search.prepare_estimate([interval], before, search.topics([interval]))
-    return search.take(state, after, objective)
+class FromScratch:
+    """The estimate of placements that nothing led to step by step, migration from ``before`` included."""
+
+    def __init__(self, planner: Policy, trace: TokenTrace, before: np.ndarray) -> None:
+        self.search, history = planner.estimator, intervals(trace)[:1]
+        self.state, self.objective = self.search.prepare_estimate(history, before, self.search.topics(history))
+        self.before = before
+
+    def us(self, placement: np.ndarray) -> np.ndarray:
+        """(L,)"""
+        return self.search.take(self.state, placement, self.objective)
+
+    def layer_us(self, layer: int, slots: np.ndarray) -> float:
+        after = self.before.copy()
+        after[layer] = slots
+        return float(self.us(after)[layer])
 
 
 def replicated(slots: int) -> np.ndarray:
@@ -329,107 +341,145 @@ def replicated(slots: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("slots", [4, 5])
-def test_the_estimate_of_an_operation_is_that_of_the_placement_after_it(trace: TokenTrace, slots: int) -> None:
+def ways(slots: np.ndarray, expert: int, node: int) -> list[np.ndarray]:
+    """All placements (G, S) that PLACE, ADD or DELETE of an expert can lead to."""
+    kind, g = divmod(node, 4)
+    holders = np.flatnonzero((slots == expert).any(1))
+
+    def changed(*cells: tuple[int, int, int]) -> np.ndarray:
+        after = slots.copy()
+        for gpu, old, new in cells:
+            after[gpu, list(slots[gpu]).index(old)] = new
+        return after
+
+    if kind == 2:
+        return [changed((g, expert, -1))] if g in holders and len(holders) > 1 else []
+    if g in holders:
+        return []
+    has_room = -1 in slots[g]
+    found = []
+    for source in holders if kind == 0 else [-1]:
+        for victim in [-1] if has_room else slots[g]:
+            if kind == 0 and (victim < 0 or victim not in slots[source]):
+                found.append(changed((source, expert, victim), (g, victim, expert)))
+            elif kind == 1 and (victim < 0 or (slots == victim).any(1).sum() > 1):
+                found.append(changed((g, victim, expert)))
+    return found
+
+
+def before_operations(slots: int) -> np.ndarray:
     before = replicated(slots)
     if slots == 5:  # room for ADD
         before[:, :, 4] = -1
-    start = estimated(trace, before, slots)[0].start_us
-    experts = torch.arange(12).expand(2, -1)
-    parts, spares = estimated(trace, before, slots)[0].look_ahead(experts)
-    kinds = set()
-    for expert, node in np.ndindex(12, 12):
+    return before
+
+
+@pytest.mark.parametrize("slots", [4, 5])
+def test_the_estimate_of_an_operation_is_that_of_the_best_placement_after_it(trace: TokenTrace, slots: int) -> None:
+    before = before_operations(slots)
+    look, planner = estimated(trace, before, slots)
+    parts, legal = look.look_ahead(torch.arange(12).expand(2, -1))
+    scratch, compared = FromScratch(planner, trace, before), {0: 0, 1: 0, 2: 0}
+    start = scratch.us(before)
+    for b, expert, node in np.ndindex(2, 12, 12):
+        after = [scratch.layer_us(b, placement) for placement in ways(before[b], expert, node)]
+        assert bool(legal[b, expert, node]) == bool(after)
+        expected = (start[b] - min(after)) / start[b] if after else 0.0
+        assert float(gains(parts[b, expert, node])) == pytest.approx(expected, abs=2e-6)
+        compared[node // 4] += len(after) > (1 if slots == 4 and node < 8 else 0)
+    assert min(compared[0], compared[1], compared[2] if slots == 4 else 1) > 0
+    best = gains(parts).amax(-1).clamp(min=0)
+    torch.testing.assert_close(look.memory, torch.stack([best, torch.ones(2, 12)], -1))
+
+
+@pytest.mark.parametrize("slots", [4, 5])
+def test_an_operation_is_the_best_that_saves_time_and_the_estimate_follows_it(trace: TokenTrace, slots: int) -> None:
+    before, made = before_operations(slots), 0
+    for expert in range(12):
         look, planner = estimated(trace, before, slots)
-        legal = look.batch.obs["joint_mask"][:, expert, node].bool()
-        spare = spares[:, expert, node % 4] if 4 <= node < 8 else torch.full((2,), -1)
-        look.batch.finish_layer(spare, torch.full((2,), node + 4))
-        look.batch.finish_layer(torch.full((2,), expert), torch.full((2,), node))
-        after = look.batch.sim["slots"].numpy()
-        saved = (start - from_scratch(planner, trace, before, after)) / start
+        scratch = FromScratch(planner, trace, before)
+        start = scratch.us(before)
+        made += look.operate(torch.full((2, 1), expert), torch.zeros(2, 1, 12), per_gain=1.0)
+        found = scratch.us(look.placement)
         for b in range(2):
-            if legal[b] or spare[b] >= 0:
-                assert float(gains(parts[b, expert, node])) == pytest.approx(saved[b], abs=2e-6)
-                kinds.add((node // 4, int(spare[b]) >= 0))
-    assert kinds == ({(0, False), (1, True), (2, False)} if slots == 4 else {(0, False), (1, False), (2, False)})
+            after = [scratch.layer_us(b, each) for node in range(8) for each in ways(before[b], expert, node)]
+            assert found[b] == pytest.approx(min([start[b], *after]), rel=1e-6)
+            now = estimate(look.state, b, NOW, look.objective, look.state.load[b].sum())
+            assert now == pytest.approx(found[b], rel=1e-5)
+    assert made > 3
 
 
-def test_the_best_spare_replica_is_deleted(trace: TokenTrace) -> None:
+def test_operations_are_made_until_none_saves_time(trace: TokenTrace) -> None:
     before = replicated(4)
     look, planner = estimated(trace, before)
-    _, spares = look.look_ahead(torch.arange(12).expand(2, -1))
-    compared = 0
-    for b, expert, g in np.ndindex(2, 12, 4):
-        held = before[b, g]
-        others = [int(v) for v in held if (before[b] == v).any(1).sum() > 1]
-        if expert in held or not others:
-            assert spares[b, expert, g] == -1
-            continue
-        costs = {}
-        for v in others:
-            after = before.copy()
-            after[b, g][held == v] = expert
-            costs[v] = from_scratch(planner, trace, before, after)[b]
-        assert int(spares[b, expert, g]) in others
-        assert costs[int(spares[b, expert, g])] == pytest.approx(min(costs.values()), rel=1e-6)
-        compared += len(others) > 1
-    assert compared > 5
-
-
-def test_the_estimate_follows_the_operations(trace: TokenTrace) -> None:
-    before, rng = replicated(4), np.random.default_rng(0)
-    look, planner = estimated(trace, before)
-    replaced = 0
-    for _ in range(20):
-        expert = torch.from_numpy(rng.integers(0, 12, 2))
-        _, spares = look.look_ahead(expert[:, None])
-        node = torch.from_numpy(rng.integers(0, 8, 2))
-        spare = torch.where(node >= 4, spares[torch.arange(2), 0, node % 4], -1)
-        replaced += int((spare >= 0).sum())
-        look.operate(expert, node, spare, must_save=False)
-        look.batch.finish_layer(spare, node + 4)
-        look.batch.finish_layer(expert, node)
-        np.testing.assert_array_equal(np.sort(look.state.slots), np.sort(look.batch.sim["slots"].numpy()))
-    assert replaced > 5
-    now = np.empty(2)
+    experts, scores, scratch = (
+        torch.arange(12).expand(2, -1),
+        torch.zeros(2, 12, 12),
+        FromScratch(planner, trace, before),
+    )
+    times = [scratch.us(before)]
+    while look.operate(experts, scores, per_gain=1.0):
+        times.append(scratch.us(look.placement))
+        assert (times[-1] <= times[-2] * (1 + 1e-6)).all()
+    assert (times[-1] < times[0]).all()
     for b in range(2):
-        now[b] = estimate(look.state, b, NOW, look.objective, look.state.load[b].sum())
-    scratch = from_scratch(planner, trace, before, look.batch.sim["slots"].numpy())
-    np.testing.assert_allclose(now, scratch, rtol=1e-5)
+        after = [
+            scratch.layer_us(b, each)
+            for expert in range(12)
+            for node in range(8)
+            for each in ways(look.placement[b], expert, node)
+        ]
+        assert min(after) >= times[-1][b] * (1 - 1e-6)
 
 
-def test_operations_that_no_longer_save_time_are_not_made(trace: TokenTrace) -> None:
+def test_scores_choose_among_operations_that_save_time(trace: TokenTrace) -> None:
     before = replicated(4)
-    look, _ = estimated(trace, before)
-    experts = torch.arange(12).expand(2, -1)
-    parts, spares = look.look_ahead(experts)
-    worth = gains(parts)
-    rows = torch.arange(2)
-    best, worst = (x.flatten(1).argmax(1) for x in (worth, -worth))
-    for flat, made in ((worst, False), (best, True)):
-        expert, node = flat // 12, flat % 12
-        spare = torch.where((node >= 4) & (node < 8), spares[rows, expert, node % 4], -1)
-        look.operate(expert, node, spare, must_save=True)
-        assert ((expert >= 0) == made).all()
-        assert (np.sort(look.state.slots) == np.sort(before)).all() != made
+    parts, _ = estimated(trace, before)[0].look_ahead(torch.arange(12).expand(2, -1))
+    worth = gains(parts)[0, :, :8]
+    expert = int((worth > 0).sum(-1).argmax())
+    saving = torch.nonzero(worth[expert] > 0)[:, 0]
+    assert 2 <= len(saving) < 8
+    for node in range(8):
+        look, _ = estimated(trace, before)
+        scores = torch.full((2, 1, 12), MASKED_LOGIT)
+        scores[0, 0, node] = 5.0
+        assert look.operate(torch.full((2, 1), expert), scores, per_gain=1.0) == int(node in saving)
+        held = (look.placement[0, node % 4] == expert).any()
+        assert held == (node in saving or (before[0, node % 4] == expert).any())
+        np.testing.assert_array_equal(look.placement[1], before[1])  # all of its operations are masked
 
 
-def test_past_traffic_changes_the_estimate(trace: TokenTrace) -> None:
-    sim, (interval, *_) = Simulator(MODEL, CLUSTER, "sglang-prefill"), intervals(trace)
+def test_past_traffic_changes_the_estimate_and_gives_a_plan_to_start_from(trace: TokenTrace) -> None:
+    sim, history = Simulator(MODEL, CLUSTER, "sglang-prefill").spread_migration(10**12), intervals(trace)[:1]
     planner = Policy(sim, policy=untrained())
-    batch = planner.environments(planner.observe(interval))
-    alone = planner.look([interval], sim.static(2), batch)
+    alone = Estimate(planner.estimator, history, sim.static(2))
     planner.learn(trace)
-    both = planner.look([interval], sim.static(2), batch)
-    assert isinstance(alone, Estimate)
-    assert isinstance(both, Estimate)
+    both = Estimate(planner.estimator, history, sim.static(2))
     assert alone.state.deviation.shape[2] == 0
     assert both.state.deviation.any()
     assert not np.allclose(alone.state.load, both.state.load)
+    usual = planner.estimator.usual
+    assert usual is not None
+    np.testing.assert_array_equal(both.placement, sim.check(usual))
 
 
-def test_one_operation_at_a_time_without_the_estimate() -> None:
-    with pytest.raises(ValueError, match="one at a time"):
-        Policy(Simulator(MODEL, CLUSTER), policy=untrained(), estimate=False)
+def test_one_round_from_a_plan_for_past_traffic_and_three_without(trace: TokenTrace) -> None:
+    sim, history = Simulator(MODEL, CLUSTER, "sglang-prefill"), intervals(trace)[:1]
+    rounds = []
+    for taught in (False, True):
+        planner, asked = Policy(sim, policy=untrained(), candidates=2), []
+        choose = planner.choose
+
+        def count(*arguments: Any, choose: Any = choose, asked: list[int] = asked) -> Any:
+            asked.append(arguments[2])
+            return choose(*arguments)
+
+        planner.choose = count  # type: ignore[method-assign]
+        if taught:
+            planner.learn(trace)
+        planner.plan(history, sim.static(2))
+        rounds.append(asked)
+    assert rounds == [[2, 2, 2], [2]]
 
 
 # Policy files

@@ -393,7 +393,7 @@ def test_a_run_writes_policy_table_curve_and_result(
         assert (tmp_path / "run" / name).is_file()
     sim = Simulator("mixtral-8x7b", "h800-2x4")
     trace = TokenTrace.load(trace_file)
-    planner = Policy(sim, checkpoint=tmp_path / "run", estimate=False, together=1)
+    planner = Policy(sim, checkpoint=tmp_path / "run", estimate=False)
     assert planner.settings.operations == 2  # as in training
     protocol = Protocol(Traffic("prefill", 4, 1, schedule="drift"), intervals=1)
     assert evaluate_planner(planner, "policy", trace, trace, protocol).total_us > 0

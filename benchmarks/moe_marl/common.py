@@ -214,7 +214,7 @@ def file_name(name: str) -> str:
     return re.sub(r" (\d+)$", r"-\1", name)
 
 
-SIMULATED: dict[str, Any] = {"estimate": False, "together": 1}
+SIMULATED: dict[str, Any] = {"estimate": False}
 """Options of the policy planner with which it works as in training."""
 
 

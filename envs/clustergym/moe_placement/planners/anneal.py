@@ -24,7 +24,8 @@ from clustergym.moe_placement.planners.search import Search
 from clustergym.moe_placement.planners.topics import scenarios
 from clustergym.moe_placement.profiles import DEDUP
 from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.streams import Interval
+from clustergym.moe_placement.streams import Interval, Traffic
+from clustergym.traces.token_trace import TokenTrace
 
 SHORTEST_SECONDS = 1e-4
 LAYERS_BETWEEN_STOPS = 16
@@ -35,8 +36,9 @@ _SCENARIOS, _MOST_VARYING = 8, 4
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 _HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
-"""With less time per layer and core, the estimate is made from fewer tokens. Past traffic makes up for them, and has
-topics, so that none are looked for in the interval."""
+"""With less time per layer and core, the estimate is made from fewer tokens. Past traffic makes up for them."""
+_USUAL_STEPS, _USUAL_STEPS_PER_PLACE = 200_000, 20
+"""Steps per layer of the plan for usual traffic: at least so many, and so many per expert and GPU."""
 _LEAST_CHUNK_S = 5e-4
 """Shortest time between two looks at the clock: threads that start and end cost time, too."""
 
@@ -91,21 +93,39 @@ class Anneal(Search):
             raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
         if not 0 <= self.estimate_share <= 1:
             raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
+        self.usual: Placement | None = None
         # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
         self.estimates = self.estimate_steps > 0 and not self.simulator.stay and self.simulator.profile.dispatch != "lp"
 
+    def learn(self, trace: TokenTrace) -> None:
+        """Learn the topics of past traffic, and make a plan for all of it, which later searches may start from."""
+        super().learn(trace)
+        self.usual = self.plan_usual()
+
+    def plan_usual(self) -> Placement | None:
+        """A plan for the past traffic by a long search, migration left out."""
+        if self.traffic is None or not self.estimates:
+            return None
+        simulator = self.simulator
+        steps = max(_USUAL_STEPS, _USUAL_STEPS_PER_PLACE * simulator.n_experts * simulator.n_gpus)
+        search = Anneal(
+            simulator, self.seed, norm=self.norm, spread=self.spread, migration_weight=0.0, estimate_steps=steps,
+            stop=self.stop,
+        )  # fmt: skip
+        pass_tokens = Traffic(simulator.profile.phase).sizes[1] * simulator.n_gpus
+        interval = self.traffic.usual(simulator.n_gpus, _ESTIMATE_TOKENS, pass_tokens)
+        return search.search_estimate([interval], simulator.static(interval.n_layers), topic=self.traffic.topic)
+
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
         """``others`` are more placements that the search may start from."""
-        began, core_ms = time.perf_counter(), self.core_ms(len(placement))
-        # To find the topics of the interval takes time, too. In a hurry those of the traffic model are enough.
-        topic = self.topics(history, own=self.traffic is None or core_ms > _LEARNED_HURRY_MS)
-        short = core_ms < _LEAST_EXACT_MS
+        began, short = time.perf_counter(), self.core_ms(len(placement)) < _LEAST_EXACT_MS
+        topic = self.topics(history)
         if self.estimates:
             spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
             estimated = self.search_estimate(history, placement, share, others, topic, spent)
             if short:
                 return estimated
-            others = [estimated]
+            others = [*others, estimated]
         interval = self.observe(history, self.tokens_for(len(placement)))
         if self.spread:
             if self.traffic is not None:
@@ -157,9 +177,26 @@ class Anneal(Search):
         spent: float = 0.0,
     ) -> Placement:
         """Anneal on the estimate, for ``share`` of the time budget if there is one, less the seconds already spent."""
-        began, layers = time.perf_counter(), len(placement)
+        began = time.perf_counter()
         state, objective = self.prepare_estimate(history, placement, self.topics(history) if topic is None else topic)
+        start = self.start_estimate(state, placement, objective, others)
+        left = None
+        if self.seconds is not None:
+            left = max(SHORTEST_SECONDS, share * self.seconds - spent - (time.perf_counter() - began))
+        best, steps = self.anneal_estimate(state, objective, self.estimate_steps, left)
+        # The first steps follow the errors of the estimate: too few of them do harm.
+        return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best
+
+    def start_estimate(
+        self, state: surrogate.Surrogate, placement: Placement, objective: Objective, others: Sequence[Placement] = ()
+    ) -> Placement:
+        """Let the estimate begin with the best placement of each layer: the current one, the usual one, EPLB's, others.
+
+        Returns it.
+        """
         start, least = placement, self.take(state, placement, objective)
+        if self.usual is not None:
+            others = [*others, self.usual]
         if self.restart:
             others = [*others, EPLB(self.simulator).pack(state.load)]
         for other in others:
@@ -167,18 +204,20 @@ class Anneal(Search):
             start = np.where((found < least)[:, None, None], other, start)
             least = np.minimum(found, least)
         self.take(state, start, objective)
-        best, best_cost, key = start.copy(), np.full(layers, np.inf), self.random_keys(layers)
+        return start
+
+    def anneal_estimate(
+        self, state: surrogate.Surrogate, objective: Objective, steps: int, seconds: float | None = None
+    ) -> tuple[Placement, int]:
+        """(best placement, steps made): so many steps per layer from where the estimate is, or for some seconds."""
+        layers = len(state.slots)
+        best, best_cost, key = state.slots.copy(), np.full(layers, np.inf), self.random_keys(layers)
 
         def run(first: int, last: int, heat: tuple[float, float], steps: int) -> None:
             arguments = (state, objective, key, np.array(heat), steps, best, best_cost)
             over_layers(anneal_layers, first, last, *arguments)
 
-        left = None
-        if self.seconds is not None:
-            left = max(SHORTEST_SECONDS, share * self.seconds - spent - (time.perf_counter() - began))
-        steps = self._run(run, 0, layers, layers, left, self.estimate_heat, self.estimate_steps)
-        # The first steps follow the errors of the estimate: too few of them do harm.
-        return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best
+        return best, self._run(run, 0, layers, layers, seconds, self.estimate_heat, steps)
 
     def prepare_estimate(
         self, history: Sequence[Interval], placement: Placement, topic: npt.NDArray[np.int8]

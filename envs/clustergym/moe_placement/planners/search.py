@@ -68,10 +68,13 @@ class Search(Planner):
         """The passes of the last intervals."""
         return history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
 
-    def topics(self, history: Sequence[Interval], own: bool = True) -> npt.NDArray[np.int8]:
-        """Topic of each row of the observed tokens; all 0 if their mixture is taken as certain, or if not ``own``."""
+    def topics(self, history: Sequence[Interval]) -> npt.NDArray[np.int8]:
+        """Topic of each row of the observed tokens; all 0 if their mixture is taken as certain.
+
+        A model of the traffic has topics, so that none are looked for in the interval.
+        """
         seen = self.seen(history)
-        if self.spread == 0 or not own:
+        if self.spread == 0 or self.traffic is not None:
             return np.zeros(seen.experts.shape[1], np.int8)
         return topics_of(seen, self.simulator.n_experts, self.seed)
 

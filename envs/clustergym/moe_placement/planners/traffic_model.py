@@ -174,6 +174,12 @@ class TrafficModel:
         extended = Interval.even(experts, drawn[None], ranks)
         return replace(extended, stands_for=interval.stands_for or interval.n_tokens)
 
+    def usual(self, n_gpus: int, most_tokens: int, stands_for: int) -> Interval:
+        """One pass with training tokens of all topics, priced as a pass of ``stands_for`` tokens."""
+        rows, rng = np.arange(self.experts.shape[1]), np.random.default_rng(0)
+        drawn = _draw(rows, max(n_gpus, min(most_tokens, len(rows)) // n_gpus * n_gpus), rng).astype(np.int32)
+        return replace(Interval.even(self.experts, drawn[None], n_gpus), stands_for=stands_for)
+
     def check(self, layers: int, top_k: int) -> None:
         """An error if the traffic is of another model."""
         learned = self.experts.shape

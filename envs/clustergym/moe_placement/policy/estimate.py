@@ -7,67 +7,59 @@ tries an operation in less than a microsecond.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from clustergym.moe_placement.batch import PlacementBatch
-from clustergym.moe_placement.kernels.state import N_PARTS, SimulationState
+from clustergym.common.threads import spread
+from clustergym.moe_placement.kernels.state import N_PARTS
 from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.planners.kernels import surrogate_operations as kernels
-from clustergym.moe_placement.planners.kernels.launch import over_layers
+from clustergym.moe_placement.policy.network import MASKED_LOGIT
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 
 
-class Simulated:
-    """The look-ahead of the training: every operation is simulated on the observed tokens."""
-
-    def __init__(self, batch: PlacementBatch) -> None:
-        self.batch = batch
-
-    def look_ahead(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`Estimate.look_ahead`; ADD to a full GPU stays illegal."""
-        return self.batch.lookahead(experts), torch.full((*experts.shape, self.batch.n_gpus), -1)
-
-    def operate(self, experts: Tensor, nodes: Tensor, spare: Tensor, must_save: bool) -> None:
-        assert not must_save, "an operation that was chosen together with others cannot be checked again"
-
-
 class Estimate:
-    """The estimate of all layers, which follows the operations of a batch with one environment per layer."""
+    """The estimate of all layers, and the placement that operations change.
 
-    def __init__(
-        self, search: Anneal, history: Sequence[Interval], placement: Placement, batch: PlacementBatch
-    ) -> None:
-        self.batch, self.n_passes = batch, batch.rules_host.n_passes
-        self.sim = SimulationState(**{name: tensor.numpy() for name, tensor in batch.sim.items()})
-        self.state, self.objective = search.prepare_estimate(history, placement, search.topics(history, own=False))
-        self.start_us = search.take(self.state, placement, self.objective)
+    It begins with the best placement that ``search`` knows for each layer.
+    """
+
+    def __init__(self, search: Anneal, history: Sequence[Interval], placement: Placement) -> None:
+        self.search = search
+        self.state, self.objective = search.prepare_estimate(history, placement, search.topics(history))
+        search.start_estimate(self.state, placement, self.objective)
+        self.start_us = search.take(self.state, self.placement, self.objective)
+        self.memory = torch.zeros((*self.state.load.shape, 2))
+
+    @property
+    def placement(self) -> Placement:
+        """(L, G, S) after the operations so far"""
+        return self.state.slots.copy()
 
     def look_ahead(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """What each operation on ``experts`` (L, M) saves, (L, M, 3·G, parts), as :meth:`PlacementBatch.lookahead`.
+        """What each operation on ``experts`` (L, M) saves, (L, M, 3·G, parts), and which are legal, (L, M, 3·G).
 
-        Also (L, M, G): the expert, or −1, whose spare replica is best deleted first to ADD to a full GPU.
+        The parts are those of :meth:`PlacementBatch.lookahead`. ``memory`` keeps the best of each expert.
         """
-        parts = torch.empty((*experts.shape, 3 * self.batch.n_gpus, N_PARTS))
-        spare = torch.empty((*experts.shape, self.batch.n_gpus), dtype=torch.int64)
-        self._run(
-            kernels.look_ahead, self.state, self.sim, experts.contiguous().numpy(), self.n_passes, self.objective,
-            self.start_us, parts.numpy(), spare.numpy(), self.batch.buffers["memory"].numpy(),
-        )  # fmt: skip
-        return parts, spare
+        n_nodes = 3 * self.state.slots.shape[1]
+        parts, legal = torch.empty((*experts.shape, n_nodes, N_PARTS)), torch.empty((*experts.shape, n_nodes)).bool()
+        arrays = [x.numpy() for x in (parts, legal, self.memory)]
+        arguments = (self.state, experts.contiguous().numpy(), self.objective, self.start_us, *arrays)
+        spread(kernels.look_ahead, len(experts), *arguments)
+        return parts, legal
 
-    def operate(self, experts: Tensor, nodes: Tensor, spare: Tensor, must_save: bool) -> None:
-        """Follow the operations (L,), (L,) that the batch is about to make, after it deletes ``spare`` replicas (L,).
+    def operate(self, experts: Tensor, scores: Tensor, per_gain: float) -> int:
+        """Make one operation per layer on each of ``experts`` (L, M), one after another, if it saves time.
 
-        With ``must_save``, ``experts`` and ``spare`` become −1 where an operation saves nothing.
+        It is the one with the best sum of ``scores`` (L, M, 3·G) and ``per_gain`` times the share of the time that it
+        saves after the operations before it. Returns how many were made.
         """
-        self._run(
-            kernels.operate, self.state, self.sim, experts.numpy(), nodes.numpy(), spare.numpy(), self.n_passes,
-            self.objective, must_save,
-        )  # fmt: skip
-
-    def _run(self, kernel: Callable[..., None], *arguments: object) -> None:
-        over_layers(kernel, 0, len(self.start_us), *arguments)
+        made, chosen = np.zeros(len(experts), np.int64), (experts.contiguous().numpy(), scores.contiguous().numpy())
+        spread(
+            kernels.operate, len(made), self.state, *chosen, MASKED_LOGIT, per_gain, self.objective, self.start_us, made
+        )
+        return int(made.sum())

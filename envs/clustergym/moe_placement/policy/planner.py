@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +17,18 @@ from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
 from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.planners.learned import LEARNED_SPREAD
-from clustergym.moe_placement.planners.traffic_model import TrafficModel
-from clustergym.moe_placement.policy.estimate import Estimate, Simulated
+from clustergym.moe_placement.policy.estimate import Estimate
 from clustergym.moe_placement.policy.export import PolicySettings, load_policy
 from clustergym.moe_placement.policy.inputs import PER_CENT, gains, policy_inputs, same_node_weights, similar_experts
-from clustergym.moe_placement.policy.network import PolicyNetwork
+from clustergym.moe_placement.policy.network import MASKED_LOGIT, PolicyNetwork
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 from clustergym.traces.token_trace import TokenTrace
 
-_EXPERTS_PER_CANDIDATE, _FEWEST_CANDIDATES, _ROUNDS = 8, 8, 5
+_EXPERTS_PER_CANDIDATE, _FEWEST_CANDIDATES, _ROUNDS = 8, 12, 3
+_OPERATIONS_PER_EXPERT = 8
+"""Operations that are tried again when it is the expert's turn, after those on the experts before it."""
+_SEEN_TOKENS, _SIMULATED_TOKENS = 1024, 4096
 _LEAD_S = 2e-6
 """Time of the policy per layer, expert and GPU that a guided search must have, or it starts without."""
 
@@ -43,45 +45,42 @@ class Policy(Planner):
     checkpoint: str | Path = "pretrained"
     """A policy.pt, the folder of a training run, or ``pretrained``."""
     candidates: int | None = None
-    """Number of experts, the most likely ones, whose operations are tried. Those that can save most go to the GPU
-    actor. By default an eighth of the experts, at least 8."""
-    together: int | None = None
-    """Operations per layer that the actors choose at once, on different experts; by default one per candidate."""
+    """Number of experts, the most likely ones, whose operations are tried in one round. By default an eighth of the
+    experts, at least 12."""
     operations: int | None = None
-    """Operations per layer and interval; by default five times as many as are chosen at once (as many as in training
-    without the estimate)."""
-    mix_tokens: int = 4096
-    """Plan on one pass with so many of the observed tokens, dealt over the ranks at random (see
-    :meth:`Interval.mixed`). 0 plans on the passes as they were: then the look-ahead counts gains that are chance."""
+    """Operations per layer and interval, at most one per candidate and round. By default one round from a plan for past
+    traffic, three rounds without one, and as many operations as in training without the estimate."""
+    mix_tokens: int | None = None
+    """The actors see one pass with so many of the observed tokens, dealt over the ranks at random (see
+    :meth:`Interval.mixed`). 0 shows them the passes as they were. By default 1024, and 4096 without the estimate."""
     estimate: bool = True
     """Look ahead with the estimate of :mod:`.estimate`. False simulates the operations on the observed tokens, as in
-    training: slow, only for one operation at a time, and without past traffic."""
+    training: slow, one operation at a time, and without past traffic."""
     spread: float = LEARNED_SPREAD
     """See :class:`Search`; used with a model of the traffic."""
     policy: tuple[PolicyNetwork, PolicySettings] | None = None
     """(network, settings) instead of a checkpoint."""
 
     def __post_init__(self) -> None:
-        for name in ("candidates", "together", "operations"):
+        for name in ("candidates", "operations"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected at least 1")
+        if self.mix_tokens is None:
+            self.mix_tokens = _SEEN_TOKENS if self.estimate else _SIMULATED_TOKENS
         if self.mix_tokens < 0:
             raise ValueError(f"mix_tokens is {self.mix_tokens}: expected 0 or more")
-        if not self.estimate and self.together != 1:
-            raise ValueError(f"together is {self.together}: without the estimate, operations are made one at a time")
         n_experts = self.simulator.n_experts
         tried = self.candidates or max(_FEWEST_CANDIDATES, n_experts // _EXPERTS_PER_CANDIDATE)
         self.n_candidates = min(tried, n_experts)
-        self.n_together = min(self.together or self.n_candidates, self.n_candidates)
         self.network, settings = self.policy if self.policy is not None else load_policy(self.checkpoint)
         if self.simulator.stay:
             raise ValueError(
                 "with transport 'stay' a layer's tokens are where the previous layer left them, but the policy plans "
                 "all layers at once: use a planner that searches"
             )
-        usual = _ROUNDS * self.n_together if self.estimate else settings.operations
+        usual = _ROUNDS * self.n_candidates if self.estimate else settings.operations
         self.settings = replace(settings, operations=self.operations or usual)
-        self.traffic: TrafficModel | None = None
+        self.estimator = Anneal(self.simulator, self.seed)
         self._batch: PlacementBatch | None = None
         self._experts: npt.NDArray[np.int16] | None = None
 
@@ -90,8 +89,9 @@ class Policy(Planner):
             self._batch.episode["load_average"].fill_(-1.0)
 
     def learn(self, trace: TokenTrace) -> None:
-        """Let the look-ahead know past traffic."""
-        self.traffic = TrafficModel.learn(trace, self.simulator.n_experts, seed=self.seed)
+        """Let the look-ahead know past traffic, and the plan for it."""
+        self.estimator.spread = self.spread
+        self.estimator.learn(trace)
 
     def environments(self, interval: Interval) -> PlacementBatch:
         """One environment per layer, for the interval's trace and sizes."""
@@ -108,14 +108,13 @@ class Policy(Planner):
                 sampled_passes=sizes[0],
                 tokens_per_rank=sizes[1],
                 passes_per_interval=self.settings.passes(self.simulator.passes_per_interval),
-                ops_per_layer=-(-self.settings.operations // self.n_together),
+                ops_per_layer=self.settings.operations,
                 lookahead_norm=self.settings.norm,
                 memory=True,
                 compare_eplb=False,
             )
             self._batch = PlacementBatch(config, interval.n_layers, observe_only=True)
             self._same_node = same_node_weights(self.simulator.cluster)
-            self.estimator = Anneal(self._batch.simulator, self.seed)
         return self._batch
 
     def observe(self, interval: Interval) -> Interval:
@@ -125,16 +124,8 @@ class Policy(Planner):
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         return self.decode(history, placement)
 
-    def look(self, history: Sequence[Interval], placement: Placement, batch: PlacementBatch) -> Estimate | Simulated:
-        """What the actors see of the future of an operation."""
-        if not self.estimate:
-            return Simulated(batch)
-        self.estimator.traffic = self.traffic
-        self.estimator.spread = self.spread if self.traffic is not None else 0.0
-        return Estimate(self.estimator, history, placement, batch)
-
     @torch.no_grad()
-    def decode(self, history: Sequence[Interval], placement: Placement, until: float | None = None) -> Placement:
+    def decode(self, history: Sequence[Interval], placement: Placement, until: float = inf) -> Placement:
         """The policy's plan (L, G, S).
 
         At the time ``until`` (of ``time.perf_counter``) planning stops, but not before the first operation.
@@ -143,59 +134,62 @@ class Policy(Planner):
         if int(interval.experts.max()) < 0:  # no token uses any expert
             return placement.astype(np.int16)
         batch = self.environments(interval)
-        batch.load_placement(placement, interval)
-        look, similar = self.look(history, placement, batch), similar_experts(batch.obs["affinity"])
-        left = self.settings.operations
+        if not self.estimate:
+            return self.simulate(batch, interval, placement)
+        estimate, left = Estimate(self.estimator, history, placement), self.settings.operations
+        if self.operations is None and self.estimator.usual is not None:
+            left = self.n_candidates
         while left > 0:
-            chosen = self.choose(batch, look, similar, min(self.n_together, left))
-            if chosen is None:
+            batch.load_placement(estimate.placement, interval)
+            batch.buffers["memory"].copy_(estimate.memory)
+            experts, scores = self.choose(batch, estimate, min(self.n_candidates, left))
+            made = estimate.operate(experts, scores, PER_CENT * float(self.network.look_scale))
+            left -= self.n_candidates
+            if made == 0 or time.perf_counter() >= until:
                 break
-            left -= self.n_together
-            if until is not None and time.perf_counter() >= until:
-                left = 0
-            self.operate(batch, look, chosen, last=left <= 0)
+        return estimate.placement
+
+    def choose(self, batch: PlacementBatch, estimate: Estimate, n: int) -> tuple[Tensor, Tensor]:
+        """The ``n`` most likely experts of each layer (L, n), and scores of the operations on them (L, n, 3·G).
+
+        The experts that can save most come first. Scores are without what an operation saves. All but the best few
+        operations on an expert are masked.
+        """
+        network, layers = self.network, torch.arange(batch.num_envs)[:, None]
+        inputs = policy_inputs(batch.obs, similar_experts(batch.obs["affinity"]), self._same_node)
+        encoded = network.encode(inputs)
+        likely = network.expert_logits(inputs, encoded).topk(n, -1).indices
+        parts, legal = estimate.look_ahead(likely)
+        worth = gains(parts)
+        order = torch.where(legal, worth, -torch.inf).amax(-1).argsort(-1, descending=True)
+        likely, parts, legal, worth = (x[layers, order] for x in (likely, parts, legal, worth))
+        expert, parts, legal, rows = (x.flatten(0, 1) for x in (likely, parts, legal, layers.expand_as(likely)))
+        scores = network.node_logits(inputs, encoded, expert, parts * PER_CENT, legal, rows).view_as(worth)
+        kept = scores.topk(min(_OPERATIONS_PER_EXPERT, scores.shape[-1]), -1).indices
+        masked = torch.full_like(scores, MASKED_LOGIT)
+        return likely, masked.scatter(-1, kept, (scores - network.look_scale * PER_CENT * worth).gather(-1, kept))
+
+    def simulate(self, batch: PlacementBatch, interval: Interval, placement: Placement) -> Placement:
+        """The plan that the actors make as in training: one operation at a time on simulated look-ahead."""
+        batch.load_placement(placement, interval)
+        network, layers, similar = self.network, torch.arange(batch.num_envs), similar_experts(batch.obs["affinity"])
+        for left in reversed(range(self.settings.operations)):
+            inputs = policy_inputs(batch.obs, similar, self._same_node)
+            encoded = network.encode(inputs)
+            likely = network.expert_logits(inputs, encoded).topk(self.n_candidates, -1).indices
+            parts, legal = batch.lookahead(likely) * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
+            worth = torch.where(legal, gains(parts), -torch.inf).amax(-1)
+            if not (worth > 0).any():
+                break
+            best = worth.argmax(-1)
+            expert, parts, legal = (x[layers, best] for x in (likely, parts, legal))
+            node = network.node_logits(inputs, encoded, expert, parts, legal).argmax(-1)
+            if left > 0:
+                batch.step(expert, node)
+            else:  # each layer has its own environment: there is no next layer to observe
+                batch.finish_layer(expert, node)
         found: Placement = batch.sim["slots"].numpy().copy()
         return found
-
-    def choose(
-        self, batch: PlacementBatch, look: Estimate | Simulated, similar: Tensor, n: int
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """``n`` operations per layer: experts, nodes and the spare replicas to delete first (−1: none), (n, L) each.
-
-        None if no operation on the most likely experts saves anything.
-        """
-        network, n_gpus, layers = self.network, batch.n_gpus, torch.arange(batch.num_envs)
-        inputs = policy_inputs(batch.obs, similar, self._same_node)
-        encoded = network.encode(inputs)
-        likely = network.expert_logits(inputs, encoded).topk(self.n_candidates, -1).indices
-        parts, spares = look.look_ahead(likely)
-        parts, legal = parts * PER_CENT, batch.obs["joint_mask"][layers[:, None], likely].bool()
-        legal[..., n_gpus : 2 * n_gpus] |= spares >= 0
-        worth = torch.where(legal, gains(parts), -torch.inf).amax(-1)
-        if not (worth > 0).any():
-            return None
-        best, rows = worth.topk(n, -1).indices.flatten(), layers.repeat_interleave(n)
-        expert, parts, legal, spares = (x[rows, best] for x in (likely, parts, legal, spares))
-        node = network.node_logits(inputs, encoded, expert, parts, legal, rows).argmax(-1)
-        adds = (node >= n_gpus) & (node < 2 * n_gpus)
-        spare = torch.where(adds, spares.gather(1, (node % n_gpus)[:, None])[:, 0], -1)
-        expert, node, spare = (x.view(-1, n).T.contiguous() for x in (expert, node, spare))
-        return expert, node, spare
-
-    def operate(
-        self, batch: PlacementBatch, look: Estimate | Simulated, chosen: tuple[Tensor, Tensor, Tensor], last: bool
-    ) -> None:
-        """Make the operations, those that were worth most first. After the ``last`` ones nothing is observed."""
-        for i, (expert, node, spare) in enumerate(zip(*chosen, strict=True)):
-            # The others were chosen before the first one was made: it may have taken what they would save.
-            look.operate(expert, node, spare, must_save=i > 0)
-            if (spare >= 0).any():
-                batch.finish_layer(spare, node + batch.n_gpus)
-            if last or i + 1 < len(chosen[0]):
-                # Each layer has its own environment: there is no next layer to observe.
-                batch.finish_layer(expert, node)
-            else:
-                batch.step(expert, node)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -229,10 +223,11 @@ class PolicyGuided(Policy):
     def learn(self, trace: TokenTrace) -> None:
         """Let the search plan with a model of the traffic, and for other mixtures of its topics."""
         super().learn(trace)
-        self.search.traffic, self.search.spread = self.traffic, self.spread
+        self.search.traffic, self.search.spread = self.estimator.traffic, self.spread
+        self.search.usual = self.estimator.usual
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        began, starts, lead = time.perf_counter(), list[Placement](), math.inf
+        began, starts, lead = time.perf_counter(), list[Placement](), inf
         if self.seconds is not None:
             lead = self.lead * self.seconds
         if lead >= _LEAD_S * len(placement) * self.simulator.n_experts * self.simulator.n_gpus:
