@@ -2,6 +2,7 @@
 
     python benchmarks/learned_traffic.py --budgets-ms --streams 10 --layers 2      # default numbers of steps
     python benchmarks/learned_traffic.py --no-free --streams 4 --layers 12         # equal time; needs an idle machine
+    python benchmarks/learned_traffic.py --budgets-ms --streams 10 --layers 2 --trainings runs/pretrained/seed-*
     python benchmarks/learned_traffic.py --tables                                  # print what has been measured
 
 Each takes about 20 minutes on two cores. What has been measured is not measured again.
@@ -10,6 +11,8 @@ Each trace is split in two by sequences. The traffic model learns from the first
 the second, and no token is served twice. Without a budget, planners use their default numbers of steps. With one,
 a plan must be made in so many milliseconds of one core per layer, reading the traffic included. The best annealer of a
 cell is the one with the lowest mean there, which favours it a little.
+
+``--trainings`` measures the policies of several trainings (``moe_marl/pretrained.py``), with both kinds of look-ahead.
 
 ``policy-guided`` is annealing that may start from the plan of the pretrained policy, with the same traffic model. If
 time is short it does not ask the policy. ``policy`` learns from the first half, too.
@@ -46,15 +49,18 @@ RULES = ("eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-
 ANNEALERS = ("anneal", "anneal-4", "anneal-max", "anneal-robust")
 LEARNED = ("anneal-learned", "policy-guided")
 FREE = (*RULES, *ANNEALERS, *LEARNED, "policy", "forecast", "oracle")
+SIMULATED = {"estimate": False, "candidates": 8, "operations": 16}
 POLICIES: dict[str, dict[str, Any]] = {
     "policy, 4 operations": {"operations": 4},
     "policy, 36 operations": {"operations": 36},
     "policy, untrained networks": {},
     "policy, no plan for past traffic": {},
     "policy, no past traffic": {},
-    "policy, simulated look-ahead, 16 operations": {"estimate": False, "candidates": 8, "operations": 16},
+    "policy, simulated look-ahead, 16 operations": SIMULATED,
 }
 """Variants of the policy planner, with their options."""
+TRAINED: dict[str, dict[str, Any]] = {"policy": {}, "policy, simulated look-ahead": SIMULATED}
+"""Variants of the policy planner that are measured with every training."""
 PLAN_ONLY = "anneal, plan for past traffic"
 SEARCHES = ("anneal-learned, no plan for past traffic", PLAN_ONLY)
 """Searches with one of the two things that ``anneal-learned`` learns: topics, and a plan to start from."""
@@ -76,6 +82,8 @@ class Args:
     layers: int = 4
     """Number of evenly spaced layers of each trace to use."""
     seed: int = 1
+    trainings: tuple[Path, ...] = ()
+    """Folders of trainings whose policies are measured, too."""
     tables: bool = False
     """Print the tables of what has been measured, and stop."""
     plot: Path | None = None
@@ -110,13 +118,20 @@ def measure(
     protocol = protocol_of(sizes, cell, served, simulator.n_gpus)
     runs: list[tuple[str, float | None]] = [(name, None) for name in (*FREE, *POLICIES, *SEARCHES) if args.free]
     runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED, *SEARCHES)]
+    trained = {
+        f"{kind}, training {folder.name}": {"checkpoint": folder, **options}
+        for kind, options in TRAINED.items()
+        for folder in args.trainings
+    }
+    runs += [(name, None) for name in trained]
     for name, ms in runs:
         if (name, ms) in done:
             continue
         options: dict[str, Any] = {"seed": args.seed}
         if ms is not None:
             options["seconds"] = ms / 1e3 * trace.n_layers / min(int(config.NUMBA_NUM_THREADS), trace.n_layers)
-        planner = make_planner(name.partition(",")[0], simulator, **options, **POLICIES.get(name, {}))
+        options |= POLICIES.get(name, {}) | trained.get(name, {})
+        planner = make_planner(name.partition(",")[0], simulator, **options)
         learn(planner, name, past)
         planner.plan([compile_on(served, simulator)], simulator.static(trace.n_layers))
         yield name, ms, protocol, evaluate_planner(planner, name, past, served, protocol)
@@ -211,6 +226,25 @@ def time_tables(cells: dict[tuple[str, ...], Results], budgets: Sequence[float])
     return text
 
 
+def training_table(cells: dict[tuple[str, ...], Results]) -> list[str]:
+    """What the policies of several trainings are worth: mean over cells, ± 95 % over trainings."""
+    names = dict.fromkeys(name for results in cells.values() for name, _ in results if ", training " in name)
+    text = ["\n| policy | trainings | against EPLB, % | against the best annealer, % |", "| --- | ---: | ---: | ---: |"]
+    for kind in TRAINED:
+        own = [name for name in names if name.rpartition(", training ")[0] == kind]
+        shown = []
+        for others in (("eplb",), ANNEALERS):
+            found = [
+                float(np.mean([100 * r[name, None].versus(best_of(r, others))[0] for r in cells.values()]))
+                for name in own
+            ]
+            spread = f" ± {ci95(found):.2f} ({min(found):+.2f} … {max(found):+.2f})" if len(found) > 1 else ""
+            shown.append(f"{np.mean(found):+.2f}{spread}" if found else "")
+        if own:
+            text.append(f"| `{kind}` | {len(own)} | {' | '.join(shown)} |")
+    return text if len(text) > 2 else []
+
+
 def by_cell(lines: list[dict[str, Any]]) -> dict[tuple[str, ...], Results]:
     """Results of each profile, model and cluster."""
     found: dict[tuple[str, ...], Results] = {}
@@ -270,7 +304,7 @@ def tables(lines: list[dict[str, Any]]) -> str:
     free = {cell: results for cell, results in found.items() if {(name, None) for name in FREE} <= set(results)}
     needed = {(name, ms) for name in (*ANNEALERS, LEARNED[0]) for ms in budgets}
     timed = {cell: results for cell, results in found.items() if needed <= set(results)}
-    text = free_tables(free) if free else []
+    text = free_tables(free) + training_table(free) if free else []
     return "\n".join(text + (time_tables(timed, budgets) if budgets else []))
 
 

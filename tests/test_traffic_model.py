@@ -12,7 +12,7 @@ from clustergym.cli import main
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
 from clustergym.moe_placement.evaluation import Protocol, compare, teach
 from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.anneal import Anneal
+from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
 from clustergym.moe_placement.planners.traffic_model import TrafficModel
 from clustergym.moe_placement.streams import Interval, Traffic, layer_first
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
@@ -213,11 +213,50 @@ def test_the_estimate_counts_observed_tokens_and_past_topics() -> None:
     assert from_first == pytest.approx(shares[int(planner.traffic.profiles[:, :8].sum(1).argmax())], abs=0.01)
 
 
-def test_a_search_in_a_hurry_does_not_look_for_topics_in_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_with_learned_topics_does_not_look_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", None)
     trace = TokenTrace.load("tiny_moe")
     sim = Simulator("tiny-moe", "h800-2x2", "sglang-prefill")
-    planner = make_planner("anneal-learned", sim, seconds=0.004 * trace.n_layers)
+    planner = make_planner("anneal-learned", sim, iterations=10)
     planner.learn(trace)
-    monkeypatch.setattr(planner, "core_ms", lambda layers: 5.0)
     sim.check(planner.plan([interval_of(trace, np.arange(2), sim.n_gpus)], sim.static(trace.n_layers)))
+
+
+PAIRS_MODEL = ModelSpec("pairs", 1, 8, 2, 1024, 256)
+
+
+def trace_of_pairs(partner: int) -> TokenTrace:
+    """Every token uses an expert e of 0 … 3 and expert 4 + (e + partner) mod 4."""
+    first = np.tile(np.arange(4), 256)
+    experts = np.stack([first, 4 + (first + partner) % 4], 1)[:, None]
+    lengths = np.full(32, 32)
+    return TokenTrace(experts.astype(np.int16), n_experts=8, model=None, name="pairs", seq_lens=lengths)
+
+
+def united(placement: np.ndarray, partner: int) -> bool:
+    """Every pair is on one GPU."""
+    return {frozenset(slots.tolist()) for slots in placement[0]} == {
+        frozenset((e, 4 + (e + partner) % 4)) for e in range(4)
+    }
+
+
+def test_learning_makes_a_plan_for_past_traffic_that_searches_start_from() -> None:
+    sim = Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), "sglang-prefill")
+    planner = make_planner("anneal-learned", sim, seconds=SHORTEST_SECONDS)
+    past, apart = trace_of_pairs(1), np.arange(8).reshape(1, 4, 2).astype(np.int16)
+    planner.learn(past)
+    usual = planner.usual
+    assert united(sim.check(usual), 1)
+    # The time is too short for any step, so the start is the plan. Other traffic: the current placement is better.
+    for partner, current in ((1, apart), (2, np.array([[[0, 6], [1, 7], [2, 4], [3, 5]]], np.int16))):
+        seen = Interval.even(layer_first(trace_of_pairs(partner)), np.arange(1024, dtype=np.int32)[None], 4)
+        plan = planner.plan([seen], current)
+        np.testing.assert_array_equal(plan, usual if partner == 1 else current)
+        assert united(plan, partner)
+
+
+@pytest.mark.parametrize("profile", ["sglang-lp", "sglang-prefill"])
+def test_only_searches_with_an_estimate_have_a_plan_for_past_traffic(profile: str) -> None:
+    planner = make_planner("anneal-learned", Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), profile))
+    planner.learn(trace_of_pairs(1))
+    assert (planner.usual is None) == (profile == "sglang-lp")

@@ -79,7 +79,7 @@ class Validator:
 
     def agents(self, weights: Mapping[str, Tensor], task: Task) -> Policy:
         """The agents alone, as in training: one expert at a time, whose operations are simulated."""
-        return self.planner(weights, task, candidates=1, together=1, estimate=False)
+        return self.planner(weights, task, candidates=1, estimate=False)
 
     def keep_stage(self, name: str, agent: nn.Module) -> None:
         """Keep a copy of the weights for :meth:`compare`."""
