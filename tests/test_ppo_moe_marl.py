@@ -387,7 +387,7 @@ def test_a_run_writes_policy_table_curve_and_result(
     trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = marl.train(file_args(trace_file, tmp_path / "run"), World())
-    assert set(result["total_us"]) == {"static", "eplb", "untrained", "supervised", "policy"}
+    assert set(result["total_us"]) == {"static", "eplb", "untrained", "supervised", "policy", "policy planner"}
     assert "policy" in capsys.readouterr().out
     for name in (CHECKPOINT_NAME, "policy.pt", "planners.png", "summary.png"):
         assert (tmp_path / "run" / name).is_file()

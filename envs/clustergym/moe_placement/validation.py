@@ -36,7 +36,7 @@ class EvaluationArgs:
     eval_streams: int = 4
     """Number of held-out streams after training, 0 for no evaluation."""
     eval_planners: tuple[str, ...] = ("static", *EPLB_NAMES, "flashlb", "bottleneck-8", "anneal", "anneal-robust")
-    """Planners in the final table, next to the untrained, the supervised and the trained policy."""
+    """Planners in the final table, next to the untrained, the supervised and the trained agents."""
 
 
 class Validator:
@@ -95,14 +95,15 @@ class Validator:
         }
 
     def compare(self, args: EvaluationArgs) -> list[dict[str, Result]]:
-        """For each task, results of the planners and of all stages of the policy on the test trace."""
+        """For each task, results on the test trace: of planners, agents at all stages, and the policy planner."""
         if not args.eval_streams:
             return [{} for _ in self.tasks]
         found = []
         for task in self.tasks:
             protocol = Protocol(task.traffic, intervals=self.intervals, streams=args.eval_streams)
             planners: dict[str, Planner] = {name: make_planner(name, task.simulator) for name in args.eval_planners}
-            planners |= {name: self.planner(weights, task) for name, weights in self.stages.items()}
+            planners |= {name: self.agents(weights, task) for name, weights in self.stages.items()}
+            planners["policy planner"] = self.planner(list(self.stages.values())[-1], task)
             found.append({name: _run(name, planner, task, protocol, task.test) for name, planner in planners.items()})
         return found
 
