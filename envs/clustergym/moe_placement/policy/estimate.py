@@ -52,14 +52,13 @@ class Estimate:
         spread(kernels.look_ahead, len(experts), *arguments)
         return parts, legal
 
-    def operate(self, experts: Tensor, scores: Tensor, per_gain: float) -> int:
+    def operate(self, experts: Tensor, scores: Tensor, per_gain: float) -> float:
         """Make one operation per layer on each of ``experts`` (L, M), one after another, if it saves time.
 
         It is the one with the best sum of ``scores`` (L, M, 3·G) and ``per_gain`` times the share of the time that it
-        saves after the operations before it. Returns how many were made.
+        saves after the operations before it. Returns the share that all of them save, mean over layers.
         """
-        made, chosen = np.zeros(len(experts), np.int64), (experts.contiguous().numpy(), scores.contiguous().numpy())
-        spread(
-            kernels.operate, len(made), self.state, *chosen, MASKED_LOGIT, per_gain, self.objective, self.start_us, made
-        )
-        return int(made.sum())
+        saved, chosen = np.zeros(len(experts)), [x.contiguous().numpy() for x in (experts, scores)]
+        arguments = (self.state, *chosen, MASKED_LOGIT, per_gain, self.objective, self.start_us, saved)
+        spread(kernels.operate, len(experts), *arguments)
+        return float(saved.mean())

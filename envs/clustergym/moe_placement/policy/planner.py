@@ -25,9 +25,11 @@ from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 from clustergym.traces.token_trace import TokenTrace
 
-_EXPERTS_PER_CANDIDATE, _FEWEST_CANDIDATES, _ROUNDS = 8, 12, 3
+_EXPERTS_PER_CANDIDATE, _FEWEST_CANDIDATES, _ROUNDS = 8, 12, 5
 _OPERATIONS_PER_EXPERT = 8
 """Operations that are tried again when it is the expert's turn, after those on the experts before it."""
+_LITTLE = 0.005
+"""Share of the time that a round must save, or there is no other."""
 _SEEN_TOKENS, _SIMULATED_TOKENS = 1024, 4096
 _LEAD_S = 2e-6
 """Time of the policy per layer, expert and GPU that a guided search must have, or it starts without."""
@@ -48,8 +50,8 @@ class Policy(Planner):
     """Number of experts, the most likely ones, whose operations are tried in one round. By default an eighth of the
     experts, at least 12."""
     operations: int | None = None
-    """Operations per layer and interval, at most one per candidate and round. By default one round from a plan for past
-    traffic, three rounds without one, and as many operations as in training without the estimate."""
+    """Most operations per layer and interval, at most one per candidate and round. By default five rounds; as many
+    operations as in training without the estimate. Planning ends earlier if a round saves little."""
     mix_tokens: int | None = None
     """The actors see one pass with so many of the observed tokens, dealt over the ranks at random (see
     :meth:`Interval.mixed`). 0 shows them the passes as they were. By default 1024, and 4096 without the estimate."""
@@ -137,15 +139,13 @@ class Policy(Planner):
         if not self.estimate:
             return self.simulate(batch, interval, placement)
         estimate, left = Estimate(self.estimator, history, placement), self.settings.operations
-        if self.operations is None and self.estimator.usual is not None:
-            left = self.n_candidates
         while left > 0:
             batch.load_placement(estimate.placement, interval)
             batch.buffers["memory"].copy_(estimate.memory)
             experts, scores = self.choose(batch, estimate, min(self.n_candidates, left))
-            made = estimate.operate(experts, scores, PER_CENT * float(self.network.look_scale))
+            saved = estimate.operate(experts, scores, PER_CENT * float(self.network.look_scale))
             left -= self.n_candidates
-            if made == 0 or time.perf_counter() >= until:
+            if saved < _LITTLE or time.perf_counter() >= until:
                 break
         return estimate.placement
 

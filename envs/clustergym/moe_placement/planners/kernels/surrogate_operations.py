@@ -89,29 +89,30 @@ def look_ahead(first, last, s, experts, objective, unit_us, parts, legal, memory
 
 
 @device
-def operate(first, last, s, experts, scores, masked, per_gain, objective, unit_us, made):
+def operate(first, last, s, experts, scores, masked, per_gain, objective, unit_us, saved_share):
     """Make one operation on each of ``experts`` (B, M), one after another, if any saves time.
 
     It is the one with the best sum of ``scores`` (B, M, 3·G) and ``per_gain`` times what it saves now, in units (B,),
-    among those that save anything. Operations with a score of ``masked`` or less are not tried. ``made`` (B,) counts.
+    among those that save anything. Operations with a score of ``masked`` or less are not tried. What they save is added
+    to ``saved_share`` (B,).
     """
     topology, n_gpus = objective.topology, s.slots.shape[1]
     for b in range(first, last):
         total = total_load(s, b)
         for i in range(experts.shape[1]):
-            e, target, source, v, highest = experts[b, i], -1, -1, -1, _NOTHING
+            e, target, source, v, highest, gain = experts[b, i], -1, -1, -1, _NOTHING, 0.0
             time, moved = estimate_times(s, b, NOW, objective, total)
             for node in range(2 * n_gpus):
                 if scores[b, i, node] <= masked:
                     continue
                 saved, less_moved, from_gpu, victim = best_change(s, b, e, node, objective, total, time, moved)
-                if saved + less_moved > 0.0:
-                    score = scores[b, i, node] + per_gain * (saved + less_moved) / unit_us[b]
-                    if score > highest:
-                        highest, target, source, v = score, node % n_gpus, from_gpu, victim
+                share = (saved + less_moved) / unit_us[b]
+                score = scores[b, i, node] + per_gain * share
+                if share > 0.0 and score > highest:
+                    highest, gain, target, source, v = score, share, node % n_gpus, from_gpu, victim
             if target < 0:
                 continue
-            made[b] += 1
+            saved_share[b] += gain
             n_e, n_v = _try(s, b, e, source, target, v, objective)
             left = slot_of(s, b, e, source) if source >= 0 else -1
             s.slots[b, target, slot_of(s, b, v, target) if v >= 0 else free_slot(s, b, target)] = e
