@@ -98,7 +98,7 @@ def count_all(state, b, w, topology, costs):
             state.visits[b, w, home, g] = 0
         for node in range(state.node_visits.shape[3]):
             state.node_visits[b, w, home, node] = 0
-    _count_touched(state, b, w, topology, costs)
+    _count_touched(state, b, w, topology, costs, True)
 
 
 @device
@@ -108,16 +108,18 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
     The same call with from and to exchanged undoes it. Passes 0 … n_passes−1 are updated; if there are others, the next
     change must undo this one.
     """
+    # With one copy per token and expert, only the visits to these two experts change.
+    each = topology.transport == PER_EXPERT
     for g in range(state.slots.shape[1]):
         state.touched[b, g] = 0
-    _touch(state, b, e)
-    if v >= 0:
-        _touch(state, b, v)
-    _collect_tokens(state, b, n_passes, e, 0)
-    _save_tokens(state, b, n_passes, e, e_from, 0)
-    if v >= 0:
-        _collect_tokens(state, b, n_passes, v, 1)
-        _save_tokens(state, b, n_passes, v, v_from, 1)
+    for which in range(2):
+        moved, source = (e, e_from) if which == 0 else (v, v_from)
+        if moved >= 0:
+            _touch(state, b, moved)
+            _collect_tokens(state, b, n_passes, moved, which)
+            _save_tokens(state, b, n_passes, moved, source, which)
+            if each:
+                _add_visits(state, b, n_passes, moved, -1, topology)
     count_received(state, b, e, -1, topology)
     if e_from >= 0:
         remove(state, b, e, e_from)
@@ -133,16 +135,16 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
         insert(state, b, e, e_to)
     write_choices(state, b, e, topology)
     count_received(state, b, e, 1, topology)
-    _touch(state, b, e)
-    if v >= 0:
-        _touch(state, b, v)
-    _assign_tokens(state, b, 0, n_passes, e, 0, topology)
-    _restore_tokens(state, b, n_passes, e, e_to, 0)
-    if v >= 0:
-        _assign_tokens(state, b, 0, n_passes, v, 1, topology)
-        _restore_tokens(state, b, n_passes, v, v_to, 1)
+    for which in range(2):
+        moved, target = (e, e_to) if which == 0 else (v, v_to)
+        if moved >= 0:
+            _touch(state, b, moved)
+            _assign_tokens(state, b, 0, n_passes, moved, which, topology)
+            _restore_tokens(state, b, n_passes, moved, target, which)
+            if each:
+                _add_visits(state, b, n_passes, moved, 1, topology)
     for w in range(n_passes):
-        _count_touched(state, b, w, topology, costs)
+        _count_touched(state, b, w, topology, costs, not each)
 
 
 @inlined
@@ -328,7 +330,32 @@ def _add_by_home(state, b, w, tokens, topology):
 
 
 @inlined
-def _count_touched(state, b, w, topology, costs):
+def _add_visits(state, b, n_passes, e, sign, topology):
+    """With per-expert transport: add (1) or take away (−1) visits to ``e`` in the first passes, and their copies."""
+    node_of = topology.node_of
+    for i in range(state.n_replicas[b, e]):
+        g = state.replicas[b, e, i]
+        s, gpu, node = slot_of(state, b, e, g), index(g), node_of[g]
+        for w in range(n_passes):
+            tokens, visits, copies = state.slot_tokens[b, w, g, s], state.visits[b, w], state.copies[b, w]
+            at, mask, near, far = state.piece_at[b, w], state.piece_mask[b, w], 0, 0
+            for piece in range(state.n_pieces[b, w]):
+                home = index(at[index(piece), index(PIECE_RANK)])
+                held = tokens[index(at[index(piece), index(PIECE_WORD)])] & mask[index(piece)]
+                visitors = sign * np.int64(popcount(held))
+                visits[home, gpu] += visitors
+                if node_of[home] != node:
+                    copies[index(SENT_INTER), home] += visitors
+                    far += visitors
+                elif home != gpu:
+                    copies[index(SENT_INTRA), home] += visitors
+                    near += visitors
+            copies[index(RECEIVED_INTRA), gpu] += near
+            copies[index(RECEIVED_INTER), gpu] += far
+
+
+@inlined
+def _count_touched(state, b, w, topology, costs, recount_visits):
     """Update all that follows from ``slot_tokens`` for the GPUs that are marked in ``touched``."""
     n_gpus, per_node, transport = state.slots.shape[1], topology.gpus_per_node, topology.transport
     for node in range(state.node_visits.shape[3]):
@@ -336,7 +363,7 @@ def _count_touched(state, b, w, topology, costs):
         for g in range(first, first + per_node):
             if state.touched[b, g]:
                 changed = 1
-                if transport != ALLGATHER:
+                if recount_visits and transport != ALLGATHER:
                     _count_visits(state, b, w, g, topology)
                 state.kernel_us[b, w, g] = gpu_kernel_time(state, b, w, g, topology, costs)
         if changed and (transport == DEDUP or transport == STAY):
