@@ -26,8 +26,10 @@ from clustergym.moe_placement.kernels.state import (
     N_CLOCKS,
     N_LAST,
     N_PARTS,
+    N_ROUNDS,
     N_TIMES,
     OP_ILLEGAL,
+    ORDER_ROUNDS,
     SCHEDULES,
     TIME_SAVED,
     EpisodeState,
@@ -271,6 +273,7 @@ class PlacementBatch:
             "logits": zeros((domains,), torch.float64),
             "weights": zeros((domains,), torch.float64),
             "rank_piece": zeros((gpus, 2), torch.int32),
+            "orders": zeros((domains + 1, ORDER_ROUNDS + N_ROUNDS), torch.int64),
         }
         self.buffers = {
             "experts": zeros((experts, N_EXPERT_FEATURES), torch.float32),

@@ -10,7 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import one_of
-from clustergym.moe_placement.kernels.state import AT_REUSE, SCHEDULES, StreamState, TracePieces
+from clustergym.moe_placement.kernels.state import (
+    AT_REUSE,
+    N_ROUNDS,
+    ORDER_ROUNDS,
+    SCHEDULES,
+    StreamState,
+    TracePieces,
+)
 from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, stream_keys
 from clustergym.moe_placement.profiles import PHASES, SAMPLED_PASSES, TOKENS_PER_RANK
 from clustergym.traces.token_trace import TokenTrace
@@ -244,6 +251,7 @@ class IntervalStream:
             logits=np.zeros((1, domains)),
             weights=np.zeros((1, domains)),
             rank_piece=np.zeros((1, n_gpus, 2), np.int32),
+            orders=np.zeros((1, domains + 1, ORDER_ROUNDS + N_ROUNDS), np.int64),
         )
         begin_stream(self.state, 0, self.trace, self._schedule)
 

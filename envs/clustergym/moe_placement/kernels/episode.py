@@ -47,8 +47,8 @@ from clustergym.moe_placement.kernels.state import (
     TIME_SERVED,
     TIME_START,
 )
-from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, permuted
-from clustergym.moe_placement.kernels.token_sets import clear, copy_set
+from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, permuted, write_order
+from clustergym.moe_placement.kernels.token_sets import clear, copy_set, count_common
 from clustergym.moe_placement.profiles import STAY
 
 
@@ -89,11 +89,13 @@ def _draw(episode, sim, stream, b, trace, rules):
 def _keep_observed(sim, stream, b, rules):
     """Let the interval that was drawn last be the observed one; with ``mix_observed``, deal its tokens at random."""
     n_passes, n_tokens = rules.n_passes, sim.rows.shape[2]
+    order = stream.orders[b, stream.drawn.shape[1]]
     key = hash31(stream.random[b, RANDOM_KEY] ^ hash31(stream.random[b, RANDOM_COUNTER] & MASK31))
+    write_order(order, n_passes * n_tokens, key)
     for w in range(n_passes):
         for t in range(n_tokens):
             if rules.mix_observed:
-                j = permuted(w * n_tokens + t, n_passes * n_tokens, key)
+                j = permuted(w * n_tokens + t, order)
                 sim.rows[b, j // n_tokens, j % n_tokens] = sim.rows[b, n_passes + w, t]
             else:
                 sim.rows[b, w, t] = sim.rows[b, n_passes + w, t]

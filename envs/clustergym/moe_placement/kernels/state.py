@@ -41,6 +41,9 @@ N_TIMES = 11
 RANDOM_KEY, RANDOM_COUNTER = range(2)
 AT_DOMAIN_OR_PIECE, AT_REUSE = range(2)
 PIECE_ROW, PIECE_LEFT = range(2)
+# Columns of StreamState.orders: the number of things, the next power of two minus 1, a shift, a number for each round.
+ORDER_LENGTH, ORDER_MASK, ORDER_SHIFT, ORDER_ROUNDS = range(4)
+N_ROUNDS = 4
 # Columns of SimulationState.piece_at.
 PIECE_WORD, PIECE_RANK = range(2)
 
@@ -250,6 +253,8 @@ class StreamState(NamedTuple):
     """(B, D) float64: cumulative weights of the domains in this interval"""
     rank_piece: np.ndarray
     """(B, G, 2) int32: next row, and tokens left, of the piece that each rank works on (prefill)"""
+    orders: np.ndarray
+    """(B, D + 1, 7) int64: the order of the pieces of each domain; last row: scratch. See ``ORDER_*``"""
 
 
 class Observation(NamedTuple):
