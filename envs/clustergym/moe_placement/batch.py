@@ -43,7 +43,7 @@ from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
 from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, model_for
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
 from clustergym.traces.token_trace import DEFAULT_TRACE, TokenTrace, bundled_traces
@@ -304,7 +304,8 @@ class PlacementBatch:
             self._propose = import_module(f"clustergym.moe_placement.launchers.{name}_candidates").propose
         self.illegal = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
-        trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
+        cut = self.traffic.cut(self.trace)._replace(expert_sets=expert_sets(self.trace))
+        trace = TracePieces(*map(self._to_device, cut))
         sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
         episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
         stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})

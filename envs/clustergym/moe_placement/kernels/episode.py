@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_local_coactivation
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
-from clustergym.moe_placement.kernels.passes import count_pass
+from clustergym.moe_placement.kernels.passes import count_users, write_users, write_users_from_sets
 from clustergym.moe_placement.kernels.replicas import MASK31, hash31, set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import (
     AT_REUSE,
@@ -109,7 +109,17 @@ def _count(sim, b, first, last, trace, rules, layer):
     for w in range(first, last):
         if rules.topology.transport == STAY:
             locate(sim, b, w, layer)
-        count_pass(sim, b, w, trace.experts[layer], rules.topology, rules.costs)
+        _write_users(sim, b, w, trace, layer)
+        count_users(sim, b, w, trace.experts[layer], rules.topology, rules.costs)
+
+
+@device
+def _write_users(sim, b, w, trace, layer):
+    """Write the tokens of a pass that use each expert of a layer."""
+    if 64 * trace.expert_sets.shape[2] >= sim.replicas.shape[1]:
+        write_users_from_sets(sim, b, w, trace.expert_sets[layer])
+    else:
+        write_users(sim, b, w, trace.experts[layer])
 
 
 @device
@@ -144,14 +154,10 @@ def _write_eplb(episode, sim, b, trace, rules, layer, slots):
     n_experts, load = sim.replicas.shape[1], episode.float_scratch[b]
     for e in range(n_experts):
         load[e] = 0.0
-    experts = trace.experts[layer]
     for w in range(rules.n_passes):
-        rows = sim.rows[b, w]
-        for t in range(rows.shape[0]):
-            for k in range(experts.shape[1]):
-                e = experts[index(rows[index(t)]), index(k)]
-                if e >= 0:
-                    load[index(e)] += 1.0
+        _write_users(sim, b, w, trace, layer)
+        for e in range(n_experts):
+            load[e] += count_common(sim.users[b, e], sim.users[b, e])
     eplb_slots(slots, load[:n_experts], 1, 0, episode.int_scratch[b], load)
 
 

@@ -22,6 +22,7 @@ from clustergym.moe_placement.kernels.token_sets import (
     count_common,
     popcount,
     range_word,
+    transpose,
 )
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, RANK_NEAREST, STAY, TOKEN_HASH
 
@@ -32,23 +33,49 @@ def count_pass(state, b, w, experts, topology, costs):
 
     ``rows``, ``rank_start``, the replicas and, with transport ``stay``, ``origins`` must be set.
     """
-    n_experts, rows, users, stay = state.replicas.shape[1], state.rows[b, w], state.users[b], topology.transport == STAY
-    _write_pieces(state, b, w)
-    for e in range(n_experts):
+    write_users(state, b, w, experts)
+    count_users(state, b, w, experts, topology, costs)
+
+
+@device
+def write_users(state, b, w, experts):
+    """Write ``users`` of pass ``w`` for ``experts`` (rows, K) of a layer."""
+    rows, users = state.rows[b, w], state.users[b]
+    for e in range(state.replicas.shape[1]):
         clear(users[e])
-        if stay:
-            clear(state.first_uses[b, w, e])
-    clear(state.idle[b, w])
-    if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
-        _write_second_choice(state, b, w, topology)
-    if stay:
-        _write_first_uses(state, b, w, experts)
     for t in range(rows.shape[0]):
         row, token, word = index(rows[index(t)]), index(1) << index(t & 63), index(t >> 6)
         for k in range(experts.shape[1]):
             e = experts[row, index(k)]
             if e >= 0:
                 users[index(e), word] |= token
+
+
+@device
+def write_users_from_sets(state, b, w, expert_sets):
+    """As :func:`write_users`, from ``expert_sets`` (rows, words): the experts of each token as bits.
+
+    To turn 64 sets of experts into sets of tokens at once is faster than to go through the experts of each token.
+    """
+    rows = state.rows[b, w]
+    for block in range(expert_sets.shape[1]):
+        users = state.users[b, 64 * block : 64 * block + 64]
+        for t in range(rows.shape[0]):
+            users[index(t & 63), index(t >> 6)] = expert_sets[index(rows[index(t)]), index(block)]
+        for t in range(rows.shape[0], 64 * users.shape[1]):
+            users[index(t & 63), index(t >> 6)] = index(0)
+        transpose(users)
+
+
+@device
+def count_users(state, b, w, experts, topology, costs):
+    """:func:`count_pass`, when ``users`` of this pass is written."""
+    users, stay = state.users[b], topology.transport == STAY
+    _write_pieces(state, b, w)
+    if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
+        _write_second_choice(state, b, w, topology)
+    if stay:
+        _write_first_uses(state, b, w, experts)
     # By slots: to look for the slot of each expert would take longer.
     for g in range(state.slots.shape[1]):
         for s in range(state.slots.shape[2]):
@@ -74,6 +101,9 @@ def count_pass(state, b, w, experts, topology, costs):
 @inlined
 def _write_first_uses(state, b, w, experts):
     """With transport ``stay``: write the first expert of each token, and which tokens use none."""
+    clear(state.idle[b, w])
+    for e in range(state.replicas.shape[1]):
+        clear(state.first_uses[b, w, e])
     for t in range(state.rows.shape[2]):
         row, token, word, used = index(state.rows[b, w, t]), index(1) << index(t & 63), index(t >> 6), False
         for k in range(experts.shape[1]):

@@ -161,7 +161,7 @@ class SimulationState(NamedTuple):
     replica_slot: np.ndarray
     """(B, G) int16: slots of an expert's replicas"""
     users: np.ndarray
-    """(B, E, words) uint64: tokens of a pass that use each expert"""
+    """(B, E rounded up to whole words, words) uint64: tokens of a pass that use each expert"""
     moved_tokens: np.ndarray
     """(B, W, 2, words) uint64: tokens of the two experts whose replicas change"""
     moved_pairs: np.ndarray
@@ -228,6 +228,9 @@ class TracePieces(NamedTuple):
 
     experts: np.ndarray
     """(L, rows, K) int16"""
+    expert_sets: np.ndarray
+    """(L, rows, words) uint64: the same experts as bits; (1, 1, 1) with more than 128 experts, whose sets would take
+    more memory and not be faster, and where nothing is counted"""
     piece_row: np.ndarray
     """(pieces,) int32: first row"""
     piece_tokens: np.ndarray
