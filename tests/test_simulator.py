@@ -14,17 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Simulator
 from clustergym.moe_placement.kernels import state
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time
 from clustergym.moe_placement.kernels.lookahead import look_ahead
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
-from clustergym.moe_placement.kernels.passes import change
+from clustergym.moe_placement.kernels.passes import change, write_users, write_users_from_sets
 from clustergym.moe_placement.kernels.replicas import hash31
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.kernels.token_sets import popcount
 from clustergym.moe_placement.lp_dispatch import optimal_shares
 from clustergym.moe_placement.profiles import DISPATCHES, PHASES, TRANSPORTS
+from clustergym.moe_placement.streams import expert_sets, layer_first
 from instances import Costly, Instance, made_profile, random_instance
 from reference import migration_us, received, sent_and_received, serve, serve_pass, times_us, token_hash
 
@@ -481,3 +483,25 @@ def test_the_linear_program_balances_a_hot_expert() -> None:
     # 2000 + 1000 + 500 + 500: GPU 0 must run 1500, GPU 1 500. Halving expert 0 gives 2500 against 1500.
     assert even.balancedness[0] > 0.97
     assert halved.balancedness[0] < 0.85
+
+
+@pytest.mark.parametrize(("n_experts", "n_tokens"), [(3, 5), (64, 64), (65, 70), (128, 200)])
+def test_sets_of_experts_give_the_same_users(n_experts: int, n_tokens: int) -> None:
+    rng = np.random.default_rng(n_experts)
+    experts = rng.permuted(np.tile(np.arange(n_experts), (300, 2, 1)), axis=2)[:, :, :3].astype(np.int16)
+    experts[rng.random(experts.shape) < 0.2] = -1
+    trace = TokenTrace(experts, n_experts=n_experts)
+    simulator = Simulator(
+        ModelSpec("m", 2, n_experts, 3, 64, 64), ClusterSpec("c", 1, 1, n_experts), made_profile("random", "dedup")
+    )
+    rows = rng.integers(0, 300, (1, n_tokens)).astype(np.int32)
+    interval = Interval.even(layer_first(trace), rows, 1)
+    sim = simulator.count(interval, simulator.static(2))
+    sets = expert_sets(trace)
+    for layer in range(2):
+        write_users(sim, layer, 0, interval.experts[layer])
+        expected = sim.users[layer, :n_experts].copy()
+        sim.users[layer] = np.uint64(12345)
+        write_users_from_sets(sim, layer, 0, sets[layer])
+        np.testing.assert_array_equal(sim.users[layer, :n_experts], expected)
+        assert expected.any()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Interval, IntervalStream, Traffic
-from clustergym.moe_placement.kernels.state import SCHEDULES, StreamState
-from clustergym.moe_placement.kernels.streams import _uniform, permuted, stream_keys
+from clustergym.moe_placement.kernels.state import N_ROUNDS, ORDER_ROUNDS, SCHEDULES, StreamState
+from clustergym.moe_placement.kernels.streams import _uniform, permuted, stream_keys, write_order
 from clustergym.moe_placement.profiles import PHASES
 from clustergym.moe_placement.streams import cut_trace, sample_passes
 
@@ -403,11 +403,18 @@ def test_even_intervals() -> None:
 # Random numbers
 
 
+def order_of(n: int, key: int) -> np.ndarray:
+    order = np.zeros(ORDER_ROUNDS + N_ROUNDS, np.int64)
+    write_order(order, n, key)
+    return order
+
+
 def test_permuted_is_a_permutation() -> None:
     rng = np.random.default_rng(0)
     for n in [*range(1, 70), 127, 128, 129, 1000, 1024, 1025]:
         for key in rng.integers(0, 2**31, 6).tolist():
-            assert sorted(permuted(i, n, key) for i in range(n)) == list(range(n))
+            order = order_of(n, key)
+            assert sorted(permuted(i, order) for i in range(n)) == list(range(n))
 
 
 def test_permutations_send_each_place_everywhere() -> None:
@@ -415,8 +422,9 @@ def test_permutations_send_each_place_everywhere() -> None:
     n = 16
     counts = np.zeros((n, n), int)
     for key in np.random.default_rng(1).integers(0, 2**31, 8000).tolist():
+        order = order_of(n, key)
         for i in range(n):
-            counts[i, permuted(i, n, key)] += 1
+            counts[i, permuted(i, order)] += 1
     assert np.abs(counts - 500).max() < 6 * 22
 
 

@@ -26,8 +26,10 @@ from clustergym.moe_placement.kernels.state import (
     N_CLOCKS,
     N_LAST,
     N_PARTS,
+    N_ROUNDS,
     N_TIMES,
     OP_ILLEGAL,
+    ORDER_ROUNDS,
     SCHEDULES,
     TIME_SAVED,
     EpisodeState,
@@ -41,7 +43,7 @@ from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
 from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, model_for
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
 from clustergym.traces.token_trace import DEFAULT_TRACE, TokenTrace, bundled_traces
@@ -271,6 +273,7 @@ class PlacementBatch:
             "logits": zeros((domains,), torch.float64),
             "weights": zeros((domains,), torch.float64),
             "rank_piece": zeros((gpus, 2), torch.int32),
+            "orders": zeros((domains + 1, ORDER_ROUNDS + N_ROUNDS), torch.int64),
         }
         self.buffers = {
             "experts": zeros((experts, N_EXPERT_FEATURES), torch.float32),
@@ -301,7 +304,8 @@ class PlacementBatch:
             self._propose = import_module(f"clustergym.moe_placement.launchers.{name}_candidates").propose
         self.illegal = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
-        trace = TracePieces(*map(self._to_device, self.traffic.cut(self.trace)))
+        cut = self.traffic.cut(self.trace)._replace(expert_sets=expert_sets(self.trace))
+        trace = TracePieces(*map(self._to_device, cut))
         sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
         episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
         stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})

@@ -264,7 +264,7 @@ class Simulator:
             "received": ((gpus, 2), np.int32),
             "by_home": ((gpus,), np.int32),
             "replica_slot": ((gpus,), np.int16),
-            "users": ((experts, words), np.uint64),
+            "users": ((-(-experts // 64) * 64, words), np.uint64),
             "moved_tokens": ((n_passes, 2, words), np.uint64),
             "moved_pairs": ((n_passes, 2), np.int32),
             "node_visitors": ((words,), np.uint64),

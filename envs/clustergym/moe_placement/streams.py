@@ -10,12 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import one_of
-from clustergym.moe_placement.kernels.state import AT_REUSE, SCHEDULES, StreamState, TracePieces
+from clustergym.moe_placement.kernels.state import (
+    AT_REUSE,
+    N_ROUNDS,
+    ORDER_ROUNDS,
+    SCHEDULES,
+    StreamState,
+    TracePieces,
+)
 from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, stream_keys
 from clustergym.moe_placement.profiles import PHASES, SAMPLED_PASSES, TOKENS_PER_RANK
 from clustergym.traces.token_trace import TokenTrace
 
 _FEWEST_MIXED_TOKENS = 4096
+_NO_SETS = np.zeros((1, 1, 1), np.uint64)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,20 @@ def layer_first(trace: TokenTrace) -> npt.NDArray[np.int16]:
 
 
 @lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
+def expert_sets(trace: TokenTrace) -> npt.NDArray[np.uint64]:
+    """(L, rows, words): bit e mod 64 of word e div 64 is set if the token uses expert e. See :class:`TracePieces`."""
+    if trace.n_experts > 128:
+        return _NO_SETS
+    sets = np.zeros((trace.n_layers, trace.n_tokens, -(-trace.n_experts // 64)), np.uint64)
+    for layer, experts in enumerate(layer_first(trace)):
+        for chosen in experts.T:
+            rows = np.flatnonzero(chosen >= 0)
+            used = chosen[rows]
+            sets[layer, rows, used >> 6] |= np.uint64(1) << (used & 63).astype(np.uint64)
+    return sets
+
+
 def cut_trace(trace: TokenTrace, phase: str, sampled_passes: int, tokens_per_rank: int) -> TracePieces:
     """Cut a trace into the pieces that streams draw.
 
@@ -127,6 +149,7 @@ def cut_trace(trace: TokenTrace, phase: str, sampled_passes: int, tokens_per_ran
     counts = np.bincount(domain, minlength=len(trace.domain_names))
     return TracePieces(
         experts=layer_first(trace),
+        expert_sets=_NO_SETS,
         piece_row=(trace.seq_starts[sequence] + place * longest).astype(np.int32),
         piece_tokens=np.minimum(longest, trace.seq_lens[sequence] - place * longest).astype(np.int32),
         domain_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
@@ -244,6 +267,7 @@ class IntervalStream:
             logits=np.zeros((1, domains)),
             weights=np.zeros((1, domains)),
             rank_piece=np.zeros((1, n_gpus, 2), np.int32),
+            orders=np.zeros((1, domains + 1, ORDER_ROUNDS + N_ROUNDS), np.int64),
         )
         begin_stream(self.state, 0, self.trace, self._schedule)
 

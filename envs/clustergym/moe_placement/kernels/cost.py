@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+import numpy as np
+
+from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.state import (
     FROM_OTHER_NODE,
     FROM_OWN_NODE,
@@ -166,10 +168,13 @@ def add_links(state, b, w, topology, links):
                     links[home, g] += state.rank_start[b, w, home + 1] - state.rank_start[b, w, home]
         return
     if topology.transport == PER_EXPERT:
-        for home in range(n_gpus):
+        visits = state.visits[b, w]
+        for i in range(n_gpus):
+            home = index(i)
             own = links[home, home]
             for g in range(n_gpus):
-                links[home, g] += state.visits[b, w, home, g]
+                # Counts are exact in float32: no conversion to float64 and back.
+                links[home, index(g)] += np.float32(visits[home, index(g)])
             links[home, home] = own
         return
     for home in range(n_gpus):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index
+from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_local_coactivation
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
-from clustergym.moe_placement.kernels.passes import count_pass
+from clustergym.moe_placement.kernels.passes import count_users, write_users, write_users_from_sets
 from clustergym.moe_placement.kernels.replicas import MASK31, hash31, set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import (
     AT_REUSE,
@@ -47,8 +47,8 @@ from clustergym.moe_placement.kernels.state import (
     TIME_SERVED,
     TIME_START,
 )
-from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, permuted
-from clustergym.moe_placement.kernels.token_sets import clear, copy_set
+from clustergym.moe_placement.kernels.streams import begin_stream, draw_interval, permuted, write_order
+from clustergym.moe_placement.kernels.token_sets import clear, copy_set, count_common
 from clustergym.moe_placement.profiles import STAY
 
 
@@ -89,11 +89,13 @@ def _draw(episode, sim, stream, b, trace, rules):
 def _keep_observed(sim, stream, b, rules):
     """Let the interval that was drawn last be the observed one; with ``mix_observed``, deal its tokens at random."""
     n_passes, n_tokens = rules.n_passes, sim.rows.shape[2]
+    order = stream.orders[b, stream.drawn.shape[1]]
     key = hash31(stream.random[b, RANDOM_KEY] ^ hash31(stream.random[b, RANDOM_COUNTER] & MASK31))
+    write_order(order, n_passes * n_tokens, key)
     for w in range(n_passes):
         for t in range(n_tokens):
             if rules.mix_observed:
-                j = permuted(w * n_tokens + t, n_passes * n_tokens, key)
+                j = permuted(w * n_tokens + t, order)
                 sim.rows[b, j // n_tokens, j % n_tokens] = sim.rows[b, n_passes + w, t]
             else:
                 sim.rows[b, w, t] = sim.rows[b, n_passes + w, t]
@@ -107,7 +109,17 @@ def _count(sim, b, first, last, trace, rules, layer):
     for w in range(first, last):
         if rules.topology.transport == STAY:
             locate(sim, b, w, layer)
-        count_pass(sim, b, w, trace.experts[layer], rules.topology, rules.costs)
+        _write_users(sim, b, w, trace, layer)
+        count_users(sim, b, w, trace.experts[layer], rules.topology, rules.costs)
+
+
+@device
+def _write_users(sim, b, w, trace, layer):
+    """Write the tokens of a pass that use each expert of a layer."""
+    if 64 * trace.expert_sets.shape[2] >= sim.replicas.shape[1]:
+        write_users_from_sets(sim, b, w, trace.expert_sets[layer])
+    else:
+        write_users(sim, b, w, trace.experts[layer])
 
 
 @device
@@ -142,14 +154,10 @@ def _write_eplb(episode, sim, b, trace, rules, layer, slots):
     n_experts, load = sim.replicas.shape[1], episode.float_scratch[b]
     for e in range(n_experts):
         load[e] = 0.0
-    experts = trace.experts[layer]
     for w in range(rules.n_passes):
-        rows = sim.rows[b, w]
-        for t in range(rows.shape[0]):
-            for k in range(experts.shape[1]):
-                e = experts[index(rows[index(t)]), index(k)]
-                if e >= 0:
-                    load[index(e)] += 1.0
+        _write_users(sim, b, w, trace, layer)
+        for e in range(n_experts):
+            load[e] += count_common(sim.users[b, e], sim.users[b, e])
     eplb_slots(slots, load[:n_experts], 1, 0, episode.int_scratch[b], load)
 
 

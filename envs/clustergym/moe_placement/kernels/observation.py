@@ -6,7 +6,6 @@ import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.cost import add_links, migration_time
-from clustergym.moe_placement.kernels.operations import slot_pairs
 from clustergym.moe_placement.kernels.state import (
     CLOCK_INTERVAL,
     CLOCK_LAYER,
@@ -209,7 +208,7 @@ def observe_step(episode, sim, obs, b, rules):
 
 @device
 def _observe_gpus(episode, sim, obs, b, rules, time):
-    """Write ``gpus``, ``traffic`` and ``gpu_mask``, and in scratch the load of each GPU and what it can take.
+    """Write ``gpus``, ``traffic``, ``gpu_mask`` and ``placement``, and in scratch what :func:`_observe_experts` needs.
 
     Returns the slowest GPU and the mean µs of its expert kernel.
     """
@@ -219,13 +218,22 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
     topology, costs, per_node = rules.topology, rules.costs, rules.topology.gpus_per_node
     gpus, load, any_gpu, traffic = obs.gpus[b], episode.float_scratch[b], obs.gpu_mask[b], obs.traffic[b]
     slots, replicas, n_replicas = sim.slots[b], sim.replicas[b], sim.n_replicas[b]
-    in_common, accepts = episode.in_common[b], episode.accepts[b]
+    in_common, accepts, placement = episode.in_common[b], episode.accepts[b], obs.placement[b]
+    # Scratch: tokens of each expert, most of them on one GPU.
+    of_expert, most = episode.int_scratch[b, 0], episode.int_scratch[b, 1]
     # Times of one pass, relative to the layer's.
     intra, inter = costs.dispatch_intra_us / time / n_passes, costs.dispatch_inter_us / time / n_passes
     total = 0
+    for e in range(n_experts):
+        of_expert[index(e)] = 0
+        most[index(e)] = 0
+        for g in range(n_gpus):
+            placement[index(e), index(g)] = 0.0
     for w in range(n_passes):
         for e in range(n_experts):
-            total += sim.load[b, w, index(e)]
+            of_expert[index(e)] += sim.load[b, w, index(e)]
+    for e in range(n_experts):
+        total += of_expert[index(e)]
     mean = max(1, total) / n_gpus
     for g in range(n_gpus):
         for h in range(n_gpus):
@@ -237,18 +245,21 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
     for g in range(n_gpus):
         done, active, held, spares, hot, compute = 0, 0, 0, 0, 0.0, 0.0
         for s in range(n_slots):
-            e = slots[g, s]
-            if e < 0:
+            if slots[g, s] < 0:
                 continue
+            e, here = index(slots[g, s]), 0
             held += 1
-            spares += n_replicas[index(e)] > 1
-            hot += episode.hot_coactivation[b, index(e)]
-            for i in range(n_replicas[index(e)]):
-                in_common[index(replicas[index(e), i]), g] += 1
+            spares += n_replicas[e] > 1
+            hot += episode.hot_coactivation[b, e]
+            placement[e, index(g)] = 1.0
+            for i in range(n_replicas[e]):
+                in_common[index(replicas[e, index(i)]), index(g)] += 1
             for w in range(n_passes):
                 pairs = sim.slot_pairs[b, w, g, s]
-                done += pairs
+                here += pairs
                 active += pairs > 0
+            done += here
+            most[e] = max(most[e], here)
         for w in range(n_passes):
             compute += sim.kernel_us[b, w, g] / n_passes
         if compute > slowest:
@@ -299,31 +310,17 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
 
 @device
 def _observe_experts(episode, sim, obs, b, rules, busiest):
-    """Write ``experts``, ``placement``, ``expert_mask`` and ``joint_mask`` after :func:`_observe_gpus`."""
-    n_experts, n_gpus, n_passes = sim.replicas.shape[1], sim.slots.shape[1], rules.n_passes
+    """Write ``experts``, ``expert_mask`` and ``joint_mask`` after :func:`_observe_gpus`."""
+    n_experts, n_gpus = sim.replicas.shape[1], sim.slots.shape[1]
     placement, replicas, load = obs.placement[b], sim.replicas[b], episode.float_scratch[b]
     accepts, has_room = episode.accepts[b], episode.accepts[b, n_gpus]
-    # Scratch: tokens of each expert, most of them on one GPU; how many GPUs can take a replica from each.
+    # Scratch: see _observe_gpus; how many GPUs can take a replica from each.
     total, most, takers = episode.int_scratch[b, 0], episode.int_scratch[b, 1], episode.in_common[b, 0]
     for g in range(n_gpus):
         can_take = 0
         for h in range(n_gpus):
             can_take += accepts[index(g), index(h)]
         takers[index(g)] = can_take
-    for e in range(n_experts):
-        total[index(e)] = 0
-        most[index(e)] = 0
-        for g in range(n_gpus):
-            placement[index(e), index(g)] = 0.0
-    for w in range(n_passes):
-        for e in range(n_experts):
-            total[index(e)] += sim.load[b, w, index(e)]
-    for g in range(n_gpus):
-        for s in range(sim.slots.shape[2]):
-            e = sim.slots[b, g, s]
-            if e >= 0:
-                placement[index(e), index(g)] = 1.0
-                most[index(e)] = max(most[index(e)], slot_pairs(sim, b, g, s, n_passes))
     fresh = 0
     for i in range(n_experts):
         e, n = index(i), sim.n_replicas[b, i]

@@ -22,6 +22,7 @@ from clustergym.moe_placement.kernels.token_sets import (
     count_common,
     popcount,
     range_word,
+    transpose,
 )
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, RANK_NEAREST, STAY, TOKEN_HASH
 
@@ -32,23 +33,49 @@ def count_pass(state, b, w, experts, topology, costs):
 
     ``rows``, ``rank_start``, the replicas and, with transport ``stay``, ``origins`` must be set.
     """
-    n_experts, rows, users, stay = state.replicas.shape[1], state.rows[b, w], state.users[b], topology.transport == STAY
-    _write_pieces(state, b, w)
-    for e in range(n_experts):
+    write_users(state, b, w, experts)
+    count_users(state, b, w, experts, topology, costs)
+
+
+@device
+def write_users(state, b, w, experts):
+    """Write ``users`` of pass ``w`` for ``experts`` (rows, K) of a layer."""
+    rows, users = state.rows[b, w], state.users[b]
+    for e in range(state.replicas.shape[1]):
         clear(users[e])
-        if stay:
-            clear(state.first_uses[b, w, e])
-    clear(state.idle[b, w])
-    if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
-        _write_second_choice(state, b, w, topology)
-    if stay:
-        _write_first_uses(state, b, w, experts)
     for t in range(rows.shape[0]):
         row, token, word = index(rows[index(t)]), index(1) << index(t & 63), index(t >> 6)
         for k in range(experts.shape[1]):
             e = experts[row, index(k)]
             if e >= 0:
                 users[index(e), word] |= token
+
+
+@device
+def write_users_from_sets(state, b, w, expert_sets):
+    """As :func:`write_users`, from ``expert_sets`` (rows, words): the experts of each token as bits.
+
+    To turn 64 sets of experts into sets of tokens at once is faster than to go through the experts of each token.
+    """
+    rows = state.rows[b, w]
+    for block in range(expert_sets.shape[1]):
+        users = state.users[b, 64 * block : 64 * block + 64]
+        for t in range(rows.shape[0]):
+            users[index(t & 63), index(t >> 6)] = expert_sets[index(rows[index(t)]), index(block)]
+        for t in range(rows.shape[0], 64 * users.shape[1]):
+            users[index(t & 63), index(t >> 6)] = index(0)
+        transpose(users)
+
+
+@device
+def count_users(state, b, w, experts, topology, costs):
+    """:func:`count_pass`, when ``users`` of this pass is written."""
+    users, stay = state.users[b], topology.transport == STAY
+    _write_pieces(state, b, w)
+    if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
+        _write_second_choice(state, b, w, topology)
+    if stay:
+        _write_first_uses(state, b, w, experts)
     # By slots: to look for the slot of each expert would take longer.
     for g in range(state.slots.shape[1]):
         for s in range(state.slots.shape[2]):
@@ -74,6 +101,9 @@ def count_pass(state, b, w, experts, topology, costs):
 @inlined
 def _write_first_uses(state, b, w, experts):
     """With transport ``stay``: write the first expert of each token, and which tokens use none."""
+    clear(state.idle[b, w])
+    for e in range(state.replicas.shape[1]):
+        clear(state.first_uses[b, w, e])
     for t in range(state.rows.shape[2]):
         row, token, word, used = index(state.rows[b, w, t]), index(1) << index(t & 63), index(t >> 6), False
         for k in range(experts.shape[1]):
@@ -98,7 +128,7 @@ def count_all(state, b, w, topology, costs):
             state.visits[b, w, home, g] = 0
         for node in range(state.node_visits.shape[3]):
             state.node_visits[b, w, home, node] = 0
-    _count_touched(state, b, w, topology, costs)
+    _count_touched(state, b, w, topology, costs, True)
 
 
 @device
@@ -108,16 +138,18 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
     The same call with from and to exchanged undoes it. Passes 0 … n_passes−1 are updated; if there are others, the next
     change must undo this one.
     """
+    # With one copy per token and expert, only the visits to these two experts change.
+    each = topology.transport == PER_EXPERT
     for g in range(state.slots.shape[1]):
         state.touched[b, g] = 0
-    _touch(state, b, e)
-    if v >= 0:
-        _touch(state, b, v)
-    _collect_tokens(state, b, n_passes, e, 0)
-    _save_tokens(state, b, n_passes, e, e_from, 0)
-    if v >= 0:
-        _collect_tokens(state, b, n_passes, v, 1)
-        _save_tokens(state, b, n_passes, v, v_from, 1)
+    for which in range(2):
+        moved, source = (e, e_from) if which == 0 else (v, v_from)
+        if moved >= 0:
+            _touch(state, b, moved)
+            _collect_tokens(state, b, n_passes, moved, which)
+            _save_tokens(state, b, n_passes, moved, source, which)
+            if each:
+                _add_visits(state, b, n_passes, moved, -1, topology)
     count_received(state, b, e, -1, topology)
     if e_from >= 0:
         remove(state, b, e, e_from)
@@ -133,16 +165,16 @@ def change(state, b, e, e_from, e_to, v, v_from, v_to, topology, costs, n_passes
         insert(state, b, e, e_to)
     write_choices(state, b, e, topology)
     count_received(state, b, e, 1, topology)
-    _touch(state, b, e)
-    if v >= 0:
-        _touch(state, b, v)
-    _assign_tokens(state, b, 0, n_passes, e, 0, topology)
-    _restore_tokens(state, b, n_passes, e, e_to, 0)
-    if v >= 0:
-        _assign_tokens(state, b, 0, n_passes, v, 1, topology)
-        _restore_tokens(state, b, n_passes, v, v_to, 1)
+    for which in range(2):
+        moved, target = (e, e_to) if which == 0 else (v, v_to)
+        if moved >= 0:
+            _touch(state, b, moved)
+            _assign_tokens(state, b, 0, n_passes, moved, which, topology)
+            _restore_tokens(state, b, n_passes, moved, target, which)
+            if each:
+                _add_visits(state, b, n_passes, moved, 1, topology)
     for w in range(n_passes):
-        _count_touched(state, b, w, topology, costs)
+        _count_touched(state, b, w, topology, costs, not each)
 
 
 @inlined
@@ -328,7 +360,32 @@ def _add_by_home(state, b, w, tokens, topology):
 
 
 @inlined
-def _count_touched(state, b, w, topology, costs):
+def _add_visits(state, b, n_passes, e, sign, topology):
+    """With per-expert transport: add (1) or take away (−1) visits to ``e`` in the first passes, and their copies."""
+    node_of = topology.node_of
+    for i in range(state.n_replicas[b, e]):
+        g = state.replicas[b, e, i]
+        s, gpu, node = slot_of(state, b, e, g), index(g), node_of[g]
+        for w in range(n_passes):
+            tokens, visits, copies = state.slot_tokens[b, w, g, s], state.visits[b, w], state.copies[b, w]
+            at, mask, near, far = state.piece_at[b, w], state.piece_mask[b, w], 0, 0
+            for piece in range(state.n_pieces[b, w]):
+                home = index(at[index(piece), index(PIECE_RANK)])
+                held = tokens[index(at[index(piece), index(PIECE_WORD)])] & mask[index(piece)]
+                visitors = sign * np.int64(popcount(held))
+                visits[home, gpu] += visitors
+                if node_of[home] != node:
+                    copies[index(SENT_INTER), home] += visitors
+                    far += visitors
+                elif home != gpu:
+                    copies[index(SENT_INTRA), home] += visitors
+                    near += visitors
+            copies[index(RECEIVED_INTRA), gpu] += near
+            copies[index(RECEIVED_INTER), gpu] += far
+
+
+@inlined
+def _count_touched(state, b, w, topology, costs, recount_visits):
     """Update all that follows from ``slot_tokens`` for the GPUs that are marked in ``touched``."""
     n_gpus, per_node, transport = state.slots.shape[1], topology.gpus_per_node, topology.transport
     for node in range(state.node_visits.shape[3]):
@@ -336,7 +393,7 @@ def _count_touched(state, b, w, topology, costs):
         for g in range(first, first + per_node):
             if state.touched[b, g]:
                 changed = 1
-                if transport != ALLGATHER:
+                if recount_visits and transport != ALLGATHER:
                     _count_visits(state, b, w, g, topology)
                 state.kernel_us[b, w, g] = gpu_kernel_time(state, b, w, g, topology, costs)
         if changed and (transport == DEDUP or transport == STAY):

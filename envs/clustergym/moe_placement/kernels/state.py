@@ -41,6 +41,9 @@ N_TIMES = 11
 RANDOM_KEY, RANDOM_COUNTER = range(2)
 AT_DOMAIN_OR_PIECE, AT_REUSE = range(2)
 PIECE_ROW, PIECE_LEFT = range(2)
+# Columns of StreamState.orders: the number of things, the next power of two minus 1, a shift, a number for each round.
+ORDER_LENGTH, ORDER_MASK, ORDER_SHIFT, ORDER_ROUNDS = range(4)
+N_ROUNDS = 4
 # Columns of SimulationState.piece_at.
 PIECE_WORD, PIECE_RANK = range(2)
 
@@ -158,7 +161,7 @@ class SimulationState(NamedTuple):
     replica_slot: np.ndarray
     """(B, G) int16: slots of an expert's replicas"""
     users: np.ndarray
-    """(B, E, words) uint64: tokens of a pass that use each expert"""
+    """(B, E rounded up to whole words, words) uint64: tokens of a pass that use each expert"""
     moved_tokens: np.ndarray
     """(B, W, 2, words) uint64: tokens of the two experts whose replicas change"""
     moved_pairs: np.ndarray
@@ -225,6 +228,9 @@ class TracePieces(NamedTuple):
 
     experts: np.ndarray
     """(L, rows, K) int16"""
+    expert_sets: np.ndarray
+    """(L, rows, words) uint64: the same experts as bits; (1, 1, 1) with more than 128 experts, whose sets would take
+    more memory and not be faster, and where nothing is counted"""
     piece_row: np.ndarray
     """(pieces,) int32: first row"""
     piece_tokens: np.ndarray
@@ -250,6 +256,8 @@ class StreamState(NamedTuple):
     """(B, D) float64: cumulative weights of the domains in this interval"""
     rank_piece: np.ndarray
     """(B, G, 2) int32: next row, and tokens left, of the piece that each rank works on (prefill)"""
+    orders: np.ndarray
+    """(B, D + 1, 7) int64: the order of the pieces of each domain; last row: scratch. See ``ORDER_*``"""
 
 
 class Observation(NamedTuple):

@@ -21,6 +21,11 @@ from clustergym.moe_placement.kernels.state import (
     AT_DOMAIN_OR_PIECE,
     AT_REUSE,
     DRIFT,
+    N_ROUNDS,
+    ORDER_LENGTH,
+    ORDER_MASK,
+    ORDER_ROUNDS,
+    ORDER_SHIFT,
     PIECE_LEFT,
     PIECE_ROW,
     RANDOM_COUNTER,
@@ -69,6 +74,7 @@ def begin_stream(state, b, trace, schedule):
         state.logits[b, d] = MIXTURE_STD * _normal(state, b)
     for g in range(state.rank_piece.shape[1]):
         state.rank_piece[b, g, PIECE_LEFT] = 0
+    _write_orders(state, b, trace)
 
 
 @device
@@ -121,11 +127,13 @@ def _draw_sequences(state, b, trace, rows, t):
 
     A function of its own: with the code for used-up domains in the same loop, it takes twice the time.
     """
-    used_up = False
+    used_up, first = False, t
+    # First all places in the lists of pieces, then the pieces: what one loop waits for does not hold up the other.
     while t < rows.shape[1] and not used_up:
-        piece, used_up = _draw_piece(state, b, trace)
-        _write_sequence(trace, piece, rows, t)
+        rows[0, t], used_up = _draw_place(state, b, trace)
         t += 1
+    for i in range(first, t):
+        _write_sequence(trace, _piece_at(state, b, trace, int(rows[0, i])), rows, i)
     return t
 
 
@@ -188,7 +196,16 @@ def _begin_again(state, b, trace, schedule):
     state.random[b, RANDOM_KEY] = hash31(state.random[b, RANDOM_KEY] + 1)
     for d in range(state.drawn.shape[1]):
         state.drawn[b, d] = 0
+    _write_orders(state, b, trace)
     _write_weights(state, b, trace, schedule)
+
+
+@device
+def _write_orders(state, b, trace):
+    """Write the order in which the stream serves the pieces of each domain."""
+    for d in range(state.drawn.shape[1]):
+        key = hash31(state.random[b, RANDOM_KEY] ^ hash31(d + 7919))
+        write_order(state.orders[b, d], int(trace.domain_start[d + 1] - trace.domain_start[d]), key)
 
 
 @device
@@ -204,15 +221,15 @@ def _next_piece(state, b, trace, schedule):
         return piece
     if state.weights[b, state.weights.shape[1] - 1] == 0.0:
         _begin_again(state, b, trace, schedule)
-    piece, used_up = _draw_piece(state, b, trace)
+    place, used_up = _draw_place(state, b, trace)
     if used_up:
         _write_weights(state, b, trace, schedule)
-    return piece
+    return _piece_at(state, b, trace, int(place))
 
 
 @inlined
-def _draw_piece(state, b, trace):
-    """(piece, whether it is the last of its domain), from a domain that is drawn by the weights."""
+def _draw_place(state, b, trace):
+    """(place of a piece, whether it is the last of its domain), from a domain that is drawn by the weights."""
     weights = state.weights[b]
     last = weights.shape[0] - 1
     target = _uniform(state, b) * weights[last]
@@ -220,34 +237,51 @@ def _draw_piece(state, b, trace):
     low = 0
     for d in range(last):
         low += weights[index(d)] <= target
-    first, pieces = int(trace.domain_start[low]), int(trace.domain_start[low + 1] - trace.domain_start[low])
-    key = hash31(state.random[b, RANDOM_KEY] ^ hash31(low + 7919))
-    piece = trace.domain_pieces[first + permuted(int(state.drawn[b, low]), pieces, key)]
+    place = trace.domain_start[low] + state.drawn[b, low]
     state.drawn[b, low] += 1
-    return piece, state.drawn[b, low] >= pieces
+    return place, place + 1 >= trace.domain_start[low + 1]
+
+
+@inlined
+def _piece_at(state, b, trace, place):
+    """The piece at a place of the lists of all domains, which each stream has in an order of its own."""
+    domain = 0
+    for d in range(1, trace.domain_start.shape[0] - 1):
+        domain += trace.domain_start[index(d)] <= place
+    first = int(trace.domain_start[domain])
+    return trace.domain_pieces[first + permuted(place - first, state.orders[b, domain])]
 
 
 @device
-def permuted(i, n, key):
-    """Image of ``i`` under a permutation of 0 … n−1 given by ``key``: rounds of bijections on the next power of two."""
+def write_order(order, n, key):
+    """Write a permutation of 0 … n−1 given by ``key``, for :func:`permuted`."""
     mask, bits = 1, 1
     while mask < n - 1:
         mask = mask * 2 + 1
         bits += 1
-    half = bits // 2 + 1
-    x = i
-    while True:
-        # Up to half of the images are too large. Two at once: one branch that is often mispredicted less.
-        x = _mixed(x, key, mask, half)
-        if x < n:
-            return x
+    order[ORDER_LENGTH] = n
+    order[ORDER_MASK] = mask
+    order[ORDER_SHIFT] = bits // 2 + 1
+    for r in range(N_ROUNDS):
+        order[ORDER_ROUNDS + r] = hash31((key + r * 0x3C6EF35F) & MASK31)
 
 
 @inlined
-def _mixed(x, key, mask, half):
-    """Image of ``x`` under a permutation of 0 … ``mask``, a power of two minus one."""
-    for r in range(4):
-        mixed = hash31((key + r * 0x3C6EF35F) & MASK31)
+def permuted(i, order):
+    """Image of ``i`` under the permutation that :func:`write_order` wrote."""
+    n, x = order[ORDER_LENGTH], _mixed(i, order)
+    # A permutation of a power of two: up to half of the images are too large.
+    while x >= n:
+        x = _mixed(x, order)
+    return x
+
+
+@inlined
+def _mixed(x, order):
+    """Image of ``x`` under a permutation of the next power of two: rounds of bijections."""
+    mask, shift = order[ORDER_MASK], order[ORDER_SHIFT]
+    for r in range(N_ROUNDS):
+        mixed = order[ORDER_ROUNDS + r]
         x = (x * (2 * mixed + 1) + (mixed >> 7)) & mask
-        x = x ^ (x >> half)
+        x = x ^ (x >> shift)
     return x

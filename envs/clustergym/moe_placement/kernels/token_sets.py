@@ -56,6 +56,24 @@ def add_all(tokens, others):
 
 
 @device
+def transpose(square):
+    """Let row i, word w of ``square`` (64, words) have its bits from the rows: bit j becomes bit i of row j, word w."""
+    words = square.shape[1]
+    flat, distance, half = square.reshape(64 * words), 32, index(0xFFFFFFFF)
+    # Exchange the off-diagonal quarters of each block of bits, then those of its quarters, and so on.
+    while distance > 0:
+        shift, length = index(distance), distance * words
+        for first in range(0, 64 * words, 2 * length):
+            upper, lower = flat[first : first + length], flat[first + length : first + 2 * length]
+            for i in range(length):
+                exchanged = ((upper[index(i)] >> shift) ^ lower[index(i)]) & half
+                lower[index(i)] ^= exchanged
+                upper[index(i)] ^= exchanged << shift
+        distance >>= 1
+        half ^= half << index(distance)
+
+
+@device
 def copy_set(source, target):
     for word in range(target.shape[0]):
         target[index(word)] = source[index(word)]
