@@ -100,7 +100,7 @@ def learn(iterations: int) -> tuple[PolicyNetwork, Any, Any, int]:
 
 
 def reached(network: PolicyNetwork, task: Any) -> tuple[set[frozenset[int]], float, float]:
-    """(experts that share a GPU in the policy's plan, its time, the proven optimum) for a new interval, µs.
+    """(experts that share a GPU in the plan of the agents, its time, the proven optimum) for a new interval, µs.
 
     The best assignment of the two groups to the two GPUs depends on the tokens of the two ranks. The time is therefore
     the better one of the plan and its mirror image.
@@ -111,7 +111,7 @@ def reached(network: PolicyNetwork, task: Any) -> tuple[set[frozenset[int]], flo
     exact = Exact(free)
     static = sim.static(1)
     exact.plan([interval], static)
-    plan = Policy(sim, policy=(network, task.settings)).plan([interval], static)
+    plan = Policy(sim, policy=(network, task.settings), estimate=False).plan([interval], static)
     shared = {frozenset(int(expert) for expert in gpu if expert >= 0) for gpu in plan[0]}
     images = plan, np.ascontiguousarray(plan[:, ::-1])
     times = [float(free.evaluate(interval, image).time_us.sum()) for image in images]
