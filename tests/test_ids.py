@@ -57,7 +57,7 @@ def test_profiles_of_the_ladder_are_those_of_the_environments() -> None:
 
 
 def test_reference_scores_are_in_the_docstring_and_make_sense() -> None:
-    """No score is above its bound by more than its spread, but for three; the proven optimum is above all."""
+    """No score is above its bound by more than its spread, but for the policy on three. The optimum is above all."""
     above = []
     assert dedent(docstring_table(SCORES)) in cleandoc(MoEPlacementEnv.__doc__ or "")
     for task, scores in SCORES.items():
@@ -70,8 +70,10 @@ def test_reference_scores_are_in_the_docstring_and_make_sense() -> None:
             above.append(task)
         if "optimum" in saved:
             assert max(saved[name][0] for name in saved) == saved["optimum"][0]
-    # Their bound is a search that sees the next interval, and the policy finds better placements. The page says so.
-    assert sorted(above) == [f"deepseek-v3-vllm-{schedule}" for schedule in ("drift", "replay", "switch")]
+    # Their bound is a search that fills all slots. The policy, where it is measured, leaves slots empty, which saves
+    # time there: the kernel's time depends on the number of active experts. The page says so.
+    empties = [f"deepseek-v3-vllm-{schedule}" for schedule in ("drift", "replay", "switch")]
+    assert sorted(above) == [task for task in empties if "policy" in SCORES[task]["saved_percent"]]
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
