@@ -1,6 +1,6 @@
 """Decode plans under the formula of the independent judge (tests/test_judge.py): the default plan and direct searches.
 
-    python benchmarks/judge_bound.py                 # DeepSeek-V2-Lite, 4 layers
+    python benchmarks/judge_bound.py                 # DeepSeek-V2-Lite, 4 layers; six minutes of one core
     python benchmarks/judge_bound.py --layers 8 --seen-passes 96 --planners anneal anneal-max
 
 A direct search has the judge's own formula and starts from EPLB's plan. On the very passes that the judge measures on,
