@@ -351,10 +351,9 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     ## Reference Scores
     Return in percent on the test split of `MoEPlacement-{task}-v0`; changing nothing (no-op) has 0. `random` plays
     legal operations, `random-flat` the candidates of `MoEPlacementFlat`. The best of seven planners is named. The bound
-    is a search that sees the next interval, or where it says so the proven optimum for it. On `deepseek-v3-vllm` with
-    drift, switch and replay the policy is above that search, so it is no bound there: the policy leaves slots empty,
-    and the search fills all of them. Means over two to four episodes: `clustergym.ids.REFERENCE_SCORES` names the file
-    with all scores and their spread.
+    is a search that sees the next interval, or where it says so the proven optimum for it. The search
+    fills all slots; the policy may leave some empty, so it can be above. Means over two to four episodes:
+    `clustergym.ids.REFERENCE_SCORES` names the file with all scores and their spread.
 
     | task | random | random-flat | EPLB | policy | best planner | bound |
     | --- | ---: | ---: | ---: | ---: | ---: | ---: |
