@@ -57,7 +57,7 @@ def test_profiles_of_the_ladder_are_those_of_the_environments() -> None:
 
 
 def test_reference_scores_are_in_the_docstring_and_make_sense() -> None:
-    """No score is above its bound by more than its spread, but for three; the proven optimum is above all."""
+    """No score is above its bound by more than its spread, and the proven optimum is above all."""
     above = []
     assert dedent(docstring_table(SCORES)) in cleandoc(MoEPlacementEnv.__doc__ or "")
     for task, scores in SCORES.items():
@@ -70,8 +70,12 @@ def test_reference_scores_are_in_the_docstring_and_make_sense() -> None:
             above.append(task)
         if "optimum" in saved:
             assert max(saved[name][0] for name in saved) == saved["optimum"][0]
-    # Their bound is a search that sees the next interval, and the policy finds better placements. The page says so.
-    assert sorted(above) == [f"deepseek-v3-vllm-{schedule}" for schedule in ("drift", "replay", "switch")]
+    # The bound fills all slots, but the policy may leave some empty. The twelve tasks of DeepSeek-V3 on vLLM's kernel,
+    # where this saves time, have no score of the policy yet.
+    assert above == []
+    own = [name for name, profile in PROFILES.items() if profile.kernels == ("vllm",)]
+    kernel = [task for task in TASKS if TASKS[task]["profile"] in own and task.startswith("deepseek-v3-")]
+    assert sorted(task for task in SCORES if "policy" not in SCORES[task]["saved_percent"]) == sorted(kernel)
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])

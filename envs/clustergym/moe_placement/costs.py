@@ -67,13 +67,11 @@ MEASURED = {
     ("deepep-decode", "deepseek-v3"): KernelCosts(21.1, 35.4, 0.0, 13.0, 2.15, 64, 0.0248),
     ("deepep-decode", "kimi-k2"): KernelCosts(21.1, 35.4, 0.0, 13.0, 2.15, 64, 0.0248),
     # SGLang's fused kernel: h100_sxm sglang 0.5.14, moe_perf.
-    ("sglang", "mixtral-8x7b"): KernelCosts(59.6, 283.0, 0.120, 30.2, 120.0, 64, 0.567),
     ("sglang", "gpt-oss-20b"): KernelCosts(53.0, 92.8, 0.0792, 13.6, 2.66, 64, 0.133),
     ("sglang", "deepseek-v3"): KernelCosts(40.7, 61.4, 0.133, 7.68, 6.56, 64, 0.00406),
     ("sglang", "kimi-k2"): KernelCosts(44.9, 58.9, 0.138, 10.8, 3.51, 64, 0.0315),
     # vLLM's fused kernel: h100_sxm vllm 0.24.0, moe_perf.
     ("vllm", "gpt-oss-20b"): KernelCosts(80.5, 67.9, 0.00426, 3.91, 0.0, 64, 0.0878),
-    ("vllm", "deepseek-v3"): KernelCosts(22.6, 48.7, 0.163, 14.3, 0.0, 64, 0.178),
     ("vllm", "kimi-k2"): KernelCosts(32.3, 43.6, 0.0296, 10.7, 4.19, 64, 0.0723),
 }
 """Constants by (kernel, model), for passes of all sizes."""
@@ -98,6 +96,10 @@ TILED: dict[tuple[str, str], tuple[Tile, ...]] = {
     ("sglang", "gpt-oss-120b"): (
         Tile(KernelCosts(32.6, 55.2, 0.0057, 16, 0.951, 16, 0.0729), tokens_per_expert=1),
         Tile(KernelCosts(58, 96.4, 0.0825, 12.1, 7.38, 64, 0.0532)),
+    ),
+    ("sglang", "mixtral-8x7b"): (
+        Tile(KernelCosts(69.9, 181, 0.00812, 111, 6.23, 16, 0.231), tokens_per_expert=1),
+        Tile(KernelCosts(69, 285, 0.0035, 60.9, 89.7, 64, 0.00661)),
     ),
     # vLLM's Triton kernel for bf16 weights has 16, 32, 64 or 128 rows per block, by tokens. OpenAI's kernel for mxfp4
     # weights chooses by tokens per expert: h100_sxm vllm 0.24.0, moe_perf.
@@ -128,6 +130,8 @@ TILED: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(KernelCosts(72.7, 252, 0.192, 85.5, 41.2, 64, 0.0342), tokens=512),
         Tile(KernelCosts(85.6, 436, 0.123, 6.41, 38.2, 128, 0.3)),
     ),
+    # One tile for fp8 weights.
+    ("vllm", "deepseek-v3"): (Tile(KernelCosts(29.7, 43, 0.00831, 6.26, 9.22, 64, 0.0113)),),
 }
 """Constants by (kernel, model), for tiles of different sizes."""
 
@@ -138,22 +142,16 @@ REFITTED: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(KernelCosts(33.3, 55, 0.00557, 15, 0.952, 16, 0.0435), tokens_per_expert=1),
         Tile(KernelCosts(59.4, 94.9, 0.0782, 9.33, 8.17, 64, 0.0506)),
     ),
-    ("sglang", "mixtral-8x7b"): (
-        Tile(KernelCosts(69.9, 181, 0.00812, 111, 6.23, 16, 0.231), tokens_per_expert=1),
-        Tile(KernelCosts(69, 285, 0.0035, 60.9, 89.7, 64, 0.00661)),
-    ),
     ("vllm", "gpt-oss-20b"): (
         Tile(KernelCosts(63.8, 67.6, 0.00432, 3.17, 1.09, 16, 0.11), tokens_per_expert=4),
         Tile(KernelCosts(52.6, 73, 0.00458, 1.6, 4.88, 32, 0.0184), tokens_per_expert=8),
         Tile(KernelCosts(60.7, 83.3, 0.00417, 1.67, 5.92, 64, 0.0139), tokens_per_expert=16),
         Tile(KernelCosts(75.4, 113, 0.00534, 0.343, 10.4, 128, 0.00414)),
     ),
-    ("vllm", "deepseek-v3"): (Tile(KernelCosts(29.7, 43, 0.00831, 6.26, 9.22, 64, 0.0113)),),
 }
-"""Better fits to the same tables that are not in use yet, because published results and tests were made with the
-constants in :data:`MEASURED`. The median error of a row falls from 55 to 7 % for ("sglang", "mixtral-8x7b"), from 23 to
-4 % for ("vllm", "deepseek-v3"), from 10 to 3 % for ("vllm", "gpt-oss-20b"), and by at most one point for the others. To
-use an entry, move it to :data:`TILED`, and measure the results again."""
+"""Better fits to the same tables that are not in use yet, because published results were made with the constants in
+:data:`MEASURED`. The median error of a row falls from 10 to 3 % for ("vllm", "gpt-oss-20b"), and by at most one point
+for the others. To use an entry, move it to :data:`TILED`, and measure the results again."""
 
 _START_US = {"dedup": (26.7, 39.5), "stay": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0)}
 """Start of dispatch and of combine inside a node of 8 H100: DeepEP normal (wideep_deepep_normal_perf), DeepEP low
