@@ -179,7 +179,7 @@ class Anneal(Search):
         """Anneal on the estimate, for ``share`` of the time budget if there is one, less the seconds already spent."""
         began = time.perf_counter()
         state, objective = self.prepare_estimate(history, placement, self.topics(history) if topic is None else topic)
-        start = self.start_estimate(state, placement, objective, others)
+        start, _ = self.start_estimate(state, placement, objective, others)
         left = None
         if self.seconds is not None:
             left = max(SHORTEST_SECONDS, share * self.seconds - spent - (time.perf_counter() - began))
@@ -189,10 +189,10 @@ class Anneal(Search):
 
     def start_estimate(
         self, state: surrogate.Surrogate, placement: Placement, objective: Objective, others: Sequence[Placement] = ()
-    ) -> Placement:
+    ) -> tuple[Placement, npt.NDArray[np.float64]]:
         """Let the estimate begin with the best placement of each layer: the current one, the usual one, EPLB's, others.
 
-        Returns it.
+        Returns it and its objectives (L,).
         """
         start, least = placement, self.take(state, placement, objective)
         if self.usual is not None:
@@ -204,7 +204,7 @@ class Anneal(Search):
             start = np.where((found < least)[:, None, None], other, start)
             least = np.minimum(found, least)
         self.take(state, start, objective)
-        return start
+        return start, least
 
     def anneal_estimate(
         self, state: surrogate.Surrogate, objective: Objective, steps: int, seconds: float | None = None

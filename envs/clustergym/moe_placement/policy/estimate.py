@@ -29,10 +29,8 @@ class Estimate:
     """
 
     def __init__(self, search: Anneal, history: Sequence[Interval], placement: Placement) -> None:
-        self.search = search
         self.state, self.objective = search.prepare_estimate(history, placement, search.topics(history))
-        search.start_estimate(self.state, placement, self.objective)
-        self.start_us = search.take(self.state, self.placement, self.objective)
+        _, self.start_us = search.start_estimate(self.state, placement, self.objective)
         self.memory = torch.zeros((*self.state.load.shape, 2))
 
     @property
