@@ -213,13 +213,31 @@ def test_the_estimate_counts_observed_tokens_and_past_topics() -> None:
     assert from_first == pytest.approx(shares[int(planner.traffic.profiles[:, :8].sum(1).argmax())], abs=0.01)
 
 
-def test_a_search_with_learned_topics_does_not_look_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", None)
-    trace = TokenTrace.load("tiny_moe")
-    sim = Simulator("tiny-moe", "h800-2x2", "sglang-prefill")
-    planner = make_planner("anneal-learned", sim, iterations=10)
-    planner.learn(trace)
-    sim.check(planner.plan([interval_of(trace, np.arange(2), sim.n_gpus)], sim.static(trace.n_layers)))
+@pytest.mark.parametrize(("known", "seconds", "looked"), [(True, None, 0), (False, None, 1), (False, 0.004, 0)])
+def test_topics_of_the_interval_are_looked_for_if_traffic_is_new_and_there_is_time(
+    monkeypatch: pytest.MonkeyPatch, known: bool, seconds: float | None, looked: int
+) -> None:
+    past, _ = trace_of_topics(0)
+    # New traffic uses the same experts in other pairs of topics: 4 … 11, and the others.
+    new = TokenTrace(
+        ((past.experts + 4) % EXPERTS).astype(np.int16),
+        n_experts=EXPERTS,
+        model=None,
+        name="new",
+        seq_lens=past.seq_lens,
+    )
+    calls = []
+
+    def counted(seen: Interval, n_experts: int, seed: int) -> np.ndarray:
+        calls.append(seen)
+        return np.zeros(seen.experts.shape[1], np.int8)
+
+    monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", counted)
+    sim = Simulator(ModelSpec("two", LAYERS, EXPERTS, TOP_K, 512, 128), ClusterSpec("2x2", 2, 2, 5), "sglang-prefill")
+    planner = make_planner("anneal-learned", sim, iterations=10, seconds=seconds)
+    planner.learn(past)
+    sim.check(planner.plan([interval_of(past if known else new, np.arange(40), 4)], sim.static(LAYERS)))
+    assert len(calls) == looked
 
 
 PAIRS_MODEL = ModelSpec("pairs", 1, 8, 2, 1024, 256)

@@ -36,7 +36,8 @@ _SCENARIOS, _MOST_VARYING = 8, 4
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 _HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
-"""With less time per layer and core, the estimate is made from fewer tokens. Past traffic makes up for them."""
+"""With less time per layer and core, the estimate is made from fewer tokens. Past traffic makes up for them, and no
+topics are looked for in the interval."""
 _USUAL_STEPS, _USUAL_STEPS_PER_PLACE = 200_000, 20
 """Steps per layer of the plan for usual traffic: at least so many, and so many per expert and GPU."""
 _LEAST_CHUNK_S = 5e-4
@@ -118,8 +119,9 @@ class Anneal(Search):
 
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
         """``others`` are more placements that the search may start from."""
-        began, short = time.perf_counter(), self.core_ms(len(placement)) < _LEAST_EXACT_MS
-        topic = self.topics(history)
+        began, core_ms = time.perf_counter(), self.core_ms(len(placement))
+        topic = self.topics(history, hurry=core_ms <= _LEARNED_HURRY_MS)
+        short = core_ms < _LEAST_EXACT_MS
         if self.estimates:
             spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
             estimated = self.search_estimate(history, placement, share, others, topic, spent)

@@ -68,13 +68,17 @@ class Search(Planner):
         """The passes of the last intervals."""
         return history[-1] if self.intervals == 1 else Interval.join(history[-self.intervals :])
 
-    def topics(self, history: Sequence[Interval]) -> npt.NDArray[np.int8]:
+    def topics(self, history: Sequence[Interval], hurry: bool = False) -> npt.NDArray[np.int8]:
         """Topic of each row of the observed tokens; all 0 if their mixture is taken as certain.
 
-        A model of the traffic has topics, so that none are looked for in the interval.
+        A model of the traffic has topics. If it knows the traffic, or in a ``hurry``, none are looked for.
         """
         seen = self.seen(history)
-        if self.spread == 0 or self.traffic is not None:
+        known = self.spread == 0
+        if self.traffic is not None:
+            self.traffic.check(seen.n_layers, seen.experts.shape[2])
+            known = known or hurry or self.traffic.knows(seen.loads(self.simulator.n_experts).astype(np.float64))
+        if known:
             return np.zeros(seen.experts.shape[1], np.int8)
         return topics_of(seen, self.simulator.n_experts, self.seed)
 

@@ -29,6 +29,7 @@ _FEWEST_TOKENS = 8192
 _STARTS, _ROUNDS = 4, 30
 _FIT_LAYERS = 8
 """A few layers are enough to tell how much of each topic is served."""
+_KNOWN = 0.25
 _PART_TOKENS = 2048
 """Tokens of a part of the training trace that stands for an interval."""
 
@@ -142,14 +143,21 @@ class TrafficModel:
             weights /= max(weights.sum(), 1e-12)
         return np.asarray(weights)
 
+    def likeness(self, loads: npt.NDArray[np.float64], shares: npt.NDArray[np.float64] | None = None) -> float:
+        """1 if loads (L, E) are as close to the topics as usual; a quarter if they are twice as far."""
+        return float(min(1.0, (self.usual_distance / max(self.distance(loads, shares), 1e-12)) ** 2))
+
+    def knows(self, loads: npt.NDArray[np.float64]) -> bool:
+        """Whether traffic with these loads is like the training traffic."""
+        return self.likeness(loads) >= _KNOWN
+
     def blend(self, loads: npt.NDArray[np.float64], tokens: int) -> tuple[float, npt.NDArray[np.float64]]:
         """(share of observed tokens, shares of the topics): what to plan on after so many tokens with these loads.
 
         All shares together are 1.
         """
         shares = self.fit(loads)
-        worth = self.worth * min(1.0, (self.usual_distance / max(self.distance(loads, shares), 1e-12)) ** 2)
-        own = tokens / (tokens + worth)
+        own = tokens / (tokens + self.worth * self.likeness(loads, shares))
         return own, (1 - own) * self.mixture(shares)
 
     def draw(self, tokens: npt.NDArray[np.float64], seed: int) -> npt.NDArray[np.int64]:

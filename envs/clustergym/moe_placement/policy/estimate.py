@@ -29,7 +29,7 @@ class Estimate:
     """
 
     def __init__(self, search: Anneal, history: Sequence[Interval], placement: Placement) -> None:
-        self.state, self.objective = search.prepare_estimate(history, placement, search.topics(history))
+        self.state, self.objective = search.prepare_estimate(history, placement, search.topics(history, hurry=True))
         _, self.start_us = search.start_estimate(self.state, placement, self.objective)
         self.memory = torch.zeros((*self.state.load.shape, 2))
 
