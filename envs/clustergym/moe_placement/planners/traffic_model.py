@@ -30,6 +30,7 @@ _STARTS, _ROUNDS = 4, 30
 _FIT_LAYERS = 8
 """A few layers are enough to tell how much of each topic is served."""
 _KNOWN = 0.25
+"""Least likeness of traffic that the topics explain: at most twice as far from them as usual."""
 _PART_TOKENS = 2048
 """Tokens of a part of the training trace that stands for an interval."""
 
