@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from clustergym.moe_placement import EngineProfile, Simulator, Traffic, get_cluster, get_model, get_profile
 from clustergym.moe_placement.costs import (
     MEASURED,
-    REFITTED,
     TILED,
     KernelCosts,
     Tile,
@@ -193,15 +192,16 @@ def test_the_fit_finds_known_constants() -> None:
 def test_tiles_of_the_package_follow_the_rules_of_the_engines() -> None:
     for kernel in KERNELS:
         engine, model = kernel.name.split()
-        tiles = TILED.get((engine, model)) or REFITTED.get((engine, model)) or measured_tiles(engine, model)
+        if (engine, model) in MEASURED:
+            continue  # one block size for passes of all sizes
+        tiles = measured_tiles(engine, model)
         known = [(r.block_tokens, r.tokens, r.tokens_per_expert, r.local_experts) for r in kernel.rules]
         assert [(tile.costs.block_tokens, *tile[1:]) for tile in tiles] == known
 
 
 def test_every_kernel_has_one_set_of_constants() -> None:
     assert not set(MEASURED) & set(TILED)
-    assert set(REFITTED) <= set(MEASURED)
-    for tiles in (*TILED.values(), *REFITTED.values()):
+    for tiles in TILED.values():
         assert tiles[-1][1:] == (inf, inf, 0)
         for tile in tiles:
             assert min(tile.costs) >= 0
@@ -265,8 +265,8 @@ def test_the_size_of_a_pass_chooses_the_tile() -> None:
     assert Simulator(model, cluster, profile).costs(80).block_tokens == 32
 
 
-@pytest.mark.parametrize("model", ["deepseek-v2-lite", "gpt-oss-20b", "deepseek-v3", "tiny-moe", "small-moe"])
-def test_models_of_published_results_have_the_same_constants_in_passes_of_all_sizes(model: str) -> None:
+@pytest.mark.parametrize("model", ["deepseek-v2-lite", "deepseek-v3", "tiny-moe", "small-moe"])
+def test_these_models_have_the_same_constants_in_passes_of_all_sizes(model: str) -> None:
     for profile in PROFILES.values():
         assert len({kernel_costs(get_model(model), profile, n, k) for n in (1, 50, 512, 9999) for k in (1, 5, 64)}) == 1
 

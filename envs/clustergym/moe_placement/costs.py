@@ -71,7 +71,6 @@ MEASURED = {
     ("sglang", "deepseek-v3"): KernelCosts(40.7, 61.4, 0.133, 7.68, 6.56, 64, 0.00406),
     ("sglang", "kimi-k2"): KernelCosts(44.9, 58.9, 0.138, 10.8, 3.51, 64, 0.0315),
     # vLLM's fused kernel: h100_sxm vllm 0.24.0, moe_perf.
-    ("vllm", "gpt-oss-20b"): KernelCosts(80.5, 67.9, 0.00426, 3.91, 0.0, 64, 0.0878),
     ("vllm", "kimi-k2"): KernelCosts(32.3, 43.6, 0.0296, 10.7, 4.19, 64, 0.0723),
 }
 """Constants by (kernel, model), for passes of all sizes."""
@@ -118,6 +117,12 @@ TILED: dict[tuple[str, str], tuple[Tile, ...]] = {
         Tile(KernelCosts(47.9, 91, 0.124, 11.6, 0.829, 64, 0.0048), tokens=512),
         Tile(KernelCosts(51.2, 171, 0.0991, 6.55, 4.8, 128, 0.0168)),
     ),
+    ("vllm", "gpt-oss-20b"): (
+        Tile(KernelCosts(63.8, 67.6, 0.00432, 3.17, 1.09, 16, 0.11), tokens_per_expert=4),
+        Tile(KernelCosts(52.6, 73, 0.00458, 1.6, 4.88, 32, 0.0184), tokens_per_expert=8),
+        Tile(KernelCosts(60.7, 83.3, 0.00417, 1.67, 5.92, 64, 0.0139), tokens_per_expert=16),
+        Tile(KernelCosts(75.4, 113, 0.00534, 0.343, 10.4, 128, 0.00414)),
+    ),
     ("vllm", "gpt-oss-120b"): (
         Tile(KernelCosts(64.1, 66.5, 0.00171, 1.12, 4.32, 16, 0.0417), tokens_per_expert=4),
         Tile(KernelCosts(58.2, 72.9, 0.00428, 1, 4.95, 32, 0.0824), tokens_per_expert=8),
@@ -134,24 +139,6 @@ TILED: dict[tuple[str, str], tuple[Tile, ...]] = {
     ("vllm", "deepseek-v3"): (Tile(KernelCosts(29.7, 43, 0.00831, 6.26, 9.22, 64, 0.0113)),),
 }
 """Constants by (kernel, model), for tiles of different sizes."""
-
-REFITTED: dict[tuple[str, str], tuple[Tile, ...]] = {
-    ("deepep-prefill", "deepseek-v3"): (Tile(KernelCosts(177, 399, 0.0083, 11.1, 9.24, 128, 0.00107)),),
-    ("deepep-decode", "deepseek-v3"): (Tile(KernelCosts(20.1, 35.5, 0, 12.7, 3.7, 64, 0.00058)),),
-    ("sglang", "gpt-oss-20b"): (
-        Tile(KernelCosts(33.3, 55, 0.00557, 15, 0.952, 16, 0.0435), tokens_per_expert=1),
-        Tile(KernelCosts(59.4, 94.9, 0.0782, 9.33, 8.17, 64, 0.0506)),
-    ),
-    ("vllm", "gpt-oss-20b"): (
-        Tile(KernelCosts(63.8, 67.6, 0.00432, 3.17, 1.09, 16, 0.11), tokens_per_expert=4),
-        Tile(KernelCosts(52.6, 73, 0.00458, 1.6, 4.88, 32, 0.0184), tokens_per_expert=8),
-        Tile(KernelCosts(60.7, 83.3, 0.00417, 1.67, 5.92, 64, 0.0139), tokens_per_expert=16),
-        Tile(KernelCosts(75.4, 113, 0.00534, 0.343, 10.4, 128, 0.00414)),
-    ),
-}
-"""Better fits to the same tables that are not in use yet, because published results were made with the constants in
-:data:`MEASURED`. The median error of a row falls from 10 to 3 % for ("vllm", "gpt-oss-20b"), and by at most one point
-for the others. To use an entry, move it to :data:`TILED`, and measure the results again."""
 
 _START_US = {"dedup": (26.7, 39.5), "stay": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0)}
 """Start of dispatch and of combine inside a node of 8 H100: DeepEP normal (wideep_deepep_normal_perf), DeepEP low
