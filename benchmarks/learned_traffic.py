@@ -1,11 +1,11 @@
 """What learning adds to search at equal time: annealing with and without a learned model of the traffic.
 
-    python benchmarks/learned_traffic.py --budgets-ms --streams 10 --layers 2      # default numbers of steps
-    python benchmarks/learned_traffic.py --no-free --streams 4 --layers 12         # equal time; needs an idle machine
-    python benchmarks/learned_traffic.py --budgets-ms --streams 10 --layers 2 --trainings runs/pretrained/seed-*
-    python benchmarks/learned_traffic.py --tables                                  # print what has been measured
+    python benchmarks/learned_traffic.py --budgets-ms --layers 2      # default numbers of steps; 20 minutes, two cores
+    python benchmarks/learned_traffic.py --no-free --layers 6         # equal time; 45 minutes, needs an idle machine
+    python benchmarks/learned_traffic.py --budgets-ms --layers 2 --trainings runs/pretrained/seed-*
+    python benchmarks/learned_traffic.py --tables                     # print what has been measured
 
-Each takes about 20 minutes on two cores. What has been measured is not measured again.
+What has been measured is not measured again.
 
 Each trace is split in two by sequences. The traffic model learns from the first half; streams with drift are drawn from
 the second, and no token is served twice. Without a budget, planners use their default numbers of steps. With one,
@@ -117,7 +117,7 @@ def measure(
     sizes = PlacementArgs(streams=args.streams, intervals=args.intervals, seed=args.seed)
     protocol = protocol_of(sizes, cell, served, simulator.n_gpus)
     runs: list[tuple[str, float | None]] = [(name, None) for name in (*FREE, *POLICIES, *SEARCHES) if args.free]
-    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED, *SEARCHES)]
+    runs += [(name, ms) for ms in args.budgets_ms for name in (*ANNEALERS, *LEARNED)]
     trained = {
         f"{kind}, training {folder.name}": {"checkpoint": folder, **options}
         for kind, options in TRAINED.items()
@@ -213,7 +213,7 @@ def time_tables(cells: dict[tuple[str, ...], Results], budgets: Sequence[float])
         "\n| planner | its time | time of the best annealer | difference, % | range over cells |",
         "| --- | --- | --- | ---: | ---: |",
     ]
-    for name in (*LEARNED, *SEARCHES):
+    for name in LEARNED:
         for ms in budgets:
             for other in (ms, 10 * ms):
                 pairs = [

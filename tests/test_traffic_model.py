@@ -278,3 +278,24 @@ def test_only_searches_with_an_estimate_have_a_plan_for_past_traffic(profile: st
     planner = make_planner("anneal-learned", Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), profile))
     planner.learn(trace_of_pairs(1))
     assert (planner.usual is None) == (profile == "sglang-lp")
+
+
+def test_a_search_with_a_plan_for_past_traffic_begins_cooler(monkeypatch: pytest.MonkeyPatch) -> None:
+    heats: list[object] = []
+
+    def noted(*arguments: object) -> int:
+        heats.append(arguments[6])
+        return 0
+
+    sim = Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), "sglang-prefill")
+    planner = make_planner("anneal-learned", sim)
+    planner.learn(trace_of_pairs(1))
+    monkeypatch.setattr(Anneal, "_run", noted)
+    seen = Interval.even(layer_first(trace_of_pairs(1)), np.arange(1024, dtype=np.int32)[None], 4)
+    for heat in ((1e-2, 1e-3), (1e-3, 5e-4)):
+        planner.estimate_heat = heat
+        planner.search_estimate([seen], sim.static(1))
+    planner.usual = None
+    planner.search_estimate([seen], sim.static(1))
+    # Not below the last temperature.
+    assert heats == [(pytest.approx(3e-3), 1e-3), (5e-4, 5e-4), (1e-3, 5e-4)]

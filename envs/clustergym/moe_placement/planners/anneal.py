@@ -40,6 +40,9 @@ _HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
 topics are looked for in the interval."""
 _USUAL_STEPS, _USUAL_STEPS_PER_PLACE = 200_000, 20
 """Steps per layer of the plan for usual traffic: at least so many, and so many per expert and GPU."""
+_WARM = 0.3
+"""Share of the first temperature of the estimate for searches that have a plan for past traffic: a high temperature
+undoes it. Without such a plan, lower temperatures are worse."""
 _LEAST_CHUNK_S = 5e-4
 """Shortest time between two looks at the clock: threads that start and end cost time, too."""
 
@@ -219,7 +222,10 @@ class Anneal(Search):
             arguments = (state, objective, key, np.array(heat), steps, best, best_cost)
             over_layers(anneal_layers, first, last, *arguments)
 
-        return best, self._run(run, 0, layers, layers, seconds, self.estimate_heat, steps)
+        first, last = self.estimate_heat
+        if self.usual is not None:
+            first = max(_WARM * first, last)
+        return best, self._run(run, 0, layers, layers, seconds, (first, last), steps)
 
     def prepare_estimate(
         self, history: Sequence[Interval], placement: Placement, topic: npt.NDArray[np.int8]
