@@ -2,7 +2,7 @@
 
     python benchmarks/cost_model.py                          # all kernels, 2 minutes; needs pandas and pyarrow
     python benchmarks/cost_model.py --tables DIR --json out.json
-    python benchmarks/cost_model.py --constants              # the fitted constants, as clustergym holds them
+    python benchmarks/cost_model.py --constants              # the new fits, in the format of costs.py
 
 The tables are the H100 measurements of NVIDIA's aiconfigurator (Apache-2.0): fused MoE kernels of SGLang and vLLM for
 many models, expert-parallel sizes and load distributions; the grouped kernels behind DeepEP ("wideep"); DeepEP and NCCL

@@ -1,6 +1,6 @@
 """What learning adds at the size people run: 256 experts, top-8 of at most 4 of 8 groups, 32 and 64 GPUs.
 
-    python benchmarks/large_model.py                 # about 20 minutes on two idle cores; run again to resume
+    python benchmarks/large_model.py                 # 15 minutes on two idle cores; run again to resume
     python benchmarks/large_model.py --tables        # print what has been measured
     python benchmarks/large_model.py --quick         # one trace, one cluster
 
@@ -40,7 +40,7 @@ class Args:
     clusters: tuple[str, ...] = ("8x8", "4x8")
     budgets_ms: tuple[float, ...] = (3, 10, 30, 100)
     """Milliseconds of one core per layer."""
-    traces: int = 5
+    traces: int = 6
     """Synthetic traces with different seeds."""
     layers: int = 8
     intervals: int = 4
@@ -48,7 +48,7 @@ class Args:
     """Print the tables of what has been measured, and stop."""
     quick: bool = False
     output: Path = Path("runs/large_model.jsonl")
-    """File of JSON lines. What it has is not measured again."""
+    """File of JSON lines. What it has is not measured again: after a change to a planner, give another file."""
 
 
 def measure(args: Args, cluster: str, seed: int, lines: list[dict[str, Any]]) -> None:

@@ -1,11 +1,11 @@
-"""What learning adds to search at equal time: annealing with and without a learned model of the traffic.
+"""What learning adds to search, with default numbers of steps and at equal time.
 
     python benchmarks/learned_traffic.py --budgets-ms --layers 2      # default numbers of steps; 20 minutes, two cores
     python benchmarks/learned_traffic.py --no-free --layers 6         # equal time; 45 minutes, needs an idle machine
     python benchmarks/learned_traffic.py --budgets-ms --layers 2 --trainings runs/pretrained/seed-*
-    python benchmarks/learned_traffic.py --tables                     # print what has been measured
+    python benchmarks/learned_traffic.py --tables --layers 6          # print what has been measured with these sizes
 
-What has been measured is not measured again.
+What has been measured is not measured again: after a change to a planner, give another ``--output``.
 
 Each trace is split in two by sequences. The traffic model learns from the first half; streams with drift are drawn from
 the second, and no token is served twice. Without a budget, planners use their default numbers of steps. With one,

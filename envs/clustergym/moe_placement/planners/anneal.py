@@ -36,10 +36,10 @@ _SCENARIOS, _MOST_VARYING = 8, 4
 _LEAST_EXACT_MS = 30.0
 """With less time per layer and core, all of it is spent on the estimate."""
 _HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
-"""With less time per layer and core, the estimate is made from fewer tokens. Past traffic makes up for them, and no
-topics are looked for in the interval."""
+"""With at most so much time per layer and core, the estimate is made from fewer tokens: without past traffic, and with
+it. With it, no topics are looked for in the interval either."""
 _USUAL_STEPS, _USUAL_STEPS_PER_PLACE = 200_000, 20
-"""Steps per layer of the plan for usual traffic: at least so many, and so many per expert and GPU."""
+"""Steps per layer of the plan for past traffic: at least so many, and so many per expert and GPU."""
 _WARM = 0.3
 """Share of the first temperature of the estimate for searches that have a plan for past traffic: a high temperature
 undoes it. Without such a plan, lower temperatures are worse."""
@@ -49,7 +49,10 @@ _LEAST_CHUNK_S = 5e-4
 
 @dataclass(eq=False, kw_only=True)
 class Anneal(Search):
-    """Simulated annealing of every layer, migration included, from the current placement, EPLB's or the static one.
+    """Simulated annealing of every layer, migration included.
+
+    It starts from the best of the current placement, EPLB's, the static one and, if it has learned, its plan for past
+    traffic.
 
     Most steps are made on an estimate from loads and co-activation (:mod:`.kernels.surrogate`), the last ones on the
     exact time of the observed tokens. Transport ``stay`` and dispatch ``lp`` have no estimate.
@@ -74,7 +77,7 @@ class Anneal(Search):
     """First and last temperature of the exact steps, as shares of the time of the layer. After steps on the estimate
     they begin with a tenth."""
     estimate_heat: tuple[float, float] = (3e-4, 3e-6)
-    """The same for the steps on the estimate."""
+    """The same for the steps on the estimate. Searches with a plan for past traffic begin with 0.3 of the first one."""
     shares: tuple[float, float, float, float] = (0.3, 0.35, 0.2, 0.0)
     """Share of the exact steps that replace a spare replica, that move an expert next to one that the same token uses,
     and that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first
