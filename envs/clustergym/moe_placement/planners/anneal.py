@@ -33,8 +33,9 @@ LAYERS_BETWEEN_STOPS = 16
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
 _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
 _SCENARIOS, _MOST_VARYING = 8, 4
-_LEAST_EXACT_MS = 30.0
-"""With less time per layer and core, all of it is spent on the estimate."""
+_LEAST_EXACT_MS, _LEARNED_EXACT_MS = 30.0, 150.0
+"""With less time per layer and core, all of it is spent on the estimate: without past traffic, and with it. The
+estimate has all of the past traffic, the exact steps a few tokens of it."""
 _HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
 """With at most so much time per layer and core, the estimate is made from fewer tokens: without past traffic, and with
 it. With it, no topics are looked for in the interval either."""
@@ -127,7 +128,7 @@ class Anneal(Search):
         """``others`` are more placements that the search may start from."""
         began, core_ms = time.perf_counter(), self.core_ms(len(placement))
         topic = self.topics(history, hurry=core_ms <= _LEARNED_HURRY_MS)
-        short = core_ms < _LEAST_EXACT_MS
+        short = core_ms < (_LEAST_EXACT_MS if self.traffic is None else _LEARNED_EXACT_MS)
         if self.estimates:
             spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
             estimated = self.search_estimate(history, placement, share, others, topic, spent)
