@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,3 +300,26 @@ def test_a_search_with_a_plan_for_past_traffic_begins_cooler(monkeypatch: pytest
     planner.search_estimate([seen], sim.static(1))
     # Not below the last temperature.
     assert heats == [(pytest.approx(3e-3), 1e-3), (5e-4, 5e-4), (1e-3, 5e-4)]
+
+
+@pytest.mark.parametrize(("planner", "ms", "exact"), [
+    ("anneal", 20, False), ("anneal", 50, True), ("anneal-learned", 50, False), ("anneal-learned", 200, True),
+    ("anneal-learned", None, True),
+])  # fmt: skip
+def test_exact_steps_need_time_and_more_with_past_traffic(
+    monkeypatch: pytest.MonkeyPatch, planner: str, ms: float | None, exact: bool
+) -> None:
+    calls, refine = [], Anneal.refine
+
+    def counted(*arguments: Any) -> np.ndarray:
+        calls.append(arguments)
+        return refine(*arguments)
+
+    monkeypatch.setattr(Anneal, "refine", counted)
+    sim = Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), "sglang-prefill")
+    search = make_planner(planner, sim, iterations=10, seconds=None if ms is None else ms / 1e3)
+    if search.needs_training:
+        search.learn(trace_of_pairs(1))
+    seen = Interval.even(layer_first(trace_of_pairs(1)), np.arange(1024, dtype=np.int32)[None], 4)
+    assert united(search.plan([seen], sim.static(1)), 1)
+    assert bool(calls) == exact

@@ -61,8 +61,8 @@ def choose_tile(tiles: tuple[Tile, ...], n_tokens: float, local_experts: int) ->
 
 MEASURED = {
     # DeepSeek's grouped GEMM kernels behind DeepEP: h100_sxm sglang 0.5.10, wideep_context_moe_perf (128 rows per
-    # block) and wideep_generation_moe_perf (masked layout). Kimi-K2 has the same experts. These and SGLang's gpt-oss-20b
-    # are of an earlier fit, at most one point worse than the new one (docs/results/placement.md).
+    # block) and wideep_generation_moe_perf (masked layout). Kimi-K2 has the same experts. These constants and those of
+    # SGLang's gpt-oss-20b are of an earlier fit, at most one point worse than the new one (docs/results/placement.md).
     ("deepep-prefill", "deepseek-v3"): KernelCosts(174.0, 405.0, 0.00876, 11.2, 9.20, 128, 0.0),
     ("deepep-prefill", "kimi-k2"): KernelCosts(174.0, 405.0, 0.00876, 11.2, 9.20, 128, 0.0),
     ("deepep-decode", "deepseek-v3"): KernelCosts(21.1, 35.4, 0.0, 13.0, 2.15, 64, 0.0248),
