@@ -183,7 +183,7 @@ def free_tables(cells: dict[tuple[str, ...], Results]) -> list[str]:
             text.append(f"| `{name}` against {label} | {mean_difference(pairs)} |")
     text += [
         "\nParts of the policy and of the search against the best annealer of the cell\n",
-        "| planner | difference, % | range over cells | share of its decision time |",
+        "| planner | difference, % | range over cells | share of the annealer's decision time |",
         "| --- | ---: | ---: | ---: |",
     ]
     for name in ("policy", *POLICIES, *SEARCHES):
