@@ -5,6 +5,7 @@ Needs the extra ``ray``.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,23 @@ def test_a_run_on_ray_that_fails_or_is_stopped(cluster: Any, tmp_path: Path) -> 
     endless.stop()
     endless.wait(120)
     assert endless.poll() not in (0, None)
+
+
+def test_a_run_stops_although_ray_loses_the_interrupt(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = RayLauncher(cluster.address)
+    monkeypatch.setattr(ray, "cancel", lambda *_, **__: None)
+    running = launcher.start(["sleep", "1000"], tmp_path, None, False)
+    with pytest.raises(TimeoutError):
+        running.wait(0.5)
+    running.stop()
+    running.wait(120)
+    assert running.poll() == -signal.SIGTERM
+    # The next start of the run is not stopped by what stopped the last one.
+    again = launcher.start(["true"], tmp_path, None, True)
+    again.wait(120)
+    assert again.poll() == 0
 
 
 def test_executors_and_launchers_by_name(cluster: Any) -> None:

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 from clustergym.common.executors import RETRIES, connect_ray
 from clustergym.sweeping.processes import CHECKPOINT, OUTPUT, die_with_parent
 
+STOP = ".stop"
+"""File in the folder of a run on a cluster that tells it to end."""
 _GRACE_S = 10.0
 _POLL_S = 0.1
 
@@ -112,21 +114,34 @@ def run_command(command: Sequence[str], folder: Path, cwd: Path | None, resume: 
     """On a host of the cluster: run a command to its end. Returns its exit code.
 
     Ray calls this again on another host if the first one is lost. Then the run resumes from its checkpoint.
+
+    It ends early if ray.cancel interrupts it, or if the folder has the file :data:`STOP`. Ray loses an interrupt that
+    comes while a busy worker is about to start the task.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if (folder / STOP).exists():
+        return -signal.SIGTERM
     process = popen(command, folder, cwd, resume)
     try:
         # ray.cancel raises between two lines of Python. It does not interrupt process.wait().
         while (code := process.poll()) is None:
+            if (folder / STOP).exists():
+                end(process)
+                return -signal.SIGTERM
             time.sleep(_POLL_S)
         return code
     except KeyboardInterrupt:
-        signal_group(process, signal.SIGTERM)
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            signal_group(process, signal.SIGKILL)
+        end(process)
         raise
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process and its children to stop, and kill them if they do not."""
+    signal_group(process, signal.SIGTERM)
+    try:
+        process.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        signal_group(process, signal.SIGKILL)
 
 
 @dataclass
@@ -157,10 +172,15 @@ class RayHandle:
             return 1
 
     def stop(self) -> None:
-        self.ray.cancel(self.reference, force=False)
+        self._stop(force=False)
 
     def kill(self) -> None:
-        self.ray.cancel(self.reference, force=True)
+        self._stop(force=True)
+
+    def _stop(self, force: bool) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / STOP).touch()
+        self.ray.cancel(self.reference, force=force)
 
     def wait(self, seconds: float | None = None) -> None:
         done, _ = self.ray.wait([self.reference], timeout=seconds)
@@ -181,6 +201,7 @@ class RayLauncher:
 
     def start(self, command: Sequence[str], folder: Path, cwd: Path | None, resume: bool) -> RayHandle:
         where = Path.cwd() if cwd is None else cwd
+        (folder / STOP).unlink(missing_ok=True)
         return RayHandle(self.ray, self.remote.remote(list(command), folder, where, resume), folder)
 
 
