@@ -115,8 +115,8 @@ def run_command(command: Sequence[str], folder: Path, cwd: Path | None, resume: 
 
     Ray calls this again on another host if the first one is lost. Then the run resumes from its checkpoint.
 
-    It ends early if ray.cancel interrupts it, or if the folder has the file :data:`STOP`. Ray loses an interrupt that
-    comes while a busy worker is about to start the task.
+    It ends early if ray.cancel interrupts it, or if the folder has the file :data:`STOP`. Ray may lose an interrupt
+    that comes while a busy worker is about to start the task.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / STOP).exists():
