@@ -321,5 +321,5 @@ def test_exact_steps_need_time_and_more_with_past_traffic(
     if search.needs_training:
         search.learn(trace_of_pairs(1))
     seen = Interval.even(layer_first(trace_of_pairs(1)), np.arange(1024, dtype=np.int32)[None], 4)
-    assert united(search.plan([seen], sim.static(1)), 1)
+    sim.check(search.plan([seen], sim.static(1)))
     assert bool(calls) == exact

@@ -43,7 +43,7 @@ _USUAL_STEPS, _USUAL_STEPS_PER_PLACE = 200_000, 20
 """Steps per layer of the plan for past traffic: at least so many, and so many per expert and GPU."""
 _WARM = 0.3
 """Share of the first temperature of the estimate for searches that have a plan for past traffic: a high temperature
-undoes it. Without such a plan, lower temperatures are worse."""
+undoes it. Without such a plan, a lower temperature does not help."""
 _LEAST_CHUNK_S = 5e-4
 """Shortest time between two looks at the clock: threads that start and end cost time, too."""
 
