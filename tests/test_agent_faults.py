@@ -109,7 +109,7 @@ def test_a_deleted_store_is_not_ready(server: Server, tmp_path: Path) -> None:
     (tmp_path / "store.db").unlink()
     status, found = server.post("/allocate", REQUEST)
     assert status == 503
-    assert "was deleted or replaced: restart the agent" in found["detail"]
+    assert "was deleted or replaced: put it back, or restart the agent" in found["detail"]
     assert ready(server)[0] == 503
 
 
@@ -236,7 +236,6 @@ def test_old_rows_are_deleted_in_batches_by_the_primary_key(tmp_path: Path) -> N
     store = Store(tmp_path, "process")
     for i in range(150):
         add_row(store, 1000.0 + i)
-    store.flush()
     assert [store.delete_before(1120.0) for _ in range(4)] == [50, 50, 20, 0]
     for table in ("allocations", "feedback"):
         assert store.connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (30,)
@@ -293,7 +292,6 @@ def test_open_allocations_are_known_after_a_restart(tmp_path: Path) -> None:
     made = Allocation(store.next_seq, "0" * 32, 5.0, "a", 80.0, 4000.0, False, 60.0, 3000.0, 0, True)
     store.next_seq += 1
     store.add(made, Experience(np.zeros(19), np.zeros(2), 0.0, 0.0), None)
-    store.flush()
     again = Store(tmp_path, "process")
     assert [one.id for one in again.open_of("a", 0.0)] == [made.id]
     assert again.open_of("a", 6.0) == []
@@ -304,6 +302,6 @@ def test_open_allocations_are_known_after_a_restart(tmp_path: Path) -> None:
 def test_the_documentation_page_needs_no_other_server(server: Server) -> None:
     page = server.get("/docs")
     assert "POST /allocate" in page
-    assert "feedback_token" in page
+    assert "allocation_id" in page
     assert not re.findall(r"(?:src|href)=[\"']?(?:https?:)?//", page)
     assert "<script" not in page

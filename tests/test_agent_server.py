@@ -113,7 +113,7 @@ def test_a_pod_that_ran_out_of_memory_has_missed_its_objective(server: Server) -
     assert answer["reward"] == -0.5
 
 
-@pytest.mark.parametrize(("cores", "memory"), [(5, 100), (0.5, 1), (100, 200_000)])
+@pytest.mark.parametrize(("cores", "memory"), [(5, 100), (1, 1), (100, 200_000)])
 def test_requests_outside_the_range_of_the_task_are_granted(server: Server, cores: float, memory: float) -> None:
     found = allocate(server, cores=cores, memory=memory)
     assert 0 < found["cores"] <= cores
@@ -127,7 +127,7 @@ def test_a_second_feedback_changes_nothing(server: Server, store: Path) -> None:
     allocate(server)
     seen = last_obs(store)
     for _ in range(3):
-        assert feedback(server, found["allocation_id"], qos_met=False) == {"status": "duplicate", "reward": None}
+        assert feedback(server, found["allocation_id"], actual_usage=1) == {"status": "duplicate", "reward": None}
     allocate(server)
     # The next decision sees the same history of the owner.
     np.testing.assert_array_equal(last_obs(store), seen)

@@ -9,15 +9,15 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Header, Response
+from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from clustergym.agent import messages, relay
+from clustergym.agent import messages
 from clustergym.agent.messages import PROBLEMS, AllocateRequest, FeedbackRequest
 from clustergym.agent.metrics import Seconds
 from clustergym.agent.service import Refused, Service
@@ -28,15 +28,13 @@ log = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-Endpoint = Callable[[Any, str | None], Awaitable[dict[str, Any]]]
+Endpoint = Callable[[Any], dict[str, Any]]
 Endpoints = dict[str, tuple[type[BaseModel], Endpoint]]
-"""Path to (request model, endpoint). An endpoint also gets the allocation id of a feedback credential, or None, and
-returns the answer."""
+"""Path to (request model, endpoint). An endpoint returns the answer."""
 
 PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics", "/ui")
 """Can be read without a token, because probes and scrapers have none, and the page itself shows nothing."""
-DOCUMENT_PATHS = ("/docs", "/openapi.json", "/status.json", "/policy")
-FEEDBACK_PATH, RELAY_PATH = "/feedback", "/experiences"
+DOCUMENT_PATHS = ("/docs", "/openapi.json", "/status.json")
 
 
 class Disconnected(Exception):
@@ -68,15 +66,11 @@ class AccessMiddleware:
         method, path, headers = scope["method"], scope["path"], dict(scope["headers"])
         reads = method in ("GET", "HEAD")
         authorization = headers.get(b"authorization", b"")
-        if path == FEEDBACK_PATH and method == "POST":
-            credential_for = self.service.credentials.allocation_of(authorization)
-        else:
-            credential_for = None
         public = reads and path in PUBLIC_PATHS
-        if not public and credential_for is None and not self.service.tokens.accepts(authorization):
+        if not public and not self.service.access.allows(method, path, authorization):
             refusal = self.refuse(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
         elif path in self.endpoints and method == "POST":
-            await self.post(scope, headers, credential_for, receive, send)
+            await self.post(scope, headers, receive, send)
             return
         elif path in (*PUBLIC_PATHS, *DOCUMENT_PATHS) and reads:
             await self.app(scope, receive, send)
@@ -88,21 +82,19 @@ class AccessMiddleware:
             refusal = self.refuse(404, f"no such path; the paths are {', '.join((*self.endpoints, *PUBLIC_PATHS))}")
         await refusal(scope, receive, send)
 
-    async def post(
-        self, scope: Any, headers: dict[bytes, bytes], credential_for: str | None, receive: Receive, send: Send
-    ) -> None:
+    async def post(self, scope: Any, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         """Call an endpoint with the validated body."""
         start = time.perf_counter()
         model, endpoint, seconds = self.endpoints[scope["path"]]
         try:
-            limit = relay.MAX_BODY_BYTES if scope["path"] == RELAY_PATH else self.service.settings.max_body_bytes
+            limit = self.service.settings.max_body_bytes
             body = await self.read_body(headers, receive, limit)
         except Disconnected:
             return
         if body is None:
             answer: dict[str, Any] | Response = self.refuse(413, f"the body is longer than {limit} bytes")
         else:
-            answer = await self.call(model, endpoint, body, credential_for)
+            answer = self.call(model, endpoint, body)
         if isinstance(answer, Response):
             await answer(scope, receive, send)
         else:
@@ -127,11 +119,9 @@ class AccessMiddleware:
             more = message.get("more_body", False)
         return body if len(body) <= limit else None
 
-    async def call(
-        self, model: type[BaseModel], endpoint: Endpoint, body: bytes, credential_for: str | None
-    ) -> dict[str, Any] | Response:
+    def call(self, model: type[BaseModel], endpoint: Endpoint, body: bytes) -> dict[str, Any] | Response:
         try:
-            return await endpoint(model.model_validate_json(body), credential_for)
+            return endpoint(model.model_validate_json(body))
         except ValidationError as error:
             problems = [
                 {"where": list(map(str, one["loc"])), "problem": one["msg"], "type": one["type"]}
@@ -143,9 +133,12 @@ class AccessMiddleware:
         except StoreUnavailable as error:
             return self.refuse(503, str(error))
         except sqlite3.Error as error:
-            self.service.store.problem = str(error)
-            log.error("the store cannot be read: %s", error)
-            return self.refuse(503, f"the store cannot be read: {error}")
+            self.service.store.failure = f"the store cannot be read: {error}"
+            log.error("%s", self.service.store.failure)
+            return self.refuse(503, self.service.store.failure)
+        except Exception:  # a bug: the transaction was rolled back, and memory is changed after it
+            log.exception("a request failed and had no effect")
+            return self.refuse(500, "an error in the agent; nothing was stored")
 
     def refuse(self, status: int, detail: Any, headers: dict[str, str] | None = None) -> Response:
         self.service.metrics.refused.labels(str(status)).inc()
@@ -198,68 +191,42 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
     """The application of a service: FastAPI behind the access checks."""
     app = FastAPI(title="clustergym GPU allocation agent", lifespan=lifespan, docs_url=None, redoc_url=None)
     status_page = page()
-    security: dict[str, Any] = {"security": [{"bearer": []}]} if service.tokens.path is not None else {}
+    security: dict[str, Any] = {"security": [{"bearer": []}]} if service.access.tokens else {}
 
     @app.post("/allocate", response_model=messages.AllocateResponse, responses=PROBLEMS, openapi_extra=security)
     async def allocate(request: AllocateRequest) -> Response:
         """Decide what a pod gets."""
         raise NotImplementedError("called by the middleware")
 
-    @app.post(FEEDBACK_PATH, response_model=messages.FeedbackResponse, responses=PROBLEMS, openapi_extra=security)
+    @app.post("/feedback", response_model=messages.FeedbackResponse, responses=PROBLEMS, openapi_extra=security)
     async def feedback(request: FeedbackRequest) -> Response:
-        """Report the outcome of an allocation. Only the first report has an effect."""
+        """Report the outcome of an allocation. After the first report, only a missed objective has an effect."""
         raise NotImplementedError("called by the middleware")
 
-    @app.post(RELAY_PATH, response_model=relay.RelayResponse, responses=PROBLEMS, openapi_extra=security)
-    async def experiences(request: relay.RelayRequest) -> Response:
-        """Experiences of another node. Rows that are already stored are skipped."""
-        raise NotImplementedError("called by the middleware")
-
-    async def answer_allocate(request: AllocateRequest, _: str | None) -> dict[str, Any]:
-        made = await service.allocate(request)
-        allocation_id = made.id
+    def answer_allocate(request: AllocateRequest) -> dict[str, Any]:
+        made = service.allocate(request)
         return {
-            "allocation_id": allocation_id, "cores": made.cores, "memory": made.memory_mb,
+            "allocation_id": made.id, "cores": made.cores, "memory": made.memory_mb,
             "policy_version": made.version, "gpu": made.gpu, "decided_by": made.decided_by,
             "recommended_cores": made.recommended_cores, "recommended_memory": made.recommended_memory_mb,
-            "feedback_token": service.credentials.issue(allocation_id),
         }  # fmt: skip
 
-    @app.get("/policy", include_in_schema=False)
-    async def policy(if_none_match: Annotated[str | None, Header()] = None) -> Response:
-        """The checkpoint in use, for agents that have this one as their leader."""
-        tag = f'"{service.policy.version}"'
-        if if_none_match == tag:
-            return Response(status_code=304)
-        content = relay.policy_bytes(service.settings.store)
-        return Response(content, media_type="application/octet-stream", headers={"etag": tag})
-
-    async def answer_experiences(request: relay.RelayRequest, _: str | None) -> dict[str, Any]:
-        try:
-            stored = relay.store_rows(service.store, request, service.policy.obs_size, service.policy.levels)
-        except ValueError as error:
-            raise Refused(422, str(error)) from None
-        await service.store.committed()
-        return {"stored": stored, "policy_version": service.policy.version}
-
-    async def answer_feedback(request: FeedbackRequest, credential_for: str | None) -> dict[str, Any]:
-        status, reward = await service.feedback(request, credential_for)
+    def answer_feedback(request: FeedbackRequest) -> dict[str, Any]:
+        status, reward = service.feedback(request)
         return {"status": status, "reward": reward}
 
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """The process is running."""
-        return {"status": "ok"}
+    @app.get("/healthz", responses={503: PROBLEMS[503]})
+    async def healthz() -> Any:
+        """The process is running and the file of its store is there: otherwise a restart helps."""
+        lost = service.store.lost
+        return {"status": "ok"} if lost is None else JSONResponse({"status": lost}, 503)
 
     @app.get("/readyz", responses={503: PROBLEMS[503]})
     async def readyz() -> Any:
         """Whether decisions can be made; the reasons if not, or if something that is not essential is missing."""
         reasons, status = service.problems(), 200
-        try:
-            service.store.count("readiness-checks")
-            await service.store.committed()
-        except StoreUnavailable as error:
-            reasons, status = [str(error), *reasons], 503
+        if service.store.problem is not None:
+            reasons, status = [service.store.problem, *reasons], 503
         text = "not ready" if status == 503 else "degraded" if reasons else "ready"
         document = {"status": text, "reasons": reasons, "policy_version": service.policy.version}
         return JSONResponse(document, status)
@@ -288,7 +255,6 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
 
     endpoints: Endpoints = {
         "/allocate": (AllocateRequest, answer_allocate),
-        FEEDBACK_PATH: (FeedbackRequest, answer_feedback),
-        RELAY_PATH: (relay.RelayRequest, answer_experiences),
+        "/feedback": (FeedbackRequest, answer_feedback),
     }
     return AccessMiddleware(app, service, endpoints)

@@ -1,4 +1,4 @@
-"""Who may send requests: bearer tokens from a file, and credentials for the feedback on one allocation."""
+"""Who may send requests: bearer tokens from one file per role."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ OTHERS = 0o007
 
 
 class BearerTokens:
-    """The tokens of the operator's clients: every line of the file is one. The file is read again when it changes.
+    """The tokens of one role: every line of the file is one. The file is read again when it changes.
 
     To rotate a token without an interruption, add the new one as a line, update the clients, and remove the old line.
     A token that disappears from the file is accepted for ``overlap_s`` more seconds, because Kubernetes updates the
     Secrets of agents and clients at different times.
     """
 
-    def __init__(self, path: Path | None, overlap_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, overlap_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self.overlap_s, self.clock = path, overlap_s, clock
         self.problem: str | None = None
         """Why the file cannot be used. The tokens of its last valid version are accepted."""
         self._tokens: set[bytes] = set()
         self._old: dict[bytes, float] = {}
         self._file_version: tuple[int, int, int] | None = None
-        if path is not None:
-            self._read(path)
+        self._read()
 
-    def _read(self, path: Path) -> None:
+    def _read(self) -> None:
         """Read the file if it has changed. Raises ValueError if it cannot be used."""
+        path = self.path
         try:
             status = path.stat()
             file_version = status.st_mtime_ns, status.st_ino, status.st_mode
@@ -41,14 +41,14 @@ class BearerTokens:
                 return
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--token-file {path} cannot be read: {error}") from None
+            raise ValueError(f"token file {path} cannot be read: {error}") from None
         if status.st_mode & OTHERS:
             raise ValueError(
-                f"--token-file {path} can be used by every user (mode {status.st_mode & 0o777:o}): chmod 600 {path}"
+                f"token file {path} can be used by every user (mode {status.st_mode & 0o777:o}): chmod 600 {path}"
             )
         tokens = {line.strip().encode() for line in text.splitlines() if line.strip()}
         if not tokens:
-            raise ValueError(f"--token-file {path} is empty: expected a token")
+            raise ValueError(f"token file {path} is empty: expected a token")
         now = self.clock()
         self._old |= dict.fromkeys(self._tokens - tokens, now + self.overlap_s)
         if self._tokens:
@@ -57,10 +57,8 @@ class BearerTokens:
 
     def refresh(self) -> None:
         """Read the file if it has changed. A file that cannot be used does not remove the tokens."""
-        if self.path is None:
-            return
         try:
-            self._read(self.path)
+            self._read()
             self.problem = None
         except ValueError as error:
             if str(error) != self.problem:
@@ -71,8 +69,6 @@ class BearerTokens:
 
     def accepts(self, header: bytes) -> bool:
         """Check an Authorization header in constant time."""
-        if self.path is None:
-            return True
         if not header.startswith(b"Bearer "):
             return False
         given, now = header[7:], self.clock()
@@ -84,26 +80,34 @@ class BearerTokens:
         return found
 
 
-class FeedbackCredentials:
-    """A credential for one allocation: its id and a code that only the store's key can make.
+class Access:
+    """Who may send what: the operator everything, the webhook only /allocate, the collectors only /feedback.
 
-    It is checked without the store, so a forged one is refused before anything is read or parsed.
+    Without token files, everybody who can connect may do everything.
     """
 
-    PREFIX = "fb."
+    ROLE_OF = {"/allocate": "webhook", "/feedback": "collector"}
+    """Path to the role that may POST to it."""
 
-    def __init__(self, key: bytes) -> None:
-        self.key = key
+    def __init__(
+        self, operator: Path | None, webhook: Path | None = None, collector: Path | None = None, overlap_s: float = 0.0
+    ) -> None:
+        files = {"operator": operator, "webhook": webhook, "collector": collector}
+        self.tokens = {role: BearerTokens(path, overlap_s) for role, path in files.items() if path is not None}
 
-    def _code(self, allocation_id: str) -> str:
-        return hmac.digest(self.key, allocation_id.encode(), "sha256").hex()[:32]
+    def allows(self, method: str, path: str, header: bytes) -> bool:
+        """Check an Authorization header."""
+        roles = ["operator"]
+        if method == "POST" and path in self.ROLE_OF:
+            roles.append(self.ROLE_OF[path])
+        return not self.tokens or any(self.tokens[role].accepts(header) for role in roles if role in self.tokens)
 
-    def issue(self, allocation_id: str) -> str:
-        return f"{self.PREFIX}{allocation_id}.{self._code(allocation_id)}"
+    def refresh(self) -> None:
+        """Read the files that have changed."""
+        for tokens in self.tokens.values():
+            tokens.refresh()
 
-    def allocation_of(self, header: bytes) -> str | None:
-        """The allocation id in an Authorization header with a valid credential, otherwise None."""
-        if not header.startswith(b"Bearer fb.") or len(header) > 200 or not header.isascii():
-            return None
-        allocation_id, _, code = header[10:].decode().rpartition(".")
-        return allocation_id if hmac.compare_digest(code, self._code(allocation_id)) else None
+    @property
+    def problems(self) -> list[str]:
+        """Why files cannot be used."""
+        return [tokens.problem for tokens in self.tokens.values() if tokens.problem]

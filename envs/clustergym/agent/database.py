@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS feedback (
     needed REAL NOT NULL, learnable INTEGER NOT NULL, advised_reward REAL NOT NULL,
     advised_qos INTEGER NOT NULL, recommended_reward REAL NOT NULL, recommended_qos INTEGER NOT NULL,
     vpa_reward REAL NOT NULL, regret REAL NOT NULL, next_obs BLOB NOT NULL, done INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+DROP TABLE IF EXISTS secrets; -- of earlier versions: the key of credentials that pods carried
 CREATE TABLE IF NOT EXISTS owners (owner TEXT PRIMARY KEY, history BLOB NOT NULL, state BLOB NOT NULL)
     WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;

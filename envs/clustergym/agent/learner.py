@@ -21,8 +21,7 @@ from torch import Tensor
 from clustergym.agent.database import connect, exclusive_lock
 from clustergym.agent.logs import setup_logging
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.versions import CHECKPOINT_KIND, LEARNER_LOCK_NAME, handle_request, keep_version, save_version
-from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
+from clustergym.agent.versions import LEARNER_LOCK_NAME, handle_request, keep_version, load_or_restore, save_version
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +134,8 @@ def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: Op
     # Requests have priority over learning.
     os.nice(19)
     torch.set_num_threads(1)
-    checkpoint = settings.store / CHECKPOINT_NAME
     with exclusive_lock(settings.store / LEARNER_LOCK_NAME, wait=True), contextlib.ExitStack() as stack:
-        state = load_checkpoint(checkpoint, CHECKPOINT_KIND)
+        state = load_or_restore(settings.store)
         reader = ExperienceReader(connect(settings.store, settings.durability), settings)
         logger = None
         keep_version(settings.store, state["version"])

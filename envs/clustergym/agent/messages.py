@@ -9,7 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 MAX_REQUEST_MB = float(1 << 20)
 DEFAULT_OWNER = "default"
 Text = Annotated[str, Field(min_length=1, max_length=256)]
-FeedbackStatus = Literal["accepted", "duplicate", "unknown", "expired", "stale", "sample"]
+# 1 % and 1 MB are the smallest amounts: a share of a request is then always a number of ordinary size.
+Cores = Annotated[float, Field(ge=1, le=100)]
+Memory = Annotated[float, Field(ge=1, le=MAX_REQUEST_MB)]
+FeedbackStatus = Literal["accepted", "corrected", "duplicate", "unknown", "expired", "early", "stale", "sample"]
 
 
 class AllocateRequest(BaseModel):
@@ -20,8 +23,8 @@ class AllocateRequest(BaseModel):
     owner: Text = Field(
         default=DEFAULT_OWNER, description="Workload of the pod. The decision uses the feedback on its earlier pods"
     )
-    cores: float = Field(gt=0, le=100, description="Requested share of the GPU's SMs in %")
-    memory: float = Field(gt=0, le=MAX_REQUEST_MB, description="Requested GPU memory in MB")
+    cores: Cores = Field(description="Requested share of the GPU's SMs in %")
+    memory: Memory = Field(description="Requested GPU memory in MB")
     qos_class: Annotated[str, Field(max_length=64)] = Field(
         default="latency-sensitive", description="best-effort (also BE, BestEffort, Burstable) or latency-sensitive"
     )
@@ -29,9 +32,9 @@ class AllocateRequest(BaseModel):
     gpu: int | None = Field(default=None, ge=0, le=1023, description="Index of the GPU. Default: the least loaded one")
     shadow: bool = Field(default=False, description="Grant the request, and only report what would have been granted")
     min_cores: float | None = Field(default=None, ge=0, le=100, description="The grant is at least this")
-    max_cores: float | None = Field(default=None, gt=0, le=100, description="The grant is at most this")
+    max_cores: Cores | None = Field(default=None, description="The grant is at most this")
     min_memory: float | None = Field(default=None, ge=0, le=MAX_REQUEST_MB, description="The grant is at least this")
-    max_memory: float | None = Field(default=None, gt=0, le=MAX_REQUEST_MB, description="The grant is at most this")
+    max_memory: Memory | None = Field(default=None, description="The grant is at most this")
 
 
 class AllocateResponse(BaseModel):
@@ -45,7 +48,6 @@ class AllocateResponse(BaseModel):
     decided_by: str = Field(description="What determined the grant: policy, vpa, request or shadow")
     recommended_cores: float = Field(description="What would be granted without shadow mode")
     recommended_memory: float = Field(description="What would be granted without shadow mode")
-    feedback_token: str = Field(description="Bearer token that is valid for the feedback on this allocation only")
 
 
 class FeedbackRequest(BaseModel):
@@ -55,7 +57,7 @@ class FeedbackRequest(BaseModel):
 
     allocation_id: Text | None = Field(
         default=None,
-        description="Default: the allocation of the feedback token, otherwise the only open allocation of the owner",
+        description="Default: the only open allocation of the owner",
     )
     owner: Text | None = Field(
         default=None, description="With an id: must be the owner of the allocation. Without one: default is meant"
@@ -69,7 +71,7 @@ class FeedbackRequest(BaseModel):
     final: bool = Field(
         default=True, description="False for a sample during the life of the pod: it updates the peaks, nothing else"
     )
-    restarts: int = Field(default=0, ge=0, description="Number of restarts. Not part of the reward")
+    restarts: int = Field(default=0, ge=0, le=1_000_000, description="Number of restarts. Not part of the reward")
     oom: bool = Field(default=False, description="Whether the pod ran out of GPU memory and was killed")
     pressure: float | None = Field(
         default=None, ge=0, le=1000, description="max(load, latency / objective), if measured"
@@ -77,7 +79,7 @@ class FeedbackRequest(BaseModel):
 
 
 class FeedbackResponse(BaseModel):
-    """What happened to the feedback. The reward is set if it was accepted or stale."""
+    """What happened to the feedback. The reward is set if it was accepted, corrected or stale."""
 
     status: FeedbackStatus
     reward: float | None
@@ -92,9 +94,9 @@ class ProblemResponse(BaseModel):
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": ProblemResponse, "description": "The body is not JSON"},
     401: {"model": ProblemResponse, "description": "Missing or wrong bearer token"},
-    403: {"model": ProblemResponse, "description": "The feedback token is for another allocation"},
     409: {"model": ProblemResponse, "description": "More than one open allocation: the feedback needs an id"},
     413: {"model": ProblemResponse, "description": "The body is too long"},
     422: {"model": ProblemResponse, "description": "A value in the body is invalid"},
+    500: {"model": ProblemResponse, "description": "An error in the agent; nothing was stored"},
     503: {"model": ProblemResponse, "description": "The store cannot be used; nothing was decided"},
 }

@@ -99,6 +99,9 @@ class Metrics:
             "clustergym_store_unavailable": (
                 "1 if the last transaction failed", lambda: service.store.problem is not None,
             ),
+            "clustergym_store_unreadable_owners": (
+                "Owners whose stored state could not be read", lambda: service.store.unreadable_owners,
+            ),
             "clustergym_good_version": (
                 "The last version that passed the test", lambda: service.champion.version if service.champion else -1,
             ),

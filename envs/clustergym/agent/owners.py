@@ -109,8 +109,11 @@ class OwnerState:
 
     @classmethod
     def from_array(cls, array: NDArray[np.float32]) -> OwnerState:
+        """The state that :meth:`to_array` wrote. Raises ValueError for anything else."""
         values = array.astype(float).tolist()
         n, buckets = len(NUMBERS), UsageHistogram.BUCKETS
+        if len(values) != n + 4 + 2 * buckets or not np.isfinite(array).all():
+            raise ValueError(f"expected {n + 4 + 2 * buckets} finite numbers, got {len(values)}")
         days, seconds, memory_days, memory_seconds = values[n : n + 4]
         weights = values[n + 4 :]
         cores = UsageHistogram(weights[:buckets], 65536.0 * days + seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -63,16 +64,21 @@ def run(store: Path, port: int, pods: int, pods_per_s: float, shadow: bool, cons
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with running_agent(store, port, shadow) as process, httpx.Client(base_url=url, trust_env=False) as client:
+    # SIGTERM, as from a service manager, ends the agent like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        running_agent(store, port, shadow) as process,
+        httpx.Client(base_url=url, trust_env=False) as client,
+    ):
         wait_until_ready(client, process, store)
         console.print(f"status page: {url}/ui   API: {url}/docs   metrics: {url}/metrics   Ctrl-C ends it")
         node, begin = SimulatedNode(1, 10**8, "quickstart"), time.monotonic()
-        with contextlib.suppress(KeyboardInterrupt):
-            for i in range(pods) if pods else count():
-                time.sleep(max(0.0, begin + i / pods_per_s - time.monotonic()))
-                granted = client.post("/allocate", json=node.request()).raise_for_status().json()
-                outcome, _ = node.apply(granted["cores"], granted["memory"])
-                feedback = outcome | {"allocation_id": granted["allocation_id"]}
-                client.post("/feedback", json=feedback).raise_for_status()
-                if i % 200 == 199:
-                    console.print(f"{i + 1} pods, policy version {granted['policy_version']}")
+        for i in range(pods) if pods else count():
+            time.sleep(max(0.0, begin + i / pods_per_s - time.monotonic()))
+            granted = client.post("/allocate", json=node.request()).raise_for_status().json()
+            outcome, _ = node.apply(granted["cores"], granted["memory"])
+            feedback = outcome | {"allocation_id": granted["allocation_id"]}
+            client.post("/feedback", json=feedback).raise_for_status()
+            if i % 200 == 199:
+                console.print(f"{i + 1} pods, policy version {granted['policy_version']}")

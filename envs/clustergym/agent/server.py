@@ -21,7 +21,7 @@ from clustergym.agent.learner import LearnerProcess, LearnOnce, OpenLogger, Stat
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import Store
 from clustergym.agent.telemetry import Telemetry
-from clustergym.agent.versions import CHECKPOINT_KIND, read_champion, version_path
+from clustergym.agent.versions import CHECKPOINT_KIND, load_or_restore, read_champion, version_path
 from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
 from clustergym.common.extras import require
 from clustergym.common.tls import CertificateReloader
@@ -61,13 +61,14 @@ def serve(
 
     from clustergym.agent.api import create_app
     from clustergym.agent.connections import ConnectionLimits, ConnectionPool, Loop, listen, reserve_files
-    from clustergym.agent.credentials import BearerTokens
-    from clustergym.agent.relay import Relay
+    from clustergym.agent.credentials import Access
     from clustergym.agent.service import Service
 
     settings.check()
     torch.set_num_threads(1)
-    tokens = BearerTokens(settings.token_file, settings.token_overlap_s)
+    access = Access(
+        settings.token_file, settings.webhook_token_file, settings.collector_token_file, settings.token_overlap_s
+    )
     reserve_files(settings.max_connections)
     pool = ConnectionPool(ConnectionLimits(settings.max_connections, settings.read_timeout_s, settings.write_timeout_s))
     os.umask(0o077)
@@ -79,7 +80,7 @@ def serve(
         listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port, pool)))
         if not checkpoint.exists():
             save_checkpoint(checkpoint, CHECKPOINT_KIND, initial_state())
-        state = load_checkpoint(checkpoint, CHECKPOINT_KIND)
+        state = load_or_restore(settings.store)
         aside = set_aside_if_corrupt(settings.store)
         store = Store(
             settings.store, settings.durability, DAY_S * settings.retention_days, settings.accept_clock_jump,
@@ -89,10 +90,10 @@ def serve(
         telemetry = Telemetry(settings.gpus, settings.telemetry_s)
         stack.callback(telemetry.stop)
         learner = None
-        if settings.explore != "off" and settings.leader is None:
+        if settings.explore != "off":
             learner = LearnerProcess(settings, learn_once, open_logger)
             stack.callback(learner.stop)
-        service = Service(settings, store, telemetry, make_policy(state), learner, tokens, pool, seed)
+        service = Service(settings, store, telemetry, make_policy(state), learner, access, pool, seed)
         service.champion = load_champion(settings.store, make_policy) or service.policy
         if aside is not None:
             service.task_problems["store"] = f"the database was corrupt at the start and is now {aside}"
@@ -105,12 +106,7 @@ def serve(
                 asyncio.create_task(repeat(service, "credentials", 0.25, lambda: refresh_credentials(service))),
                 asyncio.create_task(repeat(service, "maintenance", 1.0, lambda: run_maintenance(service))),
             ]
-            relay = Relay(settings, store) if settings.leader is not None else None
-            if relay is not None:
-                tasks.append(asyncio.create_task(repeat(service, "relay", 1.0, relay)))
             yield
-            if relay is not None:
-                await relay.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -225,16 +221,20 @@ class PolicyFollower:
 
 async def refresh_credentials(service: Service) -> None:
     """Read the token file and the certificate again if they have changed."""
-    service.tokens.refresh()
+    service.access.refresh()
     if service.certificate is not None:
         service.certificate.check()
 
 
 async def run_maintenance(service: Service) -> None:
-    """Restart a dead learner process, shrink the log of the database, delete old rows."""
+    """Restart a dead learner process, look whether the store is back, shrink its log, delete old rows."""
+    if service.store.recover() and service.learner is not None:
+        service.learner.stop()  # it has the old database open, and is restarted
     if service.learner is not None and service.learner.restart_if_dead():
         service.metrics.learner_restarts.inc()
     store = service.store
+    if store.problem is not None:
+        return
     await store.shrink_log()
     oldest_s = store.clock.now() - DAY_S * service.settings.retention_days
     while store.delete_before(oldest_s):

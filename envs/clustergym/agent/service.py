@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from clustergym.agent import hindsight
 from clustergym.agent.connections import ConnectionPool
-from clustergym.agent.credentials import BearerTokens, FeedbackCredentials
+from clustergym.agent.credentials import Access
 from clustergym.agent.learner import LearnerProcess
 from clustergym.agent.messages import DEFAULT_OWNER, AllocateRequest, FeedbackRequest, FeedbackStatus
 from clustergym.agent.metrics import Metrics
@@ -94,13 +94,12 @@ class Service:
         telemetry: Telemetry,
         policy: Policy,
         learner: LearnerProcess | None,
-        tokens: BearerTokens,
+        access: Access,
         pool: ConnectionPool,
         seed: int,
     ) -> None:
         self.settings, self.store, self.telemetry = settings, store, telemetry
-        self.policy, self.learner, self.tokens, self.pool = policy, learner, tokens, pool
-        self.credentials = FeedbackCredentials(store.feedback_key)
+        self.policy, self.learner, self.access, self.pool = policy, learner, access, pool
         self.certificate: CertificateReloader | None = None
         self.task_problems: dict[str, str] = {}
         """Background tasks that failed, and why."""
@@ -122,7 +121,7 @@ class Service:
         if self.learner is not None and not self.learner.alive:
             found.append("the learner process is not running")
         certificate = None if self.certificate is None else self.certificate.problem
-        found += [problem for problem in (self.tokens.problem, self.store.clock.problem, certificate) if problem]
+        found += [problem for problem in (*self.access.problems, self.store.clock.problem, certificate) if problem]
         return found
 
     def observe(
@@ -140,12 +139,11 @@ class Service:
             return np.array([*state, *features(self.store.history(owner), *state[:2], sensitive)], np.float32)
         return np.array(state, np.float32)
 
-    async def allocate(self, request: AllocateRequest) -> Allocation:
+    def allocate(self, request: AllocateRequest) -> Allocation:
         """Decide what a pod gets, and store the decision before it is answered."""
         if request.request_id is not None:
             earlier = self.store.find_request(request.request_id)
             if earlier is not None:
-                await self.store.committed()
                 return earlier
         try:
             gpu, load = self.telemetry.current(request.gpu)
@@ -166,9 +164,6 @@ class Service:
         cores, memory = best_cores, best_memory
         if self.settings.shadow or request.shadow:
             cores, memory, decided_by = request.cores, request.memory, "shadow"
-        self._last_shares[request.owner] = best_cores / request.cores, best_memory / request.memory
-        if len(self._last_shares) > MAX_LAST_SHARES:
-            self._last_shares.pop(next(iter(self._last_shares)))
         allocation = Allocation(
             seq=self.store.next_seq, token=secrets.token_hex(16), created_s=self.store.clock.now(),
             owner=request.owner, requested_cores=request.cores, requested_memory_mb=request.memory,
@@ -177,9 +172,10 @@ class Service:
             recommended_cores=best_cores, recommended_memory_mb=best_memory, decided_by=decided_by,
             champion=self.compare(pod, obs, logits),
         )  # fmt: skip
-        self.store.next_seq += 1
         self.store.add(allocation, Experience(obs, chosen, log_prob, value), request.request_id)
-        await self.store.committed()
+        self._last_shares[request.owner] = best_cores / request.cores, best_memory / request.memory
+        if len(self._last_shares) > MAX_LAST_SHARES:
+            self._last_shares.pop(next(iter(self._last_shares)))
         return allocation
 
     def advise(self, pod: Pod, shares: tuple[float, float]) -> tuple[float, float]:
@@ -225,60 +221,59 @@ class Service:
         )
         return *self.advise(pod, shares), *self.advise(pod, good)
 
-    def find_allocation(self, request: FeedbackRequest, credential_for: str | None, now_s: float) -> Allocation | None:
-        """The allocation that feedback is about.
-
-        Without an id it is that of the feedback token, or the only open allocation of the owner.
-        """
-        if credential_for is not None and request.allocation_id not in (None, credential_for):
-            raise Refused(403, "the feedback token is for another allocation")
-        allocation_id = request.allocation_id or credential_for
-        if allocation_id is not None:
-            found = self.store.find(allocation_id)
+    def find_allocation(self, request: FeedbackRequest, now_s: float) -> Allocation | None:
+        """The allocation that feedback is about. Without an id it is the only open allocation of the owner."""
+        if request.allocation_id is not None:
+            found = self.store.find(request.allocation_id)
             # A pod may carry the id of another one, for example in a copied annotation.
             return None if found is not None and request.owner not in (None, found.owner) else found
         waiting = self.store.open_of(request.owner or DEFAULT_OWNER, now_s - self.settings.ttl_s)
         if len(waiting) > 1:
-            raise Refused(
-                409, "the owner has more than one open allocation: send allocation_id, or the feedback_token as bearer"
-            )
+            raise Refused(409, "the owner has more than one open allocation: send allocation_id")
         return waiting[0] if waiting else None
 
-    async def feedback(
-        self, request: FeedbackRequest, credential_for: str | None = None
-    ) -> tuple[FeedbackStatus, float | None]:
-        """Status and reward. Only the first feedback on an allocation has an effect, and only before it expires.
+    def feedback(self, request: FeedbackRequest) -> tuple[FeedbackStatus, float | None]:
+        """Status and reward.
 
-        ``credential_for`` is the id of the allocation if the client has only the credential of one.
+        Only the first feedback on an allocation has an effect, and only before it expires. But a later one that says
+        that the pod missed its objective or ran out of memory replaces one that does not say so.
         """
         now = self.store.clock.now()
-        allocation = self.find_allocation(request, credential_for, now)
-        status: FeedbackStatus
-        reward = None
+        allocation = self.find_allocation(request, now)
         if allocation is None:
-            status = "unknown"
-        elif allocation.feedback is not None:
-            status = "duplicate"
+            status: FeedbackStatus = "unknown"
         elif now - allocation.created_s > self.settings.ttl_s:
             status = "expired"
+        elif allocation.feedback is not None:
+            missed = (request.oom or not request.qos_met) and allocation.qos_met
+            status = "corrected" if missed or (request.oom and not allocation.oom) else "duplicate"
         elif not request.final:
             status = "sample"
-            outcome = self.score(allocation, request, now)
-            self.store.add_sample(allocation, outcome.needed, outcome.usage, outcome.memory_used_mb, bool(outcome.oom))
+        elif now - allocation.created_s < self.settings.min_run_s:
+            status = "early"
         else:
             lag = self.policy.version - allocation.version
             status = "accepted" if lag <= self.settings.max_policy_lag else "stale"
-            outcome = self.score(allocation, request, now)
-            reward = outcome.reward
-            learnable = allocation.learnable and status == "accepted"
-            change = self.store.add_feedback(allocation, status, outcome, learnable)
-            if change is not None:
-                self.report_level(allocation.owner, change)
-            self.metrics.add(allocation, outcome)
-            self.status.add(allocation, outcome)
-        self.store.count(f"feedback:{status}")
-        await self.store.committed()
-        return status, reward
+        if allocation is None or status in ("expired", "duplicate", "early"):
+            self.store.count(f"feedback:{status}")
+            return status, None
+        difference, outcome = self.score(allocation, request, now)
+        if status == "sample":
+            self.store.add_sample(allocation, outcome.needed, outcome.usage, outcome.memory_used_mb, bool(outcome.oom))
+            return status, None
+        correction = status == "corrected"
+        stored = str(allocation.feedback) if correction else status
+        change = self.store.add_feedback(
+            allocation, stored, outcome, allocation.learnable and stored == "accepted", correction
+        )
+        # From here on, the feedback is stored.
+        if change is not None:
+            self.report_level(allocation.owner, change)
+        if difference is not None and not correction:
+            self.test_version(allocation.version, difference)
+        self.metrics.add(allocation, outcome)
+        self.status.add(allocation, outcome)
+        return status, outcome.reward
 
     def report_level(self, owner: str, reason: str) -> None:
         """Log that the level of an owner has changed, and count it."""
@@ -286,8 +281,11 @@ class Service:
         log.info("the pods of %s are now decided by %s: %s", owner, level, reason)
         self.metrics.level_changes.labels(level).inc()
 
-    def score(self, allocation: Allocation, request: FeedbackRequest, now_s: float) -> Feedback:
-        """The rewards of the allocation and of the alternatives, and what the owner's history needs to know."""
+    def score(self, allocation: Allocation, request: FeedbackRequest, now_s: float) -> tuple[float | None, Feedback]:
+        """How much better this version is than the last good one, if both were asked, and what is stored.
+
+        What is stored are the rewards of the allocation and of the alternatives, and what the owner's history needs.
+        """
         a = allocation
         qos_met = request.qos_met and not request.oom
         usage = min(request.actual_usage, a.cores)
@@ -313,10 +311,11 @@ class Service:
         owner = self.store.owner_state(a.owner)
         pod = Pod(a.owner, a.requested_cores, a.requested_memory_mb, bool(a.sensitive), owner)
         vpa_reward, _ = would_be(*self.vpa(pod))
-        if a.champion is not None and request.final:
+        difference = None
+        if a.champion is not None:
             cores, memory, champion_cores, champion_memory = a.champion
-            self.test_version(a.version, would_be(cores, memory)[0] - would_be(champion_cores, champion_memory)[0])
-        return Feedback(
+            difference = would_be(cores, memory)[0] - would_be(champion_cores, champion_memory)[0]
+        return difference, Feedback(
             received_s=now_s, usage=usage, qos_met=qos_met, pods=request.pods, memory_used_mb=used_mb,
             oom=request.oom, reward=reward, needed=needed / a.requested_cores, advised_reward=advised_reward,
             advised_qos=advised_qos, recommended_reward=recommended_reward, recommended_qos=recommended_qos,
@@ -337,8 +336,6 @@ class Service:
         if verdict == "fine":
             log.info("version %d is as good as version %d: %s", self.policy.version, champion.version, text)
             self.accept_version()
-        elif self.settings.leader is not None:
-            log.warning("versions of the leader after %d are worse on this node: %s", champion.version, text)
         elif self.settings.auto_rollback:
             log.warning("versions after %d are worse: %s; rolling back", champion.version, text)
             self.metrics.rollbacks.inc()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,8 +21,12 @@ class ServerSettings:
     store: Path = Path("runs/ppo_gpu_alloc_online")
     """Folder for the database and the checkpoint. An existing store is resumed."""
     token_file: Path | None = None
-    """File with the bearer tokens that clients may send, one per line. It is read again when it changes, and must not
-    be readable by every user."""
+    """File with the bearer tokens of the operator, who may do everything, one per line. It is read again when it
+    changes, and must not be readable by every user."""
+    webhook_token_file: Path | None = None
+    """File with the bearer tokens of the admission webhook, which may only ask for allocations."""
+    collector_token_file: Path | None = None
+    """File with the bearer tokens of the collectors, which may only send feedback."""
     token_overlap_s: float = 300.0
     """Seconds for which a token is still accepted after it was removed from the file."""
     tls_cert: Path | None = None
@@ -67,6 +70,8 @@ class ServerSettings:
     """Go back to the last good version of the policy if a sequential test finds the new ones worse."""
     ttl_s: float = 86_400.0
     """Feedback is expired if it arrives more than this many seconds after the allocation."""
+    min_run_s: float = 0.0
+    """Final feedback that arrives earlier than this after the allocation is ignored: the pod cannot have run."""
     telemetry_s: float = 0.5
     """Seconds between two samples of the GPU load. 0: sample at each request."""
     gpus: tuple[int, ...] = ()
@@ -77,15 +82,6 @@ class ServerSettings:
     """Allocations older than this are deleted from the store."""
     accept_clock_jump: bool = False
     """Trust the system clock even if it is far from the last time in the store."""
-
-    leader: str | None = None
-    """URL of the agent that learns for the cluster. This agent then sends it experiences and uses its policy."""
-    leader_token_file: Path | None = None
-    """File with the bearer token of the leader."""
-    leader_ca: Path | None = None
-    """Certificate authority of the leader, for an https URL."""
-    node_name: str = field(default_factory=socket.gethostname)
-    """Name of this node for the leader. Each node needs its own."""
 
     batch_size: int = 32
     """Number of experiences that an update waits for."""
@@ -116,8 +112,8 @@ class ServerSettings:
             )
         if (self.tls_cert is None) != (self.tls_key is None) or (self.client_ca and not self.tls_cert):
             raise ValueError("--tls-cert and --tls-key must be given together, and --client-ca requires both")
-        if self.leader is not None and not self.leader.startswith(("http://", "https://")):
-            raise ValueError(f"--leader is {self.leader!r}: expected a URL, such as https://clustergym-leader:8080")
+        if self.token_file is None and (self.webhook_token_file or self.collector_token_file):
+            raise ValueError("--webhook-token-file and --collector-token-file need --token-file, that of the operator")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}: expected 0 to 65535")
         check_positive(

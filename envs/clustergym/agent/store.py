@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import hmac
 import logging
 import os
 import re
-import secrets
 import sqlite3
-import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from pathlib import Path
@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MAX_CACHED_ALLOCATIONS = 100_000
 MAX_CACHED_OWNERS = 50_000
 OOM_GROWTH, OOM_MORE_MB = 1.2, 100.0
+Execute = Callable[..., sqlite3.Cursor]
 _ALLOCATION_ID = re.compile(r"([0-9a-f]{1,15})-([0-9a-f]{32})")
 
 
@@ -58,6 +59,10 @@ class Allocation:
     decided_by: str = "policy"
     """What determined the grant: policy, vpa, request or shadow."""
     feedback: str | None = None
+    qos_met: bool = False
+    """Whether the feedback says that the pod met its objective."""
+    oom: bool = False
+    """Whether the feedback says that the pod ran out of memory."""
     champion: tuple[float, float, float, float] | None = None
     """Mean advice of this version and of the last good one (cores, memory, cores, memory). Not stored."""
 
@@ -110,30 +115,27 @@ class Experience(NamedTuple):
 ALLOCATION_COLUMNS = (
     "a.seq, a.token, a.created_s, a.owner, a.asked_cores, a.asked_memory_mb, a.sensitive, a.cores, a.memory_mb, "
     "a.version, a.learnable, a.gpu, a.advised_cores, a.advised_memory_mb, a.recommended_cores, "
-    "a.recommended_memory_mb, a.decided_by, f.status"
+    "a.recommended_memory_mb, a.decided_by, f.status, f.qos_met, f.oom"
 )
 """Columns of an :class:`Allocation`, in the order of its fields."""
 INSERT_ALLOCATION = f"INSERT INTO allocations VALUES ({', '.join('?' * 22)})"
 INSERT_FEEDBACK = (
-    f"INSERT INTO feedback (allocation, status, {', '.join(Feedback._fields)}, learnable) "
+    f"INSERT OR REPLACE INTO feedback (allocation, status, {', '.join(Feedback._fields)}, learnable) "
     f"VALUES ({', '.join('?' * (len(Feedback._fields) + 3))})"
 )
 
 
 class StoreUnavailable(Exception):
-    """A transaction failed, and none of its requests took effect."""
+    """A transaction failed and had no effect."""
 
 
 class Store:
     """Allocations, feedback, owner histories and counters in SQLite.
 
-    All methods run on the event loop. Requests that arrive together are committed together, and their clients are
-    answered after the commit. Memory holds the state after that commit: of two feedbacks on one allocation in the same
-    group, the first is accepted and the second is a duplicate.
+    All methods run on the event loop. Each change is one transaction. Memory is changed after the commit, so a change
+    that fails has no effect, and nothing has to be rebuilt after a kill.
     """
 
-    COMMIT_INTERVAL_S = 0.005
-    HISTORY_INTERVAL_S = 1.0
     MAX_LOG_BYTES = 16 << 20
 
     def __init__(
@@ -145,30 +147,57 @@ class Store:
         guard: GuardSettings | None = None,
     ) -> None:
         self.folder, self.durability, self.guard = folder, durability, guard or GuardSettings()
-        self.problem: str | None = None
-        """Why the last transaction failed; None after one that succeeded."""
-        self.connection = connect(folder, durability)
-        self._identity = self._file_identity()
-        create_tables(self.connection, folder)
-        self.connection.execute("INSERT OR IGNORE INTO secrets VALUES ('feedback', ?)", (secrets.token_bytes(32),))
-        (self.feedback_key,) = self.connection.execute("SELECT value FROM secrets WHERE name = 'feedback'").fetchone()
+        self.failure: str | None = None
+        """Why the last access failed; None after a transaction that succeeded."""
+        self.unreadable_owners = 0
+        """Owners whose stored state could not be read. They begin again."""
+        self._last_counters: dict[str, int] = {}
+        self._open_database()
         last = self.connection.execute("SELECT value FROM meta WHERE key = 'clock_s'").fetchone()
         self.clock = Clock(None if last is None else float(last[0]), retention_s, accept_clock_jump)
+
+    def _open_database(self) -> None:
+        """Connect, and read what is kept in memory."""
+        self.connection = connect(self.folder, self.durability)
+        self._identity = self._file_identity()
+        create_tables(self.connection, self.folder)
         row = self.connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'allocations'").fetchone()
         self.next_seq: int = 1 + (row[0] if row else 0)
         self._allocations: OrderedDict[int, Allocation] = OrderedDict()
         self._seq_by_request: OrderedDict[str, int] = OrderedDict()
         self._owners: OrderedDict[str, tuple[list[float], OwnerState]] = OrderedDict()
-        self._unsaved_owners: set[str] = set()
-        self._statements: list[tuple[str, tuple[Any, ...]]] = []
-        self._counts: Counter[str] = Counter()
-        self._last_counters: dict[str, int] = {}
-        self._waiting: list[asyncio.Future[None]] = []
-        self._committed_at = self._histories_saved_at = 0.0
         self._open: dict[str, OrderedDict[int, float]] = {}
         self._find_open()
         self._find_requests()
-        self._replay_feedback()
+
+    @property
+    def lost(self) -> str | None:
+        """Set if the file of the database is not the one that is open."""
+        if self._file_identity() == self._identity:
+            return None
+        return f"{self.folder / DATABASE_NAME} was deleted or replaced: put it back, or restart the agent"
+
+    @property
+    def problem(self) -> str | None:
+        """Why the store cannot be used; None if it can. Reads only the directory."""
+        return self.lost or self.failure
+
+    def recover(self) -> bool:
+        """Try again if the store cannot be used. True if another database file was opened."""
+        if self.problem is None:
+            return False
+        replaced = self._file_identity() not in (None, self._identity)
+        try:
+            if replaced:
+                # Closing the old connection would delete the log of the new file, which has the same name.
+                self._abandoned = self.connection
+                self._open_database()
+                log.warning("%s is back and was opened again", self.folder / DATABASE_NAME)
+            with self.transaction():
+                pass
+        except (sqlite3.Error, StoreUnavailable, ValueError) as error:
+            self.failure = str(error)
+        return replaced
 
     def _file_identity(self) -> tuple[int, int] | None:
         try:
@@ -189,20 +218,21 @@ class Store:
     # Allocations
 
     def add(self, allocation: Allocation, experience: Experience, request_id: str | None) -> None:
-        """Add an allocation; call :meth:`committed` before it is answered."""
+        """Store an allocation."""
         a, e = allocation, experience
-        self._add_statement(
-            INSERT_ALLOCATION,
+        values = (
             a.seq, a.token, request_id, a.created_s, a.owner, a.requested_cores, a.requested_memory_mb, a.sensitive,
             e.obs.astype(np.float32).tobytes(), e.action.astype(np.float32).tobytes(), e.log_prob, a.version,
             a.learnable, a.cores, a.memory_mb, e.value, a.gpu, a.advised_cores, a.advised_memory_mb,
             a.recommended_cores, a.recommended_memory_mb, a.decided_by,
         )  # fmt: skip
+        with self.transaction("allocations") as execute:
+            execute(INSERT_ALLOCATION, values)
+        self.next_seq = a.seq + 1
         _cache(self._allocations, a.seq, a)
         self._open.setdefault(a.owner, OrderedDict())[a.seq] = a.created_s
         if request_id is not None:
             _cache(self._seq_by_request, request_id, a.seq)
-        self._counts["allocations"] += 1
 
     def find(self, allocation_id: str) -> Allocation | None:
         """The allocation with this id. The second half of an id is random, so ids cannot be guessed."""
@@ -275,42 +305,50 @@ class Store:
         rows = self.connection.execute("SELECT seq, created_s, owner FROM allocations ORDER BY seq LIMIT 50").fetchall()
         old = [(seq, owner) for seq, created, owner in takewhile(lambda row: row[1] < created_s, rows)]
         if old:
+            numbers = old[0][0], old[-1][0]
+            with self.transaction() as execute:
+                execute("DELETE FROM feedback WHERE allocation BETWEEN ? AND ?", numbers)
+                execute("DELETE FROM allocations WHERE seq BETWEEN ? AND ?", numbers)
             for seq, owner in old:
                 self._allocations.pop(seq, None)
                 self._close(owner, seq)
-            (first, _), (last, _) = old[0], old[-1]
-            self._add_statement("DELETE FROM feedback WHERE allocation BETWEEN ? AND ?", first, last)
-            self._add_statement("DELETE FROM allocations WHERE seq BETWEEN ? AND ?", first, last)
-            if not self._waiting:  # otherwise a commit follows within milliseconds: requests need not wait for another
-                self.flush()
         return len(old)
 
     # Feedback and owner histories
 
-    def add_feedback(self, allocation: Allocation, status: str, feedback: Feedback, learnable: bool) -> str | None:
-        """Add the only feedback that an allocation can have (the table's UNIQUE would refuse a second one).
+    def add_feedback(
+        self, allocation: Allocation, status: str, feedback: Feedback, learnable: bool, correction: bool = False
+    ) -> str | None:
+        """Store the feedback on an allocation, and what it says about the owner. A correction replaces the first one.
 
         Returns why the level of the owner has changed, or None.
         """
-        allocation.feedback = status
-        self._close(allocation.owner, allocation.seq)
-        self._add_statement(INSERT_FEEDBACK, allocation.seq, status, *feedback, learnable)
-        return self._remember(allocation, feedback)
+        a, f = allocation, feedback
+        history, state = copy.deepcopy(self._owner(a.owner))
+        change = self._remember(history, state, a, f)
+        with self.transaction("feedback:corrected" if correction else f"feedback:{status}") as execute:
+            execute(INSERT_FEEDBACK, (a.seq, status, *f, learnable))
+            self._save_owner(execute, a.owner, history, state)
+        a.feedback, a.qos_met, a.oom = status, bool(f.qos_met), bool(f.oom)
+        self._close(a.owner, a.seq)
+        self._keep_owner(a.owner, history, state)
+        return change
 
     def add_sample(self, allocation: Allocation, needed: float, usage: float, used_mb: float, oom: bool) -> None:
-        """Add what was measured of a running pod to its owner's peaks. A kill can lose those of the last second."""
+        """Add what was measured of a running pod to its owner's peaks."""
         a, needed_mb = allocation, needed_memory_mb(allocation, used_mb, oom)
-        self.owner_state(a.owner).sample(
-            self.clock.now(), needed, usage / a.requested_cores, needed_mb, needed_mb / a.requested_memory_mb
-        )
-        self._unsaved_owners.add(a.owner)
+        history, state = copy.deepcopy(self._owner(a.owner))
+        state.sample(self.clock.now(), needed, usage / a.requested_cores, needed_mb, needed_mb / a.requested_memory_mb)
+        with self.transaction("feedback:sample") as execute:
+            self._save_owner(execute, a.owner, history, state)
+        self._keep_owner(a.owner, history, state)
 
     def history(self, owner: str) -> list[float]:
-        """History of an owner's pods. It is cached and saved about once per second; feedback can always rebuild it."""
+        """History of an owner's pods."""
         return self._owner(owner)[0]
 
     def owner_state(self, owner: str) -> OwnerState:
-        """State of an owner. It is kept like the history."""
+        """State of an owner."""
         return self._owner(owner)[1]
 
     def owner_states(self, n: int) -> list[tuple[str, OwnerState]]:
@@ -319,27 +357,31 @@ class Store:
 
     def _owner(self, owner: str) -> tuple[list[float], OwnerState]:
         if owner not in self._owners:
-            if len(self._owners) >= MAX_CACHED_OWNERS:
-                # The oldest saved owner makes room. Unsaved ones are not in the database yet, so they stay.
-                oldest = next((name for name in self._owners if name not in self._unsaved_owners), None)
-                if oldest is not None:
-                    del self._owners[oldest]
             row = self.connection.execute("SELECT history, state FROM owners WHERE owner = ?", (owner,)).fetchone()
-            if row is None:
-                self._owners[owner] = new_history(), OwnerState()
-            else:
-                history, state = row
-                self._owners[owner] = (
-                    np.frombuffer(history).tolist(), OwnerState.from_array(np.frombuffer(state, np.float32))
-                )  # fmt: skip
+            history, state = new_history(), OwnerState()
+            if row is not None:
+                try:
+                    history, state = read_history(row[0]), OwnerState.from_array(np.frombuffer(row[1], np.float32))
+                except (TypeError, ValueError) as error:
+                    self.unreadable_owners += 1
+                    log.error("the state of %r cannot be read, so the owner begins again: %s", owner, error)
+            self._keep_owner(owner, history, state)
         return self._owners[owner]
 
-    def _remember(self, allocation: Allocation, feedback: Feedback) -> str | None:
-        """Add the outcome of an allocation to what is known about its owner."""
-        a, f = allocation, feedback
+    def _keep_owner(self, owner: str, history: list[float], state: OwnerState) -> None:
+        self._owners[owner] = history, state
+        self._owners.move_to_end(owner)
+        if len(self._owners) > MAX_CACHED_OWNERS:
+            self._owners.popitem(last=False)
+
+    def _save_owner(self, execute: Execute, owner: str, history: list[float], state: OwnerState) -> None:
+        values = owner, np.array(history).tobytes(), state.to_array().tobytes()
+        execute("INSERT INTO owners VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET history = ?2, state = ?3", values)
+
+    def _remember(self, history: list[float], state: OwnerState, a: Allocation, f: Feedback) -> str | None:
+        """Add the outcome of an allocation to the history and the state of its owner."""
         share, met, oom = a.cores / a.requested_cores, bool(f.qos_met), bool(f.oom)
         memory = min(f.memory_used_mb / a.requested_memory_mb, 1.0)
-        history, state = self._owner(a.owner)
         remember(history, f.needed, share, met, oom, memory)
         needed_mb = needed_memory_mb(a, f.memory_used_mb, oom)
         state.remember(
@@ -348,114 +390,49 @@ class Store:
             usage_share=f.usage / a.requested_cores, needed_mb=needed_mb,
             needed_memory_share=needed_mb / a.requested_memory_mb, oom=oom,
         )  # fmt: skip
-        self._unsaved_owners.add(a.owner)
         advantage = f.advised_reward - f.vpa_reward
         return state.judge(bool(a.sensitive), met, bool(f.advised_qos), advantage, self.guard)
 
-    def _save_histories(self) -> None:
-        sql = "INSERT INTO owners VALUES (?1, ?2, ?3) ON CONFLICT DO UPDATE SET history = ?2, state = ?3"
-        for owner in self._unsaved_owners:
-            history, state = self._owners[owner]
-            self._add_statement(sql, owner, np.array(history).tobytes(), state.to_array().tobytes())
-        self._unsaved_owners.clear()
-        self._add_statement("INSERT OR REPLACE INTO meta VALUES ('clock_s', ?)", int(self.clock.now()))
-        # Committed together with the histories: a restart replays only feedback that was added later.
-        self._add_statement(
-            "INSERT OR REPLACE INTO meta SELECT 'remembered', coalesce(max(seq), 0) FROM sqlite_sequence "
-            "WHERE name = 'feedback'"
-        )
-
-    def _replay_feedback(self) -> None:
-        """Rebuild the histories that a killed process had not saved, from the feedback since the last save."""
-        columns = ", ".join(f"f.{name}" for name in Feedback._fields)
-        rows = self.connection.execute(
-            f"SELECT {columns}, {ALLOCATION_COLUMNS} FROM feedback f JOIN allocations a ON a.seq = f.allocation "
-            "WHERE f.seq > coalesce((SELECT value FROM meta WHERE key = 'remembered'), 0) ORDER BY f.seq"
-        ).fetchall()
-        split = len(Feedback._fields)
-        for row in rows:
-            self._remember(Allocation(*row[split:]), Feedback(*row[:split]))
-
     # Transactions
 
-    def _add_statement(self, sql: str, *values: Any) -> None:
-        """Add a statement to the next transaction."""
-        self._statements.append((sql, values))
+    @contextlib.contextmanager
+    def transaction(self, *counters: str) -> Iterator[Execute]:
+        """Do the statements of the block and increment these counters, or do nothing.
 
-    def remember_relayed(self, seq: int) -> None:
-        """Record up to which feedback the leader has everything."""
-        self._add_statement("INSERT OR REPLACE INTO meta VALUES ('relayed', ?)", seq)
-        self.flush()
+        Raises:
+            StoreUnavailable: the database cannot be written.
+        """
+        if self.lost is not None:
+            raise StoreUnavailable(self.lost)
+        execute = self.connection.execute
+        try:
+            execute("BEGIN IMMEDIATE")
+            try:
+                yield execute
+                for name in counters:
+                    execute("INSERT INTO counters VALUES (?, 1) ON CONFLICT DO UPDATE SET value = value + 1", (name,))
+                execute("INSERT OR REPLACE INTO meta VALUES ('clock_s', ?)", (int(self.clock.now()),))
+                execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            self.failure = f"the store cannot be written: {error}"
+            log.error("%s", self.failure)
+            raise StoreUnavailable(self.failure) from error
+        self.failure = None
 
     def count(self, name: str) -> None:
         """Increment a counter that survives restarts."""
-        self._counts[name] += 1
+        with self.transaction(name):
+            pass
 
     def counters(self) -> dict[str, int]:
         """The counters; the last known ones if the database cannot be read."""
-        self.flush()
         with contextlib.suppress(sqlite3.Error):
             self._last_counters = dict(self.connection.execute("SELECT name, value FROM counters").fetchall())
         return self._last_counters
-
-    async def committed(self) -> None:
-        """Wait until everything added so far is in the database. Raises :class:`StoreUnavailable` if it cannot be."""
-        loop = asyncio.get_running_loop()
-        if not self._waiting:
-            # An idle store commits at once. Under load it commits groups: one commit costs as much as ten requests.
-            loop.call_at(self._committed_at + self.COMMIT_INTERVAL_S, self.flush)
-        future: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(future)
-        await future
-
-    def flush(self) -> None:
-        """Commit everything added so far and wake the requests that wait for it."""
-        waiting, self._waiting = self._waiting, []
-        self._committed_at = time.monotonic()  # the clock of the event loop
-        problem: str | None = None
-        try:
-            self._commit()
-        except sqlite3.Error as error:
-            problem = self.problem = str(error)
-            log.error("the store cannot be written: %s", problem)
-            # Memory holds what was not committed: discard it and read the database again.
-            self._allocations.clear()
-            self._owners.clear()
-            self._unsaved_owners.clear()
-            with contextlib.suppress(sqlite3.Error):
-                self._find_open()
-                self._replay_feedback()
-        for future in waiting:
-            if future.done():
-                continue
-            if problem is None:
-                future.set_result(None)
-            else:
-                future.set_exception(StoreUnavailable(f"the store cannot be written: {problem}"))
-
-    def _commit(self) -> None:
-        if self._unsaved_owners and self._committed_at - self._histories_saved_at > self.HISTORY_INTERVAL_S:
-            self._histories_saved_at = self._committed_at
-            self._save_histories()
-        statements, self._statements = self._statements, []
-        counts, self._counts = self._counts, Counter()
-        sql = "INSERT INTO counters VALUES (?1, ?2) ON CONFLICT DO UPDATE SET value = value + ?2"
-        statements += [(sql, pair) for pair in counts.items()]
-        if not statements:
-            return
-        if self._file_identity() != self._identity:
-            raise sqlite3.OperationalError(f"{self.folder / DATABASE_NAME} was deleted or replaced: restart the agent")
-        execute = self.connection.execute
-        execute("BEGIN IMMEDIATE")
-        try:
-            for sql, values in statements:
-                execute(sql, values)
-            execute("COMMIT")
-            self.problem = None
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                execute("ROLLBACK")
-            raise
 
     async def shrink_log(self) -> None:
         """Move a long write-ahead log into the database: most of it in a thread, the rest on the event loop."""
@@ -475,10 +452,15 @@ class Store:
         self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def close(self) -> None:
-        if self._unsaved_owners:
-            self._save_histories()
-        self.flush()
         self.connection.close()
+
+
+def read_history(content: bytes) -> list[float]:
+    """The history of an owner from its bytes. Raises ValueError if it is not one."""
+    history: list[float] = np.frombuffer(content).tolist()
+    if len(history) != len(new_history()) or not np.isfinite(history).all():
+        raise ValueError(f"the history has {len(history)} numbers or is not finite")
+    return history
 
 
 def needed_memory_mb(allocation: Allocation, used_mb: float, oom: bool) -> float:

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import secrets
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +63,24 @@ def keep_version(store: Path, version: int) -> None:
     for old in kept_versions(store)[:-KEPT_VERSIONS]:
         if old != champion:
             version_path(store, old).unlink(missing_ok=True)
+
+
+def load_or_restore(store: Path) -> dict[str, Any]:
+    """The checkpoint. If it is corrupt, the newest version that can be loaded takes its place.
+
+    Raises:
+        CheckpointError: no version can be loaded either.
+    """
+    try:
+        return load_checkpoint(store / CHECKPOINT_NAME, CHECKPOINT_KIND)
+    except CheckpointError as error:
+        for version in reversed(kept_versions(store)):
+            with suppress(CheckpointError, FileNotFoundError):
+                state = load_checkpoint(version_path(store, version), CHECKPOINT_KIND)
+                save_checkpoint(store / CHECKPOINT_NAME, CHECKPOINT_KIND, state)
+                log.error("%s; version %d takes its place", error, version)
+                return state
+        raise
 
 
 class RollbackRequest(NamedTuple):
@@ -132,6 +150,7 @@ def operator_rollback(store: Path, version: int | None) -> str:
     Raises:
         ValueError: there is no such version.
     """
+    os.umask(0o077)
     if not (store / CHECKPOINT_NAME).exists():
         raise ValueError(f"{store} has no {CHECKPOINT_NAME}: it is not the store of an agent")
     kept = kept_versions(store)
