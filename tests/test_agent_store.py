@@ -169,13 +169,9 @@ def test_request_ids_are_those_of_the_newest_committed_allocations(
     with contextlib.closing(Store(tmp_path, "process")) as again:  # after a restart
         assert known(again) == [2, 3, 4, 5]
         assert [again.find_request("pod-5").owner] == ["team/a"]  # type: ignore[union-attr]
-    blocker = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
-    blocker.execute("BEGIN IMMEDIATE")
-    allocation(store, request_id="pod-6")
-    assert 6 in known(store)
-    store.flush()  # fails
-    blocker.close()
-    assert known(store) == [3, 4, 5]
+    with locked(tmp_path), pytest.raises(StoreUnavailable):
+        allocation(store, request_id="pod-6")
+    assert known(store) == [2, 3, 4, 5]
     store.delete_before(3500.0)
     assert known(store) == [4, 5]
     allocation(store, request_id="pod-3")  # the old one is gone

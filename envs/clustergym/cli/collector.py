@@ -27,7 +27,7 @@ class Command:
     recommender_url: str | None = None
     """URL of the agent that decides when pods are created."""
     agent_token_file: Path | None = None
-    """File with the bearer token for the agents. Pods with a credential for their allocation do not need it."""
+    """File with the bearer token of the collectors for the agents."""
     agent_ca: Path | None = None
     """Certificate authority of the agents, for https URLs."""
     metrics_url: str | None = None
@@ -37,7 +37,10 @@ class Command:
     proc: Path = Path("/proc")
     """Where the processes of the host are."""
     prometheus_url: str | None = None
-    """Evaluates the annotation clustergym.io/qos-query of pods. Without it, a default rule judges every pod."""
+    """Evaluates the queries of --qos-queries. Without it, a default rule judges every pod."""
+    qos_queries: Path | None = None
+    """Folder, such as a mounted ConfigMap, with one PromQL query per file; $namespace and $pod are replaced. A pod
+    chooses one by its file name in the annotation clustergym.io/qos-query."""
     prometheus_token_file: Path | None = None
     """File with the bearer token for Prometheus."""
     prometheus_ca: Path | None = None
@@ -63,7 +66,7 @@ def run(args: Command, console: Console, line: str) -> None:
         require(module, "agent")
     from clustergym.collector.collect import Collector
     from clustergym.collector.http import Fetcher
-    from clustergym.collector.quality import Prometheus
+    from clustergym.collector.quality import Prometheus, read_queries
     from clustergym.collector.server import serve
     from clustergym.collector.usage import MetricsPage, Nvml, UsageSource
     from clustergym.common.logs import configure_logging
@@ -79,6 +82,8 @@ def run(args: Command, console: Console, line: str) -> None:
         path = getattr(args, name)
         if path is not None and not path.is_file():
             raise ValueError(f"--{name.replace('_', '-')} {path} is not a file")
+    if (args.prometheus_url is None) != (args.qos_queries is None):
+        raise ValueError("--prometheus-url and --qos-queries must be given together")
     if not is_name(args.node):
         raise ValueError(f"--node {args.node!r} is not a Kubernetes name")
     configure_logging()
@@ -89,9 +94,9 @@ def run(args: Command, console: Console, line: str) -> None:
     else:
         source = Nvml(args.proc)
     prometheus = None
-    if args.prometheus_url is not None:
+    if args.prometheus_url is not None and args.qos_queries is not None:
         fetcher = Fetcher(6.0, args.prometheus_token_file, args.prometheus_ca)
-        prometheus = Prometheus(fetcher, args.prometheus_url)
+        prometheus = Prometheus(fetcher, args.prometheus_url, read_queries(args.qos_queries))
     collector = Collector(
         args.node,
         ApiServer.in_cluster(args.api_server, args.api_token_file, args.api_ca),

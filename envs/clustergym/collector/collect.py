@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,6 @@ MEMORY_FULL = 0.95
 """A container that fails with this part of its GPU memory in use is out of memory, although Kubernetes cannot tell."""
 MET_SHARE = 0.95
 """Over its life, a pod met its objective if it did in this part of the samples."""
-MAX_QUERIES = 8
-"""Expressions that Prometheus evaluates at the same time."""
 MAX_WAITING = 10_000
 """Last reports that wait for an agent which does not answer. The oldest are dropped first."""
 
@@ -62,12 +61,18 @@ class Watch:
     window: Window = field(default_factory=Window)
     life: Window = field(default_factory=Window)
     peak_memory_mb: float | None = None
+    started: bool = False
+    """Whether the pod has been seen running. Before, neither its usage nor its end can be meant."""
     was_ready: bool = False
     endings_seen: set[str] = field(default_factory=set)
     reported_s: float = 0.0
 
     def sample(self, pod: ManagedPod, usage: Usage | None, value: float | None, since_s: float) -> None:
         """Add a sample. Endings of containers before ``since_s`` were counted by an earlier collector."""
+        self.pod = pod
+        self.started |= pod.started
+        if not self.started:
+            return
         new = [one for one in pod.endings if one.container_id not in self.endings_seen and one.finished_s >= since_s]
         self.endings_seen.update(one.container_id for one in pod.endings)
         memory = None if usage is None else usage.memory_mb
@@ -88,12 +93,11 @@ class Watch:
         for window in (self.window, self.life):
             window.add(usage, quality.met, quality.pressure, oom)
         self.was_ready |= pod.ready
-        self.pod = pod
 
     def report(self, target: Target, final: bool) -> dict[str, Any] | None:
         """The body of a feedback, or None if nothing was measured: then there is nothing to learn."""
         window = self.life if final else self.window
-        if window.measured == 0 and not window.oom:
+        if not self.started or (window.measured == 0 and not window.oom):
             return None
         cores = window.cores / max(window.measured, 1)
         body: dict[str, Any] = {
@@ -132,6 +136,9 @@ class Collector:
         self.silent_agents: set[str] = set()
         """Agents that did not answer in this step. They are asked again in the next one."""
         self.watches: dict[str, Watch] = {}
+        self.values: dict[str, float | None] = {}
+        """The newest values of the queries by uid of the pod."""
+        self._asking: asyncio.Task[None] | None = None
         self.waiting: OrderedDict[tuple[str, str], tuple[Target, dict[str, Any]]] = OrderedDict()
         self.registry = CollectorRegistry()
         self.samples = Counter("clustergym_collector_samples", "Samples of pods", registry=self.registry)
@@ -149,31 +156,33 @@ class Collector:
             started = time.monotonic()
             try:
                 await self.step()
-            except Exception:
-                # A bug or an unexpected response must not end the feedback of all pods.
-                self.errors.labels("collector").inc()
-                log.exception("sampling failed")
+                self.last_step_s = time.monotonic()
+            except Exception as error:  # a bug or an unexpected response must not end the feedback of all pods
+                self._bug(error)
             await asyncio.sleep(max(0.0, self.interval_s - (time.monotonic() - started)))
 
     async def step(self) -> None:
         """Take one sample of every pod, and send the reports that are due."""
-        self.last_step_s = time.monotonic()
         self.silent_agents.clear()
         try:
-            found = await self.api.pods_on(self.node)
+            namespaces, found = await asyncio.gather(self.api.namespaces(), self.api.pods_on(self.node))
         except Unavailable as error:
             # Without the list it is unknown which pods ended.
             self._failed("pods", error)
             return
-        pods = {pod.uid: pod for pod in map(managed_pod, found) if pod is not None}
-        usages, values = await asyncio.gather(self._usages(list(pods.values())), self._values(list(pods.values())))
+        pods = self._managed(found, namespaces)
+        self._ask(list(pods.values()))
+        usages = await self._usages(list(pods.values()))
         for uid, pod in pods.items():
             watch = self.watches.get(uid)
             if watch is None:
                 if pod.finished:
                     continue
                 watch = self.watches[uid] = Watch(pod, reported_s=time.monotonic())
-            watch.sample(pod, usages.get(uid), values.get(uid), self.started_s)
+            try:
+                watch.sample(pod, usages.get(uid), self.values.get(uid), self.started_s)
+            except Exception as error:  # what one pod says must not end the feedback of the others
+                self._bug(error)
             self.samples.inc()
         for uid, watch in list(self.watches.items()):
             if uid not in pods or watch.pod.finished:
@@ -183,6 +192,19 @@ class Collector:
                 await self._report(watch)
         await self.send_waiting()
 
+    def _managed(self, found: list[dict[str, Any]], namespaces: set[str]) -> dict[str, ManagedPod]:
+        """The pods with an allocation, in namespaces that opted in, by uid."""
+        pods = {}
+        for one in found:
+            try:
+                pod = managed_pod(one)
+            except Exception as error:  # what one pod says must not end the feedback of the others
+                self._bug(error)
+                continue
+            if pod is not None and pod.namespace in namespaces:
+                pods[pod.uid] = pod
+        return pods
+
     async def _usages(self, pods: list[ManagedPod]) -> dict[str, Usage]:
         try:
             return await self.source.read(pods)
@@ -190,23 +212,39 @@ class Collector:
             self._failed("usage", error)
         return {}
 
-    async def _values(self, pods: list[ManagedPod]) -> dict[str, float]:
-        """Values of the expressions by uid of the pod. A few at a time: slow ones must not hold up all others."""
-        if self.prometheus is None:
-            return {}
-        prometheus, places = self.prometheus, asyncio.Semaphore(MAX_QUERIES)
+    def _ask(self, pods: list[ManagedPod]) -> None:
+        """Ask for the values of the queries in the background: sampling does not wait for Prometheus."""
+        if self.prometheus is None or (self._asking is not None and not self._asking.done()):
+            return
+        groups: dict[str, list[ManagedPod]] = defaultdict(list)
+        for pod in pods:
+            if pod.qos_query is not None:
+                groups[pod.namespace].append(pod)
 
-        async def value(pod: ManagedPod) -> float | None:
-            async with places:
-                try:
-                    return await prometheus.value(pod)
-                except Unavailable as error:
-                    self._failed("prometheus", error)
-                    return None
+        async def ask_all() -> None:
+            found = await asyncio.gather(*map(self._values, groups.values()))
+            self.values = {uid: value for values in found for uid, value in values.items()}
 
-        asked = [pod for pod in pods if pod.qos_query is not None]
-        found = zip(asked, await asyncio.gather(*map(value, asked)), strict=True)
-        return {pod.uid: number for pod, number in found if number is not None}
+        self._asking = asyncio.create_task(ask_all())
+
+    async def _values(self, pods: list[ManagedPod]) -> dict[str, float | None]:
+        """Values for the pods of one namespace by uid: one query at a time, for at most one interval."""
+        assert self.prometheus is not None
+        found: dict[str, float | None] = {}
+        try:
+            async with asyncio.timeout(self.interval_s):
+                for pod in random.sample(pods, len(pods)):  # none is always the last
+                    try:
+                        found[pod.uid] = await self.prometheus.value(pod)
+                    except Unavailable as error:
+                        self._failed("prometheus", error)
+        except TimeoutError:
+            self._failed("prometheus", TimeoutError(f"the queries of namespace {pods[0].namespace} take too long"))
+        return found
+
+    def _bug(self, error: Exception) -> None:
+        self.errors.labels("collector").inc()
+        log.error("unexpected, and left out: %s", type(error).__name__, exc_info=error)
 
     def _failed(self, source: str, error: Exception) -> None:
         self.errors.labels(source).inc()
@@ -246,15 +284,15 @@ class Collector:
             return False
         what = f"the agent ({target.agent})"
         try:
-            status, content = await self.fetcher.send("POST", f"{url}/feedback", what, target.token, json=body)
+            status, content = await self.fetcher.send("POST", f"{url}/feedback", what, json=body)
         except Unavailable as error:
             self._failed("feedback", error)
             self.silent_agents.add(target.agent)
             return False
-        if status in (401, 403) and target.token is not None:
-            # The pod may carry an old or foreign credential. Its annotations are not ours to trust: give up.
-            log.warning("%s refused the credential of %s/%s", what, self.node, body["allocation_id"])
-        elif status == 401 or status == 429 or status >= 500:
+        except Exception as error:  # what one pod says cannot be sent: it never will be
+            self._bug(error)
+            return True
+        if status in (401, 403, 429) or status > 500:  # 500: a bug for this report, the others may be fine
             self._failed("feedback", Unavailable(f"{what} answered {status}"))
             self.silent_agents.add(target.agent)
             return False
@@ -264,5 +302,7 @@ class Collector:
         return True
 
     async def close(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
         await self.api.close()
         await self.fetcher.close()

@@ -8,9 +8,7 @@ from typing import Any
 
 import httpx
 
-from clustergym.webhook.clients import Unavailable, read_token, tls_context
-
-MAX_RESPONSE_BYTES = 16 << 20
+from clustergym.webhook.clients import MAX_RESPONSE_BYTES, Unavailable, read_token, send, tls_context
 
 
 class Fetcher:
@@ -20,22 +18,9 @@ class Fetcher:
         self.token_file = token_file
         self._client = httpx.AsyncClient(verify=tls_context(ca_file), trust_env=False, timeout=timeout_s)
 
-    async def send(
-        self, method: str, url: str, what: str, token: str | None = None, **options: Any
-    ) -> tuple[int, bytes]:
+    async def send(self, method: str, url: str, what: str, **options: Any) -> tuple[int, bytes]:
         """Status and body of the response. Raises :class:`Unavailable`."""
-        token = token or read_token(self.token_file)
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        try:
-            async with self._client.stream(method, url, headers=headers, **options) as response:
-                body = bytearray()
-                async for chunk in response.aiter_bytes():
-                    body += chunk
-                    if len(body) > MAX_RESPONSE_BYTES:
-                        raise Unavailable(f"{what} sent more than {MAX_RESPONSE_BYTES} bytes")
-                return response.status_code, bytes(body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unavailable(f"{what} cannot be reached ({type(error).__name__})") from error
+        return await send(self._client, method, url, read_token(self.token_file), what, MAX_RESPONSE_BYTES, **options)
 
     async def text(self, url: str, what: str) -> str:
         status, body = await self.send("GET", url, what)
@@ -43,9 +28,9 @@ class Fetcher:
             raise Unavailable(f"{what} answered {status}")
         return body.decode(errors="replace")
 
-    async def json(self, method: str, url: str, what: str, token: str | None = None, **options: Any) -> Any:
+    async def json(self, method: str, url: str, what: str, **options: Any) -> Any:
         """The JSON of a response with status 200."""
-        status, body = await self.send(method, url, what, token, **options)
+        status, body = await self.send(method, url, what, **options)
         if status != 200:
             raise Unavailable(f"{what} answered {status}: {body[:200].decode(errors='replace')}")
         try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clustergym.webhook import names
+from clustergym.webhook.clients import is_allocation_id
 from clustergym.webhook.requests import annotations_of, owner_of
 
 BEST_EFFORT_CLASSES = {"be", "besteffort", "burstable"}
@@ -17,12 +18,11 @@ BEST_EFFORT_CLASSES = {"be", "besteffort", "burstable"}
 
 @dataclass(frozen=True)
 class Target:
-    """An allocation that waits for feedback. ``token`` is a credential for it alone."""
+    """An allocation that waits for feedback."""
 
     agent: str
     """``node`` or ``recommender``."""
     allocation_id: str
-    token: str | None
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class ManagedPod:
     """% of the GPU. In mode Off, what the pod requested."""
     granted_memory_mb: float | None
     latency_sensitive: bool
+    started: bool
+    """Whether the pod runs or has run."""
     ready: bool
     finished: bool
     failed: bool
@@ -63,12 +65,9 @@ def managed_pod(pod: dict[str, Any]) -> ManagedPod | None:
     metadata, status, annotations = pod.get("metadata") or {}, pod.get("status") or {}, annotations_of(pod)
     namespace = str(metadata.get("namespace", ""))
     targets = tuple(
-        Target(agent, annotations[id_key], annotations.get(token_key))
-        for agent, id_key, token_key in (
-            ("node", names.ALLOCATION_ID, names.FEEDBACK_TOKEN),
-            ("recommender", names.RECOMMENDATION_ID, names.RECOMMENDATION_TOKEN),
-        )
-        if id_key in annotations
+        Target(agent, annotations[key])
+        for agent, key in (("node", names.ALLOCATION_ID), ("recommender", names.RECOMMENDATION_ID))
+        if is_allocation_id(annotations.get(key))
     )
     requested = _number(annotations, names.REQUESTED_CORES, names.CORES, names.GRANTED_CORES)
     if not targets or requested is None:
@@ -88,6 +87,7 @@ def managed_pod(pod: dict[str, Any]) -> ManagedPod | None:
         granted_cores=requested if granted is None else granted,
         granted_memory_mb=_number(annotations, names.GRANTED_MEMORY, names.REQUESTED_MEMORY, names.MEMORY),
         latency_sensitive=qos_class not in BEST_EFFORT_CLASSES,
+        started=phase in ("Running", "Succeeded", "Failed"),
         ready=conditions.get("Ready") == "True",
         finished=phase in ("Succeeded", "Failed"),
         failed=phase == "Failed",

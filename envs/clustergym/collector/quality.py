@@ -1,32 +1,42 @@
-"""Whether a pod meets its objective: a PromQL expression of its author, or a rule that fits every pod."""
+"""Whether a pod meets its objective: a PromQL query of the operator, or a rule that fits every pod."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from clustergym.collector.http import Fetcher
 from clustergym.collector.pods import ManagedPod
 from clustergym.collector.usage import Usage
-from clustergym.webhook.clients import Unavailable
+from clustergym.webhook.clients import Unavailable, checked_name
 
 SATURATED = 0.95
 """A pod that uses this part of a reduced grant is limited by it."""
 
 
-class Prometheus:
-    """Evaluates expressions."""
+def read_queries(folder: Path) -> dict[str, str]:
+    """The queries of the operator by name: each file of the folder, such as a mounted ConfigMap, holds one."""
+    return {path.name: path.read_text().strip() for path in sorted(folder.iterdir()) if path.is_file()}
 
-    def __init__(self, fetcher: Fetcher, url: str, timeout_s: float = 5.0) -> None:
-        self.fetcher, self.url, self.timeout_s = fetcher, url.rstrip("/"), timeout_s
+
+class Prometheus:
+    """Evaluates the queries of the operator. Pods can only choose one by its name."""
+
+    def __init__(self, fetcher: Fetcher, url: str, queries: Mapping[str, str], timeout_s: float = 5.0) -> None:
+        self.fetcher, self.url, self.queries, self.timeout_s = fetcher, url.rstrip("/"), queries, timeout_s
 
     async def value(self, pod: ManagedPod) -> float | None:
-        """The value of the pod's expression; None without data. $namespace and $pod are replaced."""
+        """The value of the pod's query; None without data. $namespace and $pod are replaced."""
         if pod.qos_query is None:
             return None
-        query = Template(pod.qos_query).safe_substitute(namespace=pod.namespace, pod=pod.name)
+        if pod.qos_query not in self.queries:
+            raise Unavailable(f"pod {pod.namespace}/{pod.name} asks for query {pod.qos_query[:64]!r}, which is unknown")
+        place = {"namespace": checked_name(pod.namespace, "the namespace"), "pod": checked_name(pod.name, "the pod")}
+        query = Template(self.queries[pod.qos_query]).safe_substitute(place)
         parameters = {"query": query, "timeout": f"{self.timeout_s:g}s"}
         found = await self.fetcher.json("POST", f"{self.url}/api/v1/query", "Prometheus", data=parameters)
         return read_value(found)
@@ -61,14 +71,14 @@ class Quality:
 def judge(pod: ManagedPod, usage: Usage | None, value: float | None, disturbed: bool, was_ready: bool) -> Quality:
     """Judge a pod.
 
-    With a value of its expression, the objective decides: the value must not be above ``clustergym.io/qos-objective``,
+    With a value of its query, the objective decides: the value must not be above ``clustergym.io/qos-objective``,
     or not be 0 without one (``latency < bool 0.2``). Otherwise a pod meets its objective if it stays ready and, if it
     is latency-sensitive, does not use all of a grant that is less than its request.
 
     Args:
         pod: the pod.
         usage: what it uses now.
-        value: the value of its expression.
+        value: the value of its query.
         disturbed: whether a container was killed or failed since the last call.
         was_ready: whether the pod was ready before.
     """

@@ -19,11 +19,13 @@ from clustergym.webhook.requests import Bounds, GpuRequest
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MAX_RESPONSE_BYTES = 16 << 20
+"""Of the API server, for the pods of a node."""
+MAX_GRANT_BYTES = 64 << 10
+"""Of an agent."""
 # Names become part of URLs: only Kubernetes names are allowed.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _ALLOCATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _POLICY_VERSION = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-_TOKEN = re.compile(r"[A-Za-z0-9._~+/=:-]{1,256}")
 
 
 class Unavailable(Exception):
@@ -47,22 +49,40 @@ def read_token(path: Path | None) -> str | None:
     return None if path is None else path.read_text().strip()
 
 
-async def _request(
-    client: httpx.AsyncClient, method: str, url: str, token: str | None, what: str, **options: Any
-) -> Any:
-    """Send a request and return the JSON of the response. Raises :class:`Unavailable` if the status is not 200."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+def is_allocation_id(text: Any) -> bool:
+    """Whether this can be the id of an allocation."""
+    return isinstance(text, str) and _ALLOCATION_ID.fullmatch(text) is not None
+
+
+async def send(
+    client: httpx.AsyncClient, method: str, url: str, token: str | None, what: str, max_bytes: int, **options: Any
+) -> tuple[int, bytes]:
+    """Send a request and return status and body of the response. Raises :class:`Unavailable`.
+
+    Nothing is decompressed: a small response could become a large one.
+    """
+    headers = {"Accept-Encoding": "identity"}
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
     try:
         async with client.stream(method, url, headers=headers, **options) as response:
-            body = b""
-            async for chunk in response.aiter_bytes():
+            body = bytearray()
+            async for chunk in response.aiter_raw():
                 body += chunk
-                if len(body) > MAX_RESPONSE_BYTES:
-                    raise Unavailable(f"{what} sent more than {MAX_RESPONSE_BYTES} bytes")
-            if response.status_code != 200:
-                raise Unavailable(f"{what} answered {response.status_code}")
-    except httpx.HTTPError as error:
+                if len(body) > max_bytes:
+                    raise Unavailable(f"{what} sent more than {max_bytes} bytes")
+            return response.status_code, bytes(body)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unavailable(f"{what} cannot be reached ({type(error).__name__})") from error
+
+
+async def _request(
+    client: httpx.AsyncClient, method: str, url: str, token: str | None, what: str, max_bytes: int, **options: Any
+) -> Any:
+    """Send a request and return the JSON of the response. Raises :class:`Unavailable` if the status is not 200."""
+    status, body = await send(client, method, url, token, what, max_bytes, **options)
+    if status != 200:
+        raise Unavailable(f"{what} answered {status}")
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
@@ -97,7 +117,8 @@ class ApiServer:
 
     async def _get(self, path: str, what: str) -> dict[str, Any]:
         what = f"the API server ({what})"
-        found = await _request(self._client, "GET", self.url + path, read_token(self.token_file), what)
+        token = read_token(self.token_file)
+        found = await _request(self._client, "GET", self.url + path, token, what, MAX_RESPONSE_BYTES)
         if not isinstance(found, dict):
             raise Unavailable(f"{what} did not send an object")
         return found
@@ -112,6 +133,12 @@ class ApiServer:
         query = f"fieldSelector=spec.nodeName%3D{node}&labelSelector={quote(f'{names.LABEL}=true')}&resourceVersion=0"
         found = await self._get(f"/api/v1/pods?{query}", f"pods of node {node}")
         return [one for one in found.get("items") or [] if isinstance(one, dict)]
+
+    async def namespaces(self) -> set[str]:
+        """Names of the namespaces that opted in, from the cache of the API server."""
+        found = await self._get(f"/api/v1/namespaces?labelSelector={quote(names.MODE)}&resourceVersion=0", "namespaces")
+        every = {(one.get("metadata") or {}).get("name") for one in found.get("items") or [] if isinstance(one, dict)}
+        return {name for name in every if is_name(name)} - names.PROTECTED_NAMESPACES
 
     async def node_address(self, node: str) -> str:
         """Internal address of the node. The agent listens there, because it uses the host network."""
@@ -171,18 +198,17 @@ class Agents:
             "min_cores": bounds.min_cores, "max_cores": bounds.max_cores,
             "min_memory": bounds.min_memory_mb, "max_memory": bounds.max_memory_mb,
         }  # fmt: skip
-        found = await _request(self._client, "POST", url, read_token(self.token_file), what, json=body)
+        token = read_token(self.token_file)
+        found = await _request(self._client, "POST", url, token, what, MAX_GRANT_BYTES, json=body)
         try:
             cores = float(found.get("recommended_cores", found["cores"]) if shadow else found["cores"])
             memory = float(found.get("recommended_memory", found["memory"]) if shadow else found["memory"])
-            token = found.get("feedback_token")
-            grant = Grant(str(found["allocation_id"]), cores, memory, str(found["policy_version"]), token)
+            grant = Grant(str(found["allocation_id"]), cores, memory, str(found["policy_version"]))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise Unavailable(f"{what} did not send an allocation") from None
         if not (
-            _ALLOCATION_ID.fullmatch(grant.allocation_id)
+            is_allocation_id(grant.allocation_id)
             and _POLICY_VERSION.fullmatch(grant.policy_version)
-            and (token is None or (isinstance(token, str) and _TOKEN.fullmatch(token)))
             and math.isfinite(cores)
             and math.isfinite(memory)
         ):

@@ -51,13 +51,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Grant:
-    """The answer of an agent. ``feedback_token`` is a credential for feedback on this allocation only."""
+    """The answer of an agent."""
 
     allocation_id: str
     cores: float
     memory_mb: float
     policy_version: str
-    feedback_token: str | None = None
 
 
 @dataclass(frozen=True)
@@ -246,8 +245,7 @@ def _invalid(grant: Grant, request: GpuRequest) -> str | None:
 
 def _recommendation(request: GpuRequest, cores: float, memory_mb: float, grant: Grant) -> dict[str, str]:
     """Annotations that say what was requested and recommended, and by which allocation."""
-    token = {} if grant.feedback_token is None else {names.RECOMMENDATION_TOKEN: grant.feedback_token}
-    return token | {
+    return {
         names.RECOMMENDATION_ID: grant.allocation_id,
         names.POLICY_VERSION: grant.policy_version,
         names.REQUESTED_CORES: f"{request.cores:g}",
@@ -348,8 +346,6 @@ def grant_decision(binding: dict[str, Any], plan: BindingPlan, grant: Grant) -> 
         names.STATUS: "granted",
         **limit_annotations(scaled(request, cores, memory, plan.containers), plan.backend),
     }
-    if grant.feedback_token is not None:
-        annotations[names.FEEDBACK_TOKEN] = grant.feedback_token
     summary = f"granted {cores:g} % of {request.cores:g} % and {memory:g} of {request.memory_mb:g} MB"
     return _annotate(binding, "granted", annotations, summary)
 

@@ -28,7 +28,7 @@ MIN_CORES, MAX_CORES = f"{DOMAIN}/min-allowed-cores", f"{DOMAIN}/max-allowed-cor
 MIN_MEMORY, MAX_MEMORY = f"{DOMAIN}/min-allowed-memory", f"{DOMAIN}/max-allowed-memory"
 """Bounds of a grant, for the whole pod."""
 QOS_QUERY = f"{DOMAIN}/qos-query"
-"""PromQL expression that the collector evaluates; $namespace and $pod are replaced."""
+"""Name of a query that the operator of the collector has defined."""
 QOS_OBJECTIVE = f"{DOMAIN}/qos-objective"
 """The objective is met while the value of the query is at most this number."""
 
@@ -38,8 +38,6 @@ REQUESTED_CORES, REQUESTED_MEMORY = f"{DOMAIN}/requested-cores", f"{DOMAIN}/requ
 RECOMMENDED_CORES, RECOMMENDED_MEMORY = f"{DOMAIN}/recommended-cores", f"{DOMAIN}/recommended-memory"
 RECOMMENDATION_ID = f"{DOMAIN}/recommendation-id"
 """Allocation of the recommender, which decides when the pod is created."""
-RECOMMENDATION_TOKEN, FEEDBACK_TOKEN = f"{DOMAIN}/recommendation-token", f"{DOMAIN}/feedback-token"
-"""Credentials for feedback on this allocation only."""
 BACKEND = f"{DOMAIN}/backend"
 STATUS = f"{DOMAIN}/status"
 ALLOCATION_ID = f"{DOMAIN}/allocation-id"
