@@ -189,10 +189,8 @@ def test_nvml_attributes_processes_to_pods(tmp_path: Path) -> None:
 
 def test_only_pods_with_an_allocation_are_reported() -> None:
     assert managed_pod({"metadata": {"annotations": {"clustergym.io/cores": "80"}}}) is None
-    both = managed(annotations={"clustergym.io/recommendation-id": "r", "clustergym.io/recommendation-token": "t"})
-    assert [(one.agent, one.allocation_id, one.token) for one in both.targets] == [
-        ("node", "id-p", None), ("recommender", "r", "t"),
-    ]  # fmt: skip
+    both = managed(annotations={"clustergym.io/recommendation-id": "r"})
+    assert [(one.agent, one.allocation_id) for one in both.targets] == [("node", "id-p"), ("recommender", "r")]
     assert (both.owner, both.requested_cores, both.granted_cores) == ("team/Pod/p", 80, 40)
 
 
@@ -354,6 +352,9 @@ class Pods(ApiServer):
             raise Unavailable("the API server cannot be reached")
         return self.items
 
+    async def namespaces(self) -> set[str]:
+        return {"team"}
+
 
 class Constant:
     def __init__(self) -> None:
@@ -426,7 +427,7 @@ def test_reports_wait_for_an_agent_that_is_down(agent: AgentServer, token: Path)
     async def scenario() -> None:
         pods, source = Pods(), Constant()
         collector = collector_for(agent, pods, source, token)
-        agent.mode = "500"
+        agent.mode = "503"
         pods.items = [pod_object()]
         await collector.step()
         source.usage = Usage(30, 100.0)
@@ -434,7 +435,7 @@ def test_reports_wait_for_an_agent_that_is_down(agent: AgentServer, token: Path)
         await collector.step()
         # The report that failed is part of the next one.
         assert [one["actual_usage"] for one in agent.feedback] == [20.0]
-        agent.mode, pods.items = "500", []
+        agent.mode, pods.items = "503", []
         await collector.step()
         agent.mode = "good"
         await collector.step()
@@ -450,7 +451,7 @@ def test_an_agent_that_is_down_is_asked_once_per_step(agent: AgentServer, token:
     async def scenario() -> None:
         pods = Pods()
         collector = collector_for(agent, pods, Constant(), token)
-        agent.mode = "500"
+        agent.mode = "503"
         pods.items = [pod_object(f"p{i}", i) for i in range(5)]
         for steps in (1, 2):
             await collector.step()
@@ -458,20 +459,6 @@ def test_an_agent_that_is_down_is_asked_once_per_step(agent: AgentServer, token:
         agent.mode = "good"
         await collector.step()
         assert len(agent.feedback) == 5
-        await collector.close()
-
-    asyncio.run(scenario())
-
-
-def test_the_credential_of_the_allocation_is_used(agent: AgentServer, token: Path) -> None:
-    async def scenario() -> None:
-        pods = Pods()
-        collector = collector_for(agent, pods, Constant(), token)
-        pods.items = [pod_object(annotations={"clustergym.io/feedback-token": "of-this-pod"})]
-        await collector.step()
-        assert agent.tokens[-1] == "Bearer of-this-pod"
-        # The agent refuses it. The collector gives up on this report and goes on.
-        assert collector.errors.labels("feedback")._value.get() == 0
         await collector.close()
 
     asyncio.run(scenario())

@@ -27,6 +27,10 @@ from webhook_servers import AgentServer, Server, served
 
 ROOT = Path(__file__).parents[1]
 NODE, NAMESPACE = "node-1", "team"
+QUERIES = {
+    "latency": 'max(latency_s{app="$pod"})', "fast": 'max(latency_s{app="$pod"}) < bool 0.2', "wrong": "max(",
+}  # fmt: skip
+"""Queries of the operator."""
 
 
 @dataclass
@@ -147,15 +151,20 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         for one in yaml.safe_load_all((ROOT / "deploy" / "base" / "rbac.yaml").read_text()):
             if one["kind"] != "ServiceAccount":
                 api.create(f"/apis/{one['apiVersion']}/{one['kind'].lower()}s", one)
-        api.namespace(NAMESPACE)
+        api.namespace(NAMESPACE, **{"clustergym.io/mode": "Auto"})
         api.create("/api/v1/nodes", {"metadata": {"name": NODE}})
         token, port, log = folder / "token", free_port(), folder / "collector.log"
         token.write_text(TOKEN + "\n")
+        queries = folder / "queries"
+        queries.mkdir()
+        for name, query in QUERIES.items():
+            (queries / name).write_text(query)
         command = [
             Path(sys.executable).with_name("clustergym"), "collector", "--node", NODE,
             "--agent-url", f"http://127.0.0.1:{agent.port}",
             "--recommender-url", f"http://127.0.0.1:{recommender.server_address[1]}", "--agent-token-file", token,
             "--metrics-url", f"http://127.0.0.1:{files_port}/dcgm", "--prometheus-url", url, "--interval-s", "0.1",
+            "--qos-queries", queries,
             "--report-s", "0.3", "--host", "127.0.0.1", "--port", port, "--api-server", api.url,
             "--api-token-file", api.collector_token, "--api-ca", api.ca,
         ]  # fmt: skip
@@ -223,7 +232,7 @@ def latency(setup: Setup, name: str, value: float) -> None:
 def test_an_expression_of_the_pod_decides_about_its_objective(setup: Setup) -> None:
     latency(setup, "served", 0.1)
     setup.use("served", 0.2, 100)
-    setup.start("served", "unknown-2", qos_query='max(latency_s{app="$pod"})', qos_objective="0.2")
+    setup.start("served", "unknown-2", qos_query="latency", qos_objective="0.2")
     met = setup.wait("served", lambda one: one.get("pressure") == 0.5, "a report on the latency")
     assert met["qos_met"] is True
     latency(setup, "served", 0.3)
@@ -236,7 +245,7 @@ def test_an_expression_of_the_pod_decides_about_its_objective(setup: Setup) -> N
 def test_a_comparison_in_the_expression_needs_no_objective(setup: Setup) -> None:
     latency(setup, "compared", 0.3)
     setup.use("compared", 0.2, 100)
-    setup.start("compared", "unknown-3", qos_query='max(latency_s{app="$pod"}) < bool 0.2')
+    setup.start("compared", "unknown-3", qos_query="fast")
     setup.wait("compared", lambda one: not one["qos_met"], "a report on the high latency")
     latency(setup, "compared", 0.1)
     wait_until(lambda: setup.reports("compared")[-1]["qos_met"], "a report on the low latency")
@@ -245,16 +254,17 @@ def test_a_comparison_in_the_expression_needs_no_objective(setup: Setup) -> None
 
 def test_a_wrong_expression_is_counted_and_the_default_rule_applies(setup: Setup) -> None:
     setup.use("wrong", 0.2, 100)
-    setup.start("wrong", "unknown-4", qos_query="max(")
+    setup.start("wrong", "unknown-4", qos_query="wrong")
     assert setup.wait("wrong", lambda one: True, "a report")["qos_met"] is True
     text = httpx.get(setup.metrics, trust_env=False).text
     assert 'clustergym_collector_errors_total{source="prometheus"}' in text
     setup.delete("wrong")
 
 
-def test_the_role_allows_only_to_list_pods(setup: Setup) -> None:
+def test_the_role_allows_only_to_list_pods_and_namespaces(setup: Setup) -> None:
     headers, client = {"Authorization": "Bearer collector-token"}, setup.cluster.client
-    assert client.get("/api/v1/pods", headers=headers).status_code == 200
-    for path in ("/api/v1/nodes", "/api/v1/secrets", f"/api/v1/namespaces/{NAMESPACE}/pods/x", "/api/v1/namespaces"):
+    for path in ("/api/v1/pods", "/api/v1/namespaces"):
+        assert client.get(path, headers=headers).status_code == 200, path
+    for path in ("/api/v1/nodes", "/api/v1/secrets", f"/api/v1/namespaces/{NAMESPACE}/pods/x"):
         assert client.get(path, headers=headers).status_code == 403, path
     assert client.post(f"/api/v1/namespaces/{NAMESPACE}/pods", json=pod(), headers=headers).status_code == 403

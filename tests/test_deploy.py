@@ -106,10 +106,43 @@ def test_the_nvml_overlay_changes_only_where_the_usage_comes_from() -> None:
     assert pods[1]["containers"][0]["securityContext"] == pods[0]["containers"][0]["securityContext"]
 
 
-def test_the_collector_can_only_list_pods() -> None:
+def test_the_collector_can_only_list_pods_and_namespaces() -> None:
     assert BASE["ClusterRole/clustergym-collector"]["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+        {"apiGroups": [""], "resources": ["pods", "namespaces"], "verbs": ["list"]}
     ]
+
+
+def test_every_role_sees_only_its_own_token() -> None:
+    def keys(name: str) -> list[str] | None:
+        (secret,) = [one["secret"] for one in pod_of(name)["volumes"] if one["name"] == "token"]
+        assert secret["secretName"] == "clustergym-agent-token"
+        return [item["key"] for item in secret["items"]] if "items" in secret else None
+
+    assert keys("Deployment/clustergym-webhook") == ["webhook"]
+    assert keys("DaemonSet/clustergym-collector") == ["collector"]
+    for name in ("DaemonSet/clustergym-agent", "StatefulSet/clustergym-recommender"):
+        assert keys(name) is None
+        args = tyro.cli(load_trainer("ppo_gpu_alloc_online").Args, args=pod_of(name)["containers"][0]["args"]).server
+        files = (args.token_file, args.webhook_token_file, args.collector_token_file)
+        assert [path.name for path in files] == ["operator", "webhook", "collector"]
+        assert args.min_run_s > 0
+
+
+def test_only_webhook_collectors_and_monitoring_reach_the_recommender() -> None:
+    spec = BASE["NetworkPolicy/clustergym-recommender"]["spec"]
+    labels = BASE["StatefulSet/clustergym-recommender"]["spec"]["template"]["metadata"]["labels"]
+    assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    (rule,) = spec["ingress"]
+    pods, namespaces = rule["from"]
+    (components,) = pods["podSelector"]["matchExpressions"]
+    assert components["values"] == ["webhook", "collector"]
+    assert set(namespaces) == {"namespaceSelector"}
+
+
+def test_the_alert_counts_reports_at_the_end_of_pods() -> None:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"]
+    (alert,) = [one for one in group["rules"] if one["alert"] == "ClustergymNoFeedback"]
+    assert 'clustergym_feedback_total{status=~"accepted|stale"}' in alert["expr"]
 
 
 def test_one_of_two_webhooks_stays_available() -> None:

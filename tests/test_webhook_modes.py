@@ -200,16 +200,6 @@ def test_forged_annotations_cannot_raise_a_grant() -> None:
     assert (plan.bounds.max_cores, plan.bounds.max_memory_mb) == (80, 4000)
 
 
-def test_feedback_credentials_are_passed_on() -> None:
-    stored = admitted(pod(), MPS, grant=Grant("r", 60, 1000, "1", "secret-a"))
-    assert stored["metadata"]["annotations"]["clustergym.io/recommendation-token"] == "secret-a"
-    plan = plan_binding(stored, "team")
-    assert plan is not None
-    found = grant_decision(binding(), plan, Grant("b", 60, 1000, "1", "secret-b"))
-    annotations = apply_patch(binding(), found.patch)["metadata"]["annotations"]
-    assert annotations["clustergym.io/feedback-token"] == "secret-b"
-
-
 def test_a_container_added_later_gets_a_part_of_the_first_grant() -> None:
     once = admitted(pod(), HAMI, mode="Initial", grant=GRANT)
     once["spec"]["containers"].append(container("side"))

@@ -73,8 +73,10 @@ class AgentHandler(Quiet):
         if self.path == "/feedback":
             if self.headers["Authorization"] != f"Bearer {TOKEN}":
                 return self.reply({"detail": "no"}, 401)
-            if mode == "500":
-                return self.reply({"detail": "broken"}, 500)
+            if mode == "503":
+                return self.reply({"detail": "the store cannot be written"}, 503)
+            if mode == "bug":
+                return self.reply({"detail": "an error in the agent"}, 500)
             self.server.feedback.append(request)
             return self.reply({"status": "accepted", "reward": 1.0})
         self.server.seen.append(request)
