@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import sqlite3
 import time
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,13 +106,33 @@ def test_a_store_that_becomes_corrupt_answers_503(server: Server, tmp_path: Path
     assert server.metrics()["clustergym_store_unavailable"] == 1
 
 
-def test_a_deleted_store_is_not_ready(server: Server, tmp_path: Path) -> None:
+def test_readyz_writes_nothing(server: Server, tmp_path: Path) -> None:
     round_trip(server)
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as watcher:
+        (before,) = watcher.execute("PRAGMA data_version").fetchone()
+        for _ in range(10):
+            assert ready(server)[0] == 200
+        assert watcher.execute("PRAGMA data_version").fetchone() == (before,)
+        round_trip(server)
+        assert watcher.execute("PRAGMA data_version").fetchone() != (before,)
+
+
+def test_a_deleted_store_is_not_ready_until_it_is_back(server: Server, tmp_path: Path) -> None:
+    round_trip(server)
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as connection:
+        connection.execute("VACUUM INTO ?", (str(tmp_path / "backup"),))
     (tmp_path / "store.db").unlink()
     status, found = server.post("/allocate", REQUEST)
     assert status == 503
     assert "was deleted or replaced: put it back, or restart the agent" in found["detail"]
     assert ready(server)[0] == 503
+    with pytest.raises(urllib.error.HTTPError, match="503"):  # the kubelet restarts the agent
+        server.get("/healthz")
+    for name in ("store.db-wal", "store.db-shm"):
+        (tmp_path / name).unlink()
+    os.replace(tmp_path / "backup", tmp_path / "store.db")
+    wait_until(lambda: ready(server)[0] == 200, "the store is opened again")
+    round_trip(server)
 
 
 def test_a_full_disk_is_not_ready_until_there_is_room(server: Server, tmp_path: Path) -> None:

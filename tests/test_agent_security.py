@@ -130,7 +130,7 @@ def test_a_missing_token_file_is_reported_and_the_old_token_stays(server: Server
 
 def test_the_store_belongs_to_its_owner_only(server: Server, store: Path) -> None:
     allocate(server)
-    for name in ("store.db", "store.db-wal", "store.db-shm"):
+    for name in ("store.db", "store.db-wal", "store.db-shm", "checkpoint.pt"):
         assert (store / name).stat().st_mode & 0o777 == 0o600, name
 
 

@@ -137,8 +137,8 @@ class ApiServer:
     async def namespaces(self) -> set[str]:
         """Names of the namespaces that opted in, from the cache of the API server."""
         found = await self._get(f"/api/v1/namespaces?labelSelector={quote(names.MODE)}&resourceVersion=0", "namespaces")
-        every = {(one.get("metadata") or {}).get("name") for one in found.get("items") or [] if isinstance(one, dict)}
-        return {name for name in every if is_name(name)} - names.PROTECTED_NAMESPACES
+        every = {str((one.get("metadata") or {}).get("name")) for one in found.get("items") or []}
+        return every - names.PROTECTED_NAMESPACES
 
     async def node_address(self, node: str) -> str:
         """Internal address of the node. The agent listens there, because it uses the host network."""
