@@ -62,7 +62,7 @@ def test_functions_are_stamped_with_their_sources() -> None:
         ("moe_placement/kernels/lookahead.py", {"cpu"}),
         ("moe_placement/launchers/prefetch.py", {"cpu"}),
         ("moe_placement/batch.py", set()),
-        ("moe_placement/planning.py", set()),
+        ("plans/planning.py", set()),
         ("gpu_allocation/environment.py", set()),
     ],
 )
