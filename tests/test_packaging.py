@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import clustergym
 from clustergym import TokenTrace
@@ -136,3 +137,12 @@ def test_the_version_is_the_same_everywhere() -> None:
     )
     assert set(images) == {version}
     assert f"newTag: {version}\n" in (ROOT / "deploy" / "base" / "kustomization.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["ci", "release"])
+def test_the_workflows_call_what_exists(name: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    commands = "\n".join(step.get("run", "") for job in workflow["jobs"].values() for step in job.get("steps", []))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^make ([\w-]+)$", commands, re.MULTILINE)) <= set(targets)
+    assert {job["needs"] for job in workflow["jobs"].values() if "needs" in job} <= set(workflow["jobs"])
