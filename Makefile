@@ -8,7 +8,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 TRAIN_FLAGS ?= --trace tiny_moe_domains --total-timesteps 65536 --eval-interval 2 --eval-streams 3 --checkpoint-interval 0
 DEMO_FLAGS ?= -o demo.html
 
-.PHONY: train test demo lint docs install clean
+.PHONY: train test test-all demo lint docs install clean
 
 train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; a table and a picture compare them with every planner
 	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py $(TRAIN_FLAGS)
@@ -20,6 +20,8 @@ test: install  ## run all linters and tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -n 2 --dist loadfile
+
+test-all: test  ## the same, and all that takes long
 
 demo: $(VENV)/.trainable  ## write demo.html: a trace, all planners, time per layer, the placement before and after
 	$(BIN)/clustergym demo $(DEMO_FLAGS)

@@ -57,7 +57,7 @@ class Today:
         self.seen = Interval.even(experts, rows[None], self.simulator.n_gpus)
 
     def planner(self, exact: int, estimate: int) -> Any:
-        from clustergym.moe_placement.planner_registry import make_planner
+        from clustergym.planners.registry import make_planner
 
         return make_planner("anneal-max", self.simulator, iterations=exact, estimate_steps=estimate)
 
@@ -100,7 +100,7 @@ def step_us(task: Today | Until01, kind: str) -> float:
 def work(path: str) -> None:
     """Measure the cases named on standard input: profile, kind and tokens. Writes µs per step to standard output."""
     experts = np.load(path)
-    revision = Today if find_spec("clustergym.moe_placement.planner_registry") else Until01
+    revision = Today if find_spec("clustergym.planners.registry") else Until01
     for line in sys.stdin:
         profile, kind, tokens = line.split()
         rows = np.random.default_rng(0).permutation(experts.shape[1])[: int(tokens)].astype(np.int32)

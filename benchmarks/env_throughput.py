@@ -279,7 +279,7 @@ def anneal_seconds() -> float:
     from clustergym.moe_placement import Simulator
 
     try:
-        from clustergym.moe_placement.planner_registry import make_planner
+        from clustergym.planners.registry import make_planner
     except ImportError:  # until 0.1
         from clustergym.planners import make_planner
 

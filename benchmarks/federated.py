@@ -34,7 +34,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
-from clustergym.federation.exchange import StoreExchange, StoreLocation, Traffic, message_bytes
+from clustergym.training.federated.exchange import StoreExchange, StoreLocation, Traffic, message_bytes
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 sys.path.append(str(TRAINERS))

@@ -24,9 +24,9 @@ from numba import config, njit
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator, Traffic, get_cluster
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planning import DEFAULT_PLANNERS, Observed, Sizes, fill_empty
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
+from clustergym.planners.registry import make_planner
+from clustergym.plans.planning import DEFAULT_PLANNERS, Observed, Sizes, fill_empty
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

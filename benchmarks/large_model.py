@@ -24,9 +24,9 @@ from numba import config
 
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
-from clustergym.moe_placement.evaluation import Protocol, compile_on, evaluate_planner
-from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.evaluation import Protocol, compile_on, evaluate_planner
+from clustergym.planners.registry import make_planner
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from learned_traffic import ANNEALERS, LEARNED, SEARCHES, learn
 from placement import read_lines

@@ -19,11 +19,11 @@ import tyro
 
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Placement, Simulator
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.anneal import Anneal
-from clustergym.moe_placement.planners.kernels.surrogate import DEFAULT_SHAPE
 from clustergym.moe_placement.streams import layer_first
+from clustergym.planners.anneal import Anneal
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.planners.kernels.surrogate import DEFAULT_SHAPE
+from clustergym.planners.registry import make_planner
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 
 TASKS = [

@@ -35,13 +35,13 @@ from clustergym import TokenTrace
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.evaluation import Protocol, Result, compile_on, evaluate_planner
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.anneal import Anneal
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.learned import AnnealLearned
-from clustergym.moe_placement.policy.network import PolicyNetwork
-from clustergym.moe_placement.policy.planner import Policy
+from clustergym.planners.anneal import Anneal
+from clustergym.planners.base import Planner
+from clustergym.planners.evaluation import Protocol, Result, compile_on, evaluate_planner
+from clustergym.planners.learned import AnnealLearned
+from clustergym.planners.policy.network import PolicyNetwork
+from clustergym.planners.policy.planner import Policy
+from clustergym.planners.registry import make_planner
 from placement import Args as PlacementArgs
 from placement import Cell, protocol_of, read_lines, traces
 

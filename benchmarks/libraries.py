@@ -28,7 +28,7 @@ import tyro
 import clustergym  # noqa: F401  registers the environments
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.evaluation import Protocol, deal_streams
+from clustergym.planners.evaluation import Protocol, deal_streams
 from clustergym.traces.token_trace import TokenTrace
 
 TASKS = (

@@ -42,7 +42,7 @@ from clustergym.agent.traffic import SimulatedNode
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import state
-from clustergym.gpu_allocation.baselines import RULES
+from clustergym.gpu_allocation.rules import RULES
 
 RULE_NAMES = ("grant", "vpa", "vpa-fraction", "oracle")
 QOS_WINDOW = 200

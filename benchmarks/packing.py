@@ -40,9 +40,9 @@ from clustergym.agent.service import vpa_amounts
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig, state
-from clustergym.gpu_allocation.baselines import RULES, AmountRule
 from clustergym.gpu_allocation.history import LAST
 from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.rules import RULES, AmountRule
 from clustergym.gpu_allocation.space import action_for, grant
 from clustergym.gpu_allocation.workload import LATENCY_SENSITIVE
 

@@ -30,7 +30,11 @@ import tyro
 from clustergym import TokenTrace
 from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.evaluation import (
+from clustergym.moe_placement.profiles import PROFILES
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.streams import Interval, Traffic
+from clustergym.planners.base import Planner
+from clustergym.planners.evaluation import (
     PASSES_OF_A_PERMANENT_PLAN,
     Protocol,
     Result,
@@ -38,13 +42,9 @@ from clustergym.moe_placement.evaluation import (
     deal_streams,
     evaluate_planner,
 )
-from clustergym.moe_placement.planner_registry import PLANNERS, make_planner, planner_class
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.recorded import interval_from_statistics
-from clustergym.moe_placement.planning import spread_layers
-from clustergym.moe_placement.profiles import PROFILES
-from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.streams import Interval, Traffic
+from clustergym.planners.recorded import interval_from_statistics
+from clustergym.planners.registry import PLANNERS, make_planner, planner_class
+from clustergym.plans.planning import spread_layers
 
 SEARCHES = ("anneal-max", "anneal", "anneal-4", "anneal-robust", "forecast", "oracle")
 UNEVEN = 1.5

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Placement, Simulator, Traffic
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
-from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
-from clustergym.moe_placement.planners.eplb import EPLB, balance
-from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.streams import sample_passes
+from clustergym.planners.eplb import EPLB, balance
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
+from clustergym.planners.recorded import LoadInterval
+from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 PASSES = 4

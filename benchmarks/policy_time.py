@@ -17,10 +17,10 @@ import torch
 import tyro
 
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, IntervalStream
+from clustergym.planners.base import Planner
+from clustergym.planners.registry import make_planner
 from learned_traffic import Args as LearnedArgs
 from placement import Args as PlacementArgs
 from placement import Cell, protocol_of, traces

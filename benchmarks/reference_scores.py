@@ -37,10 +37,10 @@ import tyro
 from clustergym.common.files import write_atomically
 from clustergym.ids import REFERENCE_SCORES, ladder
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.planner_registry import make_planner, planner_class
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.streams import IntervalStream
+from clustergym.planners.base import Planner
+from clustergym.planners.eplb import EPLB
+from clustergym.planners.registry import make_planner, planner_class
 
 BEST = ("eplb", "incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
 """Planners among which the best one is named."""

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.moe_placement import Simulator, Traffic
-from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.streams import sample_passes
+from clustergym.planners.registry import make_planner
 from clustergym.traces import TokenTrace
 from clustergym.traces.statistics import one_hot
 

@@ -39,13 +39,13 @@ from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint, save
 from clustergym.common.extras import require
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
-from clustergym.federation.environments import Environments, Episode, ReplayableEnv
-from clustergym.federation.exchange import Exchange, LocalExchange, StoreLocation, connect_rank, serve_store
-from clustergym.federation.matrices import Matrix, load_matrix
-from clustergym.federation.plots import plot_graph, plot_returns
 from clustergym.training import Progress, RunLogger, check_finite, choose_device, choose_folder, derive_seed
 from clustergym.training.arguments import FREE_ON_RESUME as ALWAYS_FREE
 from clustergym.training.arguments import RunArgs, check_same_args, check_values, parse_args, plain_args
+from clustergym.training.federated.environments import Environments, Episode, ReplayableEnv
+from clustergym.training.federated.exchange import Exchange, LocalExchange, StoreLocation, connect_rank, serve_store
+from clustergym.training.federated.matrices import Matrix, load_matrix
+from clustergym.training.federated.plots import plot_graph, plot_returns
 from clustergym.training.logger import read_scalars
 from clustergym.training.progress import print_result
 from clustergym.training.run import Run, save_model
@@ -60,7 +60,7 @@ FREE_ON_RESUME = (
     "exchange_timeout", "exchange_store", "eval_episodes", "eval_interval", "exp_description", "plot_comm_matrix",
 )  # fmt: skip
 """Arguments that can change when a run is resumed, because they do not affect learning."""
-log = logging.getLogger("clustergym.federation")
+log = logging.getLogger("clustergym.training.federated")
 
 
 @dataclass

@@ -38,14 +38,14 @@ from clustergym.moe_placement.batch import DEFAULT_TRACE, PlacementBatch
 from clustergym.moe_placement.environment import frame_of
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, N_PARTS, TIME_OPERATION
-from clustergym.moe_placement.policy import inputs as observed
-from clustergym.moe_placement.policy.export import describe_run, initial_weights
-from clustergym.moe_placement.policy.inputs import LAYER_KEYS, PER_CENT, PROGRESS, STEP_KEYS, Inputs, gains
-from clustergym.moe_placement.policy.network import N_CHOSEN_FEATURES, N_DERIVED_FEATURES, averaging
-from clustergym.moe_placement.policy.task import Task, TaskArgs, environment_options, load_tasks
-from clustergym.moe_placement.report.training import report_training
-from clustergym.moe_placement.validation import EvaluationArgs, Validator, summary
 from clustergym.moe_placement.viewer import draw
+from clustergym.planners.policy import inputs as observed
+from clustergym.planners.policy.export import describe_run, initial_weights
+from clustergym.planners.policy.inputs import LAYER_KEYS, PER_CENT, PROGRESS, STEP_KEYS, Inputs, gains
+from clustergym.planners.policy.network import N_CHOSEN_FEATURES, N_DERIVED_FEATURES, averaging
+from clustergym.planners.policy.task import Task, TaskArgs, environment_options, load_tasks
+from clustergym.planners.validation import EvaluationArgs, Validator, summary
+from clustergym.plans.report.training import report_training
 from clustergym.training import Run, RunArgs, World, check_values, derive_seed, parse_args, plain_args, run_trainer
 
 MASKED_LOGIT = -1e8
@@ -240,7 +240,7 @@ def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
 
 
-# Networks. clustergym/moe_placement/policy/network.py has the same actors in plain torch and loads exported weights.
+# Networks. clustergym/planners/policy/network.py has the same actors in plain torch and loads exported weights.
 
 Layer = TypeVar("Layer", bound=nn.Module)
 INITIAL_LOOK_SCALE = 3.0

@@ -245,7 +245,7 @@ def allocation(path: Path) -> None:
     import gymnasium
     import matplotlib.image
 
-    from clustergym.gpu_allocation.baselines import RULES
+    from clustergym.gpu_allocation.rules import RULES
 
     env = gymnasium.make("clustergym:GPUAllocationHistory-v0", render_mode="rgb_array")
     env.reset(seed=1)

@@ -296,8 +296,8 @@ def gpus(_: str = "") -> str:
 
 
 def profiles(_: str = "") -> str:
-    from clustergym.moe_placement.planning import DEFAULT_PLANNERS
     from clustergym.moe_placement.profiles import PROFILES
+    from clustergym.plans.planning import DEFAULT_PLANNERS
 
     heads = ("profile", "engine", "phase", "replica choice", "transport", "default planner", "what it stands for")
     rows = (

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Interval, Placement, Simulator, Traffic
-from clustergym.moe_placement.evaluation import Protocol, compare
-from clustergym.moe_placement.planner_registry import PLANNERS, Entry
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.report.plots import plot_results
-from clustergym.moe_placement.report.tables import results_table
+from clustergym.planners.base import Planner
+from clustergym.planners.evaluation import Protocol, compare
+from clustergym.planners.registry import PLANNERS, Entry
+from clustergym.plans.report.plots import plot_results
+from clustergym.plans.report.tables import results_table
 
 
 # %% A planner returns the experts of every GPU and layer. This one deals the experts, hottest first, back and forth

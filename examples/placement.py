@@ -10,8 +10,8 @@ import numpy as np
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator, Traffic
-from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.streams import sample_passes
+from clustergym.planners.registry import make_planner
 
 # %% A trace says which experts each token used. No sequence is in both halves.
 trace = TokenTrace.load("tiny_moe")

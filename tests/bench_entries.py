@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from clustergym.integrations.eplb import rebalance_experts as ours
-from clustergym.moe_placement.planners.eplb import EPLB
+from clustergym.planners.eplb import EPLB
+from clustergym.plans.integrations.eplb import rebalance_experts as ours
 
 CALLS = 0
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from clustergym.common.checkpoints import load_checkpoint
-from clustergym.federation.exchange import StoreLocation, serve_store
 from clustergym.training import read_scalars
+from clustergym.training.federated.exchange import StoreLocation, serve_store
 from trainers import load_trainer
 
 fed = load_trainer("ppo_federated")

@@ -8,11 +8,11 @@ import numpy as np
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.engines import ENGINES
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
-from clustergym.moe_placement.planning import Plan, Sizes, make_plan
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.plans.engines import ENGINES
+from clustergym.plans.planning import Plan, Sizes, make_plan
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace
 
 SUFFIX = {name: engine.suffixes[0] for name, engine in ENGINES.items()}

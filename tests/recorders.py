@@ -10,13 +10,13 @@ import pytest
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement, Simulator
-from clustergym.moe_placement.evaluation import (
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
+from clustergym.planners.base import Planner
+from clustergym.planners.evaluation import (
     Protocol,
     Result,
     deal_streams,
 )
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 N_LAYERS, N_EXPERTS, N_GPUS, INTERVALS, TOKENS, PASSES = 2, 8, 4, 3, 8, 2

@@ -149,22 +149,24 @@ def test_a_full_disk_is_not_ready_until_there_is_room(server: Server, tmp_path: 
 
 
 def test_learning_goes_on_after_the_database_is_lost(tmp_path: Path) -> None:
+    """How many experiences an update takes depends on when the learner looks: the test asks only for progress."""
     flags = ("--explore", "all", "--update-interval-s", 0.05)
     with agent_server(tmp_path, *flags) as server:
         round_trip(server, 64)
-        wait_until(
-            lambda: load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)["learned_through"] == 64, "learning"
-        )
+        wait_until(lambda: ready(server)[1]["policy_version"] >= 1, "the first update")
         server.kill()
     before = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
+    assert 32 <= before["learned_through"] == before["experiences"] <= 64
     for path in tmp_path.glob("store.db*"):
         path.unlink()
     with agent_server(tmp_path, *flags) as server:
-        assert "numbers continue after 64" in server.log.read_text()
+        assert f"numbers continue after {before['learned_through']}" in server.log.read_text()
         round_trip(server, 32)
         wait_until(lambda: ready(server)[1]["policy_version"] > before["version"], "the next update")
     after = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-    assert (after["learned_through"], after["experiences"]) == (96, 96)
+    # The new database holds 32 experiences: one update takes them all, and none of them twice.
+    learned = [after[name] - before[name] for name in ("version", "learned_through", "experiences")]
+    assert learned == [1, 32, 32]
 
 
 def test_sigterm_saves_the_model_even_if_it_is_sent_twice(tmp_path: Path) -> None:

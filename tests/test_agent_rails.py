@@ -29,7 +29,7 @@ from clustergym.agent.versions import CHECKPOINT_KIND, SequentialTest
 from clustergym.common.checkpoints import load_checkpoint, save_checkpoint
 from clustergym.gpu_allocation import compute_reward
 from clustergym.gpu_allocation import state as columns
-from clustergym.gpu_allocation.baselines import RULES
+from clustergym.gpu_allocation.rules import RULES
 from processes import wait_until
 from trainers import load_trainer
 

@@ -21,7 +21,7 @@ from agent_client import SCRIPT, TOKEN, Server, agent_server
 from clustergym.agent.connections import ConnectionLimits, ConnectionPool, reserve_files
 from clustergym.agent.credentials import BearerTokens
 from clustergym.agent.logs import RateLimit
-from clustergym.webhook.certificates import make_certificates
+from clustergym.kubernetes.certificates import make_certificates
 from processes import wait_until
 
 REQUEST = {"owner": "team/Deployment/web", "cores": 80, "memory": 4000, "qos_class": "best-effort"}

@@ -25,10 +25,10 @@ from clustergym.bench.suites import AllocationTask, Limits, PlacementTask, Suite
 from clustergym.common.checkpoints import save_checkpoint
 from clustergym.common.executors import LocalExecutor, make_executor
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
-from clustergym.moe_placement.evaluation import deal_streams, slot_balancedness
-from clustergym.moe_placement.planners.eplb import EPLB
 from clustergym.moe_placement.specs import get_model
 from clustergym.moe_placement.streams import IntervalStream
+from clustergym.planners.eplb import EPLB
+from clustergym.planners.evaluation import deal_streams, slot_balancedness
 
 FILE = bench_entries.__file__
 LIGHT = str(Path(__file__).parent / "bench_limits.py")

@@ -22,9 +22,9 @@ from clustergym.cli import evaluate as eval_command
 from clustergym.cli import trace as trace_command
 from clustergym.common import files
 from clustergym.moe_placement import Interval, Placement
-from clustergym.moe_placement.planner_registry import PLANNERS, Entry
-from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.specs import CLUSTERS, MODELS
+from clustergym.planners.base import Planner
+from clustergym.planners.registry import PLANNERS, Entry
 from clustergym.traces import SyntheticConfig, load_traces, synthetic_trace
 
 SMALL = ["--cluster", "h800-2x4", "--phase", "decode", "--tokens-per-rank", "4", "--passes", "2", "--intervals", "2"]

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from clustergym import cli
-from clustergym.collector.collect import Collector, Watch
-from clustergym.collector.http import Fetcher
-from clustergym.collector.pods import ManagedPod, managed_pod
-from clustergym.collector.quality import judge, read_value
-from clustergym.collector.usage import MetricsPage, Usage, parse_metrics, pod_uid
-from clustergym.webhook.clients import ApiServer, Unavailable
+from clustergym.agent.collector.collect import Collector, Watch
+from clustergym.agent.collector.http import Fetcher
+from clustergym.agent.collector.pods import ManagedPod, managed_pod
+from clustergym.agent.collector.quality import judge, read_value
+from clustergym.agent.collector.usage import MetricsPage, Usage, parse_metrics, pod_uid
+from clustergym.kubernetes.clients import ApiServer, Unavailable
 from webhook_servers import AgentServer, Server, served
 
 UID = "0a1b2c3d-0000-4000-8000-00000000000"
@@ -135,7 +135,7 @@ def test_the_pod_of_a_process_is_in_its_control_group(tmp_path: Path, line: str,
 NVML_PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
-from clustergym.collector.usage import Nvml
+from clustergym.agent.collector.usage import Nvml
 from test_collector import managed
 
 async def main():
@@ -508,6 +508,6 @@ def test_invalid_settings_are_refused_with_one_line(
 
 
 def test_the_collector_imports_neither_torch_nor_numba() -> None:
-    program = "import sys, clustergym.cli.collector, clustergym.collector.server; print(sorted(sys.modules))"
+    program = "import sys, clustergym.cli.collector, clustergym.agent.collector.server; print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert not [name for name in ("torch", "numba", "scipy") if f"'{name}'" in loaded]

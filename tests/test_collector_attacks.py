@@ -13,13 +13,13 @@ import httpx
 import pytest
 
 from agent_client import TOKEN
-from clustergym.collector.collect import Collector
-from clustergym.collector.http import Fetcher
-from clustergym.collector.pods import managed_pod
-from clustergym.collector.quality import Prometheus, read_queries
-from clustergym.collector.usage import Usage
-from clustergym.webhook.clients import MAX_GRANT_BYTES, Agents, Unavailable
-from clustergym.webhook.requests import Bounds, GpuRequest
+from clustergym.agent.collector.collect import Collector
+from clustergym.agent.collector.http import Fetcher
+from clustergym.agent.collector.pods import managed_pod
+from clustergym.agent.collector.quality import Prometheus, read_queries
+from clustergym.agent.collector.usage import Usage
+from clustergym.kubernetes.clients import MAX_GRANT_BYTES, Agents, Unavailable
+from clustergym.kubernetes.requests import Bounds, GpuRequest
 from test_collector import Constant, Pods, pod_object
 from webhook_servers import AgentServer, Quiet, Server, served
 

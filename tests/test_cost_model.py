@@ -24,9 +24,9 @@ from clustergym.moe_placement.costs import (
 )
 from clustergym.moe_placement.kernels.cost import mean_pass_time
 from clustergym.moe_placement.kernels.passes import change
-from clustergym.moe_placement.planning import HeldOutCounts
 from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.simulator import COMPUTE_US
+from clustergym.plans.planning import HeldOutCounts
 from clustergym.traces import LoadTrace
 from cost_model import (
     BAR,

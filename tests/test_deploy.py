@@ -15,9 +15,9 @@ import yaml
 from clustergym import __version__
 from clustergym.cli import collector as collector_command
 from clustergym.cli import webhook as webhook_command
-from clustergym.webhook import LABEL, MODES
-from clustergym.webhook.names import MODE, PROTECTED_NAMESPACES
-from clustergym.webhook.patches import apply_patch
+from clustergym.kubernetes import LABEL, MODES
+from clustergym.kubernetes.names import MODE, PROTECTED_NAMESPACES
+from clustergym.kubernetes.patches import apply_patch
 from trainers import load_trainer
 
 DEPLOY = Path(__file__).parents[1] / "deploy"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.planners.registry import PLANNERS
 
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -21,10 +21,10 @@ import tyro
 
 from clustergym.agent.metrics import TEXTS
 from clustergym.cli import COMMANDS, main
-from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.environment import EPISODE_INFO, INFO
+from clustergym.gpu_allocation.rules import RULES
 from clustergym.moe_placement.environment import STEP_INFO
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.planners.registry import PLANNERS
 from clustergym.training import parse_args
 from test_docs_commands import check_script
 from trainers import load_trainer
@@ -160,7 +160,7 @@ def test_every_planner_and_rule_is_explained() -> None:
 def test_every_exported_metric_and_info_key_is_explained() -> None:
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     package = ROOT / "envs" / "clustergym"
-    sources = ("agent/metrics.py", "webhook/server.py", "collector/collect.py")
+    sources = ("agent/metrics.py", "kubernetes/server.py", "agent/collector/collect.py")
     found = {name for file in sources for name in re.findall(r'"(clustergym_\w+)"', (package / file).read_text())}
     found |= {f"clustergym_{name}_mean" for name in TEXTS}
     assert len(found) > 30

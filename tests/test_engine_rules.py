@@ -29,9 +29,9 @@ import pytest
 import torch
 
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
-from clustergym.moe_placement.engines import EnginePlan, write_plan
 from clustergym.moe_placement.kernels.replicas import _KNUTH
 from clustergym.moe_placement.streams import Interval
+from clustergym.plans.engines import EnginePlan, write_plan
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.readers import ReadOptions, read_trace
 from engine_files import routing, slot_map, to_physical, with_dense_zeros

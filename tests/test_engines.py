@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from clustergym import cli
-from clustergym.moe_placement.engines import (
+from clustergym.moe_placement.profiles import PROFILES, profiles_of
+from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
+from clustergym.plans.engines import (
     ENGINES,
     EnginePlan,
     PlanError,
@@ -26,9 +28,7 @@ from clustergym.moe_placement.engines import (
     memory_use,
     write_plan,
 )
-from clustergym.moe_placement.engines.sglang import HOOKED
-from clustergym.moe_placement.profiles import PROFILES, profiles_of
-from clustergym.moe_placement.specs import MODELS, ClusterSpec, ModelSpec, get_model
+from clustergym.plans.engines.sglang import HOOKED
 
 TOY = ModelSpec("toy", 3, 8, 2, 1000, 10, n_dense=2, kv_bytes=3000, architecture="DeepseekV3ForCausalLM")
 CLUSTER = ClusterSpec("c", 2, 2, intra_gb_s=100, inter_gb_s=10)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from clustergym import TokenTrace
-from clustergym.moe_placement.planners.kernels import loads as kernels
+from clustergym.planners.kernels import loads as kernels
 from eplb_reference import balancedness, eplb
 
 # experts, groups, nodes, GPUs, slots per GPU: as people serve these models.

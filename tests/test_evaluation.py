@@ -11,7 +11,9 @@ import pytest
 from clustergym import TokenTrace
 from clustergym.common.statistics import ci95_of_deals
 from clustergym.moe_placement import Placement, Simulator
-from clustergym.moe_placement.evaluation import (
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
+from clustergym.planners.eplb import EPLB
+from clustergym.planners.evaluation import (
     Protocol,
     Result,
     compare,
@@ -20,9 +22,7 @@ from clustergym.moe_placement.evaluation import (
     same_mixture,
     sample_tokens,
 )
-from clustergym.moe_placement.planner_registry import PLANNERS, Entry, planner_class
-from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
+from clustergym.planners.registry import PLANNERS, Entry, planner_class
 from recorders import (
     INTERVALS,
     N_GPUS,

@@ -14,7 +14,8 @@ from scipy import stats
 from clustergym import TokenTrace
 from clustergym.common.statistics import ci95, ci95_of_blocks, ci95_of_deals, ci95_of_resamples
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
-from clustergym.moe_placement.evaluation import (
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
+from clustergym.planners.evaluation import (
     Protocol,
     Result,
     compare,
@@ -22,7 +23,6 @@ from clustergym.moe_placement.evaluation import (
     deal_streams,
     reused_share,
 )
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic
 from clustergym.traces import split_trace
 from clustergym.traces.splits import DOMAINS_TO_SPLIT, SHARES
 from recorders import (

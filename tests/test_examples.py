@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from clustergym.moe_placement.planner_registry import PLANNERS
+from clustergym.planners.registry import PLANNERS
 from doc_commands import ROOT, commands
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from clustergym.federation.environments import Environments, Episode, ReplayableEnv
-from clustergym.federation.exchange import StoreExchange, StoreLocation, pack, unpack
-from clustergym.federation.matrices import load_matrix, read_matrix
-from clustergym.federation.plots import plot_graph, plot_returns
+from clustergym.training.federated.environments import Environments, Episode, ReplayableEnv
+from clustergym.training.federated.exchange import StoreExchange, StoreLocation, pack, unpack
+from clustergym.training.federated.matrices import load_matrix, read_matrix
+from clustergym.training.federated.plots import plot_graph, plot_returns
 from federation import processes as processes  # a fixture
 from federation import run_store, start
 from processes import free_port
@@ -262,7 +262,7 @@ def test_neighbour_one_round_ahead_is_read_at_the_right_round(store: StoreLocati
 def test_late_agent_is_not_waited_for_until_it_has_caught_up(
     store: StoreLocation, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="clustergym.federation")
+    caplog.set_level(logging.WARNING, logger="clustergym.training.federated")
     a, b = connect(store, 0, timeout_s=0.1), connect(store, 1, timeout_s=0.1)
     for exchange in (a, b):
         exchange.publish(exchange.agent, 0, vector(exchange.agent))
@@ -295,7 +295,7 @@ def test_late_agent_is_not_waited_for_until_it_has_caught_up(
 def test_learning_continues_without_the_store_and_reconnects(
     caplog: pytest.LogCaptureFixture, processes: list[ForkServerProcess]
 ) -> None:
-    caplog.set_level(logging.WARNING, logger="clustergym.federation")
+    caplog.set_level(logging.WARNING, logger="clustergym.training.federated")
     location = StoreLocation("127.0.0.1", free_port())
     host = start(run_store, location.host, location.port)
     processes.append(host)

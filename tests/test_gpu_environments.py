@@ -286,7 +286,7 @@ def test_a_change_in_a_formula_renews_all_compiled_code(tmp_path: Path) -> None:
     functions = [f for f in vars(dynamics).values() if hasattr(f, "py_func")]
     assert len(functions) > 20
     for function in functions:
-        assert function._cache._cache_file._source_stamp == stamp, function
+        assert function._cache.fingerprint == stamp, function
         assert Path(function.py_func.__code__.co_filename) in dynamics.SOURCES, function
     folder = Path(shutil.copytree(Path(dynamics.__file__).parent, tmp_path / "copy"))
     copies = [folder / path.name for path in dynamics.SOURCES]

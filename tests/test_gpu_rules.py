@@ -27,9 +27,9 @@ from clustergym.gpu_allocation import (
     state,
     synthetic_workload,
 )
-from clustergym.gpu_allocation.baselines import RULES, VPA, Proportional
 from clustergym.gpu_allocation.environment import GPUAllocationEnv
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play, play_rules
+from clustergym.gpu_allocation.rules import RULES, VPA, Proportional
 
 IDS = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
 HEADER = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time"

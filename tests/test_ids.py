@@ -23,9 +23,9 @@ from clustergym.moe_placement import PROFILES
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig, load_cached
 from clustergym.moe_placement.environment import MoEPlacementEnv, frame_of
 from clustergym.moe_placement.kernels.state import CLOCK_INTERVAL
-from clustergym.moe_placement.planners.exact import Exact
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import IntervalStream
+from clustergym.planners.exact import Exact
 from clustergym.traces.splits import split_trace
 from placement_task import same
 from reference_scores import HINDSIGHT, docstring_table

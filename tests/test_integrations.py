@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 
-import clustergym.integrations.sglang as for_sglang
-import clustergym.integrations.vllm as for_vllm
-from clustergym.integrations.eplb import keep_in_place, plan_slots, rebalance_experts
-from clustergym.integrations.planners import check_name, slots_of
+import clustergym.plans.integrations.sglang as for_sglang
+import clustergym.plans.integrations.vllm as for_vllm
+from clustergym.plans.integrations.eplb import keep_in_place, plan_slots, rebalance_experts
+from clustergym.plans.integrations.planners import check_name, slots_of
 from eplb_reference import balancedness, eplb
 
 SHAPES = [(12, 16, 4, 2, 8), (64, 80, 8, 4, 16), (32, 64, 32, 4, 32), (256, 288, 8, 4, 32), (64, 72, 1, 2, 8)]

@@ -15,9 +15,9 @@ import pytest
 
 from clustergym import TokenTrace, cli
 from clustergym.moe_placement import ModelSpec, Simulator, Traffic, get_cluster
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planning import DEFAULT_PLANNERS
 from clustergym.moe_placement.streams import sample_passes
+from clustergym.planners.registry import make_planner
+from clustergym.plans.planning import DEFAULT_PLANNERS
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 NODES, PER_NODE, SLOTS = 4, 4, 5

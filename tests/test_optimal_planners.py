@@ -19,15 +19,15 @@ from clustergym.moe_placement import (
     Simulator,
 )
 from clustergym.moe_placement.kernels.passes import change
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners import exact
-from clustergym.moe_placement.planners.anneal import Anneal
-from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.planners.exact import Exact
-from clustergym.moe_placement.planners.kernels.launch import objective_us
-from clustergym.moe_placement.planners.kernels.proposals import propose
-from clustergym.moe_placement.planners.kernels.trial import allocate, can_try, prepare, try_change
 from clustergym.moe_placement.profiles import DISPATCHES
+from clustergym.planners import exact
+from clustergym.planners.anneal import Anneal
+from clustergym.planners.eplb import EPLB
+from clustergym.planners.exact import Exact
+from clustergym.planners.kernels.launch import objective_us
+from clustergym.planners.kernels.proposals import propose
+from clustergym.planners.kernels.trial import allocate, can_try, prepare, try_change
+from clustergym.planners.registry import make_planner
 from even_instances import (
     SERVED,
     cost_us,

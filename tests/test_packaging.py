@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import clustergym
 from clustergym import TokenTrace
@@ -47,17 +48,45 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     return found.stdout
 
 
+UNTRACKED = shutil.ignore_patterns(
+    ".git", ".venv", "__pycache__", "runs", "dist", "*.egg-info", ".*_cache", ".hypothesis"
+)
+
+
+def build_wheel(tree: Path, out: Path) -> Path:
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree, cwd=tree.parent)
+    (found,) = out.glob("*.whl")
+    return found
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy without untracked folders, so that nothing is written to the checkout."""
-    tree, out = tmp_path_factory.mktemp("tree") / "clustergym", tmp_path_factory.mktemp("dist")
-    skip = shutil.ignore_patterns(
-        ".git", ".venv", "__pycache__", "runs", "dist", "*.egg-info", ".*_cache", ".hypothesis"
-    )
-    shutil.copytree(ROOT, tree, ignore=skip)
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, tree, cwd=out)
-    (found,) = out.glob("*.whl")
-    return found
+    tree = tmp_path_factory.mktemp("tree") / "clustergym"
+    shutil.copytree(ROOT, tree, ignore=UNTRACKED)
+    return build_wheel(tree, tmp_path_factory.mktemp("dist"))
+
+
+def copy_as_docker(instruction: str, context: Path, image: Path) -> None:
+    """``COPY source … target``: a folder gives its content, and a target that ends with / is a folder."""
+    *sources, target = instruction.split()
+    for source in sources:
+        if (context / source).is_dir():
+            shutil.copytree(context / source, image / target, ignore=UNTRACKED, dirs_exist_ok=True)
+            continue
+        file = image / target / Path(source).name if target.endswith("/") else image / target
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(context / source, file)
+
+
+def test_the_first_stage_of_the_image_copies_all_that_the_wheel_needs(wheel: Path, tmp_path: Path) -> None:
+    first_stage = re.split("^FROM ", (ROOT / "deploy" / "Dockerfile").read_text(), flags=re.MULTILINE)[1]
+    copies = re.findall("^COPY (.+)$", first_stage, re.MULTILINE)
+    assert copies
+    for instruction in copies:
+        copy_as_docker(instruction, ROOT, tmp_path / "src")
+    in_image = build_wheel(tmp_path / "src", tmp_path / "dist")
+    assert set(zipfile.ZipFile(in_image).namelist()) == set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_wheel_contains_only_the_package_and_its_traces(wheel: Path) -> None:
@@ -108,3 +137,12 @@ def test_the_version_is_the_same_everywhere() -> None:
     )
     assert set(images) == {version}
     assert f"newTag: {version}\n" in (ROOT / "deploy" / "base" / "kustomization.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["ci", "release"])
+def test_the_workflows_call_what_exists(name: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+    commands = "\n".join(step.get("run", "") for job in workflow["jobs"].values() for step in job.get("steps", []))
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"^make ([\w-]+)$", commands, re.MULTILINE)) <= set(targets)
+    assert {job["needs"] for job in workflow["jobs"].values() if "needs" in job} <= set(workflow["jobs"])

@@ -16,12 +16,12 @@ import pytest
 
 from clustergym import cli
 from clustergym.cli import plan as plan_command
-from clustergym.moe_placement import planning
-from clustergym.moe_placement.engines import ENGINES, compare_plans, load_plan, read_plan
-from clustergym.moe_placement.planner_registry import PLANNERS, Entry
-from clustergym.moe_placement.planners.anneal import Anneal
 from clustergym.moe_placement.profiles import profiles_of
 from clustergym.moe_placement.specs import get_model
+from clustergym.planners.anneal import Anneal
+from clustergym.planners.registry import PLANNERS, Entry
+from clustergym.plans import planning
+from clustergym.plans.engines import ENGINES, compare_plans, load_plan, read_plan
 from plans import CLUSTER, SUFFIX, counts_trace, small_trace
 
 

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.moe_placement.engines import ENGINES, EnginePlan, PlanError, check_plan, launch, read_plan, write_plan
 from clustergym.moe_placement.specs import ModelSpec
+from clustergym.plans.engines import ENGINES, EnginePlan, PlanError, check_plan, launch, read_plan, write_plan
 from plans import SUFFIX
 
 MODEL = ModelSpec("toy", n_layers=3, n_experts=8, top_k=2, hidden=64, intermediate=32, n_dense=2)

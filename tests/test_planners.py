@@ -20,12 +20,12 @@ from clustergym.moe_placement import (
     Simulator,
     Traffic,
 )
-from clustergym.moe_placement.evaluation import Protocol, compare
-from clustergym.moe_placement.planner_registry import PLANNERS, make_planner
-from clustergym.moe_placement.planners.eplb import EPLB, EPLBOnce, Static, balance
-from clustergym.moe_placement.planners.greedy import Bottleneck, SwapGreedy
-from clustergym.moe_placement.planners.heuristics import Grouping, Incremental
-from clustergym.moe_placement.planners.oracle import Forecast, Oracle
+from clustergym.planners.eplb import EPLB, EPLBOnce, Static, balance
+from clustergym.planners.evaluation import Protocol, compare
+from clustergym.planners.greedy import Bottleneck, SwapGreedy
+from clustergym.planners.heuristics import Grouping, Incremental
+from clustergym.planners.oracle import Forecast, Oracle
+from clustergym.planners.registry import PLANNERS, make_planner
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 from even_instances import (
     SERVED,

@@ -12,14 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym import TokenTrace
-from clustergym.moe_placement import Simulator, planning
-from clustergym.moe_placement.engines import ENGINES, EnginePlan, read_plan, write_plan
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN
-from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
-from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.planners.greedy import SwapGreedy
-from clustergym.moe_placement.planners.recorded import LoadInterval
-from clustergym.moe_placement.planning import (
+from clustergym.moe_placement import Simulator
+from clustergym.moe_placement.profiles import PROFILES
+from clustergym.moe_placement.resampling import HeldOutPasses, Resampled, Samples, spread_layers
+from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.specs import ModelSpec, get_cluster
+from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.eplb import EPLB
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.planners.greedy import SwapGreedy
+from clustergym.planners.recorded import LoadInterval
+from clustergym.planners.registry import make_planner, planners_on_loads
+from clustergym.plans import planning
+from clustergym.plans.engines import ENGINES, EnginePlan, read_plan, write_plan
+from clustergym.plans.planning import (
     DEFAULT_PLANNERS,
     Observed,
     Outcome,
@@ -30,12 +36,7 @@ from clustergym.moe_placement.planning import (
     make_plan,
     model_of,
 )
-from clustergym.moe_placement.profiles import PROFILES
-from clustergym.moe_placement.resampling import HeldOutPasses, Resampled, Samples, spread_layers
-from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.specs import ModelSpec, get_cluster
-from clustergym.moe_placement.streams import Traffic
-from clustergym.moe_placement.transition import Limit
+from clustergym.plans.transition import Limit
 from clustergym.traces import LoadTrace
 from plans import CLUSTER, SIMULATOR, SIZES, TRAFFIC, counts_trace, small_make_plan, small_trace
 

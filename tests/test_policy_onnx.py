@@ -13,11 +13,11 @@ import torch
 
 from clustergym.cli import main
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.policy.export import load_policy
-from clustergym.moe_placement.policy.inputs import PER_CENT, policy_inputs, same_node_weights, similar_experts
-from clustergym.moe_placement.policy.network import MASKED_LOGIT
-from clustergym.moe_placement.policy.onnx import shapes
 from clustergym.moe_placement.presets.clusters import get_cluster
+from clustergym.planners.policy.export import load_policy
+from clustergym.planners.policy.inputs import PER_CENT, policy_inputs, same_node_weights, similar_experts
+from clustergym.planners.policy.network import MASKED_LOGIT
+from clustergym.planners.policy.onnx import shapes
 
 
 @pytest.fixture(scope="module")

@@ -25,12 +25,12 @@ from clustergym.moe_placement import (
     Simulator,
     Traffic,
 )
-from clustergym.moe_placement.evaluation import Protocol, compare, teach
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time
 from clustergym.moe_placement.kernels.state import CLOCK_LAYER
-from clustergym.moe_placement.planners.kernels.surrogate import NOW, estimate
-from clustergym.moe_placement.policy.estimate import Estimate
-from clustergym.moe_placement.policy.export import (
+from clustergym.planners.evaluation import Protocol, compare, teach
+from clustergym.planners.kernels.surrogate import NOW, estimate
+from clustergym.planners.policy.estimate import Estimate
+from clustergym.planners.policy.export import (
     NETWORK_VERSION,
     PRETRAINED,
     PolicySettings,
@@ -38,7 +38,7 @@ from clustergym.moe_placement.policy.export import (
     read_policy,
     save_policy,
 )
-from clustergym.moe_placement.policy.inputs import (
+from clustergym.planners.policy.inputs import (
     PER_CENT,
     Inputs,
     gains,
@@ -46,8 +46,8 @@ from clustergym.moe_placement.policy.inputs import (
     same_node_weights,
     similar_experts,
 )
-from clustergym.moe_placement.policy.network import MASKED_LOGIT, PolicyNetwork
-from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
+from clustergym.planners.policy.network import MASKED_LOGIT, PolicyNetwork
+from clustergym.planners.policy.planner import Policy, PolicyGuided
 from clustergym.training import CheckpointError, save_checkpoint
 from test_ppo_moe_marl import exported, make_args, marl
 
@@ -537,7 +537,7 @@ import sys
 sys.modules["torch_geometric"] = None  # importing it raises ImportError
 from clustergym import TokenTrace
 from clustergym.moe_placement import IntervalStream, Simulator, Traffic
-from clustergym.moe_placement.planner_registry import make_planner
+from clustergym.planners.registry import make_planner
 simulator, trace = Simulator("deepseek-v2-lite", "h800-4x4"), TokenTrace.load("synthetic").select(layers=[0])
 planner = make_planner("policy", simulator)
 interval = next(IntervalStream(trace, 16, Traffic("prefill", 16, 1)))

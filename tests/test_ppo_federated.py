@@ -16,7 +16,7 @@ import torch
 from torch.distributions import Categorical, Normal, kl_divergence
 
 from clustergym.common.checkpoints import load_checkpoint
-from clustergym.federation.matrices import load_matrix
+from clustergym.training.federated.matrices import load_matrix
 from federation import differences, fed, small
 from federation import processes as processes  # a fixture
 from trainers import FOLDER

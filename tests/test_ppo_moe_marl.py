@@ -19,13 +19,13 @@ import torch
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, IntervalStream, ModelSpec, Simulator, Traffic
-from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
 from clustergym.moe_placement.kernels.state import LAST_KIND, OP_ILLEGAL
-from clustergym.moe_placement.planners.exact import Exact
-from clustergym.moe_placement.policy import task as task_module
-from clustergym.moe_placement.policy.export import read_policy
-from clustergym.moe_placement.policy.network import PolicyNetwork
-from clustergym.moe_placement.policy.planner import Policy
+from clustergym.planners.evaluation import Protocol, evaluate_planner
+from clustergym.planners.exact import Exact
+from clustergym.planners.policy import task as task_module
+from clustergym.planners.policy.export import read_policy
+from clustergym.planners.policy.network import PolicyNetwork
+from clustergym.planners.policy.planner import Policy
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, World, load_checkpoint
 from trainers import FOLDER, load_trainer
 

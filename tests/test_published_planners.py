@@ -11,11 +11,11 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Placement, Simulator
-from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
-from clustergym.moe_placement.planners.eplb import balance
-from clustergym.moe_placement.planners.flashlb import FlashLB, match_gpus
-from clustergym.moe_placement.planners.groups import spectral_groups
-from clustergym.moe_placement.planners.recorded import LoadInterval, interval_from_statistics
+from clustergym.planners.eplb import balance
+from clustergym.planners.flashlb import FlashLB, match_gpus
+from clustergym.planners.groups import spectral_groups
+from clustergym.planners.recorded import LoadInterval, interval_from_statistics
+from clustergym.planners.registry import make_planner, planners_on_loads
 from instances import Instance, random_instance, random_placement
 
 ON_LOADS = ["round-robin", "flashlb", "swift", "hot-everywhere"]

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.evaluation import Result
-from clustergym.moe_placement.planning import Plan, Sizes, make_plan
-from clustergym.moe_placement.report.html import render, write_report
-from clustergym.moe_placement.report.story import Story
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.evaluation import Result
+from clustergym.plans.planning import Plan, Sizes, make_plan
+from clustergym.plans.report.html import render, write_report
+from clustergym.plans.report.story import Story
 from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, synthetic_trace
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from clustergym.moe_placement import ClusterSpec, EngineProfile, Interval, ModelSpec, Placement, Simulator, Traffic
 from clustergym.moe_placement.kernels.cost import mean_pass_time
-from clustergym.moe_placement.planners.anneal import Anneal
-from clustergym.moe_placement.planners.kernels import surrogate
-from clustergym.moe_placement.planners.kernels.counts import count_tokens, deviations
-from clustergym.moe_placement.planners.kernels.launch import Objective
-from clustergym.moe_placement.planners.kernels.surrogate import ALL, FAR, NEAR, NOW, Surrogate
-from clustergym.moe_placement.planners.kernels.surrogate_steps import anneal_layers
 from clustergym.moe_placement.profiles import DEDUP, DISPATCHES
 from clustergym.moe_placement.streams import sample_passes
+from clustergym.planners.anneal import Anneal
+from clustergym.planners.kernels import surrogate
+from clustergym.planners.kernels.counts import count_tokens, deviations
+from clustergym.planners.kernels.launch import Objective
+from clustergym.planners.kernels.surrogate import ALL, FAR, NEAR, NOW, Surrogate
+from clustergym.planners.kernels.surrogate_steps import anneal_layers
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from instances import Instance, made_profile, random_instance
 

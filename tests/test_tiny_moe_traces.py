@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from clustergym.moe_placement.planner_registry import make_planner
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import model_for
 from clustergym.moe_placement.streams import Traffic, sample_passes
+from clustergym.planners.registry import make_planner
 from clustergym.traces import TokenTrace
 from clustergym.traces.texts import tidy
 from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode

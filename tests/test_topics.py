@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.topics import scenarios, topics_of
 from clustergym.moe_placement.streams import Interval
+from clustergym.planners.registry import make_planner
+from clustergym.planners.topics import scenarios, topics_of
 
 EXPERTS, TOP_K, BLOCK = 16, 2, 64
 

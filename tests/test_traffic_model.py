@@ -11,11 +11,11 @@ import pytest
 
 from clustergym.cli import main
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
-from clustergym.moe_placement.evaluation import Protocol, compare, teach
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.anneal import SHORTEST_SECONDS, Anneal
-from clustergym.moe_placement.planners.traffic_model import TrafficModel
 from clustergym.moe_placement.streams import Interval, Traffic, layer_first
+from clustergym.planners.anneal import SHORTEST_SECONDS, Anneal
+from clustergym.planners.evaluation import Protocol, compare, teach
+from clustergym.planners.registry import make_planner
+from clustergym.planners.traffic_model import TrafficModel
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 from clustergym.traces.splits import split_trace
 
@@ -233,7 +233,7 @@ def test_topics_of_the_interval_are_looked_for_if_traffic_is_new_and_there_is_ti
         calls.append(seen)
         return np.zeros(seen.experts.shape[1], np.int8)
 
-    monkeypatch.setattr("clustergym.moe_placement.planners.search.topics_of", counted)
+    monkeypatch.setattr("clustergym.planners.search.topics_of", counted)
     sim = Simulator(ModelSpec("two", LAYERS, EXPERTS, TOP_K, 512, 128), ClusterSpec("2x2", 2, 2, 5), "sglang-prefill")
     planner = make_planner("anneal-learned", sim, iterations=10, seconds=seconds)
     planner.learn(past)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Placement
-from clustergym.moe_placement.engines import EnginePlan, compare_plans
-from clustergym.moe_placement.planners.eplb import balance
-from clustergym.moe_placement.transition import Limit, Transition, keep_in_place, layer_steps
+from clustergym.planners.eplb import balance
+from clustergym.plans.engines import EnginePlan, compare_plans
+from clustergym.plans.transition import Limit, Transition, keep_in_place, layer_steps
 
 EXPERTS, GPUS, SLOTS = 8, 4, 3
 CLUSTER = ClusterSpec("2x2", 2, 2, SLOTS)

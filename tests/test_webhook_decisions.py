@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from clustergym.webhook import Grant, grant_decision, plan_binding
-from clustergym.webhook.patches import apply_patch
-from clustergym.webhook.requests import NotManageable, containers_of, gpu_request, owner_of, quantity
+from clustergym.kubernetes import Grant, grant_decision, plan_binding
+from clustergym.kubernetes.patches import apply_patch
+from clustergym.kubernetes.requests import NotManageable, containers_of, gpu_request, owner_of, quantity
 from webhook_pods import HAMI, MPS, admit_pod, admitted, binding, container, limits, pod, variables
 
 # The pod webhook

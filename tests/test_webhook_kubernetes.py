@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agent_client import Server as Agent
-from clustergym.webhook.requests import quantity
+from clustergym.kubernetes.requests import quantity
 from processes import wait_until
 from webhook_cluster import (
     CORES,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from clustergym.webhook import Decision, Grant, grant_decision, plan_binding, plan_pod
-from clustergym.webhook import admit_pod as admit_planned
-from clustergym.webhook.patches import apply_patch
+from clustergym.kubernetes import Decision, Grant, grant_decision, plan_binding, plan_pod
+from clustergym.kubernetes import admit_pod as admit_planned
+from clustergym.kubernetes.patches import apply_patch
 from webhook_pods import HAMI, KAI, MPS, admit_pod, admitted, binding, container, limits, pod, variables
 
 GRANT = Grant("rec-1", 60, 1000, "7")

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.webhook import Decision, Grant, grant_decision, plan_binding, plan_pod
-from clustergym.webhook import admit_pod as admit_planned
-from clustergym.webhook.decisions import injected_variables, request_decision
-from clustergym.webhook.patches import add_annotations, apply_patch, escape
-from clustergym.webhook.requests import containers_of, quantity
-from clustergym.webhook.review import BadReview, duration_s, make_response, parse
+from clustergym.kubernetes import Decision, Grant, grant_decision, plan_binding, plan_pod
+from clustergym.kubernetes import admit_pod as admit_planned
+from clustergym.kubernetes.decisions import injected_variables, request_decision
+from clustergym.kubernetes.patches import add_annotations, apply_patch, escape
+from clustergym.kubernetes.requests import containers_of, quantity
+from clustergym.kubernetes.review import BadReview, duration_s, make_response, parse
 from webhook_pods import HAMI, KAI, MPS, admit_pod, binding, pod
 
 

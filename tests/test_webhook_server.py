@@ -24,8 +24,8 @@ from cryptography import x509
 
 from clustergym import cli
 from clustergym.common.tls import CertificateReloader
-from clustergym.webhook.certificates import make_certificates
-from clustergym.webhook.server import ByteBudget
+from clustergym.kubernetes.certificates import make_certificates
+from clustergym.kubernetes.server import ByteBudget
 from processes import free_port, running, wait_until
 from webhook_pods import pod
 
@@ -392,7 +392,7 @@ def test_the_process_is_small(installed: Installed) -> None:
     # Before it has answered anything: what other tests sent may stay in its heap. Torch alone would need 300 MB.
     with started(installed.folder) as fresh:
         assert psutil.Process(fresh.pid).memory_info().rss < 150 << 20
-    program = "import sys, clustergym.cli.webhook, clustergym.webhook.server; print(sorted(sys.modules))"
+    program = "import sys, clustergym.cli.webhook, clustergym.kubernetes.server; print(sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert not [name for name in ("torch", "numba", "scipy", "matplotlib", "pygame") if f"'{name}'" in loaded]
 

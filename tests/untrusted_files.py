@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 import engine_files as files
-from clustergym.moe_placement.engines import EnginePlan, check_plan, load_plan, write_plan
 from clustergym.moe_placement.specs import ModelSpec, get_cluster, get_model
+from clustergym.plans.engines import EnginePlan, check_plan, load_plan, write_plan
 from clustergym.traces import LoadTrace, TokenTrace, load_any_trace
 from clustergym.traces.readers import ReadOptions, read_trace
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustergym.webhook import BACKENDS, Decision, Grant, plan_pod
-from clustergym.webhook import admit_pod as admit_planned
-from clustergym.webhook.patches import apply_patch
-from clustergym.webhook.requests import containers_of
+from clustergym.kubernetes import BACKENDS, Decision, Grant, plan_pod
+from clustergym.kubernetes import admit_pod as admit_planned
+from clustergym.kubernetes.patches import apply_patch
+from clustergym.kubernetes.requests import containers_of
 
 MPS, HAMI, KAI = BACKENDS["mps"], BACKENDS["hami"], BACKENDS["kai"]
 

@@ -16,8 +16,8 @@ import numpy as np
 from common import CONSOLE, Args, halves, interval, measure_all, run, stage_planners, train_one
 from rich.table import Table
 
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.base import Planner
+from clustergym.planners.base import Planner
+from clustergym.planners.registry import make_planner
 
 VARIANTS: dict[str, list[str]] = {
     "as it is": [],

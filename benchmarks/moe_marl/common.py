@@ -28,15 +28,15 @@ from clustergym import TokenTrace
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.planners.eplb import EPLB
-from clustergym.moe_placement.policy.export import PolicySettings, load_policy, read_policy
-from clustergym.moe_placement.policy.network import PolicyNetwork
-from clustergym.moe_placement.policy.planner import Policy
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, get_profile
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.base import Planner
+from clustergym.planners.eplb import EPLB
+from clustergym.planners.evaluation import Protocol, evaluate_planner
+from clustergym.planners.policy.export import PolicySettings, load_policy, read_policy
+from clustergym.planners.policy.network import PolicyNetwork
+from clustergym.planners.policy.planner import Policy
+from clustergym.planners.registry import make_planner
 from clustergym.traces import load_traces
 from clustergym.traces.splits import split_trace
 

@@ -15,10 +15,10 @@ from common import CONSOLE, Args, cached, halves, run, seed_folder, stage_policy
 from rich.table import Table
 
 from clustergym import TokenTrace
-from clustergym.moe_placement.evaluation import Protocol, evaluate_planner
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.policy.planner import Policy
+from clustergym.planners.base import Planner
+from clustergym.planners.evaluation import Protocol, evaluate_planner
+from clustergym.planners.policy.planner import Policy
+from clustergym.planners.registry import make_planner
 
 
 def decision_ms(make: Callable[[], Planner], name: str, trace: TokenTrace, protocol: Protocol) -> float:

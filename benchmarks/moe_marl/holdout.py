@@ -24,7 +24,7 @@ from common import (
     stage_policy,
 )
 
-from clustergym.moe_placement.policy.planner import Policy, PolicyGuided
+from clustergym.planners.policy.planner import Policy, PolicyGuided
 
 
 @dataclass

@@ -22,10 +22,10 @@ from common import CONSOLE, SIMULATED, Args, halves, interval, measure_all, run
 from rich.table import Table
 
 from clustergym.moe_placement import Simulator
-from clustergym.moe_placement.planner_registry import make_planner
-from clustergym.moe_placement.planners.base import Planner
-from clustergym.moe_placement.policy.export import load_policy
-from clustergym.moe_placement.policy.planner import Policy
+from clustergym.planners.base import Planner
+from clustergym.planners.policy.export import load_policy
+from clustergym.planners.policy.planner import Policy
+from clustergym.planners.registry import make_planner
 
 
 class NextMixture(Policy):

@@ -22,7 +22,7 @@ from rich.table import Table
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.state import CLOCK_OPERATION
-from clustergym.moe_placement.policy.inputs import (
+from clustergym.planners.policy.inputs import (
     LAYER_KEYS,
     PER_CENT,
     STEP_KEYS,

@@ -8,7 +8,7 @@ from pettingzoo import AECEnv
 from pettingzoo.utils.conversions import parallel_to_aec
 from pettingzoo.utils.wrappers import OrderEnforcingWrapper
 
-from clustergym.gpu_allocation.pettingzoo import GPUAllocationParallelEnv
+from clustergym.gpu_allocation.parallel import GPUAllocationParallelEnv
 
 __all__ = ["GPUAllocationParallelEnv", "env", "parallel_env", "raw_env"]
 

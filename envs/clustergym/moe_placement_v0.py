@@ -8,8 +8,8 @@ from pettingzoo import AECEnv
 from pettingzoo.utils.conversions import parallel_to_aec
 from pettingzoo.utils.wrappers import OrderEnforcingWrapper
 
-from clustergym.moe_placement.pettingzoo import MoEPlacementParallelEnv
-from clustergym.moe_placement.pettingzoo_aec import MoEPlacementAECEnv
+from clustergym.moe_placement.aec import MoEPlacementAECEnv
+from clustergym.moe_placement.parallel import MoEPlacementParallelEnv
 
 __all__ = ["MoEPlacementAECEnv", "MoEPlacementParallelEnv", "env", "parallel_env", "raw_env"]
 

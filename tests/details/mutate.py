@@ -32,7 +32,7 @@ from ledger import DETAILS, ROOT, Detail
 HEAVY = (
     "torch", "torch.distributions", "torch.utils.tensorboard", "torch_geometric.nn", "tyro", "gymnasium",
     "cv2", "ale_py", "tensorboard.backend.event_processing.event_accumulator", "hypothesis", "hypothesis.extra.numpy",
-    "clustergym.training", "clustergym.moe_placement.evaluation",
+    "clustergym.training", "clustergym.planners.evaluation",
 )  # fmt: skip
 
 

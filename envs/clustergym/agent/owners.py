@@ -17,7 +17,7 @@ POLICY, VPA, REQUEST = range(3)
 class UsageHistogram:
     """The Vertical Pod Autoscaler's rule on usage / request: 1.15 × the 90th percentile of a decaying histogram.
 
-    The same numbers as :class:`clustergym.gpu_allocation.baselines.FractionalVPA`: buckets grow by 5 %, and the weight
+    The same numbers as :class:`clustergym.gpu_allocation.rules.FractionalVPA`: buckets grow by 5 %, and the weight
     of a sample halves in a day.
     """
 

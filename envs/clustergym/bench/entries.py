@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clustergym.gpu_allocation.baselines import RULES
-from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
+from clustergym.gpu_allocation.rules import RULES
+from clustergym.planners.registry import PLANNERS, planner_class
 
 Kind = Literal["named", "function", "agent", "checkpoint"]
 

@@ -23,11 +23,11 @@ from clustergym.bench.entries import Entry
 from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.play import evolution_speed
 from clustergym.bench.suites import Limits
-from clustergym.moe_placement.evaluation import slot_balancedness
-from clustergym.moe_placement.planner_registry import make_planner, planners_on_loads
-from clustergym.moe_placement.planners.recorded import LoadInterval
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, get_model
+from clustergym.planners.evaluation import slot_balancedness
+from clustergym.planners.recorded import LoadInterval
+from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.traces import LoadTrace, load_any_trace
 from clustergym.traces.readers import load_history
 from clustergym.traces.readers.base import ReadOptions

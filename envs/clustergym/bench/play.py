@@ -16,15 +16,15 @@ from clustergym.bench.entries import Entry, checkpoints
 from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.submitted import Submitted, simulator_options, submit
 from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
-from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
-from clustergym.moe_placement.evaluation import Result, compile_on, deal_streams, evaluate_planner, teach
-from clustergym.moe_placement.planner_registry import make_planner, planner_class
-from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Simulator
+from clustergym.planners.base import Planner
+from clustergym.planners.evaluation import Result, compile_on, deal_streams, evaluate_planner, teach
+from clustergym.planners.registry import make_planner, planner_class
 
 EVOLUTION_SECONDS = 0.02
 """Decision time that gets a speed score of 1 in the public EPLB evolution benchmark."""

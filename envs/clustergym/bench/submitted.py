@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.suites import Limits
-from clustergym.moe_placement.planners.base import Planner
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Interval
+from clustergym.planners.base import Planner
 
 MAX_FAILURES_IN_A_ROW = 3
 """After so many failed decisions in a row the function is not called again."""

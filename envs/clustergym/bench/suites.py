@@ -20,10 +20,10 @@ import numpy as np
 import clustergym  # noqa: F401  registers the environments
 from clustergym.gpu_allocation.batch import AllocationConfig, load_workload
 from clustergym.gpu_allocation.workload import Workload
-from clustergym.moe_placement.evaluation import PASSES_OF_A_PERMANENT_PLAN, Protocol
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, Protocol
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from clustergym.traces.token_trace import TokenTrace
 

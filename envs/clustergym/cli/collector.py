@@ -64,13 +64,13 @@ class Command:
 def run(args: Command, console: Console, line: str) -> None:
     for module in ("fastapi", "httpx", "prometheus_client", "uvicorn"):
         require(module, "agent")
-    from clustergym.collector.collect import Collector
-    from clustergym.collector.http import Fetcher
-    from clustergym.collector.quality import Prometheus, read_queries
-    from clustergym.collector.server import serve
-    from clustergym.collector.usage import MetricsPage, Nvml, UsageSource
+    from clustergym.agent.collector.collect import Collector
+    from clustergym.agent.collector.http import Fetcher
+    from clustergym.agent.collector.quality import Prometheus, read_queries
+    from clustergym.agent.collector.server import serve
+    from clustergym.agent.collector.usage import MetricsPage, Nvml, UsageSource
     from clustergym.common.logs import configure_logging
-    from clustergym.webhook.clients import ApiServer, is_name
+    from clustergym.kubernetes.clients import ApiServer, is_name
 
     agents = {"node": args.agent_url, "recommender": args.recommender_url}
     urls = {name: url.rstrip("/") for name, url in agents.items() if url is not None}

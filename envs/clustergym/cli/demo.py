@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from clustergym.cli.common import prepare_files
-from clustergym.moe_placement.engines import EnginePlan, launch
-from clustergym.moe_placement.evaluation import Protocol, compare
-from clustergym.moe_placement.planning import Sizes, make_plan
 from clustergym.moe_placement.profiles import get_profile
-from clustergym.moe_placement.report.html import write_report
-from clustergym.moe_placement.report.story import Story
-from clustergym.moe_placement.report.tables import gain_sentence, results_table
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import model_for
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.evaluation import Protocol, compare
+from clustergym.plans.engines import EnginePlan, launch
+from clustergym.plans.planning import Sizes, make_plan
+from clustergym.plans.report.html import write_report
+from clustergym.plans.report.story import Story
+from clustergym.plans.report.tables import gain_sentence, results_table
 from clustergym.traces import TokenTrace
 
 PLANNERS = (

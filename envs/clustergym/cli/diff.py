@@ -11,9 +11,9 @@ import tyro
 from rich.console import Console
 
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.engines import compare_plans, detect_engine, load_plan
 from clustergym.moe_placement.presets.clusters import get_cluster
 from clustergym.moe_placement.presets.models import get_model
+from clustergym.plans.engines import compare_plans, detect_engine, load_plan
 
 
 @dataclass

@@ -15,10 +15,10 @@ from rich.table import Table
 from clustergym.cli.common import prepare_outputs
 from clustergym.common.files import write_atomically
 from clustergym.common.plotting import require_matplotlib
-from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.rules import RULES
 
 ENV_IDS = {"GPUAllocation-v0": False, "GPUAllocationHistory-v0": True}
 """Environment id → whether the observation has the history of the owner."""

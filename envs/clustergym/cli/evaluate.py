@@ -14,13 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from clustergym.cli.common import prepare_outputs
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
-from clustergym.moe_placement.evaluation import UNSEEN_SPLITS, Protocol, Result, compare, deal_streams
-from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
-from clustergym.moe_placement.report.plots import plot_results
-from clustergym.moe_placement.report.tables import results_table
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.evaluation import UNSEEN_SPLITS, Protocol, Result, compare, deal_streams
+from clustergym.planners.registry import PLANNERS, planner_class
+from clustergym.plans.report.plots import plot_results
+from clustergym.plans.report.tables import results_table
 from clustergym.traces.token_trace import DEFAULT_TRACE, load_traces
 
 

@@ -28,7 +28,7 @@ class Command:
 
 
 def run(args: Command, console: Console, command: str) -> None:
-    from clustergym.moe_placement.policy.onnx import export_onnx
+    from clustergym.planners.policy.onnx import export_onnx
 
     text = export_onnx(args.checkpoint, args.out)
     table = Table("file", "kB", "inputs", box=None)

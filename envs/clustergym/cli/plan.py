@@ -22,7 +22,11 @@ from clustergym.cli.common import prepare_files
 from clustergym.cli.profiles import chosen_profile
 from clustergym.common.files import write_atomically
 from clustergym.common.interrupts import ctrl_c_requests_stop
-from clustergym.moe_placement.engines import (
+from clustergym.moe_placement.simulator import Simulator
+from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster
+from clustergym.moe_placement.streams import Traffic
+from clustergym.planners.registry import PLANNERS, planner_class
+from clustergym.plans.engines import (
     EnginePlan,
     PlanChange,
     check_layers,
@@ -35,14 +39,10 @@ from clustergym.moe_placement.engines import (
     memory_use,
     write_plan,
 )
-from clustergym.moe_placement.planner_registry import PLANNERS, planner_class
-from clustergym.moe_placement.planning import Plan, Sizes, default_planner, make_plan, model_of
-from clustergym.moe_placement.report.html import write_report
-from clustergym.moe_placement.report.tables import gain_sentence, plan_table, profiles_table
-from clustergym.moe_placement.simulator import Simulator
-from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster
-from clustergym.moe_placement.streams import Traffic
-from clustergym.moe_placement.transition import Limit
+from clustergym.plans.planning import Plan, Sizes, default_planner, make_plan, model_of
+from clustergym.plans.report.html import write_report
+from clustergym.plans.report.tables import gain_sentence, plan_table, profiles_table
+from clustergym.plans.transition import Limit
 from clustergym.traces import load_any_trace
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.engines import get_engine
 from clustergym.moe_placement.profiles import EngineProfile, get_profile, profiles_of
+from clustergym.plans.engines import get_engine
 
 
 def chosen_profile(profile: str | None, engine: str, phase: str | None) -> EngineProfile:

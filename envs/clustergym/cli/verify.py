@@ -10,9 +10,9 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from clustergym.moe_placement.engines import check_plan, detect_engine, launch, load_plan, memory_use
 from clustergym.moe_placement.presets.clusters import get_cluster
 from clustergym.moe_placement.presets.models import get_model
+from clustergym.plans.engines import check_plan, detect_engine, launch, load_plan, memory_use
 
 
 @dataclass

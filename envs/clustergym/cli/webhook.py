@@ -73,10 +73,10 @@ def run(args: Command, console: Console, line: str) -> None:
     for module in ("cryptography", "fastapi", "httpx", "prometheus_client", "uvicorn"):
         require(module, "agent")
     from clustergym.common.logs import configure_logging
-    from clustergym.webhook.certificates import make_certificates
-    from clustergym.webhook.clients import Agents, ApiServer
-    from clustergym.webhook.names import BACKENDS
-    from clustergym.webhook.server import Listen, Webhooks, serve
+    from clustergym.kubernetes.certificates import make_certificates
+    from clustergym.kubernetes.clients import Agents, ApiServer
+    from clustergym.kubernetes.names import BACKENDS
+    from clustergym.kubernetes.server import Listen, Webhooks, serve
 
     if args.make_certs is not None:
         make_certificates(args.make_certs, list(args.cert_host))

@@ -1,6 +1,6 @@
 """Compile functions with numba, cache the machine code on disk, and warn users who wait for it.
 
-Three private parts of numba are used: the option ``_nrt``, the stamp of a cache file, and the call template.
+Private parts of numba are used: the option ``_nrt``, the call template, and the interface of its caches.
 """
 
 from __future__ import annotations
@@ -64,10 +64,12 @@ def _probe() -> None:
 def private_api_available() -> bool:
     """Whether this numba has the private options and attributes that :func:`compiler` uses; logs a warning if not."""
     try:
-        probe = njit(cache=True, _nrt=False)(_probe)
-        if callable(probe.get_call_template) and hasattr(probe._cache._cache_file, "_source_stamp"):
+        import clustergym.common.code_cache  # noqa: F401
+
+        probe = njit(_nrt=False)(_probe)
+        if callable(probe.get_call_template) and hasattr(probe, "_cache"):
             return True
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, ImportError, KeyError, TypeError):
         pass
     logging.getLogger("clustergym").warning(
         "numba %s lacks private functions that clustergym uses: results are the same, but the simulator is slower and "
@@ -81,8 +83,8 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
     """A decorator that compiles functions that allocate nothing and do not need the interpreter lock.
 
     Args:
-        fingerprint: :func:`source_fingerprint` of all files with code that is part of the compiled functions. numba
-            only notices changes in a function's own file, but the functions that it calls are compiled into it.
+        fingerprint: :func:`source_fingerprint` of all files with code that is part of the compiled functions. The
+            functions that a function calls are compiled into it.
     """
 
     def compiled(function: Function) -> Function:
@@ -93,11 +95,13 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
             # No cache on disk: numba alone would keep using a caller after a function that it calls has changed.
             result = njit(nogil=True, error_model="numpy")(function)
         else:
+            from clustergym.common.code_cache import CodeCache  # imports private parts of numba
+
             # Without reference counts. Nothing is allocated, and the counts are atomic: threads that write them to the
             # same cache lines would spend more time on them than on the work.
             # No wrapper for calls from C: converting hundreds of arguments takes long to compile.
-            result = njit(cache=True, nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True)(function)
-            result._cache._cache_file._source_stamp = fingerprint
+            result = njit(nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True)(function)
+            result._cache = CodeCache(function, fingerprint)
             template = result.get_call_template
 
             def without_literals(args: Any, kws: Any) -> Any:

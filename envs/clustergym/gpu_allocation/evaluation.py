@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from clustergym.common.statistics import ci95
-from clustergym.gpu_allocation.baselines import RULES
 from clustergym.gpu_allocation.batch import FIRST_SEEDS, AllocationBatch
 from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import (
     SUM_EFFICIENCY,
     SUM_MET,

@@ -1,7 +1,7 @@
 """Slot plans: which logical expert each physical slot of each layer holds.
 
 The TensorRT-LLM reader needs such a plan to turn counts per slot into counts per expert, and
-:mod:`clustergym.moe_placement.engines` reads back the plans that it writes.
+:mod:`clustergym.plans.engines` reads back the plans that it writes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,55 @@
+"""An algorithm of SGLang's EPLB manager (``sglang.srt.eplb.eplb_algorithms``).
+
+To use it, install clustergym into SGLang's environment, set ``CLUSTERGYM_EPLB=1`` (or the name of a planner) and serve
+with ``--enable-eplb``.
+SGLang calls :func:`register` in each of its processes (entry point ``sglang.srt.plugins``).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from clustergym.plans.integrations.eplb import invert
+from clustergym.plans.integrations.planners import check_name, slots_of
+from clustergym.plans.integrations.settings import enabled, fixed_plan, planner_name
+
+logger = logging.getLogger(__name__)
+
+
+def rebalance_experts(
+    tokens_per_expert: torch.Tensor,
+    num_physical_experts: int,
+    num_local_physical_experts: int,
+    num_groups: int | None,
+    num_nodes: int,
+    algorithm: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Physical to logical (L, P), logical to physical (L, E, X), copies (L, E), from counts (steps, L, E).
+
+    SGLang calls it with keyword arguments. ``algorithm`` is what ``--eplb-algorithm`` chose; it tells whether the
+    experts of a group stay on one node.
+    """
+    loads = tokens_per_expert.double().cpu().numpy()
+    _, n_layers, n_experts = loads.shape
+    n_gpus = num_physical_experts // num_local_physical_experts
+    slots = fixed_plan(n_layers, num_physical_experts, n_experts)
+    if slots is None:
+        hierarchical = num_groups is not None and "hierarchical" in getattr(algorithm, "name", "")
+        groups, nodes = (num_groups, num_nodes) if hierarchical and num_groups else (1, 1)
+        slots = slots_of(planner_name(), loads, num_physical_experts, groups, nodes, n_gpus)
+    logical_to_physical, count = invert(slots, n_experts)
+    return torch.from_numpy(slots), torch.from_numpy(logical_to_physical), torch.from_numpy(count)
+
+
+def register() -> None:
+    """Replace SGLang's algorithms if the environment asks for it. Called by SGLang."""
+    if not enabled():
+        return
+    from sglang.srt.eplb import eplb_algorithms
+
+    name = check_name(planner_name())
+    eplb_algorithms.rebalance_experts = rebalance_experts
+    logger.info("clustergym's planner %r is installed", name)

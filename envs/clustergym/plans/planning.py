@@ -1,0 +1,498 @@
+"""Plans for engines: choose a placement on one part of a trace, measure it on the rest, fill every slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.moe_placement.costs import kernel_costs
+from clustergym.moe_placement.profiles import EngineProfile, profiles_of
+from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
+from clustergym.moe_placement.simulator import COMPUTE_US, Placement, Simulator
+from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model, model_for
+from clustergym.moe_placement.streams import Interval, Traffic, sample_passes
+from clustergym.planners import evaluation
+from clustergym.planners.base import Planner
+from clustergym.planners.eplb import balance
+from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN_PASSES_OF_LOADS, sample_tokens
+from clustergym.planners.greedy import SwapGreedy
+from clustergym.planners.recorded import LoadInterval
+from clustergym.planners.registry import make_planner, planner_class, planners_on_loads
+from clustergym.plans.transition import Limit, Transition
+from clustergym.traces import LoadTrace, TokenTrace
+from clustergym.traces.load_trace import MISSING
+
+DEFAULT_PLANNERS = {
+    "sglang-prefill": "anneal-max",
+    "sglang-decode": "anneal",
+    "sglang-lp": "affinity-groups",
+    "vllm": "flashlb",
+    "vllm-deepep": "anneal-max",
+    "tensorrt-llm": "anneal-max",
+    "vllm-ascend": "anneal-max",
+}
+"""The planner by profile if none is asked for: the best of ``python benchmarks/placement.py --schedules stationary``,
+the mean over models. Of planners that are equally good, the quickest. For SGLang's decode, ``anneal-max`` was better
+there with four times the search time, but not with the same time (``python benchmarks/judge.py``)."""
+
+# To fill an empty slot, this many experts are tried (hottest first) on this many passes.
+_FILL_CANDIDATES = 8
+_FILL_PASSES = 4
+# With a limit on moves, searches run this often to find out what a move should cost.
+_LIMITED_RUNS = 5
+# With a limit, single swaps are often better than a search that moves nearly everything. All of them are tried, on so
+# many tokens that it takes about 4 s.
+_SWAPS_TIMES_TOKENS = 6e9
+_TRANSITION_TOKENS = 16384
+# Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
+# pass and layer.
+_OTHER_PROFILES = (4, 8, 12)
+_LP_PROFILE = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much traffic a plan is made and measured on."""
+
+    share: float = 0.75
+    """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
+    plan_passes: int = 32
+    """Most passes of the planning part for planners that look at tokens. Planners on loads use the whole part."""
+    observe_tokens: int | None = None
+    """Number of tokens that planners on tokens see, drawn from those passes; by default all."""
+    passes: int = 20
+    """Held-out passes to measure on."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"share is {self.share}: expected more than 0 and less than 1")
+        for key in ("plan_passes", "observe_tokens", "passes"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")
+
+
+@dataclass
+class Outcome:
+    """One planner's placement on held-out traffic."""
+
+    planner: str
+    placement: Placement
+    """(L, G, S), without empty slots"""
+    decision_s: float
+    filled: int
+    """Number of slots that the planner left empty"""
+    samples: Samples
+    """Times on held-out passes"""
+    layer_us: npt.NDArray[np.float64]
+    """(L, 3) dispatch, compute, combine, means over passes. Counts have only compute."""
+    pairs: npt.NDArray[np.float64]
+    """(L, G) token-expert pairs per GPU and pass, mean over passes"""
+    peak_pairs: npt.NDArray[np.float64]
+    """(L,) token-expert pairs of the busiest GPU of a pass, mean over passes"""
+    balancedness: float
+    copies: npt.NDArray[np.float64] | None = None
+    """(L, G, G) activations dispatched from row to column per pass; None for counts"""
+    gpus_per_token: float | None = None
+    inter_node_mb: float | None = None
+    other_profiles: dict[str, Samples] = field(default_factory=dict)
+    """Times under the other profiles of the engine, on a few layers"""
+
+    @property
+    def served_us(self) -> float:
+        return self.samples.mean_us
+
+
+@dataclass
+class Plan:
+    """The chosen placement and the baselines, measured on the same held-out passes."""
+
+    planner: str
+    """The planner that was asked for"""
+    outcomes: dict[str, Outcome]
+    simulator: Simulator
+    layer_ids: npt.NDArray[np.int64]
+    trace: str
+    planned_on: str
+    held_out: str
+    reused: float
+    """Share of the tokens of the held-out passes that were served before, because the held-out part is too small"""
+    exact: bool
+    """False if only counts are known. Then the times are of compute alone, and replicas share the load evenly."""
+    pass_tokens: int
+    expert_pairs: npt.NDArray[np.float64]
+    """(L, E) tokens of a pass that use each expert, from the planning part"""
+    force: bool = False
+    """Keep the planner's placement even if it shows no gain over the fallback."""
+    stopped: bool = False
+    """Planning was stopped early."""
+    passes: tuple[int, int] = (0, 0)
+    """Held-out passes that were served, and that were asked for"""
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.simulator.model
+
+    @property
+    def reference(self) -> str:
+        """What is served without a plan: the live placement if there is one, else the static one."""
+        return "live" if "live" in self.outcomes else "static"
+
+    @property
+    def fallback(self) -> str:
+        """The placement to keep if no gain over it is shown: the live one if there is one, else EPLB's."""
+        return "live" if "live" in self.outcomes else "eplb"
+
+    @property
+    def chosen(self) -> str:
+        """The planner whose placement is written."""
+        return self.planner if self.force or self.gain_shown() else self.fallback
+
+    @property
+    def best(self) -> Outcome:
+        return self.outcomes[self.chosen]
+
+    @property
+    def other_profiles(self) -> list[str]:
+        """Other profiles of the engine that the placements were measured under."""
+        return list(self.outcomes[self.planner].other_profiles)
+
+    def gain_shown(self) -> bool:
+        """Whether the whole confidence interval of the difference to the fallback is below 0."""
+        relative, half = self.versus(self.fallback)
+        return half > 0 and relative + half < 0
+
+    def versus(self, other: str, planner: str | None = None, profile: str | None = None) -> tuple[float, float]:
+        """(relative time difference to another plan, half width of its 95 % interval), paired by pass.
+
+        The half width is 0 if there is only one held-out sequence.
+        """
+        mine, theirs = self.outcomes[planner or self.planner], self.outcomes[other]
+        if profile is None:
+            return mine.samples.versus(theirs.samples)
+        return mine.other_profiles[profile].versus(theirs.other_profiles[profile])
+
+
+def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> ModelSpec:
+    """The model of a trace, checked against the sizes of the trace."""
+    if isinstance(trace, TokenTrace):
+        return model_for(trace, model)
+    name = model or trace.model
+    if name is None:
+        raise ValueError(f"{trace.name}: the counts do not name their model: give --model: {', '.join(MODELS)}")
+    spec = get_model(name)
+    if trace.n_experts > spec.n_experts or trace.n_layers > spec.n_layers + spec.n_mtp:
+        raise ValueError(
+            f"{trace.name}: counts of {trace.n_layers} layers × {trace.n_experts} experts, but {spec.name} has "
+            f"{spec.n_layers} × {spec.n_experts}"
+        )
+    return spec
+
+
+def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
+    """The planner for a profile if none is asked for. Counts have nothing for planners on tokens."""
+    name = DEFAULT_PLANNERS.get(profile.name.removesuffix("-0.5.16"), "anneal")
+    return "eplb" if isinstance(trace, LoadTrace) and planner_class(name).needs_tokens else name
+
+
+# Traffic to plan and to measure on
+
+
+class Observed:
+    """The traffic that planners may look at."""
+
+    def __init__(self, part: TokenTrace | LoadTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> None:
+        self.simulator, self.static = simulator, simulator.static(part.n_layers)
+        self.tokens: Interval | None = None
+        """Passes of the whole planning part; None for counts."""
+        if isinstance(part, LoadTrace):
+            self.loads = LoadInterval(part.counts, traffic.sizes[1] * simulator.n_gpus)
+        else:
+            passes = sample_passes(part, simulator.n_gpus, traffic, PLAN_PASSES_OF_LOADS, sizes.seed)
+            self.loads = LoadInterval(passes.pass_loads(simulator.n_experts), passes.n_tokens)
+            self.tokens = passes.first_passes(sizes.plan_passes)
+            if sizes.observe_tokens is not None:
+                self.tokens = sample_tokens(self.tokens, sizes.observe_tokens, sizes.seed)
+
+    def interval(self, planner: Planner) -> Interval:
+        """The passes for a planner."""
+        return self.loads if self.tokens is None or not planner.needs_tokens else self.tokens
+
+
+def measure(held_out: HeldOutPasses, placement: Placement) -> dict[str, Any]:
+    """Fields of an Outcome."""
+    served = held_out.serve(placement)
+    return {
+        "samples": held_out.samples(placement, served),
+        "layer_us": served.pass_us.mean(1),
+        "pairs": served.pairs.mean(1),
+        "peak_pairs": served.pairs.max(2).mean(1),
+        "balancedness": float(served.balancedness.mean()),
+        "copies": served.copies,
+        "gpus_per_token": float(served.gpus_per_token.mean()),
+        "inter_node_mb": float(served.inter_node_bytes.mean()) / 1e6,
+    }
+
+
+class HeldOutCounts:
+    """Held-out steps of counts, scaled to a pass."""
+
+    reused = 0.0
+
+    @property
+    def n_passes(self) -> int:
+        return len(self.expert_pairs)
+
+    def __init__(self, part: LoadTrace, simulator: Simulator, traffic: Traffic) -> None:
+        share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
+        self.simulator, self.n_tokens = simulator, traffic.sizes[1] * simulator.n_gpus
+        pass_pairs = self.n_tokens * simulator.model.top_k
+        self.expert_pairs = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
+        self.expert_pairs[:, :, : part.n_experts] = share * pass_pairs
+
+    def measure(self, placement: Placement) -> dict[str, Any]:
+        """Fields of an Outcome. Without tokens, replicas share an expert's load evenly, and only compute is known."""
+        simulator, layers = self.simulator, np.arange(len(placement))
+        costs = kernel_costs(simulator.model, simulator.profile, self.n_tokens, simulator.n_slots)
+        copies = np.zeros(self.expert_pairs.shape[1:])
+        np.add.at(copies, (np.broadcast_to(layers[:, None, None], placement.shape), placement), 1)
+        slot_pairs = (self.expert_pairs / copies)[:, layers[:, None, None], placement]  # (W, L, G, S)
+        pairs, active = slot_pairs.sum(3), (slot_pairs > 0).sum(3)
+        blocks = np.ceil(slot_pairs / costs.block_tokens).sum(3)
+        work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
+        compute = np.maximum(costs.floor_us, costs.start_us + work.max(2))
+        layer_us = np.zeros((len(placement), 3))
+        layer_us[:, COMPUTE_US] = compute.mean(0)
+        return {
+            "samples": Samples(compute.mean(1)),
+            "layer_us": layer_us,
+            "pairs": pairs.mean(0),
+            "peak_pairs": pairs.max(2).mean(0),
+            "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
+        }
+
+
+# Planning
+
+
+def make_plan(
+    trace: TokenTrace | LoadTrace,
+    simulator: Simulator,
+    planner: str,
+    *,
+    traffic: Traffic | None = None,
+    sizes: Sizes | None = None,
+    seconds: float = 30.0,
+    iterations: int | None = None,
+    force: bool = False,
+    live: Placement | None = None,
+    limit: Limit | None = None,
+    options: dict[str, Any] | None = None,
+    progress: Callable[[str, float | None], None] = lambda step, seconds: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Plan:
+    """Plan on one part of the trace, and serve passes of the rest. Baselines are static and EPLB.
+
+    Args:
+        simulator: model, cluster and profile. An engine loads a plan once, so migration costs nothing.
+        traffic: pass sizes; by default those of the profile's phase.
+        sizes: how much to plan and to measure on.
+        seconds: time budget of planners that take one.
+        iterations: steps per layer of these planners instead. The plan then depends on the seed only.
+        force: keep the planner's placement even if no gain over EPLB (or the live placement) is shown.
+        live: (L, G, S) placement that is served now. It takes the place of the static one, and planners start from it.
+        limit: what the change from the live placement may cost; by default anything.
+        options: more options of the planner (``checkpoint`` …).
+        progress: called before each step with its name and its duration in seconds, if known.
+        stop: asked now and then. When it returns True, searches end with the best placement so far.
+    """
+    sizes = sizes or Sizes()
+    simulator = simulator.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
+    traffic = replace(traffic or Traffic(simulator.profile.phase), schedule="stationary")
+    if isinstance(trace, LoadTrace) and planner_class(planner).needs_tokens:
+        raise ValueError(
+            f"planner {planner!r} needs to know {MISSING}, but {trace.name} has counts only: plan with one of "
+            f"{', '.join(planners_on_loads())}, or record tokens (SGLang per_token, routed experts, Megatron)"
+        )
+    before: TokenTrace | LoadTrace
+    held_out: HeldOutPasses | HeldOutCounts
+    others: dict[str, HeldOutPasses] = {}
+    if isinstance(trace, TokenTrace):
+        # At random, because many traces have one domain after the other: a plan must see all of them.
+        before, after = trace.split(sizes.share, seed=sizes.seed)
+        said = [f"{part.n_tokens} tokens in {part.n_sequences} sequences" for part in (before, after)]
+        held_out = HeldOutPasses(after, simulator, traffic, sizes.passes, sizes.seed)
+        others = _other_profiles(after, simulator, traffic, sizes)
+    else:
+        before, steps = trace.split(sizes.share)
+        said = [f"{part.n_steps} steps of counts" for part in (before, steps)]
+        held_out = HeldOutCounts(steps, simulator, traffic)
+    observed = Observed(before, simulator, traffic, sizes)
+    warm_up: Interval = observed.loads
+    if isinstance(before, TokenTrace):
+        warm_up = evaluation.compile_on(before.select(layers=[0]), simulator)
+    outcomes: dict[str, Outcome] = {}
+
+    def serve(name: str, placement: Placement, decision_s: float, empty: int) -> None:
+        progress(f"serving held-out traffic on {name}", None)
+        found = held_out.measure(placement) if isinstance(held_out, HeldOutCounts) else measure(held_out, placement)
+        outcomes[name] = Outcome(name, placement, decision_s, empty, **found)
+        outcomes[name].other_profiles = {
+            other: passes.samples(placement[spread_layers(trace.n_layers, passes.n_layers)])
+            for other, passes in others.items()
+        }
+
+    first = observed.static
+    if live is not None:
+        first = simulator.check(live)
+        serve("live", first, 0.0, 0)
+    for name in dict.fromkeys([*(["static"] if live is None else []), "eplb", planner]):
+        given: dict[str, Any] = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
+        if planner_class(name).takes_seconds:
+            given |= {"seconds": seconds} if iterations is None else {"seconds": None, "iterations": iterations}
+            given["stop"] = stop
+        progress(f"compiling {name}", None)
+        # Compilation is not part of the decision time. A search with a time budget would use all of it to compile.
+        once = {"seconds": None, "iterations": 1} if "seconds" in given else {}
+        make_planner(name, simulator, **{**given, **once}).plan([warm_up], observed.static[: warm_up.n_layers])
+        if stop() and "eplb" in outcomes:
+            planner = "eplb"
+            break
+        made = make_planner(name, simulator, **given)
+        start = outcomes["eplb"].placement if made.starts_from_eplb and live is None else first
+        progress(name, seconds if made.takes_seconds and iterations is None else None)
+        began = time.perf_counter()
+        if live is not None and name == planner and made.takes_seconds and limit is not None:
+            placement, empty = _search_within(name, given, transition_from(first, limit, simulator, observed), observed)
+        else:
+            placement, empty = _filled(made.plan([observed.interval(made)], start), simulator, observed)
+            if live is not None and name == planner:
+                placement = transition_from(first, limit or Limit(), simulator, observed).towards(placement)
+        decision_s = time.perf_counter() - began
+        serve(name, placement, decision_s, empty)
+    loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
+    return Plan(
+        planner=planner,
+        outcomes=outcomes,
+        simulator=simulator,
+        layer_ids=trace.layer_ids,
+        trace=trace.name,
+        planned_on=said[0],
+        held_out=said[1],
+        reused=held_out.reused,
+        exact=isinstance(trace, TokenTrace),
+        pass_tokens=pass_tokens,
+        expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
+        force=force,
+        stopped=stop(),
+        passes=(held_out.n_passes, sizes.passes if isinstance(held_out, HeldOutPasses) else held_out.n_passes),
+    )
+
+
+def _filled(placement: Placement, simulator: Simulator, observed: Observed) -> tuple[Placement, int]:
+    """(a placement without empty slots, how many there were)"""
+    placement = simulator.check(placement)
+    empty = int((placement < 0).sum())
+    return (fill_empty(simulator, observed, placement) if empty else placement), empty
+
+
+def _search_within(name: str, given: dict[str, Any], change: Transition, observed: Observed) -> tuple[Placement, int]:
+    """(the best placement that the limit allows, slots that were empty)
+
+    A search that does not know the limit would move nearly everything, and a part of that is worth little. So moves
+    cost time in the search, as much as it takes to stay within the limit. The best single swaps compete with it.
+    """
+    empty, began = 0, time.perf_counter()
+    swapped = _best_swaps(change.live, observed)
+    if given["seconds"] is not None:
+        left = max(given["seconds"] - (time.perf_counter() - began), given["seconds"] / 2)
+        given = given | {"seconds": left / _LIMITED_RUNS}
+
+    def plan(passes: int) -> Placement:
+        nonlocal empty
+        simulator = observed.simulator.spread_migration(passes)
+        made = make_planner(name, simulator, **given)
+        placement, empty = _filled(made.plan([observed.interval(made)], change.live), simulator, observed)
+        return placement
+
+    return change.search(plan, _LIMITED_RUNS, swapped), empty
+
+
+def _best_swaps(live: Placement, observed: Observed) -> list[Placement]:
+    """The placement after the best swaps of each layer, on as many passes as there is time for; nothing if on none."""
+    planner = SwapGreedy(observed.simulator)
+    interval = observed.interval(planner)
+    swaps = len(live) * planner.operations * live[0].size ** 2 / 2
+    passes = int(_SWAPS_TIMES_TOKENS / (swaps * interval.n_tokens))
+    return [planner.plan([interval.first_passes(passes)], live)] if passes else []
+
+
+def transition_from(live: Placement, limit: Limit, simulator: Simulator, observed: Observed) -> Transition:
+    """Changes of the live placement, priced on the traffic to plan on."""
+    loads = observed.loads.loads(simulator.n_experts).astype(np.float64)
+    # One large pass: with single passes, chance would decide which moves look good.
+    mixed = None if observed.tokens is None else observed.tokens.mixed(_TRANSITION_TOKENS)
+
+    def times(placement: Placement) -> npt.NDArray[np.float64]:
+        if mixed is None:
+            return 1 / balance(loads, placement)
+        return simulator.evaluate(mixed, placement, check=False).time_us
+
+    return Transition(live, limit, loads, simulator.cluster, simulator.model, times)
+
+
+def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> dict[str, HeldOutPasses]:
+    """Held-out passes under the other profiles of the engine, those of another phase with its default pass sizes."""
+    found = {}
+    for profile in profiles_of(simulator.profile.engine):
+        if profile != simulator.profile:
+            other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)
+            own = traffic if profile.phase == traffic.phase else Traffic(profile.phase)
+            layers, n_passes, draws = _LP_PROFILE if profile.dispatch == "lp" else _OTHER_PROFILES
+            some = part.select(layers=spread_layers(part.n_layers, layers))
+            found[profile.name] = HeldOutPasses(some, other, own, min(sizes.passes, n_passes), sizes.seed, draws)
+    return found
+
+
+def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -> Placement:
+    """Put a replica into every empty slot, because an engine needs all slots filled: the one that helps most.
+
+    One slot per layer at a time, on the GPU with the lowest load. The hottest experts that this GPU does not hold are
+    tried in the simulator, all layers at once. If only loads are known, the hottest expert is taken.
+    """
+    placement = placement.copy()
+    loads = observed.loads.loads(simulator.n_experts).astype(float)
+    while (layers := np.flatnonzero((placement < 0).any((1, 2)))).size:
+        spots, candidates = [], []
+        for l in layers:
+            filled = placement[l] >= 0
+            copies = np.bincount(placement[l][filled], minlength=simulator.n_experts)
+            share = loads[l] / np.maximum(copies, 1)
+            work = np.where(filled, share[placement[l]], 0.0).sum(1)
+            work[filled.all(1)] = np.inf
+            g = int(work.argmin())
+            share[placement[l, g][filled[g]]] = -1.0
+            spots.append((int(l), g, int(np.flatnonzero(~filled[g])[0])))
+            ordered = np.argsort(-share, kind="stable")[:_FILL_CANDIDATES]
+            candidates.append(ordered[share[ordered] >= 0])
+        chosen = [int(experts[0]) for experts in candidates]
+        if observed.tokens is not None:
+            # With transport "stay" layers depend on each other.
+            served = np.arange(len(placement)) if simulator.stay else layers
+            passes = replace(observed.tokens.first_passes(_FILL_PASSES), experts=observed.tokens.experts[served])
+            least = np.full(len(spots), np.inf)
+            for i in range(min(len(experts) for experts in candidates)):
+                trial = placement.copy()
+                for spot, experts in zip(spots, candidates, strict=True):
+                    trial[spot] = experts[i]
+                times = simulator.pass_times(passes, trial[served]).mean(1)[np.searchsorted(served, layers)]
+                for j in np.flatnonzero(times < least):
+                    least[j], chosen[j] = times[j], int(candidates[j][i])
+        for spot, expert in zip(spots, chosen, strict=True):
+            placement[spot] = expert
+    return placement
