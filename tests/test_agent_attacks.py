@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from clustergym.agent.connections import ConnectionLimits, ConnectionPool
 from clustergym.agent.credentials import Access
+from clustergym.agent.database import connect
 from clustergym.agent.messages import AllocateRequest, AllocateResponse, FeedbackRequest
 from clustergym.agent.service import Policy, Service
 from clustergym.agent.settings import ServerSettings
@@ -275,7 +276,9 @@ def test_a_deleted_store_is_opened_again_when_it_is_back(service: Service, tmp_p
     with pytest.raises(StoreUnavailable, match="was deleted or replaced"):
         service.allocate(REQUEST)
     assert service.store.lost is not None
-    assert not service.store.recover()  # nothing is made in its place
+    assert not service.store.recover()
+    with pytest.raises(sqlite3.OperationalError):  # nothing is made in its place, by a restarted learner either
+        connect(tmp_path, "process")
     assert not path.exists()
     os.replace(tmp_path / "backup", path)
     assert service.store.recover()
@@ -290,9 +293,8 @@ def test_quickstart_ends_its_agent_on_sigterm(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "agent", "quickstart", "--port", "0", "--store", str(tmp_path / "store")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_until((tmp_path / "store" / "store.db").exists, "the agent of quickstart", process)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert children
+        wait_until(lambda: bool(psutil.Process(process.pid).children()), "the agent of quickstart", process)
+        children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         _, alive = psutil.wait_procs(children, timeout=20)

@@ -42,13 +42,21 @@ CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NU
 """
 
 
-def connect(folder: Path, durability: str) -> sqlite3.Connection:
-    """Open the database in write-ahead mode, so that the learner can read while the server writes."""
+def create_file(folder: Path) -> None:
+    """Create the file of the database if there is none, for its owner only."""
     path = folder / DATABASE_NAME
     if not path.exists():
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     path.chmod(0o600)  # the log and the shared memory of SQLite get the same mode
-    connection = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
+
+
+def connect(folder: Path, durability: str) -> sqlite3.Connection:
+    """Open the database in write-ahead mode, so that the learner can read while the server writes.
+
+    A file that is missing is not created: an empty one must not take the place of one that was deleted by mistake.
+    """
+    uri = (folder / DATABASE_NAME).absolute().as_uri()
+    connection = sqlite3.connect(f"{uri}?mode=rw", uri=True, isolation_level=None, timeout=1.0, check_same_thread=False)
     # A commit writes whole pages: small pages mean less to write.
     connection.execute("PRAGMA page_size = 2048")
     connection.execute("PRAGMA journal_mode = WAL")

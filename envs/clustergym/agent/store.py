@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clustergym.agent.clock import DAY_S, Clock
-from clustergym.agent.database import DATABASE_NAME, connect, create_tables
+from clustergym.agent.database import DATABASE_NAME, connect, create_file, create_tables
 from clustergym.agent.owners import GuardSettings, OwnerState
 from clustergym.gpu_allocation.history import new_history, remember
 
@@ -152,6 +152,7 @@ class Store:
         self.unreadable_owners = 0
         """Owners whose stored state could not be read. They begin again."""
         self._last_counters: dict[str, int] = {}
+        create_file(folder)
         self._open_database()
         last = self.connection.execute("SELECT value FROM meta WHERE key = 'clock_s'").fetchone()
         self.clock = Clock(None if last is None else float(last[0]), retention_s, accept_clock_jump)
