@@ -97,7 +97,7 @@ class Watch:
     def report(self, target: Target, final: bool) -> dict[str, Any] | None:
         """The body of a feedback, or None if nothing was measured: then there is nothing to learn."""
         window = self.life if final else self.window
-        if not self.started or (window.measured == 0 and not window.oom):
+        if window.measured == 0 and not window.oom:
             return None
         cores = window.cores / max(window.measured, 1)
         body: dict[str, Any] = {
