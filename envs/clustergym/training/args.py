@@ -53,7 +53,8 @@ class RunArgs:
 
 FREE_ON_RESUME = {
     "config", "run_dir", "resume", "total_timesteps", "checkpoint_interval", "eval_interval", "eval_episodes",
-    "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile", "cudagraphs",
+    "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile",
+    "cudagraphs",
 }  # fmt: skip
 """Flags that may change when a run is resumed. They have no influence on the next iteration."""
 
@@ -82,7 +83,9 @@ class Range(NamedTuple):
 COUNT, POSITIVE, NOT_NEGATIVE, PROBABILITY = Range(1), Range(0, above=True), Range(0), Range(0, 1)
 RANGES: dict[str, Range] = {
     **dict.fromkeys(["total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden"], COUNT),
-    **dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "kl_target", "kl_coef"], POSITIVE),
+    **dict.fromkeys(
+        ["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "kl_target", "kl_coef", "min_kl_coef"], POSITIVE
+    ),
     **dict.fromkeys(["seed", "checkpoint_interval", "eval_interval", "eval_episodes"], NOT_NEGATIVE),
     **dict.fromkeys(["ent_coef", "vf_coef"], NOT_NEGATIVE),
     **dict.fromkeys(["gamma", "gae_lambda"], PROBABILITY),
@@ -123,14 +126,9 @@ def parse_args(
     ``--flag True``.
     """
     words = _boolean_flags(args_class, sys.argv[1:] if argv is None else argv)
-    file = _value_of("--config", words)
-    config = [] if file is None else _boolean_flags(args_class, _read_config(Path(file), args_class))
-    default = args_class()
-    preset = _value_of("--preset", words) or _value_of("--preset", config)
-    if presets and preset in presets:
-        default = replace(default, **presets[preset])
-    if config:
-        default = tyro.cli(args_class, args=config, default=default)
+    if file := _value_of("--config", words):
+        words = _boolean_flags(args_class, _read_config(Path(file), args_class)) + words  # the last value counts
+    default = replace(args_class(), **(presets or {}).get(_value_of("--preset", words), {}))
     args = tyro.cli(args_class, description=description, args=words, default=default)
     if bad := check_args(args, ranges):
         exit_with(*bad)
@@ -138,7 +136,7 @@ def parse_args(
 
 
 def main(train: Callable[[AnyArgs], object], args: AnyArgs) -> None:
-    """Run ``train(args)``. A flag, an environment or a checkpoint that cannot be used exits with code 2 and one line."""
+    """Run ``train(args)``. A bad flag, environment or checkpoint exits with code 2 and one line."""
     try:
         train(args)
     except (FlagError, CheckpointError, gym.error.Error) as reason:
@@ -191,7 +189,6 @@ def _boolean_flags(args_class: type, argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _value_of(name: str, words: Sequence[str]) -> str | None:
-    """The value that follows a flag; the last one counts."""
-    found = [value for word, value in pairwise(words) if word == name]
-    return found[-1] if found else None
+def _value_of(name: str, words: Sequence[str]) -> str:
+    """The value that follows a flag, "" without it; the last one counts."""
+    return next((value for word, value in reversed(list(pairwise(words))) if word == name), "")

@@ -75,7 +75,7 @@ def set_state(envs: VectorEnv, state: dict[str, Any]) -> None:
             getattr(recorder, name).extend(state[name])
 
 
-def _recorder(envs: VectorEnv) -> RecordEpisodeStatistics[Any, Any, Any] | None:
+def _recorder(envs: VectorEnv) -> RecordEpisodeStatistics[Any, Any] | None:
     while isinstance(envs, gym.vector.VectorWrapper):
         if isinstance(envs, RecordEpisodeStatistics):
             return envs

@@ -105,8 +105,9 @@ class Run:
         """Numbers of the remaining iterations. Shows the progress."""
         self._progress = Progress(self.total_steps, self.global_step) if self.world.is_main else None
         try:
-            for self.iteration in range(self.first_iteration, self.num_iterations + 1):
-                yield self.iteration
+            for iteration in range(self.first_iteration, self.num_iterations + 1):
+                self.iteration = iteration
+                yield iteration
         finally:
             if self._progress:
                 self.steps_per_s = self._progress.steps_per_s(self.global_step)
