@@ -1,7 +1,7 @@
 """Fit the cost model to measured kernels and transports, and print the error on rows that were held out.
 
     python benchmarks/cost_model.py                          # all kernels, 2 minutes; needs pandas and pyarrow
-    python benchmarks/cost_model.py --tables DIR --json out.json
+    python benchmarks/cost_model.py --json out.json
     python benchmarks/cost_model.py --constants              # the new fits, in the format of costs.py
 
 The tables are the H100 measurements of NVIDIA's aiconfigurator (Apache-2.0): fused MoE kernels of SGLang and vLLM for
@@ -55,14 +55,14 @@ from scipy.optimize import least_squares
 
 from clustergym.moe_placement.costs import KernelCosts, Tile, choose_tile, costs_from_sizes, measured_tiles
 from clustergym.moe_placement.specs import get_model
+from public_data import data_file
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
-TABLES = Path(__file__).resolve().parents[2] / "shared" / "data" / "hw"
-SGLANG = "h100_sxm__moe__sglang__0.5.14__moe_perf.parquet"
-VLLM = "h100_sxm__moe__vllm__0.24.0__moe_perf.parquet"
-PREFILL = "h100_sxm__moe__sglang__0.5.10__wideep_context_moe_perf.parquet"
-DECODE = "h100_sxm__moe__sglang__0.5.10__wideep_generation_moe_perf.parquet"
+SGLANG = "hw/h100_sxm__moe__sglang__0.5.14__moe_perf.parquet"
+VLLM = "hw/h100_sxm__moe__vllm__0.24.0__moe_perf.parquet"
+PREFILL = "hw/h100_sxm__moe__sglang__0.5.10__wideep_context_moe_perf.parquet"
+DECODE = "hw/h100_sxm__moe__sglang__0.5.10__wideep_generation_moe_perf.parquet"
 FOLDS = 3
 BAR = 0.15
 """Cells with a larger median error are counted."""
@@ -433,13 +433,13 @@ def fit_line(x: Array, measured_us: Array) -> tuple[float, float, Array]:
     return float(start), float(rate), np.where(held_out, error, np.nan)
 
 
-def study_transport(folder: Path, pandas: Any) -> list[dict[str, Any]]:
+def study_transport(pandas: Any) -> list[dict[str, Any]]:
     found = []
-    normal = pandas.read_parquet(folder / "h100_sxm__comm__sglang__0.5.12__wideep_deepep_normal_perf.parquet")
+    normal = pandas.read_parquet(data_file("hw/h100_sxm__comm__sglang__0.5.12__wideep_deepep_normal_perf.parquet"))
     normal = normal[normal.dispatch_sms == 20]
     # Tokens go to distinct GPUs: with random experts, 8·(1 − (7/8)^k) of 8, of which 7 in 8 are other GPUs.
     copies = normal.num_token * 7 * (1 - (7 / 8) ** normal.num_topk)
-    low = pandas.read_parquet(folder / "h100_sxm__comm__sglang__0.5.12__wideep_deepep_ll_perf.parquet")
+    low = pandas.read_parquet(data_file("hw/h100_sxm__comm__sglang__0.5.12__wideep_deepep_ll_perf.parquet"))
     each = low.num_token * low.num_topk * 7 / 8
     for name, rows, count, columns in (
         ("DeepEP normal", normal, copies, ("dispatch_transmit_us", "combine_transmit_us")),
@@ -456,7 +456,7 @@ def study_transport(folder: Path, pandas: Any) -> list[dict[str, Any]]:
                     "gb_per_s": 1 / rate, "median_error": float(np.nanmedian(error)), "by_hidden": by_hidden,
                 }
             )  # fmt: skip
-    nccl = pandas.read_parquet(folder / "h100_sxm__comm__nccl__2.29.2__nccl_perf.parquet")
+    nccl = pandas.read_parquet(data_file("hw/h100_sxm__comm__nccl__2.29.2__nccl_perf.parquet"))
     for operation in ("all_gather", "reduce_scatter"):
         rows = nccl[(nccl.op_name == operation) & (nccl.nccl_dtype == "half") & (nccl.num_gpus == 8)]
         kilobytes = rows.message_size.to_numpy(float) * 2 * 7 / 8 / 1e3
@@ -524,7 +524,6 @@ def show(console: Console, results: list[dict[str, Any]], transports: list[dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=Path, default=TABLES, help="folder of the measured tables (.parquet)")
     parser.add_argument("--samples", type=int, default=16, help="draws of random loads per row")
     parser.add_argument("--only", default="", help="only kernels whose name contains this text")
     parser.add_argument("--constants", action="store_true", help="print the constants, fitted to all rows")
@@ -536,16 +535,14 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"error: {error.name} is not installed: pip install pandas pyarrow")
     assert pyarrow
-    if not (args.tables / PREFILL).is_file():
-        sys.exit(f"error: {args.tables} has no {PREFILL}: give the folder of the measured tables with --tables")
-    tables = {name: pandas.read_parquet(args.tables / name) for name in (SGLANG, VLLM, PREFILL, DECODE)}
+    tables = {name: pandas.read_parquet(data_file(name)) for name in (SGLANG, VLLM, PREFILL, DECODE)}
     console, results = Console(width=270), []
     for kernel in KERNELS:
         if args.only in kernel.name:
             results.append(study_kernel(Rows(kernel, tables[kernel.table], args.samples)))
             if args.constants:
                 print(kernel.name, *results[-1]["tiles"], sep="\n    ")
-    transports = study_transport(args.tables, pandas)
+    transports = study_transport(pandas)
     show(console, results, transports)
     if args.json:
         args.json.write_text(json.dumps({"kernels": results, "transports": transports}, indent=1))

@@ -1,7 +1,7 @@
 """Fit the workload of the allocation task to public data. Run once, before any training; the task is not tuned later.
 
-Prints the constants of ``clustergym/gpu_allocation/fitted.py`` with their quality, and draws data and fit. ``--data``
-is a folder with two public data sets, which are not part of the project:
+Prints the constants of ``clustergym/gpu_allocation/fitted.py`` with their quality, and draws data and fit. Needs two
+public data sets in the folder ``gpu`` of CLUSTERGYM_DATA:
 
 * ``openb/openb_pod_list_default.csv``: Alibaba's GPU trace of 2023 (kubernetes-scheduler-simulator): requests, lives,
   classes.
@@ -10,8 +10,8 @@ is a folder with two public data sets, which are not part of the project:
 The third source is published: shares of 3,033,232 instances of Alibaba's PAI trace of 2020 by their mean utilisation
 (an analysis at affinode.io, not the paper of the trace).
 
-    python benchmarks/fit_workload.py --data folder
-    python benchmarks/fit_workload.py --data folder --check      # error if the constants in the package differ
+    python benchmarks/fit_workload.py
+    python benchmarks/fit_workload.py --check      # error if the constants in the package differ
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from clustergym.common.files import write_atomically
 from clustergym.common.plotting import require_matplotlib
 from clustergym.gpu_allocation import fitted
 from clustergym.gpu_allocation.workload import read_openb
+from public_data import data_file
 
 Doubles = npt.NDArray[np.float64]
 
@@ -54,8 +55,6 @@ ACTIVE_PERCENT = 1.0
 
 @dataclass
 class Args:
-    data: Path
-    """Folder with openb and gentd26."""
     check: bool = False
     """Compare the constants in the package with the fit, and exit with an error if they differ."""
     output: Path = Path("runs/fit_workload")
@@ -146,10 +145,10 @@ def distance(values: Doubles, cumulative: Doubles) -> float:
     return float(max(np.abs(cumulative - steps[1:]).max(), np.abs(cumulative - steps[:-1]).max()))
 
 
-def fit(data: Path) -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
+def fit() -> tuple[dict[str, Any], dict[str, float], dict[str, Any]]:
     """(constants, quality, data for the plot)."""
-    path = data / "openb" / "openb_pod_list_default.csv"
-    openb, windows = read_openb(path), read_windows(data / "gentd26" / "gentd26_pod_usage.csv.gz")
+    path = data_file("gpu/openb/openb_pod_list_default.csv")
+    openb, windows = read_openb(path), read_windows(data_file("gpu/gentd26/gentd26_pod_usage.csv.gz"))
     cores = Counter(zip(openb.cores.tolist(), openb.latency_sensitive.tolist(), strict=True))
     lives = {kind: np.log(openb.life_s[openb.latency_sensitive == kind]) for kind in (False, True)}
     usage_mean, usage_spread = fit_usage()
@@ -241,7 +240,7 @@ def plot(constants: dict[str, Any], drawn: dict[str, Any], path: Path) -> None:
 
 
 def main(args: Args) -> int:
-    constants, quality, drawn = fit(args.data)
+    constants, quality, drawn = fit()
     console = Console(width=120)
     for title, entries in (("constants of fitted.py", constants), ("quality of the fit", quality)):
         table = Table("name", "value", title=title)

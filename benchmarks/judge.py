@@ -22,6 +22,7 @@ from clustergym.moe_placement import Simulator, Traffic, get_cluster
 from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
 from clustergym.planners.registry import make_planner
 from clustergym.plans.planning import Observed, Sizes, fill_empty, spread_layers
+from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -33,8 +34,6 @@ SIZES = {"deepseek-v2-lite": (2048, 5), "gpt-oss-20b": (2880, 3)}
 
 @dataclass
 class Args:
-    data: Path = ROOT.parent / "shared" / "data" / "moe"
-    """Folder with files like deepseek_v2_lite_law.npz and gpt_oss_20b_decode.npz."""
     models: tuple[str, ...] = tuple(SIZES)
     phases: tuple[str, ...] = ("prefill", "decode")
     planners: tuple[str, ...] = ("anneal", "anneal-max")
@@ -70,7 +69,7 @@ def main(args: Args) -> None:
     print("| model | phase | planner | of EPLB's time | by split | without weights |")
     print("| --- | --- | --- | ---: | --- | ---: |")
     for model in args.models:
-        files = sorted(args.data.glob(f"{model.replace('-', '_')}_*.npz"))
+        files = data_files(f"moe/{model.replace('-', '_')}_*.npz")
         trace = TokenTrace.concat([TokenTrace.load(file) for file in files])
         trace = trace.select(layers=spread_layers(trace.n_layers, args.layers))
         judge.HIDDEN, judge.SLOTS = SIZES[model]

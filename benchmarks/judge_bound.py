@@ -27,6 +27,7 @@ from clustergym.moe_placement import Simulator, Traffic, get_cluster
 from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
 from clustergym.planners.registry import make_planner
 from clustergym.plans.planning import DEFAULT_PLANNERS, Observed, Sizes, fill_empty
+from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -45,8 +46,6 @@ WORK, ACTIVE, SENT_INTER, RECEIVED_INTER, SENT_INTRA, RECEIVED_INTRA = range(6)
 
 @dataclass
 class Args:
-    data: Path = ROOT.parent / "shared" / "data" / "moe"
-    """Folder with deepseek_v2_lite_*.npz."""
     layers: tuple[int, ...] = (0, 8, 17, 25)
     seen_passes: tuple[int, ...] = (6, 0, 24, 96)
     """Passes of the seen half to search on. 0: each token once."""
@@ -206,7 +205,7 @@ def made_by(name: str, simulator: Simulator, observed: Observed, part: TokenTrac
 
 
 def main(args: Args) -> None:
-    files = sorted(args.data.glob("deepseek_v2_lite_*.npz"))
+    files = data_files("moe/deepseek_v2_lite_*.npz")
     seen, unseen = TokenTrace.concat([TokenTrace.load(file) for file in files]).split(0.5, seed=args.split)
     seen, unseen = seen.select(layers=args.layers), unseen.select(layers=args.layers)
     before = seen.split(0.75, seed=0)[0]

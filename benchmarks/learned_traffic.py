@@ -68,8 +68,6 @@ SEARCHES = ("anneal-learned, no plan for past traffic", PLAN_ONLY)
 
 @dataclass
 class Args:
-    data: Path = PlacementArgs.data
-    """Folder with deepseek_v2_lite_*.npz and gpt_oss_20b_decode.npz."""
     profiles: tuple[str, ...] = ("sglang-prefill", "sglang-decode", "vllm-deepep")
     models: tuple[str, ...] = PlacementArgs.models
     clusters: tuple[str, ...] = ("h800-4x4", "h800-4x8")
@@ -319,7 +317,7 @@ def main(args: Args) -> None:
         return
     if not args.tables:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        found = traces(PlacementArgs(data=args.data, models=args.models, layers=args.layers))
+        found = traces(PlacementArgs(models=args.models, layers=args.layers))
         for cluster in args.clusters:
             for profile in args.profiles:
                 for model, trace in found.items():

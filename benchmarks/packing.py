@@ -1,9 +1,10 @@
 """How many more pods fit if the scheduler counts grants instead of requests: openb's pods on openb's nodes.
 
-Needs the CSV files of Alibaba's openb trace (kubernetes-scheduler-simulator): pods with a part of a GPU, with whole
-GPUs, and nodes. The trace has requests, but not what pods used. So every part-of-a-GPU pod gets the grant and the
-outcome of a simulated pod of the same class and request: the simulator plays each policy on openb's requests with many
-waiting pods, so that GPUs are about as full as the grants allow, and pods slow each other down accordingly.
+Needs the CSV files of Alibaba's openb trace (kubernetes-scheduler-simulator) in the folder ``gpu/openb`` of
+CLUSTERGYM_DATA: pods with a part of a GPU, with whole GPUs, and nodes. The trace has requests, but not what pods used.
+So every part-of-a-GPU pod gets the grant and the outcome of a simulated pod of the same class and request: the
+simulator plays each policy on openb's requests with many waiting pods, so that GPUs are about as full as the grants
+allow, and pods slow each other down accordingly.
 
 A policy that grants less misses more objectives. To compare at equal quality, every policy is played with growing
 margins on its grants, and the smallest margin is taken at which its objectives are met as often as with full requests,
@@ -13,8 +14,8 @@ Two questions, with first fit and best fit, and with and without the CPU and mem
 GPUs that hold all pods of the trace (every node exists twice, so that all fit), and pods that the cluster holds of a
 stream that requests twice its GPUs.
 
-    python benchmarks/packing.py --openb folder_with_csv_files
-    python benchmarks/packing.py --openb folder --checkpoint runs/x/checkpoint.pt
+    python benchmarks/packing.py
+    python benchmarks/packing.py --checkpoint runs/x/checkpoint.pt
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.rules import RULES, AmountRule
 from clustergym.gpu_allocation.space import action_for, grant
 from clustergym.gpu_allocation.workload import LATENCY_SENSITIVE
+from public_data import data_file
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -56,8 +58,6 @@ WHOLE = 1000
 
 @dataclass
 class Args:
-    openb: Path
-    """Folder with the CSV files of openb."""
     pods: tuple[str, ...] = ("openb_pod_list_default.csv", "openb_pod_list_gpushare100.csv")
     """Lists of pods: the trace, and its variant in which all GPU pods use a part of a GPU."""
     nodes: str = "openb_node_list_gpu_node.csv"
@@ -319,7 +319,7 @@ def stream(pods: Pods, nodes: Nodes, rng: np.random.Generator) -> Ints:
 
 
 def study(args: Args, console: Console) -> list[dict[str, Any]]:
-    nodes = read_nodes(args.openb / args.nodes)
+    nodes = read_nodes(data_file(f"gpu/openb/{args.nodes}"))
     rules: dict[str, Callable[[AllocationBatch], Any]] = {
         name: RULES[name] for name in ("grant", "cut-0.9", "cut-0.8", "vpa", "vpa-fraction", "oracle")
     }
@@ -329,9 +329,10 @@ def study(args: Args, console: Console) -> list[dict[str, Any]]:
         rules["agent"] = lambda batch: AgentRule(batch, policy)
     results = []
     for listed in args.pods:
-        pods = read_pods(args.openb / listed)
+        path = data_file(f"gpu/openb/{listed}")
+        pods = read_pods(path)
         config = AllocationConfig(
-            history=True, arrivals=args.arrivals, load=args.load, workload=args.openb / listed,
+            history=True, arrivals=args.arrivals, load=args.load, workload=path,
             pod_spread=args.pod_spread,
         )  # fmt: skip
         for seed in range(args.seeds):

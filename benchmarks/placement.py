@@ -6,7 +6,7 @@
     python benchmarks/placement.py --study observe    # what tokens, samples of tokens and co-activation are worth
     python benchmarks/placement.py --tables           # print the tables of what has been measured
 
-Looks for DeepSeek-V2-Lite and gpt-oss-20b traces in ``--data``. Without them it uses the bundled traces. Each result is
+Uses the DeepSeek-V2-Lite and gpt-oss-20b traces in CLUSTERGYM_DATA, or without them the bundled traces. Each result is
 appended to a file of JSON lines as soon as it is known. Times are compared with EPLB on the same streams: the mean over
 streams with its 95 % interval, which comes from disjoint groups of sequences.
 
@@ -45,6 +45,7 @@ from clustergym.planners.evaluation import (
 from clustergym.planners.recorded import interval_from_statistics
 from clustergym.planners.registry import PLANNERS, make_planner, planner_class
 from clustergym.plans.planning import spread_layers
+from public_data import find_data
 
 SEARCHES = ("anneal-max", "anneal", "anneal-4", "anneal-robust", "forecast", "oracle")
 UNEVEN = 1.5
@@ -58,8 +59,6 @@ ON_STATISTICS = " on statistics"
 
 @dataclass
 class Args:
-    data: Path = Path(__file__).resolve().parents[2] / "shared" / "data" / "moe"
-    """Folder with deepseek_v2_lite_*.npz and gpt_oss_20b_decode.npz."""
     study: Literal["planners", "trap", "observe"] = "planners"
     """planners: all planners. trap: some planners on uneven and on balanced ranks. observe: what annealing sees."""
     profiles: tuple[str, ...] = tuple(PROFILES)
@@ -104,13 +103,14 @@ class Cell:
 def traces(args: Args) -> dict[str, TokenTrace]:
     """The traces by model, with the layers to use."""
     found = {}
-    parts = sorted(args.data.glob("deepseek_v2_lite_*.npz"))
+    parts = find_data("moe/deepseek_v2_lite_*.npz")
     if parts and "deepseek-v2-lite" in args.models:
         found["deepseek-v2-lite"] = TokenTrace.concat(
             [TokenTrace.load(p) for p in parts], [p.stem.removeprefix("deepseek_v2_lite_") for p in parts]
         )
-    if (args.data / "gpt_oss_20b_decode.npz").is_file() and "gpt-oss-20b" in args.models:
-        found["gpt-oss-20b"] = TokenTrace.load(args.data / "gpt_oss_20b_decode.npz")
+    decode = find_data("moe/gpt_oss_20b_decode.npz")
+    if decode and "gpt-oss-20b" in args.models:
+        found["gpt-oss-20b"] = TokenTrace.load(decode[0])
     if not found:
         found = {"deepseek-v2-lite": TokenTrace.load("synthetic"), "tiny-moe": TokenTrace.load("tiny_moe")}
     return {

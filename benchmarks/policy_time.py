@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,8 +27,6 @@ from placement import Cell, protocol_of, traces
 
 @dataclass
 class Args:
-    data: Path = PlacementArgs.data
-    """Folder with deepseek_v2_lite_*.npz and gpt_oss_20b_decode.npz."""
     layers: int = 24
     repeats: int = 3
     seed: int = 1
@@ -54,7 +51,7 @@ def main(args: Args) -> None:
     print("| --- | --- | --- | ---: | ---: | ---: | ---: |")
     for cluster in LearnedArgs.clusters:
         for profile in LearnedArgs.profiles:
-            for model, trace in traces(PlacementArgs(data=args.data, layers=args.layers)).items():
+            for model, trace in traces(PlacementArgs(layers=args.layers)).items():
                 sim = Simulator(model, cluster, profile)
                 past, served = trace.split(0.5, seed=args.seed)
                 sizes = PlacementArgs(streams=3, intervals=4, seed=args.seed)

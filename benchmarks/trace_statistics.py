@@ -4,13 +4,13 @@
     python benchmarks/trace_statistics.py --markdown table.md --json table.json
 
 The columns of the real traces need the files ``deepseek_v2_lite_{intent,law}.npz`` (from the expert scores of ESFT) and
-``gpt_oss_20b_decode.npz`` (from GPT-OSS-MoE-ExpertFingerprinting) in the folder ``--data``.
+``gpt_oss_20b_decode.npz`` (from GPT-OSS-MoE-ExpertFingerprinting) in the folder ``moe`` of CLUSTERGYM_DATA. Without
+them, only the synthetic columns are shown.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
+from public_data import find_data
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "python benchmarks/trace_statistics.py"
 
 
 @dataclass
 class Args:
-    data: Path = ROOT / ".." / "shared" / "data" / "moe"
-    """Folder of the real traces. If it is missing, only the synthetic columns are shown."""
     seeds: int = 5
     """Number of synthetic traces per preset, with seeds 0, 1, … The table has their mean and standard deviation."""
     n_gpus: int = 16
@@ -54,19 +52,13 @@ class Column:
         return f"{text} ± {self.spread[key]:.{digits}f}" if self.seeds > 1 else text
 
 
-def load_deepseek_v2_lite(folder: Path) -> TokenTrace:
-    names = ["intent", "law"]
-    return TokenTrace.concat([TokenTrace.load(folder / f"deepseek_v2_lite_{name}.npz") for name in names], names)
-
-
-def load_gpt_oss_20b(folder: Path) -> TokenTrace:
-    return TokenTrace.load(folder / "gpt_oss_20b_decode.npz")
-
-
-def real_column(title: str, load: Callable[[Path], TokenTrace], args: Args) -> Column | None:
-    if not args.data.is_dir():
+def real_column(title: str, pattern: str, args: Args) -> Column | None:
+    files = find_data(pattern)
+    if not files:
         return None
-    mean = load(args.data).statistics(args.n_gpus)
+    traces = [TokenTrace.load(file) for file in files]
+    trace = TokenTrace.concat(traces, [file.stem for file in files]) if len(traces) > 1 else traces[0]
+    mean = trace.statistics(args.n_gpus)
     return Column(title, mean, dict.fromkeys(mean, 0.0), seeds=1)
 
 
@@ -88,12 +80,10 @@ def main(args: Args) -> None:
     if args.seeds < 1:
         raise SystemExit(f"--seeds must be at least 1, found {args.seeds}")
     console = Console()
-    if not args.data.is_dir():
-        console.print(f"no folder {args.data}: the real traces are left out")
     maybe = [
-        real_column("DeepSeek-V2-Lite, real", load_deepseek_v2_lite, args),
+        real_column("DeepSeek-V2-Lite, real", "moe/deepseek_v2_lite_*.npz", args),
         synthetic_column("DeepSeek-V2-Lite, synthetic", SyntheticConfig.deepseek_v2_lite(), args),
-        real_column("gpt-oss-20b, real", load_gpt_oss_20b, args),
+        real_column("gpt-oss-20b, real", "moe/gpt_oss_20b_decode.npz", args),
         synthetic_column("gpt-oss-20b, synthetic", SyntheticConfig.gpt_oss_20b(), args),
     ]
     columns = [column for column in maybe if column is not None]

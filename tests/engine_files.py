@@ -154,28 +154,6 @@ def tensorrt_llm(folder: Path, counts: npt.NDArray[Any], n_experts: int, first_l
     return folder
 
 
-def megatron(folder: Path, logical: Ids, ranks: int, steps: int, first_layer: int) -> list[Path]:
-    """Router traces: the tokens divided evenly among steps, then ranks."""
-    folder.mkdir(exist_ok=True)
-    parts = np.array_split(np.arange(len(logical)), steps * ranks)
-    paths = [folder / f"router_trace_rank{rank}.jsonl" for rank in range(ranks)]
-    for rank, path in enumerate(paths):
-        with open(path, "w") as file:
-            for step in range(steps):
-                tokens = logical[parts[step * ranks + rank]]
-                for layer in range(logical.shape[1]):
-                    fields = {
-                        "step": step, "stage": "pre_dispatch", "block": "decoder", "layer": first_layer + layer,
-                        "rank": rank, "num_tokens": len(tokens), "topk": logical.shape[2],
-                        "top_indices": tokens[:, layer].tolist(),
-                    }  # fmt: skip
-                    file.write(json.dumps(fields) + "\n")
-                    file.write(
-                        json.dumps(fields | {"stage": "post_dispatch", "num_tokens": 0, "top_indices": []}) + "\n"
-                    )
-    return paths
-
-
 def esft(folder: Path, logical: Ids, seq_lens: Sequence[int], first_layer: int = 1) -> Path:
     """Expert scores of one task: one file per layer, one line per sequence."""
     folder.mkdir(exist_ok=True)
@@ -216,24 +194,6 @@ def load_history(path: Path, counts: npt.NDArray[Any]) -> Path:
     steps = [{"logical_expert_load": step.tolist(), "step": i} for i, step in enumerate(counts)]
     path.write_text(json.dumps({"load_history": steps, "num_experts": counts.shape[2]}))
     return path
-
-
-def flame_moe(folder: Path, logical: Ids, first_layer: int) -> Path:
-    """One checkpoint of CMU-FLAME/FLAME-MoE-Traces. File names count layers from 1."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for l in range(logical.shape[1]):
-        ids = logical[:, l].astype(np.int16)
-        table = pa.table(
-            {
-                "scores": pa.array([[0.1] * ids.shape[1]] * len(ids), pa.list_(pa.float32())),
-                "indices": pa.array(ids.tolist(), pa.list_(pa.int16())),
-            }
-        )
-        pq.write_table(table, folder / f"layer_{first_layer + l + 1:02d}.parquet", row_group_size=16)
-    return folder
 
 
 def load_table(path: Path, counts: npt.NDArray[Any], first_layer: int, wide: bool = False) -> Path:

@@ -1,6 +1,7 @@
 """A tiny trainer for tests of sweeps. It logs to TensorBoard, saves checkpoints, resumes and prints a result line.
 
-Its final score is −(x − 3)² + seed, and it gets closer to it step by step. Every start adds a line to a file.
+Its final score is −(x − 3)² + seed, and it gets closer to it step by step. Every start adds a line to a file. From
+``--hold`` on, a run waits after its first checkpoint until there is a file ``go`` beside the run folders.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--hold", type=float, default=float("inf"))
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
@@ -44,6 +46,8 @@ def main() -> None:
     for step in range(done, args.steps):
         time.sleep(args.pause)
         checkpoint.write_text(str(step + 1))
+        while args.x >= args.hold and not (args.run_dir.parent / "go").exists():
+            time.sleep(0.05)
     if args.kind == "crash":
         raise RuntimeError(f"cannot train with x = {args.x}")
     if args.kind in ("events", "linger"):

@@ -32,7 +32,6 @@ from cost_model import (
     BAR,
     DECODE,
     KERNELS,
-    TABLES,
     Kernel,
     Rows,
     Rule,
@@ -49,6 +48,7 @@ from cost_model import (
     row_loads,
 )
 from instances import random_instance
+from public_data import find_data
 from reference import serve, times_us
 
 Counts = npt.NDArray[np.int64]
@@ -219,10 +219,11 @@ def test_constants_in_use_predict_what_was_measured(kernel: Kernel) -> None:
 
     ("vllm", "deepseek-v3") was once off by 51 % in usual passes, and ("sglang", "mixtral-8x7b") by 55 % in all rows.
     """
-    if not (TABLES / kernel.table).is_file():
-        pytest.skip("needs the measured tables")
+    tables = find_data(kernel.table)
+    if not tables:
+        pytest.skip(f"needs {kernel.table} in the folder CLUSTERGYM_DATA")
     pandas = pytest.importorskip("pandas")
-    rows = Rows(kernel, pandas.read_parquet(TABLES / kernel.table), samples=2)
+    rows = Rows(kernel, pandas.read_parquet(tables[0]), samples=2)
     engine, model = kernel.name.split()
     predicted = rows.predict(measured_tiles(engine, model))
     assert np.median(np.abs(predicted / rows.measured - 1)) < BAR

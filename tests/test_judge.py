@@ -147,18 +147,18 @@ def test_default_planner_beats_eplb(phase: str) -> None:
     assert ratio < 0.97
 
 
-@pytest.mark.skipif("CLUSTERGYM_JUDGE" not in os.environ, reason="needs real traces, and minutes")
+@pytest.mark.skipif("CLUSTERGYM_JUDGE" not in os.environ, reason="set CLUSTERGYM_JUDGE=1, CLUSTERGYM_DATA; minutes")
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "gpt-oss-20b"])
 def test_default_plan_on_real_traces(
     phase: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CLUSTERGYM_JUDGE names a folder with files like deepseek_v2_lite_law.npz and gpt_oss_20b_decode.npz.
+    """The traces are the files moe/*.npz in the folder CLUSTERGYM_DATA.
 
     A bar that is out of reach is an expected failure: then not even the plan that the same planner makes on the judge's
     own tokens reaches it.
     """
-    files = sorted(Path(os.environ["CLUSTERGYM_JUDGE"]).glob(f"{model.replace('-', '_')}_*.npz"))
+    files = sorted(Path(os.environ["CLUSTERGYM_DATA"]).glob(f"moe/{model.replace('-', '_')}_*.npz"))
     seen, unseen = TokenTrace.concat([TokenTrace.load(file) for file in files]).split(0.5, seed=0)
     monkeypatch.setitem(globals(), "HIDDEN", 2048 if model == "deepseek-v2-lite" else 2880)
     monkeypatch.setitem(globals(), "SLOTS", 5 if model == "deepseek-v2-lite" else 3)

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import engine_files as files
 from clustergym import TokenTrace, cli
 from clustergym.moe_placement.specs import get_model
 from clustergym.traces import LoadTrace, load_any_trace
 from clustergym.traces.readers import ReadOptions, detect, read_trace
-from clustergym.traces.readers.base import natural, parse_naturals
+from clustergym.traces.readers.base import natural
 from recordings import (
     DENSE,
     EXPERTS,
@@ -407,54 +405,6 @@ class TestTensorRTLLM:
         (folder / "meta_info.json").write_text("{}")
         with pytest.raises(ValueError, match="expected positive num_experts"):
             loads_of(folder)
-
-
-class TestMegatron:
-    def test_steps_and_ranks_in_order(self, tmp_path: Path) -> None:
-        paths = files.megatron(tmp_path / "t", LOGICAL, ranks=2, steps=3, first_layer=1)
-        assert detect(paths) == "megatron"
-        expect(tokens_of(paths), first_layer=1, lens=[10] * 6)
-        expect(tokens_of(tmp_path / "t", model=SMALL), first_layer=1)
-
-    def test_micro_batches_of_one_step(self, tmp_path: Path) -> None:
-        """A second line with the same step, layer and rank is the next micro-batch."""
-        a = files.megatron(tmp_path / "a", LOGICAL[:20], 1, 1, 0)[0].read_text()
-        b = files.megatron(tmp_path / "b", LOGICAL[20:], 1, 1, 0)[0].read_text()
-        path = tmp_path / "router_trace_rank0.jsonl"
-        path.write_text(a + b)
-        expect(tokens_of(path), first_layer=0, lens=[20, 40])
-
-    def test_refused(self, tmp_path: Path) -> None:
-        path = files.megatron(tmp_path / "t", LOGICAL[:4], 1, 1, 0)[0]
-        good = path.read_text().splitlines()
-        line = json.loads(good[0])
-        for change, message in [
-            ({"top_indices": line["top_indices"][:-1]}, "line 1: num_tokens is 4, but top_indices has 3 rows"),
-            ({"num_tokens": 10**12}, "num_tokens is 1000000000000, but top_indices has 4 rows"),
-            ({"top_indices": [[1, 2]] * 4}, "not 4 rows of 3 expert ids"),
-            ({"top_indices": [[1, 2, 3.5]] * 4}, "not 4 rows of 3"),
-            ({"top_indices": [[1, 2, [3]]] * 2}, "not 4 rows of 3"),
-            ({"top_indices": [[1, 2, -3]] * 4}, "not 4 rows of 3"),
-            ({"top_indices": [[1, 2, 1234567]] * 4}, "'1234567.*is not an expert id"),
-            ({"top_indices": [[1, 2, 2]] * 4}, "appears twice"),
-            ({"layer": None}, "layer is None"),
-            ({"step": 5}, "has no line for layer"),
-            ({"top_indices": [[1, 2, 40000]] * 4}, "40000 is not an expert id"),
-            ({"topk": 2, "top_indices": [[1, 2]] * 4}, r"the files have top-k \[2, 3\]"),
-        ]:
-            path.write_text("\n".join([json.dumps(line | change), *good[1:]]) + "\n")
-            with pytest.raises(ValueError, match=message):
-                tokens_of(path, "megatron")
-        path.write_text("\n".join(good)[:-30])
-        with pytest.raises(ValueError, match="line 8"):
-            tokens_of(path)
-
-
-@settings(max_examples=60, deadline=None)
-@given(values=st.lists(st.integers(0, 32767), max_size=50), gap=st.sampled_from([b"\t", b",", b"],["]))
-def test_parse_naturals_returns_all_numbers(values: list[int], gap: bytes) -> None:
-    text = gap.join(str(v).encode() for v in values)
-    assert parse_naturals(text, "here").tolist() == values
 
 
 def test_detection_errors_name_the_problem(tmp_path: Path) -> None:

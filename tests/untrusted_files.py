@@ -103,20 +103,6 @@ FORMATS: dict[str, Format] = {
         _slot_plan,
         lambda p: read_trace([p.parent / "stats"], "tensorrt-llm", ReadOptions(slot_plan=p, model=MODEL)),
     ),
-    "megatron": Format(
-        "router_trace_rank0.jsonl", lambda p: files.megatron(p.parent, LOGICAL, 1, 2, DENSE), _import("megatron")
-    ),
-    "esft": Format(
-        "expert_weights_1.txt",
-        lambda p: files.esft(p.parent, LOGICAL[:, :1], [10, 14]),
-        _import("esft", n_layers=1, top_k=TOP_K, n_experts=EXPERTS),
-    ),
-    "flame-moe": Format(
-        "layer_02.parquet", lambda p: files.flame_moe(p.parent, LOGICAL[:, :1], 1), _import("flame-moe")
-    ),
-    "core12345": Format(
-        "q.json", lambda p: files.core12345(p, LOGICAL, [1, 2, 3], 4, prompt=20), _import("core12345")
-    ),
     "load-history": Format("h.json", lambda p: files.load_history(p, COUNTS), _import("load-history")),
     "load-table-csv": Format("t.csv", lambda p: files.load_table(p, COUNTS, DENSE), _import("load-table")),
     "load-table-wide": Format("t.csv", lambda p: files.load_table(p, COUNTS, DENSE, True), _import("load-table")),

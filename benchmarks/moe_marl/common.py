@@ -1,8 +1,8 @@
 """Shared parts of the studies in this folder: arguments, traces, trainings and tables.
 
 Every study writes one JSON file per item to ``--output`` and does not measure an item again, so a study can be
-interrupted and started again. The traces of DeepSeek-V2-Lite and gpt-oss-20b are expected in ``--data``. Without them a
-study uses the bundled trace.
+interrupted and started again. The traces of DeepSeek-V2-Lite and gpt-oss-20b are expected in CLUSTERGYM_DATA. Without
+them a study uses the bundled trace.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ from clustergym.traces import load_traces
 from clustergym.traces.splits import split_trace
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+from public_data import find_data  # noqa: E402
+
 TRAINER = ROOT / "cleanrl_ppo" / "ppo_moe_marl.py"
 BUNDLED = ["synthetic"]
-TRACE_FILES = {"deepseek-v2-lite": "deepseek_v2_lite_*.npz", "gpt-oss-20b": "gpt_oss_20b_decode.npz"}
+TRACE_FILES = {"deepseek-v2-lite": "moe/deepseek_v2_lite_*.npz", "gpt-oss-20b": "moe/gpt_oss_20b_decode.npz"}
 EPLBS = ("eplb-once", "eplb", "eplb-hierarchical", "eplb-ema")
 STAGES = ("untrained", "supervised", "policy")
 CONSOLE = Console(width=140)
@@ -53,8 +56,6 @@ CONSOLE = Console(width=140)
 class Args:
     """Arguments of every study."""
 
-    data: Path = ROOT.parent / "shared" / "data" / "moe"
-    """Folder with deepseek_v2_lite_*.npz and gpt_oss_20b_decode.npz."""
     output: Path = Path("runs/moe_marl")
     """Folder of trainings, measurements and plots. What is there is not measured again."""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
@@ -112,7 +113,7 @@ def interval(values: Sequence[float]) -> str:
 
 def sources(args: Args, model: str) -> list[str]:
     """Trace files of a model, or the bundled trace."""
-    return [str(path) for path in sorted(args.data.glob(TRACE_FILES[model]))] or BUNDLED
+    return [str(path) for path in find_data(TRACE_FILES[model])] or BUNDLED
 
 
 def model_of(args: Args, model: str) -> str:

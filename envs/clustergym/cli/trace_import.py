@@ -25,8 +25,7 @@ class Import:
     """
 
     sources: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="[ENGINE] FILE")]
-    """sglang, vllm, tensorrt-llm, megatron, esft, flame-moe, core12345, load-history or load-table, then the files or
-    folders of one recording."""
+    """sglang, vllm, tensorrt-llm, load-history or load-table, then the files or folders of one recording."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The .npz file to write."""
     model: str | None = None
@@ -42,8 +41,6 @@ class Import:
     """Logical experts per layer, if neither a preset nor the files say it."""
     slot_plan: Path | None = None
     """TensorRT-LLM with its load balancer on: the plan that it ran with, because it then counts slots, not experts."""
-    max_tokens: int | None = None
-    """Read at most this many tokens (flame-moe, core12345)."""
     strict: bool = False
     """Refuse files with tokens that the engine did not capture. By default they are dropped and reported."""
 
@@ -57,8 +54,6 @@ def run(args: Import, console: Console, line: str) -> None:
     if not paths:
         raise ValueError(f"{args.sources[0]}: give the files to import after the name of the engine")
     check_trace_output(args.output)
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise ValueError(f"max_tokens is {args.max_tokens}: expected at least 1")
     options = ReadOptions(
         model=get_model(args.model) if args.model else None,
         n_layers=args.n_layers,
@@ -66,7 +61,6 @@ def run(args: Import, console: Console, line: str) -> None:
         top_k=args.top_k,
         n_experts=args.n_experts,
         slot_plan=args.slot_plan,
-        max_tokens=args.max_tokens,
         strict=args.strict,
         name=args.output.stem,
     )

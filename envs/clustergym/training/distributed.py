@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from clustergym.training.args import FlagError
+
 
 @dataclass(frozen=True)
 class World:
@@ -82,15 +84,18 @@ class World:
             torch.distributed.destroy_process_group()
 
 
-def choose_device(cuda: bool, local_rank: int = 0, deterministic: bool = False) -> torch.device:
-    """The GPU of this rank if ``cuda`` is set, otherwise the CPU. Raises RuntimeError if there is no GPU.
+def choose_device(cuda: bool | None, local_rank: int = 0, deterministic: bool = False) -> torch.device:
+    """The GPU of this rank, or the CPU. With None, the GPU if there is one.
 
     With ``deterministic``, only deterministic kernels are used on the GPU from now on.
+
+    Raises:
+        FlagError: ``cuda`` is True, but there is no GPU.
     """
-    if not cuda:
+    if cuda and not torch.cuda.is_available():
+        raise FlagError("--cuda was given, but torch finds no GPU: remove the flag to train on the CPU")
+    if cuda is False or not torch.cuda.is_available():
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RuntimeError("--cuda was given, but torch finds no GPU: remove the flag to train on the CPU")
     if deterministic:
         # Matrix products of cuBLAS are deterministic only with this setting, read when they are first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -99,8 +104,8 @@ def choose_device(cuda: bool, local_rank: int = 0, deterministic: bool = False) 
     return torch.device("cuda", local_rank)
 
 
-def init_distributed(cuda: bool = False, deterministic: bool = False) -> World:
-    """Set the device. Under ``torchrun``, join the process group (NCCL or Gloo)."""
+def init_distributed(cuda: bool | None = None, deterministic: bool = False) -> World:
+    """Choose the device. Under ``torchrun``, join the process group (NCCL or Gloo)."""
     torch.set_num_threads(1)  # small networks gain nothing from more
     size = int(os.environ.get("WORLD_SIZE", "1"))
     device = choose_device(cuda, int(os.environ.get("LOCAL_RANK", "0")), deterministic)

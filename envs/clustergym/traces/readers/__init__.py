@@ -1,4 +1,4 @@
-"""Readers for recordings of serving engines and trainers, one module per engine.
+"""Readers for recordings of serving engines, one module per engine.
 
 :func:`read_trace` returns a :class:`~clustergym.traces.TokenTrace` if tokens were recorded, and a
 :class:`~clustergym.traces.LoadTrace` if only counts were. Files may be hostile: their content is validated, code in
@@ -20,10 +20,6 @@ ENGINES = {
     "sglang": "recorder dumps (stat, per_pass, per_token: .pt), or HTTP responses (.json, .jsonl, base64 lines)",
     "vllm": "routed_experts as .npy, or HTTP responses (.json, .jsonl, base64 lines)",
     "tensorrt-llm": "expert statistics: the folder with meta_info.json and rank*.safetensors",
-    "megatron": "router_trace_rank*.jsonl",
-    "esft": "TASK/expert_weights_LAYER.txt",
-    "flame-moe": "actives/iter_NNNN/layer_NN.parquet of the data set CMU-FLAME/FLAME-MoE-Traces",
-    "core12345": "one .json file per query of the data set core12345/MoE_expert_selection_trace",
     "load-history": "expert-load.json of the data set abmfy/eplb-openevolve",
     "load-table": "loads per layer and expert as .csv or .parquet",
 }

@@ -79,8 +79,6 @@ class ReadOptions:
     """Logical experts per layer."""
     slot_plan: Path | None = None
     """The plan that the engine ran with, if it counted tokens per slot and not per expert."""
-    max_tokens: int | None = None
-    """Read at most this many tokens, for data sets that are larger than memory."""
     strict: bool = False
     """Refuse a file with tokens that the engine did not capture. Otherwise they are dropped and counted."""
     dropped: DroppedTokens = field(default_factory=DroppedTokens, compare=False)
@@ -354,27 +352,6 @@ def parse_json(text: str | bytes, where: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not valid JSON: {error}") from error
-
-
-def parse_naturals(text: bytes, where: str) -> npt.NDArray[np.int32]:
-    """The numbers in a text of digits and separators. Vectorised: ten times as fast as numpy's text parser."""
-    data = np.frombuffer(text, np.uint8)
-    digits = data - np.uint8(ord("0"))  # other characters wrap around to more than 9
-    is_digit = digits < 10
-    ends = np.flatnonzero(is_digit & ~np.append(is_digit[1:], False))
-    starts = np.flatnonzero(is_digit & ~np.append(False, is_digit[:-1]))
-    lengths = ends - starts + 1
-    longest = int(lengths.max()) if len(lengths) else 0
-    if longest > len(str(MAX_EXPERTS)):
-        at = int(starts[lengths.argmax()])
-        raise ValueError(f"{where}: {text[at : at + 24].decode('ascii', 'replace')!r} is not an expert id")
-    values = digits[ends].astype(np.int32)
-    for place in range(1, longest):
-        has = lengths > place
-        values[has] += digits[ends[has] - place].astype(np.int32) * 10**place
-    if len(values) and values.max() > MAX_EXPERTS:
-        raise ValueError(f"{where}: {values.max()} is not an expert id")
-    return values
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -44,22 +44,14 @@ def _of_file(path: Path) -> str | None:
         return "tensorrt-llm"
     if path.suffix == ".npy":
         return "vllm"
-    if re.fullmatch(r"expert_weights_\d+\.txt", path.name):
-        return "esft"
-    if path.suffix == ".parquet":
-        return "flame-moe" if re.fullmatch(r"layer_\d+\.parquet", path.name) else "load-table"
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".parquet"):
         return "load-table"
     if path.suffix not in (".json", ".jsonl", ".txt", ".b64"):
         return None
     with open(path, "rb") as file:
         head = file.read(_HEAD).decode("ascii", "replace")
-    if '"top_indices"' in head:
-        return "megatron"
     if path.suffix == ".json" and ('"load_history"' in head or '"logical_expert_load"' in head):
         return "load-history"
-    if path.suffix == ".json" and re.match(r'\s*\[\s*\{\s*"\d+"\s*:\s*(null|\[)', head):
-        return "core12345"
     # Both engines send base64. vLLM sends a .npy file.
     answer = re.search(rf'"{KEY}"\s*:\s*"(.{{0,8}})', head) or re.match(r"\s*([A-Za-z0-9+/]{8})", head)
     if answer is None:
