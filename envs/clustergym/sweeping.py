@@ -427,7 +427,7 @@ def run_sweep(
     )
     if resume and tune.Tuner.can_restore(str(folder / "tune")):
         return [_outcome(result) for result in tune.Tuner.restore(str(folder / "tune"), trainable).fit()]
-    bayes = OptunaSearch(metric="score", mode=sweep.mode, seed=search_seed)
+    bayes = OptunaSearch(metric="score", mode=sweep.mode, seed=search_seed) if sweep.method == "bayes" else None
     tuner = tune.Tuner(
         trainable,
         param_space={"parameters": search_space(sweep, limit)},
@@ -435,9 +435,9 @@ def run_sweep(
             metric="score",
             mode=sweep.mode,
             num_samples=1 if sweep.method == "grid" else limit or 1,
-            search_alg=bayes if sweep.method == "bayes" else BasicVariantGenerator(random_state=search_seed),
+            search_alg=bayes or BasicVariantGenerator(max_concurrent=concurrent or 0, random_state=search_seed),
             scheduler=scheduler(sweep),
-            max_concurrent_trials=concurrent,
+            max_concurrent_trials=concurrent if bayes else None,  # the other generator limits itself
         ),
         run_config=tune.RunConfig(
             name="tune",
