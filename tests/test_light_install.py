@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "cryptography", "fastapi", "httpx", "jinja2", "matplotlib", "moviepy", "numba_cuda", "optuna", "prometheus_client",
-    "pygame", "pynvml", "ray", "safetensors", "stable_baselines3", "sweeps", "tensorboard", "torch_geometric",
+    "pygame", "pynvml", "ray", "safetensors", "stable_baselines3", "tensorboard", "torch_geometric",
     "transformers", "uvicorn", "wandb", "yaml",
 )  # fmt: skip
 
@@ -115,7 +115,7 @@ def test_commands_run_without_extras(arguments: list[str], tmp_path: Path) -> No
         (["eval", *SMALL, "--plot", "a.png"], "matplotlib", "render"),
         (["eval", "--task", "gpu-allocation", "--plot", "a.png"], "matplotlib", "render"),
         (["webhook"], "cryptography", "agent"),
-        (["sweep", "run", str(ROOT / "sweeps" / "ppo.yaml")], "yaml", "sweep"),
+        (["sweep", "run", str(ROOT / "sweeps" / "ppo.yaml")], "ray.tune", "sweep"),
         (["trace", "record", "--model", "m", "--text", "a.txt", "-o", "a.npz"], "transformers", "record"),
         (["trace", "import", "rank0.safetensors", "--n-experts", "8", "-o", "a.npz"], "safetensors", "engines"),
     ],

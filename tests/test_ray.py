@@ -1,29 +1,23 @@
-"""Sweeps and benchmark runs on a Ray cluster of two nodes, of which one is killed half-way: the results are the same.
+"""A benchmark run on a Ray cluster of two nodes, of which one is killed half-way: the results are the same.
 
 Needs the extra ``ray``.
 """
 
 from __future__ import annotations
 
-import signal
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from clustergym.bench.entries import Entry
 from clustergym.bench.results import collect
 from clustergym.bench.running import Unit, run_suite, suite_of
-from clustergym.common.executors import LocalExecutor, RayExecutor, make_executor
-from clustergym.sweeping import Run, Runner, load_sweep
-from clustergym.sweeping.launchers import LocalLauncher, RayLauncher, make_launcher
+from clustergym.common.executors import LocalExecutor, RayExecutor
 
 ray = pytest.importorskip("ray")
-PROGRAM = str(Path(__file__).parent / "sweep_program.py")
 TASK = "small-4x4-prefill-drift"
 
 
@@ -83,70 +77,3 @@ def test_a_benchmark_survives_the_loss_of_a_node(cluster: Any, tmp_path: Path) -
     ]
     assert tables[0] == tables[1]
     assert set(tables[0]) == {entry.name for entry in entries}
-
-
-def test_a_sweep_survives_the_loss_of_a_node(cluster: Any, tmp_path: Path) -> None:
-    config = {
-        "program": PROGRAM, "method": "grid", "metric": {"name": "score", "goal": "maximize"},
-        "parameters": {"x": {"values": [1, 2, 3, 4, 5]}, "steps": {"value": 4}, "pause": {"value": 0.5}},
-    }  # fmt: skip
-    (tmp_path / "s.yaml").write_text(yaml.safe_dump(config))
-    sweep, killed = load_sweep(tmp_path / "s.yaml"), []
-
-    def kill_a_node(runs: Sequence[Run]) -> None:
-        # Both nodes are at work: one run has ended, and two others have begun.
-        starts = tmp_path / "ray" / "starts.txt"
-        begun = len(starts.read_text().splitlines()) if starts.exists() else 0
-        if not killed and begun >= 3 and any(run.done for run in runs):
-            killed.append(begun)
-            cluster.remove_node(cluster.second, allow_graceful=False)
-
-    launcher = RayLauncher(cluster.address)
-    runs = Runner(sweep, tmp_path / "ray", 2, watch=kill_a_node, launcher=launcher).run(None)
-    assert killed
-    assert one_node_is_lost()
-    assert {run.parameters["x"]: run.metric for run in runs} == {x: -((x - 3) ** 2) for x in range(1, 6)}
-    local = Runner(sweep, tmp_path / "local", 2).run(None)
-    assert [(r.id, r.parameters, r.metric, r.state) for r in runs] == [
-        (r.id, r.parameters, r.metric, r.state) for r in local
-    ]
-
-
-def test_a_run_on_ray_that_fails_or_is_stopped(cluster: Any, tmp_path: Path) -> None:
-    launcher = RayLauncher(cluster.address)
-    command = [sys.executable, PROGRAM, "--x=1", "--kind=crash", f"--run-dir={tmp_path}/a"]
-    failed = launcher.start(command, tmp_path / "a", None, True)
-    failed.wait(120)
-    assert failed.poll() == 1
-    assert "cannot train with x = 1.0" in (tmp_path / "a" / "output.log").read_text()
-    endless = launcher.start(["sleep", "1000"], tmp_path / "b", None, False)
-    with pytest.raises(TimeoutError):
-        endless.wait(0.5)
-    endless.stop()
-    endless.wait(120)
-    assert endless.poll() not in (0, None)
-
-
-def test_a_run_stops_although_ray_loses_the_interrupt(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launcher = RayLauncher(cluster.address)
-    monkeypatch.setattr(ray, "cancel", lambda *_, **__: None)
-    running = launcher.start(["sleep", "1000"], tmp_path, None, False)
-    with pytest.raises(TimeoutError):
-        running.wait(0.5)
-    running.stop()
-    running.wait(120)
-    assert running.poll() == -signal.SIGTERM
-    # The next start of the run is not stopped by what stopped the last one.
-    again = launcher.start(["true"], tmp_path, None, True)
-    again.wait(120)
-    assert again.poll() == 0
-
-
-def test_executors_and_launchers_by_name(cluster: Any) -> None:
-    assert isinstance(make_executor("ray", 1, cluster.address), RayExecutor)
-    assert isinstance(make_launcher("ray", cluster.address), RayLauncher)
-    assert isinstance(make_launcher("local"), LocalLauncher)
-    with pytest.raises(ValueError, match="is for --executor ray"):
-        make_launcher("local", "auto")

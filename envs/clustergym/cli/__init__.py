@@ -29,7 +29,7 @@ COMMANDS = {
     "models": ("models", "list the models, or explain one: a preset, a config.json or a YAML file"),
     "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
     "bench": ("bench", "run planners and agents on frozen suites, compare them, make the leaderboard"),
-    "sweep": ("sweep", "run a wandb sweep file on this machine, resume it, show its leaderboard"),
+    "sweep": ("sweep", "run a wandb sweep file with Ray Tune, several seeds per configuration"),
     "agent": ("agent", "try the allocation agent on a laptop, roll back its policy"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
     "collector": ("collector", "report to the allocation agents what the pods of a node used"),
