@@ -238,7 +238,7 @@ def distinct_share(tokens: list[int], n: int = 4) -> float:
     return len(set(grams)) / max(len(grams), 1)
 
 
-def record_answers(model: TinyMoE, prompts: list[Prompt], seed: int, batch: int = 256) -> list[Answer]:
+def record_answers(model: TinyMoE, prompts: list[Prompt], seed: int, batch: int = 512) -> list[Answer]:
     """Answers that are neither too short nor repetitive, in the order of the prompts."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[int, Answer] = {}

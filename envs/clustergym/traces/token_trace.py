@@ -158,9 +158,9 @@ class TokenTrace:
         """Write a compressed ``.npz`` file atomically. Returns the path."""
         return write_trace(path, self.arrays())
 
-    def arrays(self) -> dict[str, npt.NDArray[Any] | np.generic]:
+    def arrays(self) -> dict[str, Any]:
         """The arrays of the file that :meth:`save` writes."""
-        fields = {
+        fields: dict[str, Any] = {
             "experts": self.experts.astype(self._small_dtype(), copy=False),
             "n_experts": np.int64(self.n_experts),
             "layer_ids": self.layer_ids,
