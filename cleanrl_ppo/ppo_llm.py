@@ -6,7 +6,7 @@
     python cleanrl_ppo/ppo_llm.py --no-kl-penalty                     # shows what the penalty prevents
     python cleanrl_ppo/ppo_llm.py --resume                            # continue after a crash
 
-1. A small mixture-of-experts transformer over characters (``clustergym.traces.tiny_moe``) is trained on text.
+1. A small mixture-of-experts transformer over characters (``traces/tiny_moe.py``) is trained on text.
 2. A frozen copy of it is the reference. The prompt is the first state, each character is an action, and the response is
    the episode.
 3. A reward function scores the response at its last token. Every token costs kl_coef · log(policy / reference), so the
@@ -22,6 +22,7 @@ import hashlib
 import math
 import random
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,7 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.training import (
     CHECKPOINT_NAME,
     CheckpointError,
@@ -52,6 +52,10 @@ from clustergym.training import (
     save_checkpoint,
     save_model,
 )
+
+# The scripts in traces/ record the routing of this model.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "traces"))
+from tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 
 # Paragraphs that are held out together, so that most sequences lie within one block.
 BLOCK_PARAGRAPHS = 16

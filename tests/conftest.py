@@ -10,8 +10,8 @@ import pytest
 # One thread per process, also in subprocesses: with more, small tensor operations on a busy machine are slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Benchmarks are scripts outside the package. Tests run short versions of some.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+# Benchmarks and the scripts that make traces are outside the package. Tests run short versions of some.
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "traces")]
 
 
 @pytest.fixture

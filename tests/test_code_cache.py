@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clustergym.common.cache import cache_folder
 from clustergym.common.code_cache import KEEP_S
 
 MODULE = """
@@ -103,3 +104,11 @@ def test_entries_that_are_not_used_for_long_are_deleted(tmp_path: Path) -> None:
     run(MODULE.replace("2 * x", "3 * x"), tmp_path / "a", cache)
     assert not old.exists()
     assert len(list((cache / "numba").iterdir())) == 1
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CLUSTERGYM_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder() == Path("/x/clustergym")
+    monkeypatch.setenv("CLUSTERGYM_CACHE", "/y")
+    assert cache_folder() == Path("/y")

@@ -93,7 +93,11 @@ def test_the_wheel_contains_only_the_package_and_its_traces(wheel: Path) -> None
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {"clustergym/__init__.py", "clustergym/py.typed", "clustergym/traces/bundled/synthetic.npz"} <= set(names)
-    assert {f"clustergym/traces/bundled/tiny_moe{which}.npz" for which in ("", "_ppo")} <= set(names)
+    bundled = {f"clustergym/traces/bundled/{path.name}" for path in (ROOT / "traces").glob("*.npz")}
+    assert {
+        name for name in names if name.startswith("clustergym/traces/bundled/") and name.endswith(".npz")
+    } == bundled
+    assert not [name for name in names if "/bundled/" in name and name.endswith(".py")]
     modules = {f"clustergym/{path.relative_to(ROOT / 'envs/clustergym')}" for path in (ROOT / "envs").rglob("*.py")}
     assert modules <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"clustergym"}

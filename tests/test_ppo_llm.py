@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.training import CheckpointError, World, load_checkpoint, read_scalars
+from tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from trainers import FOLDER, load_trainer
 
 llm = load_trainer("ppo_llm")

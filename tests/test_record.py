@@ -13,7 +13,7 @@ from torch import nn
 from clustergym.cli import main
 from clustergym.traces import TokenTrace
 from clustergym.traces.record import find_routers, record, text_batches
-from clustergym.traces.tiny_moe import TinyMoE, TinyMoEConfig
+from tiny_moe import TinyMoE, TinyMoEConfig
 
 transformers = pytest.importorskip("transformers")
 

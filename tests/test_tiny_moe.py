@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clustergym.traces.tiny_moe import (
+from tiny_moe import (
     ALPHABET,
     END,
     VOCABULARY,

@@ -1,4 +1,4 @@
-"""Texts of many domains, and the traces that the small language model records from them on demand."""
+"""Texts of many domains, and the traces that the small language model records from them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from clustergym import cli
-from clustergym.common.cache import cache_folder
-from clustergym.traces import TokenTrace, split_trace, texts, tiny_moe_domains
-from clustergym.traces.texts import DOMAINS, FILES, GENERATED, read_domain
-from clustergym.traces.tiny_moe_domains import Recording, make_trace, sequences, train
-
-TINY = Recording(tokens=1500, domains=("csv", "help", "sql"), steps=3, characters=3000)
+import make_tiny_moe_domains
+import texts
+from clustergym.traces import TokenTrace, split_trace
+from make_tiny_moe_domains import Args, main, sequences, train
+from texts import DOMAINS, FILES, GENERATED, read_domain
 
 
 @pytest.mark.parametrize("domain", [*GENERATED, "help", "unicode", "stdlib"])
@@ -41,41 +39,32 @@ def test_files_of_packages_are_found() -> None:
 def test_sequences_hold_the_text_once() -> None:
     rows = sequences(["abc" * 50, "def" * 60], 300, texts.random.Random(0))
     assert sum(map(len, rows)) == 300
-    assert max(map(len, rows)) <= tiny_moe_domains.SEQUENCE[1]
+    assert max(map(len, rows)) <= make_tiny_moe_domains.SEQUENCE[1]
     assert len(sequences(["ab"], 300, texts.random.Random(0))[0]) == 3
 
 
-def test_a_trace_is_made_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    path = make_trace(TINY, tmp_path, on_step=lambda step, loss: steps.append(step))
-    assert steps == [1, 2, 3]
-    trace = TokenTrace.load(path)
-    assert trace.domain_names == ["csv", "help", "sql"]
-    assert trace.n_tokens == 1500
-    assert trace.model == "tiny-moe"
-    before = path.stat().st_mtime_ns
-    assert make_trace(TINY, tmp_path, on_step=lambda step, loss: steps.append(step)) == path
-    assert path.stat().st_mtime_ns == before
-    # More tokens need no new training, and begin with the same ones.
-    longer = TokenTrace.load(
-        make_trace(replace(TINY, tokens=2400), tmp_path, on_step=lambda step, loss: steps.append(step))
+def test_more_tokens_are_recorded_with_the_same_model(tmp_path: Path) -> None:
+    args = Args(
+        tokens=1500, domains=("csv", "help", "sql"), steps=3, characters=3000, work=tmp_path, output=tmp_path / "a.npz"
     )
-    assert steps == [1, 2, 3]
+    main(args)
+    (model,) = tmp_path.glob("*.pt")
+    trained = model.read_bytes()
+    trace = TokenTrace.load(args.output)
+    assert trace.domain_names == ["csv", "help", "sql"]
+    assert (trace.n_tokens, trace.model) == (1500, "tiny-moe")
+    main(replace(args, tokens=2400, output=tmp_path / "b.npz"))
+    assert [path.read_bytes() == trained for path in tmp_path.glob("*.pt")] == [True]
+    longer = TokenTrace.load(tmp_path / "b.npz")
     assert np.array_equal(longer.experts[:500], trace.experts[:500])
-    monkeypatch.setenv("CLUSTERGYM_CACHE", str(tmp_path))
-    assert np.array_equal(TokenTrace.load(path.stem).experts, trace.experts), "found by name in the cache"
 
 
-def test_training_is_bounded_and_resumed(tmp_path: Path) -> None:
+def test_training_is_resumed(tmp_path: Path) -> None:
     tokens = torch.arange(1000) % 50 + 1
-    whole, done = train(tokens, 3, 10.0, 0, tmp_path / "a.pt")
-    assert done == 3
-    # 1e-9 minutes: no step at all; then one step at a time, as if interrupted.
-    assert train(tokens, 3, 1e-9, 0, tmp_path / "b.pt")[1] == 0
+    whole = train(tokens, 3, 0, tmp_path / "a.pt")
     with pytest.raises(KeyboardInterrupt):
-        train(tokens, 3, 10.0, 0, tmp_path / "b.pt", _interrupt)
-    resumed, done = train(tokens, 3, 10.0, 0, tmp_path / "b.pt")
-    assert done == 3
+        train(tokens, 3, 0, tmp_path / "b.pt", _interrupt)
+    resumed = train(tokens, 3, 0, tmp_path / "b.pt")
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
@@ -85,19 +74,11 @@ def _interrupt(step: int, loss: float) -> None:
         raise KeyboardInterrupt
 
 
-def test_unknown_domains_and_bad_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trace", "tiny-moe", "--domains", "csv", "poetry"]) == 2
-    assert "unknown text domain 'poetry'" in capsys.readouterr().err
-    assert cli.main(["trace", "tiny-moe", "--tokens", "0"]) == 2
-    assert "tokens is 0" in capsys.readouterr().err
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CLUSTERGYM_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_folder() == Path("/x/clustergym")
-    monkeypatch.setenv("CLUSTERGYM_CACHE", "/y")
-    assert cache_folder() == Path("/y")
+def test_unknown_domains_and_bad_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown text domain 'poetry'"):
+        Args(domains=("csv", "poetry"))
+    with pytest.raises(ValueError, match="tokens is 0"):
+        Args(tokens=0)
 
 
 def test_the_bundled_sample_agrees_with_its_data_card() -> None:

@@ -18,9 +18,9 @@ from clustergym.moe_placement.specs import model_for
 from clustergym.moe_placement.streams import Traffic, sample_passes
 from clustergym.planners.registry import make_planner
 from clustergym.traces import TokenTrace
-from clustergym.traces.texts import tidy
-from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from clustergym.traces.token_trace import DEFAULT_TRACE
+from texts import tidy
+from tiny_moe import END, TinyMoE, TinyMoEConfig, decode, encode
 from tiny_moe_traces import layer_information
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal
 
-from clustergym.traces import tiny_moe
+import tiny_moe
 from clustergym.training import World
 from update_cases import CASES, MASKED, NEXT_STEP, Case, LLMCase, PlacementCase, Problem
 from update_reference import Outcome, reference_update

@@ -25,9 +25,9 @@ import tyro
 
 from clustergym.traces import TokenTrace
 from clustergym.traces.record import record, row_batches
-from clustergym.traces.texts import bytecode_text, help_text, html_text, json_text, names_text, source_text
-from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 from clustergym.training import load_checkpoint
+from texts import bytecode_text, help_text, html_text, json_text, names_text, source_text
+from tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 
 HERE = Path(__file__).resolve().parent
 PRESET = "tiny-moe"

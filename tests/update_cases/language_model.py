@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical
 
-from clustergym.traces.tiny_moe import END, TinyMoE, TinyMoEConfig, decode
+from tiny_moe import END, TinyMoE, TinyMoEConfig, decode
 from update_cases.base import Case, Problem, larger_first
 from update_reference import Sample, Transition, advantages_of
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from clustergym.cli import trace_import, trace_record, trace_tiny_moe
+from clustergym.cli import trace_import, trace_record
 from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, load_any_trace, synthetic_trace
 
 
@@ -79,7 +79,6 @@ RUN: dict[type, Callable[..., None]] = {
     Synth: run_synth,
     trace_import.Import: trace_import.run,
     trace_record.Record: trace_record.run,
-    trace_tiny_moe.TinyMoE: trace_tiny_moe.run,
 }
 """The function of each subcommand."""
 
@@ -92,8 +91,7 @@ class Command:
         Annotated[Info, tyro.conf.subcommand("info", prefix_name=False)]
         | Annotated[Synth, tyro.conf.subcommand("synth", prefix_name=False)]
         | Annotated[trace_import.Import, tyro.conf.subcommand("import", prefix_name=False)]
-        | Annotated[trace_record.Record, tyro.conf.subcommand("record", prefix_name=False)]
-        | Annotated[trace_tiny_moe.TinyMoE, tyro.conf.subcommand("tiny-moe", prefix_name=False)],
+        | Annotated[trace_record.Record, tyro.conf.subcommand("record", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]
 

@@ -1,4 +1,4 @@
-"""Record token traces from a PyTorch model: Hugging Face Transformers, or :mod:`clustergym.traces.tiny_moe`.
+"""Record token traces from a PyTorch model: Hugging Face Transformers, or the small model of ``traces/tiny_moe.py``.
 
 A forward hook on every router (a module whose class name ends in ``TopKRouter``, ``TopkRouter`` or ``TopKGating``)
 reads the integer tensor in its output: the chosen experts. The top-k of the logits would be wrong for models that

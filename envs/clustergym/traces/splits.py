@@ -21,11 +21,21 @@ within each domain."""
 def split_trace(trace: TokenTrace, split: str = "train", seed: int = 0) -> TokenTrace:
     """One part of a trace, or with ``"all"`` the trace itself.
 
-    The parts share no sequence. If the trace has enough domains, they share no domain either, so ``test`` shows how a
-    policy does on traffic that it was not trained on.
+    If the recording defines splits (``trace.splits``), these are the parts. Otherwise ``seed`` divides the trace into
+    parts that share no sequence. If the trace has enough domains, they share no domain either, so ``test`` shows
+    how a policy does on traffic that it was not trained on.
     """
-    one_of(split, SPLITS, "split")
-    return trace if split == "all" else _parts(trace, seed)[split]
+    one_of(split, SPLITS if trace.splits is None else (*_recorded(trace), "all"), "split")
+    if split == "all":
+        return trace
+    return (_parts(trace, seed) if trace.splits is None else _recorded(trace))[split]
+
+
+@lru_cache(maxsize=8)
+def _recorded(trace: TokenTrace) -> dict[str, TokenTrace]:
+    """The parts that the recording defines."""
+    assert trace.splits is not None
+    return {str(name): trace.select(sequences=np.flatnonzero(trace.splits == name)) for name in np.unique(trace.splits)}
 
 
 @lru_cache(maxsize=8)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.cache import cache_folder
 from clustergym.traces.arrays import (
     UNGIVEN,
     integers,
@@ -44,6 +43,10 @@ class TokenTrace:
         domains: (S,) label of each sequence. Default: all ``"all"``.
         model: name of the model preset that the trace was recorded from, if known.
         name: where the trace came from, for messages.
+        prompt_lens: (S,) tokens of the prompt before each sequence, for decode traces. The prompt itself is not in
+            ``experts``. Default: None.
+        splits: (S,) split of each sequence, if the recording defines splits. :func:`split_trace` follows it.
+            Default: None.
 
     Raises:
         ValueError: something is wrong with the arrays. The message names the place.
@@ -56,6 +59,8 @@ class TokenTrace:
     domains: npt.NDArray[np.str_] = UNGIVEN
     model: str | None = None
     name: str = "array"
+    prompt_lens: npt.NDArray[np.int64] | None = None
+    splits: npt.NDArray[np.str_] | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -73,15 +78,18 @@ class TokenTrace:
         if (seq_lens > n_tokens).any() or seq_lens.sum() != n_tokens:
             raise ValueError(f"{self.name}: seq_lens sums to {seq_lens.sum()}, but experts has {n_tokens} tokens")
         set_(self, "seq_lens", seq_lens)
-        domains = np.full(len(seq_lens), "all") if self.domains is None else np.asarray(self.domains)
-        if domains.shape != seq_lens.shape:
-            raise ValueError(
-                f"{self.name}: domains has shape {domains.shape}, but there are {len(seq_lens)} sequences: "
-                "give one label per sequence"
-            )
-        if domains.dtype.kind != "U":
-            raise ValueError(f"{self.name}: domains must be strings, found dtype {domains.dtype}")
-        set_(self, "domains", domains)
+        domains = np.full(len(seq_lens), "all") if self.domains is None else self.domains
+        set_(self, "domains", _labels(domains, "domains", len(seq_lens), self.name))
+        if self.splits is not None:
+            set_(self, "splits", _labels(self.splits, "splits", len(seq_lens), self.name))
+        if self.prompt_lens is not None:
+            prompt_lens = integers(self.prompt_lens, "prompt_lens", self.name)
+            if prompt_lens.shape != seq_lens.shape or (prompt_lens < 0).any():
+                raise ValueError(
+                    f"{self.name}: prompt_lens must be one length of at least 0 for each of the {len(seq_lens)} "
+                    f"sequences, found shape {prompt_lens.shape} and minimum {prompt_lens.min(initial=0)}"
+                )
+            set_(self, "prompt_lens", prompt_lens)
 
     @property
     def n_tokens(self) -> int:
@@ -121,14 +129,15 @@ class TokenTrace:
         """Load a ``.npz`` or ``.npy`` file, or a bundled trace by name (``TokenTrace.load("synthetic")``).
 
         A ``.npy`` file contains the (T, L) or (T, L, K) array. A ``.npz`` file contains ``experts`` and optionally
-        ``n_experts``, ``layer_ids``, ``seq_lens``, ``domains`` (or ``category``) and ``model``. Pickled objects are
-        never loaded.
+        ``n_experts``, ``layer_ids``, ``seq_lens``, ``domains`` (or ``category``), ``model``, ``prompt_lens`` and
+        ``splits``. Pickled objects are never loaded.
         """
         path = find_trace(source)
         if path.suffix == ".npy":
             with open(path, "rb") as file:
                 return cls(read_npy(file, path.stat().st_size, f"{path}"), name=path.stem)
-        fields = read_npz(path, ("experts", "n_experts", "layer_ids", "seq_lens", "domains", "category", "model"))
+        sizes = ("n_experts", "layer_ids", "seq_lens", "prompt_lens")
+        fields = read_npz(path, ("experts", *sizes, "domains", "category", "splits", "model"))
         if "experts" not in fields:
             found = names_of_npz(path)
             hint = ": it is a LoadTrace, counts without tokens" if "counts" in found else ""
@@ -141,11 +150,17 @@ class TokenTrace:
             domains=fields.get("domains", fields.get("category", UNGIVEN)),
             model=one_string(fields, "model", path),
             name=path.stem,
+            prompt_lens=fields.get("prompt_lens"),
+            splits=fields.get("splits"),
         )
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a compressed ``.npz`` file atomically. Returns the path."""
-        fields = {
+        return write_trace(path, self.arrays())
+
+    def arrays(self) -> dict[str, Any]:
+        """The arrays of the file that :meth:`save` writes."""
+        fields: dict[str, Any] = {
             "experts": self.experts.astype(self._small_dtype(), copy=False),
             "n_experts": np.int64(self.n_experts),
             "layer_ids": self.layer_ids,
@@ -153,7 +168,11 @@ class TokenTrace:
             "domains": self.domains,
             "model": np.str_(self.model or ""),
         }
-        return write_trace(path, fields)
+        if self.prompt_lens is not None:
+            fields["prompt_lens"] = self.prompt_lens.astype(np.int32)
+        if self.splits is not None:
+            fields["splits"] = self.splits
+        return fields
 
     def _small_dtype(self) -> type[np.integer[Any]]:
         if self.n_experts <= np.iinfo(np.int8).max + 1:
@@ -210,6 +229,8 @@ class TokenTrace:
             domains=self.domains[keep],
             model=self.model,
             name=self.name,
+            prompt_lens=None if self.prompt_lens is None else self.prompt_lens[keep],
+            splits=None if self.splits is None else self.splits[keep],
         )
 
     def split(self, fraction: float = 0.5, seed: int | None = 0) -> tuple[TokenTrace, TokenTrace]:
@@ -244,7 +265,10 @@ class TokenTrace:
 
     @staticmethod
     def concat(traces: Sequence[TokenTrace], domains: Sequence[str] | None = None) -> TokenTrace:
-        """Join traces of one model. ``domains`` gives each trace one domain. Default: each trace keeps its labels."""
+        """Join traces of one model. ``domains`` gives each trace one domain. Default: each trace keeps its labels.
+
+        Prompt lengths and splits are kept if every trace has them.
+        """
         if not traces:
             raise ValueError("nothing to join: the list of traces is empty")
         first = traces[0]
@@ -271,6 +295,8 @@ class TokenTrace:
             labels = [np.full(t.n_sequences, d) for t, d in zip(traces, domains, strict=True)]
         else:
             raise ValueError(f"{len(domains)} domains given for {len(traces)} traces: give one per trace")
+        prompt_lens = [t.prompt_lens for t in traces if t.prompt_lens is not None]
+        splits = [t.splits for t in traces if t.splits is not None]
         return TokenTrace(
             np.concatenate([t.experts for t in traces]),
             n_experts=first.n_experts,
@@ -279,6 +305,8 @@ class TokenTrace:
             domains=np.concatenate(labels),
             model=models[0] if models else None,
             name="+".join(t.name for t in traces),
+            prompt_lens=np.concatenate(prompt_lens) if len(prompt_lens) == len(traces) else None,
+            splits=np.concatenate(splits) if len(splits) == len(traces) else None,
         )
 
     def loads(self) -> npt.NDArray[np.int64]:
@@ -315,7 +343,7 @@ def find_trace(source: str | os.PathLike[str]) -> Path:
     """The file of a trace: a ``.npz`` or ``.npy`` file, or a bundled trace by name. A ValueError if there is none."""
     path = Path(source)
     if path.suffix not in (".npz", ".npy"):
-        known = bundled_traces() | cached_traces()
+        known = bundled_traces()
         if str(source) not in known:
             raise ValueError(
                 f"unknown trace {str(source)!r}: give a .npz or .npy file, or one of the bundled names: "
@@ -334,9 +362,17 @@ def bundled_traces() -> dict[str, Path]:
     return {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("[!.]*.npz"))}
 
 
-def cached_traces() -> dict[str, Path]:
-    """Names and files of the traces that were made on demand (``clustergym trace tiny-moe``)."""
-    return {path.stem: path for path in sorted((cache_folder() / "traces").glob("[!.]*.npz"))}
+def _labels(array: Any, what: str, n_sequences: int, name: str) -> npt.NDArray[np.str_]:
+    """(S,) strings, one per sequence."""
+    labels = np.asarray(array)
+    if labels.shape != (n_sequences,):
+        raise ValueError(
+            f"{name}: {what} has shape {labels.shape}, but there are {n_sequences} sequences: "
+            "give one label per sequence"
+        )
+    if labels.dtype.kind != "U":
+        raise ValueError(f"{name}: {what} must be strings, found dtype {labels.dtype}")
+    return labels
 
 
 def _checked_experts(array: Any, n_experts: int, name: str) -> tuple[npt.NDArray[np.int16], int]:

@@ -93,7 +93,7 @@ MODELS: dict[str, ModelSpec] = {
             "small-moe", 2, 16, 2, 2048, 1408, kernel_start_us=5.0, kernel_expert_us=1.0, kernel_pair_us=0.5,
             source="made up for the smallest environments",
         ),
-        # The model of the bundled traces (clustergym.traces.tiny_moe) as if it had DeepSeek-V2-Lite's widths: at its
+        # The model of the bundled traces (traces/tiny_moe.py) as if it had DeepSeek-V2-Lite's widths: at its
         # own (96 and 16) every placement would cost the same, because latency and kernel start are all that there is.
         ModelSpec("tiny-moe", 4, 64, 4, 2048, 1408, source="the model of the bundled traces, with larger experts"),
     )

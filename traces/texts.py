@@ -54,9 +54,10 @@ def modules() -> list[ModuleType]:
 
 
 def tidy(text: str) -> str:
-    """Remove memory addresses and file paths, which differ between runs."""
+    """Remove memory addresses, file paths and environment variables, which differ between runs."""
     text = re.sub(r"<a href=\"file:[^>]*>[^<]*</a>", "", text)
     text = re.sub(r", file \"[^\"]*\"", "", text)
+    text = re.sub(r"environ\(\{.*?\}\)", "environ({})", text)
     return re.sub(r"\b0x[0-9a-f]{6,}\b", "0x0", text)
 
 
@@ -369,7 +370,8 @@ class DomainText:
     recorded: list[str]
 
 
-def _texts(domain: str, rng: random.Random) -> Iterator[str]:
+def domain_texts(domain: str, rng: random.Random) -> Iterator[str]:
+    """Texts of a domain in random order: all files, or generated texts without end."""
     if domain in FILES:
         yield from FILES[domain](rng)
     else:
@@ -385,7 +387,7 @@ def read_domain(domain: str, train: int, recorded: int, seed: int = 0) -> Domain
     rng = random.Random(f"{domain} {seed}")
     parts: tuple[dict[str, None], dict[str, None]] = ({}, {})
     sizes, wanted = [0, 0], (train, recorded)
-    for text in _texts(domain, rng):
+    for text in domain_texts(domain, rng):
         for piece in re.split(r"\n\s*\n", text):
             piece = piece.strip("\n")
             part = int(zlib.crc32(piece.encode()) / 2**32 >= TRAINING_SHARE)

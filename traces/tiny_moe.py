@@ -195,10 +195,10 @@ class TinyMoE(nn.Module):
 
     rotations: torch.Tensor
 
-    def __init__(self, config: TinyMoEConfig) -> None:
+    def __init__(self, config: TinyMoEConfig, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Parameter(torch.randn(VOCABULARY, config.hidden) * 0.02)
+        self.embedding = nn.Parameter(torch.randn(vocabulary, config.hidden) * 0.02)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.hidden)
         half = config.hidden // config.n_heads // 2
