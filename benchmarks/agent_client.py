@@ -124,13 +124,13 @@ def agent_server(
 
 
 class StubGpu:
-    """A stub GPU: libnvidia-ml.so.1, compiled from tests/nvml_stub.c, with a load that :meth:`set` sets."""
+    """A stub GPU: libnvidia-ml.so.1, compiled from tests/support/nvml_stub.c, with a load that :meth:`set` sets."""
 
     def __init__(self, folder: Path) -> None:
         compiler = shutil.which("gcc") or shutil.which("cc")
         if compiler is None:
             raise RuntimeError("no C compiler to build the libnvidia-ml stub")
-        library, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "nvml_stub.c"
+        library, source = folder / "libnvidia-ml.so.1", ROOT / "tests" / "support" / "nvml_stub.c"
         subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
         self._state = folder / "gpu"
         self.set()

@@ -1,4 +1,4 @@
-"""Planners under the independent judge (tests/test_judge.py) with the same time: some layers, several splits.
+"""Planners under the judge of tests/benchmarks/test_judge.py with the same time: some layers, several splits.
 
     python benchmarks/judge.py                                   # annealing with two objectives; six minutes
     python benchmarks/judge.py --models gpt-oss-20b --phases decode --layers 8
@@ -25,7 +25,7 @@ from clustergym.plans.planning import Observed, Sizes, fill_empty, spread_layers
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
 import test_judge as judge  # noqa: E402
 
 SIZES = {"deepseek-v2-lite": (2048, 5), "gpt-oss-20b": (2880, 3)}

@@ -1,4 +1,4 @@
-"""Decode plans under the formula of the independent judge (tests/test_judge.py): the default plan and direct searches.
+"""Decode plans under the judge of tests/benchmarks/test_judge.py: the default plan and direct searches.
 
     python benchmarks/judge_bound.py                 # DeepSeek-V2-Lite, 4 layers; six minutes of one core
     python benchmarks/judge_bound.py --layers 8 --seen-passes 96 --planners anneal anneal-max
@@ -30,7 +30,7 @@ from clustergym.plans.planning import DEFAULT_PLANNERS, Observed, Sizes, fill_em
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
 import test_judge as judge  # noqa: E402
 
 GPUS, PER_NODE = judge.GPUS, judge.PER_NODE

@@ -87,7 +87,7 @@ class Args(TrainArgs):
     """Divide rewards by the standard deviation of the discounted return and clip to ±10."""
 
 
-# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
+# ALGO LOGIC: functions that are identical in every trainer (tests/trainers/test_trainers_agree.py)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:

@@ -195,7 +195,7 @@ def check_args(args: Args) -> None:
         raise ValueError(f'--env-options is {options!r}: expected a JSON object such as {{"history": true}}')
 
 
-# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
+# ALGO LOGIC: functions that are identical in every trainer (tests/trainers/test_trainers_agree.py)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:

@@ -165,7 +165,7 @@ STD_TO_LR = 0.7
 """With ``final_std``, the learning rate is multiplied by this power of the decrease of the standard deviation."""
 
 
-# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
+# ALGO LOGIC: functions that are identical in every trainer (tests/trainers/test_trainers_agree.py)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:

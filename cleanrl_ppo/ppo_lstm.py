@@ -102,7 +102,7 @@ class Args(TrainArgs):
 NORM_CLIP = 10.0
 
 
-# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
+# ALGO LOGIC: functions that are identical in every trainer (tests/trainers/test_trainers_agree.py)
 
 
 def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:

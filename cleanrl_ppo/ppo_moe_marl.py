@@ -160,7 +160,7 @@ class Args(RunArgs):
     """Comparison with other planners."""
 
 
-# ALGO LOGIC: functions that are identical in every trainer (tests/test_trainers_agree.py)
+# ALGO LOGIC: functions that are identical in every trainer (tests/trainers/test_trainers_agree.py)
 
 
 def anneal(initial: float, iteration: int, num_iterations: int) -> float:

@@ -10,8 +10,11 @@ import pytest
 # One thread per process, also in subprocesses: with more, small tensor operations on a busy machine are slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Benchmarks and the scripts that make traces are outside the package. Tests run short versions of some.
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("benchmarks", "traces")]
+# What tests share, and the benchmarks and scripts that tests run in short versions.
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / folder) for folder in ("tests/support", "benchmarks", "traces")]
+# Until no test imports a test any more.
+sys.path += [str(ROOT / "tests" / folder) for folder in ("trainers", "planners", "project", "benchmarks", "agent")]
 
 
 @pytest.fixture

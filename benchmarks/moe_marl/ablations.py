@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from common import CONSOLE, Args, halves, interval, measure_all, run, stage_planners, train_one
 from rich.table import Table
 
 from clustergym.planners.base import Planner
 from clustergym.planners.registry import make_planner
+from common import CONSOLE, Args, halves, interval, measure_all, run, stage_planners, train_one
 
 VARIANTS: dict[str, list[str]] = {
     "as it is": [],

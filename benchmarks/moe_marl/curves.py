@@ -6,10 +6,10 @@ python benchmarks/moe_marl/curves.py
 from __future__ import annotations
 
 import numpy as np
-from common import CONSOLE, Args, run, seed_folder
 
 from clustergym.common.plotting import require_matplotlib
 from clustergym.training import read_scalars
+from common import CONSOLE, Args, run, seed_folder
 
 COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#AA3377")
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from common import CONSOLE, Args, cached, halves, run, seed_folder, stage_policy
 from rich.table import Table
 
 from clustergym import TokenTrace
@@ -19,6 +18,7 @@ from clustergym.planners.base import Planner
 from clustergym.planners.evaluation import Protocol, evaluate_planner
 from clustergym.planners.policy.planner import Policy
 from clustergym.planners.registry import make_planner
+from common import CONSOLE, Args, cached, halves, run, seed_folder, stage_policy
 
 
 def decision_ms(make: Callable[[], Planner], name: str, trace: TokenTrace, protocol: Protocol) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from clustergym import TokenTrace
+from clustergym.traces.splits import split_trace
 from common import (
     CONSOLE,
     Args,
@@ -20,9 +22,6 @@ from common import (
     stage_planners,
     train_one,
 )
-
-from clustergym import TokenTrace
-from clustergym.traces.splits import split_trace
 
 
 @dataclass

@@ -12,13 +12,13 @@ from functools import partial
 
 import numpy as np
 import torch
-from common import CONSOLE, Args, cached, new_agent, run
 
 from clustergym import SyntheticConfig, synthetic_trace
 from clustergym.common.plotting import require_matplotlib
 from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementBatch, PlacementConfig
 from clustergym.moe_placement.specs import MODELS
 from clustergym.planners.policy.inputs import PER_CENT, policy_inputs, same_node_weights, similar_experts
+from common import CONSOLE, Args, cached, new_agent, run
 
 BASE = {"experts": 64, "gpus": 16, "tokens": 2048, "environments": 64}
 SIZES = {

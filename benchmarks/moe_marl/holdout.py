@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from clustergym.planners.policy.planner import Policy, PolicyGuided
 from common import (
     CONSOLE,
     Args,
@@ -23,8 +24,6 @@ from common import (
     stage_planners,
     stage_policy,
 )
-
-from clustergym.planners.policy.planner import Policy, PolicyGuided
 
 
 @dataclass

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import CONSOLE, SIMULATED, Args, halves, interval, measure_all, run
 from rich.table import Table
 
 from clustergym.moe_placement import Simulator
@@ -26,6 +25,7 @@ from clustergym.planners.base import Planner
 from clustergym.planners.policy.export import load_policy
 from clustergym.planners.policy.planner import Policy
 from clustergym.planners.registry import make_planner
+from common import CONSOLE, SIMULATED, Args, halves, interval, measure_all, run
 
 
 class NextMixture(Policy):

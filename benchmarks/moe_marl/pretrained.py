@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from common import TRAINER
 
 from clustergym.traces import synthetic_trace
+from common import TRAINER
 
 MODELS = (
     ("gpt-oss-20b", 32, 4),

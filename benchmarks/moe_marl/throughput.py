@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CONSOLE, Args, interval, load_trainer, model_of, run, sources
 from rich.table import Table
 
 from clustergym.common.files import write_atomically
@@ -30,6 +29,7 @@ from clustergym.planners.policy.inputs import (
     same_node_weights,
     similar_experts,
 )
+from common import CONSOLE, Args, interval, load_trainer, model_of, run, sources
 
 
 @dataclass

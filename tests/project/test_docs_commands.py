@@ -1,0 +1,94 @@
+"""The commands on all pages are understood: programs, flags, targets and extras exist. test_readme.py runs those
+of the README."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import tyro
+
+from clustergym.cli import COMMANDS, module_of
+from clustergym.training.arguments import parse_args
+from doc_commands import ROOT, commands, words_of
+from trainers import load_trainer
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINES = [(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in commands(page)]
+OTHERS = {"kubectl", "docker", "git", "wandb", "tensorboard", "vllm", "chmod", "for", "done", "curl", "openssl"}
+"""Programs that are not ours."""
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def without_placeholders(words: list[str]) -> list[str]:
+    return ["1" if "…" in word else word for word in words]
+
+
+def check_clustergym(words: list[str]) -> None:
+    assert words[0] in COMMANDS, words
+    command = import_module(f"clustergym.cli.{module_of(words)}").Command
+    tyro.cli(command, args=words[1:], prog="clustergym")
+
+
+def check_script(words: list[str], folder: Path) -> None:
+    """A trainer must parse its flags. The flags of other scripts must be in their source."""
+    script, flags = ROOT / words[0], words[1:]
+    assert script.is_file(), words[0]
+    if script.parent.name == "cleanrl_ppo":
+        (folder / "ppo.yaml").write_text("seed: 1\n")
+        module = load_trainer(script.stem)
+        parse_args(module.Args, argv=flags, presets=getattr(module, "PRESETS", None))
+        return
+    source = script.read_text()
+    for import_ in re.findall(r"^from (\w+) import", source, flags=re.M):
+        if (script.parent / f"{import_}.py").is_file():
+            source += (script.parent / f"{import_}.py").read_text()
+    for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
+        name = flag.removeprefix("--").removeprefix("no-")
+        assert name in source or name.replace("-", "_") in source, f"{words[0]} has no {flag}"
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert set(words) <= set(targets), words
+
+
+def check_pip(words: list[str]) -> None:
+    for target in words[1:]:
+        for extra in re.findall(r"\[([\w,]+)\]", target) if target.startswith((".", "clustergym")) else []:
+            assert set(extra.split(",")) <= EXTRAS.keys(), target
+
+
+@pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{page}: {line[:60]}" for page, line in LINES])
+def test_a_command_is_understood(page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if re.match(r"\w+=\$\(", line):  # a variable of the shell
+        return
+    for part in re.split(r"\s*(?:&&|\||>)\s*", line):
+        words = without_placeholders(words_of(part))
+        if not words:
+            continue
+        program, rest = Path(words[0]).name, words[1:]
+        if program == "clustergym":
+            check_clustergym(rest)
+        elif program in ("python", "torchrun"):
+            scripts = [i for i, word in enumerate(rest) if word.endswith(".py")]
+            if scripts and "-c" not in rest:
+                check_script(rest[scripts[0] :], tmp_path)
+        elif program == "make":
+            check_make(rest)
+        elif program == "pip":
+            check_pip(rest)
+        else:
+            tools = {"pytest", "pre-commit", "ruff", "mypy", "codespell", "lint-imports", "mkdocs"}
+            # The rest of a line after > or | is a file name.
+            assert program in OTHERS | tools or part != line, f"{page}: what is {shlex.quote(program)}?"
+
+
+def test_there_are_commands() -> None:
+    assert len(LINES) > 60
+    assert commands(ROOT / "docs" / "guides" / "agent.md")[-1].startswith("python cleanrl_ppo/ppo_gpu_alloc_online.py")
