@@ -4,7 +4,7 @@
 
 Five synthetic traces with random skew, topics and drift (32, 64 and 128 experts) and the bundled trace of a small
 language model, on two clusters, under three engine profiles: 24 tasks. No trace of a real model is used, so all of them
-are held out. PPO does not improve this policy (docs/results/policy.md), so only the supervised phase is run.
+are held out. PPO does not improve this policy (docs/results/placement.md), so only the supervised phase is run.
 """
 
 from __future__ import annotations
