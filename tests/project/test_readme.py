@@ -5,6 +5,7 @@ A command that is not in the table below fails the test, so a new one needs an e
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shlex
@@ -16,13 +17,16 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from clustergym import cli
 from doc_commands import ROOT, blocks, commands, words_of
 
 README = ROOT / "README.md"
+DATA = ROOT / "docs" / "results" / "data"
 SMALL = ["--tokens-per-rank", "8", "--passes", "1"]
 SHORT_TRAINING = (
     "--total-timesteps 64 --num-envs 8 --num-steps 8 --envs-per-stream 8 --pretrain-states 16 --layers 1 "
@@ -140,7 +144,7 @@ QUESTIONS = {
     "What do rank, slot, replica and profile mean?": ("docs/concepts.md", "**Replica**"),
     "How do I get a placement file into SGLang?": ("docs/guides/plan.md", "--init-expert-location"),
     "How do I record the traffic of my own model?": ("docs/guides/traces.md", "clustergym trace record"),
-    "Which planner is best for my engine, and by how much?": ("docs/results/placement.md", "What to take from it"),
+    "Which planner is best for my engine, and by how much?": ("docs/results/placement.md", "best rule, %"),
     "What are the observations, actions and rewards?": (
         "docs/reference/moe-placement.md",
         "::: clustergym.moe_placement.environment.MoEPlacementEnv",
@@ -167,14 +171,34 @@ def test_an_answer_is_two_clicks_away(question: str) -> None:
     assert words in (ROOT / name).read_text()
 
 
-def test_figures_are_those_of_the_results_pages() -> None:
+def cell(entry: dict[str, Any]) -> float:
+    """The value of the only cell that an entry of readme.yml names."""
+    with (DATA / entry["file"]).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if entry["row"].items() <= row.items()]
+    assert len(rows) == 1, f"{len(rows)} rows of {entry['file']} have {entry['row']}"
+    value = float(rows[0][entry["column"]])
+    return 100 * value if entry.get("unit") == "percent" else value
+
+
+def test_figures_are_those_of_the_data_files() -> None:
+    """Every figure of the results table, in its order, is the rounded value of a cell."""
     (table,) = re.findall(r"^\| what \| result \| caveat \|\n.*?\n\n", README.read_text(), flags=re.M | re.S)
-    rows = [row.split(" | ") for row in table.strip().splitlines()[2:]]
-    assert len(rows) >= 5
-    for what, result, _ in rows:
-        page = ROOT / re.findall(r"\(([^)]+)\)", what)[0]
-        for figure in re.findall(r"\d[\d.,–]*\d|\d", result):
-            assert figure in page.read_text(), f"{figure} in '{result}' is not in {page.name}"
+    rows = [row.strip("| ").split(" | ") for row in table.strip().splitlines()[2:]]
+    sources = yaml.safe_load((DATA / "readme.yml").read_text())
+    assert len(rows) == len(sources) <= 6
+    for (what, result, caveat), entries in zip(rows, sources, strict=True):
+        assert re.findall(r"−?\d+(?:\.\d+)?", f"{result} | {caveat}") == [entry["figure"] for entry in entries], what
+        for entry in entries:
+            shown = entry["figure"].replace("−", "-")
+            digits = len(shown.partition(".")[2])
+            value = cell(entry)
+            # "6–18 % faster" leaves out the minus sign of a difference.
+            assert shown in (f"{value:.{digits}f}", f"{abs(value):.{digits}f}"), f"{what}: {shown} is {value} in {entry}"
+
+
+def test_every_data_file_is_named_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "results").glob("*.md"))
+    assert [file.name for file in DATA.glob("*.csv") if f"(data/{file.name})" not in pages] == []
 
 
 # The researcher
