@@ -42,6 +42,13 @@ def test_pages_link_to_files_that_exist() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_every_picture_is_on_a_page() -> None:
+    texts = "".join(page.read_text() for page in FILES)
+    pictures = [path for kind in ("png", "svg") for path in (ROOT / "docs").rglob(f"images/**/*.{kind}")]
+    assert len(pictures) > 10
+    assert [path.name for path in pictures if f"/{path.name})" not in texts] == []
+
+
 def test_the_files_on_the_architecture_page_exist() -> None:
     text = (ROOT / "docs" / "development" / "architecture.md").read_text()
     folders = (ROOT, ROOT / "envs" / "clustergym")

@@ -1,4 +1,4 @@
-"""The examples run, print what they promise, and draw a picture. The pictures of the concepts are up to date."""
+"""The examples run, print what they promise, and draw a picture."""
 
 from __future__ import annotations
 
@@ -64,14 +64,6 @@ def test_custom_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     totals = {name: float(us) for name, us in re.findall(r"│ ([\w-]+) +│[^│]+│[^│]+│ +([\d.]+)", output)}
     assert totals["snake"] < 0.97 * totals["static"]
     assert set(totals) == {"static", "eplb", "flashlb", "snake", "anneal"}
-
-
-def test_pictures_of_the_concepts_are_up_to_date() -> None:
-    make_pictures = runpy.run_path(str(ROOT / "docs" / "make_pictures.py"))
-    page = (ROOT / "docs" / "concepts.md").read_text()
-    for name, draw in make_pictures["PICTURES"].items():
-        assert (make_pictures["FOLDER"] / name).read_text() == draw(), "run python docs/make_pictures.py"
-        assert f"images/concepts/{name}" in page
 
 
 def test_the_concepts_define_every_word() -> None:
