@@ -13,15 +13,16 @@ DEMO_FLAGS ?= -o demo.html
 train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; a table and a picture compare them with every planner
 	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py $(TRAIN_FLAGS)
 
-test: install  ## run all linters and tests
+test: install  ## linters, types, and the tests of all behaviour on small cases
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
-test-all: test  ## the same, and all that takes long
+test-all: test  ## the same, and what takes long: servers, wheels, documentation, learning, the CUDA simulator
+	$(BIN)/pytest -n 2 --dist loadfile -m slow
 
 demo: $(VENV)/.trainable  ## write demo.html: a trace, all planners, time per layer, the placement before and after
 	$(BIN)/clustergym demo $(DEMO_FLAGS)
