@@ -1,9 +1,9 @@
 """Parts of the documentation that are made from the code. A page has a comment, and docs/hooks.py fills it in:
 
-    <!-- fields: clustergym.moe_placement.batch:PlacementConfig -->   fields of a dataclass
-    <!-- flags: ppo -->                                               flags of a trainer
-    <!-- commands -->                                                 --help of every clustergym command
-    <!-- ids --> <!-- models --> <!-- gpus --> <!-- profiles -->
+<!-- fields: clustergym.moe_placement.batch:PlacementConfig -->   fields of a dataclass
+<!-- flags: ppo -->                                               flags of a trainer
+<!-- commands -->                                                 --help of every clustergym command
+<!-- ids --> <!-- models --> <!-- gpus --> <!-- profiles -->
 """
 
 from __future__ import annotations
@@ -151,10 +151,7 @@ def profiles(_: str = "") -> str:
     heads = ("profile", "engine", "phase", "replica choice", "transport", "what it stands for")
     return table(
         heads,
-        (
-            (f"`{p.name}`", p.engine, p.phase, f"`{p.dispatch}`", f"`{p.transport}`", p.about)
-            for p in PROFILES.values()
-        ),
+        ((f"`{p.name}`", p.engine, p.phase, f"`{p.dispatch}`", f"`{p.transport}`", p.about) for p in PROFILES.values()),
     )
 
 

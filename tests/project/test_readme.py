@@ -193,7 +193,8 @@ def test_figures_are_those_of_the_data_files() -> None:
             digits = len(shown.partition(".")[2])
             value = cell(entry)
             # "6–18 % faster" leaves out the minus sign of a difference.
-            assert shown in (f"{value:.{digits}f}", f"{abs(value):.{digits}f}"), f"{what}: {shown} is {value} in {entry}"
+            rounded = {f"{value:.{digits}f}", f"{abs(value):.{digits}f}"}
+            assert shown in rounded, f"{what}: {shown} is {value} in {entry}"
 
 
 def test_every_data_file_is_named_on_a_page() -> None:

@@ -226,8 +226,8 @@ def shared_data(suite: Suite) -> list[str]:
 PAGE = """# Leaderboard
 
 Made by `clustergym bench table --leaderboard` from `benchmarks/leaderboard/`. To add an entry, run a whole suite,
-`clustergym bench submit`, and open a pull request with its file. The test streams are public and results are not checked:
-[what we got wrong](what-we-got-wrong.md#a-benchmark-that-could-be-cheated).
+`clustergym bench submit`, and open a pull request with its file. The test streams are public, and results are not
+checked: [what we got wrong](what-we-got-wrong.md#a-benchmark-that-could-be-cheated).
 
 A score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap.
 Placement: the share of the time of a forward pass, migration included, that is saved compared with EPLB on the same
