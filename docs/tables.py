@@ -62,7 +62,7 @@ def fields(target: str) -> str:
 def help_of(print_help: Callable[[], object]) -> str:
     """What a command prints for ``--help``, as a block."""
     output, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"  # as wide as the column of the site
     try:
         with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
             print_help()
