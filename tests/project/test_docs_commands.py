@@ -53,7 +53,7 @@ def check_script(words: list[str], folder: Path) -> None:
 
 
 def check_make(words: list[str]) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
     assert set(words) <= set(targets), words
 
 
