@@ -109,7 +109,7 @@ def test_rungs_of_hyperband(early: dict[str, Any], rungs: list[int]) -> None:
         ({"metric": {"goal": "maximize"}}, "metric: no name"),
         ({"metric": {"name": "m", "goal": "max"}}, "'max' is not supported; supported are: minimize, maximize"),
         ({"run_cap": "3"}, "run_cap is '3': expected int"),
-        ({"command": ["${programm}"]}, r"'\$\{programm\}' is not supported; supported are: \$\{env\}"),
+        ({"command": ["${command}"]}, r"'\$\{command\}' is not supported; supported are: \$\{env\}"),
         ({"command": ["--out=${program}"]}, "is not supported; supported are"),
         ({"parameters": {"x": {"mu": 1}}}, "x: the key 'mu' is not supported; supported are: distribution, value"),
         ({"parameters": {"x": {"distribution": "beta"}}}, "'beta' is not supported; supported are: constant"),

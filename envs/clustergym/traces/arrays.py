@@ -6,6 +6,7 @@ kilobytes can claim a terabyte, or unpack to one.
 
 from __future__ import annotations
 
+import lzma
 import os
 import tokenize
 import zipfile
@@ -25,12 +26,21 @@ UNGIVEN: Any = None
 SMALL_BYTES = 256 << 20
 """A file may always unpack to this size."""
 MAX_RATIO = 64
-"""A larger file may unpack to this many times its own size. Expert ids compress 2 to 4 times, a zip bomb 1000 times."""
+"""A larger file may unpack to this many times its own size. Expert ids compress 3 to 8 times, a zip bomb 1000 times."""
 _CHUNK = 1 << 20
 BAD_ZIP = (zipfile.BadZipFile, RuntimeError, OSError)
 """zipfile raises RuntimeError for encryption, NotImplementedError (a subclass) for unknown compression or versions, and
 OSError if an offset points before the file."""
-_BAD_NPY = (ValueError, EOFError, OSError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+_BAD_NPY = (
+    ValueError,
+    EOFError,
+    OSError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
 """The header of an array is Python source, which numpy parses."""
 
 
@@ -110,7 +120,7 @@ def write_trace(source: str | os.PathLike[str], fields: Mapping[str, Any]) -> Pa
     path = Path(source)
     check_trace_name(path)
     fields = {**fields, "format_version": np.int64(FORMAT_VERSION)}
-    with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_LZMA) as archive:
         for key, value in fields.items():
             with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, np.asanyarray(value), allow_pickle=False)
