@@ -46,12 +46,14 @@ def make_vec(env_id: str, num_envs: int, videos: Path | None = None, **options: 
             return envs
         envs.close()
     if videos is not None:
-        recorded = partial(
-            gym.wrappers.RecordVideo, video_folder=str(videos), episode_trigger=lambda n: n == 0, disable_logger=True
-        )
-        options |= {"render_mode": "rgb_array", "wrappers": [recorded]}
+        options |= {"render_mode": "rgb_array", "wrappers": [partial(record_video, folder=videos)]}
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
     return gym.make_vec(name, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=same_step, **options)
+
+
+def record_video(env: gym.Env[Any, Any], folder: Path) -> gym.Env[Any, Any]:
+    """Record the first episode of an environment. Its render mode must be rgb_array."""
+    return gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda number: number == 0, disable_logger=True)
 
 
 def get_state(envs: VectorEnv) -> dict[str, Any] | None:
@@ -92,8 +94,19 @@ def _array(value: Any) -> Any:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def play_episodes(envs: VectorEnv, act: Callable[[Any, dict[str, Any]], Any], seed: int) -> list[float]:
-    """Undiscounted returns of one episode per environment. ``act(obs, infos)`` chooses the actions. Closes ``envs``."""
+def play_episodes(
+    envs: VectorEnv,
+    act: Callable[[Any, dict[str, Any]], Any],
+    seed: int,
+    begin: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Undiscounted returns of one episode per environment. Closes ``envs``.
+
+    ``act(obs, infos)`` chooses the actions. ``begin(num_envs)`` is called before the first step: an agent with a memory
+    clears it.
+    """
+    if begin is not None:
+        begin(envs.num_envs)
     returns, playing = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
     obs, infos = envs.reset(seed=seed)
     while playing.any():
@@ -111,6 +124,7 @@ def evaluate(
     num_episodes: int,
     seed: int,
     videos: Path | None = None,
+    begin: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Returns of evaluation episodes, see :func:`play_episodes`. With ``videos``, one more episode is recorded there.
 
@@ -118,5 +132,5 @@ def evaluate(
     """
     with torch.no_grad():
         if videos is not None:
-            play_episodes(make_envs(1, videos), act, evaluation_seed(seed))
-        return play_episodes(make_envs(num_episodes, None), act, evaluation_seed(seed)) if num_episodes else []
+            play_episodes(make_envs(1, videos), act, evaluation_seed(seed), begin)
+        return play_episodes(make_envs(num_episodes, None), act, evaluation_seed(seed), begin) if num_episodes else []
