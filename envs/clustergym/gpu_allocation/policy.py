@@ -1,8 +1,9 @@
-"""Trained allocation policies, loaded from checkpoints of ``ppo_gpu_alloc.py`` and ``ppo_lstm.py``."""
+"""Trained allocation policies, loaded from checkpoints of ``ppo_gpu_alloc.py`` and ``ppo_gpu_alloc_lstm.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, action_for
 
 MIN_SHARES = (0.1, 0.5)
 """Smallest shares of the requested cores and memory that a categorical policy can choose."""
-KINDS = ("ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc-model", "ppo_lstm-model")
+KINDS = ("ppo_gpu_alloc", "ppo_gpu_alloc-model", "ppo_gpu_alloc_lstm", "ppo_gpu_alloc_lstm-model")
 OBS_CLIP = 10.0
 
 
@@ -32,6 +33,21 @@ def share_actions(obs: Tensor, chosen: Tensor, levels: int) -> Tensor:
     shares = low + (1.0 - low) * chosen.numpy() / (levels - 1)
     cores, memory = (obs[:, :2].double().numpy() * shares * (MAX_CORES, MAX_MEMORY_MB)).T
     return torch.from_numpy(np.stack(action_for(cores, memory), 1).clip(0.0, 1.0)).float()
+
+
+def read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor] | None]:
+    """Read a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_gpu_alloc_lstm.py``.
+
+    Returns:
+        The arguments of the trainer, the state dict of its network, and the running ``mean`` and ``var`` of the
+        observations, None if they were not normalised.
+    """
+    try:
+        state = load_checkpoint(Path(path), KINDS)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} holds no allocation policy: {error}") from error
+    parts = state.get("shared", state)  # a checkpoint has more than the model
+    return state["args"], parts["agent"], parts["statistics"] if state["args"]["norm_obs"] else None
 
 
 class AllocationPolicy:
@@ -72,13 +88,9 @@ class AllocationPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> AllocationPolicy:
-        """Load a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_lstm.py``."""
-        try:
-            state = load_checkpoint(Path(path), KINDS)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} holds no allocation policy: {error}") from error
-        statistics = state["rollouts"]["statistics"] if "rollouts" in state else state["statistics"]
-        return cls(state["agent"], statistics if state["args"]["norm_obs"] else None)
+        """Load a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_gpu_alloc_lstm.py``."""
+        _, agent, statistics = read_policy(path)
+        return cls(agent, statistics)
 
     def reset(self) -> None:
         """Clear the recurrent state before new episodes."""
