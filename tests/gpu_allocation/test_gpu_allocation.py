@@ -112,7 +112,7 @@ def test_normal_numbers_have_mean_0_deviation_1_and_limits() -> None:
 
 
 def test_reward_of_the_documents_example() -> None:
-    """60 % given, 55 % used, QoS met, 3 pods: the state showed 2, and 60 % is at most 1.5 × 50 %. With 4: 1.5 × 33.3 %."""
+    """60 % given, 55 % used, QoS met, 3 pods: the state showed 2, and 60 % is at most 1.5 × 50 %. With 4, it is not."""
     terms = reward_terms(60, 3000, 55, True, 3)
     assert terms.efficiency == pytest.approx(0.4583, abs=1e-4)
     assert (terms.qos, terms.monopoly, terms.under_allocation) == (1.0, 0.0, 0.0)

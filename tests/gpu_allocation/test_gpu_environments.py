@@ -144,7 +144,7 @@ def test_info_has_every_reward_term() -> None:
 
 
 def test_the_room_term_is_the_waiting_time_of_the_next_pod() -> None:
-    """room = −0.5 · wait / (wait + 440 s); the reward "seed" has all terms but this one. Only its monopoly can differ."""
+    """room = −0.5 · wait / (wait + 440 s). The reward "seed" has only the other terms, and its monopoly can differ."""
     env, seed = gymnasium.make("GPUAllocation-v0"), gymnasium.make("GPUAllocation-v0", reward="seed")
     env.reset(seed=5)
     seed.reset(seed=5)

@@ -129,10 +129,12 @@ def reference_update(
     average: Callable[[list[Tensor]], list[Tensor]] = lambda gradients: gradients,
     mean_kl: Callable[[float], float] = lambda kl: kl,
     after_step: Callable[[], None] = lambda: None,
+    adam: Adam | None = None,
 ) -> Outcome:
     """Train ``parameters`` on the minibatches of ``epochs``. ``average`` and ``mean_kl`` stand for the other ranks."""
     learned = [p for p in parameters if p.requires_grad]
-    adam, outcome = Adam(learned, s.learning_rate), Outcome()
+    adam, outcome = adam or Adam(learned, s.learning_rate), Outcome()
+    adam.learning_rate = s.learning_rate
     for epoch in epochs:
         outcome.epochs.append([])
         for rows in epoch:
@@ -291,7 +293,8 @@ class Script(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        self.episode += 1
+        # Environments begin with different episodes.
+        self.episode = self.episode + 1 if seed is None else seed % 4
         self.count = 0
         obs, info, mask = self._observe()
         self.journal.append(Event(obs, mask, is_reset=True))
