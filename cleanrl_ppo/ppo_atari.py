@@ -163,9 +163,8 @@ def make_env(env_id: str, training: bool, videos: Path | None) -> gym.Env:
         env = FireReset(env)
     env = TransformObservation(env, warp_frame, gym.spaces.Box(0, 255, (84, 84), np.uint8))
     if training:
-        env = TransformReward(env, np.sign)  # detail 19: the scales of games differ
-    # Detail 20: four frames are stacked.
-    return FrameStackObservation(env, 4)
+        env = TransformReward(env, np.sign)  # detail 19: scales of games differ
+    return FrameStackObservation(env, 4)  # detail 20
 
 
 def make_envs(

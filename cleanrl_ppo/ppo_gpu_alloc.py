@@ -119,7 +119,7 @@ def layer_init(layer: nn.Linear, std: float = 2**0.5, bias_const: float = 0.0) -
 
 
 class RunningMeanStd:
-    """Mean and variance of all rows of all processes so far, updated batch by batch (Chan et al., 1979)."""
+    """Mean and variance of all rows of all processes so far (Chan et al., 1979)."""
 
     def __init__(self, shape: tuple[int, ...], world: World) -> None:
         self.world = world
@@ -170,11 +170,7 @@ class Agent(nn.Module):
         return Normal(self.actor(obs), self.log_std.exp(), validate_args=False)
 
     def sample(self, policy: Categorical | Normal) -> Tensor:
-        """Sampled actions. Copies of an environment draw from different parts of the distribution of shares.
-
-        The number that selects the share is (rank + u) / copies, with a random order of ranks and the same u for all
-        copies, so each copy follows the distribution.
-        """
+        """Sampled actions. Copies of an environment draw from different parts of the distribution of shares."""
         if not self.levels:
             return policy.sample()
         groups = len(policy.probs) // self.copies
@@ -228,6 +224,13 @@ def train(args: Args) -> dict[str, Any]:
             return share_actions(torch.from_numpy(obs), action.cpu(), args.levels).numpy()
         return action.cpu().numpy().clip(0, 1)
 
+    def same_pods(obs: np.ndarray) -> np.ndarray:
+        """All copies of an environment continue from the first one. Returns what they see."""
+        if args.copies == 1:
+            return obs
+        envs.unwrapped.batch.copy_first(args.copies)
+        return envs.unwrapped.batch.obs.numpy().copy()
+
     def evaluate_agent() -> dict[str, Any]:
         """Play the most probable actions on held-out streams, with fixed statistics."""
         policy = AllocationPolicy(agent.state_dict(), statistics.state_dict() if args.norm_obs else None)
@@ -242,7 +245,7 @@ def train(args: Args) -> dict[str, Any]:
     actions = torch.zeros(*shape, 2, dtype=torch.int64 if args.levels else torch.float32, device=device)
     logprobs, rewards, dones, values = (torch.zeros(shape, device=device) for _ in range(4))
 
-    next_array, _ = envs.reset(seed=derive_seed(args.seed, run.first_iteration, world.rank))
+    next_array = same_pods(envs.reset(seed=derive_seed(args.seed, run.first_iteration, world.rank))[0])
     saved = run.load_checkpoint(agent=agent, optimizer=optimizer, statistics=statistics, envs=envs)
     if saved:
         next_array = saved["next_obs"].numpy()
@@ -263,10 +266,7 @@ def train(args: Args) -> dict[str, Any]:
             with torch.no_grad():
                 actions[step], logprobs[step], _, values[step] = get_action_and_value(obs[step])
             next_array, reward, _, truncations, infos = envs.step(play_action(next_array, actions[step]))
-            if args.copies > 1:
-                # The other copies continue from the first one.
-                envs.unwrapped.batch.copy_first(args.copies)
-                next_array = envs.unwrapped.batch.obs.numpy().copy()
+            next_array = same_pods(next_array)
             statistics.update(next_array)
             sum_of_rewards += reward.sum()
             missed, ended = ~infos["qos_met"], infos.get("final_info")

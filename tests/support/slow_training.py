@@ -37,19 +37,22 @@ from update_reference import (
     reference_update,
 )
 
-DISCRETE, MASKED, TWO, BOX = "Script-v0", "ScriptMasked-v0", "ScriptTwo-v0", "ScriptBox-v0"
+DISCRETE, MASKED, TWO = "Script-v0", "ScriptMasked-v0", "ScriptTwo-v0"
+BOX, OUTLIERS = "ScriptBox-v0", "ScriptOutliers-v0"
 ACTIONS = {
     DISCRETE: gym.spaces.Discrete(4),
     MASKED: gym.spaces.Discrete(4),
     TWO: gym.spaces.MultiDiscrete([2, 3]),
     BOX: gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 3])),
+    OUTLIERS: gym.spaces.Box(np.float32([-2, 0]), np.float32([2, 3])),
 }
 
 
 @contextmanager
 def scripted_environments() -> Iterator[None]:
     for name, actions in ACTIONS.items():
-        gym.register(name, Script, kwargs={"actions": actions, "masked": name == MASKED}, disable_env_checker=True)
+        kwargs = {"actions": actions, "masked": name == MASKED, "outliers": name == OUTLIERS}
+        gym.register(name, Script, kwargs=kwargs, disable_env_checker=True)
     try:
         yield
     finally:
@@ -207,6 +210,21 @@ class Case:
         sizes = {MASKED: [4], DISCRETE: [4], TWO: [2, 3]}.get(self.env_id) or [agent.levels] * 2
         return categorical(outputs, sizes, action, mask)
 
+    def played(self, found: Record, step: int) -> np.ndarray:
+        """What the environments should get for the actions of a step."""
+        raw = found.actions[step].numpy()
+        if self.env_id in (BOX, OUTLIERS):
+            return np.clip(raw, [-2, 0], [2, 3])
+        if not self.env_id.startswith("GPU"):
+            return raw
+        if not getattr(found.args, "levels", 0):
+            return np.clip(raw, 0, 1)
+        copies = found.args.copies
+        requests = np.array([found.answers[step][0][env - env % copies][:2] for env in range(len(raw))], np.float64)
+        shares = np.array([0.1, 0.5]) + np.array([0.9, 0.5]) * raw / (found.args.levels - 1)
+        amounts = requests * shares * [100, 32768]
+        return ((amounts - [10, 512]) / [90, 32768 - 512]).clip(0, 1)
+
     def value(self, agent: Any, x: Tensor) -> Tensor:
         return agent.critic(x)[0]
 
@@ -243,7 +261,9 @@ class Replay:
         self.state = [self.empty() for _ in range(self.args.num_envs)]
         self.beta = getattr(self.args, "kl_coef", 0.0)
         self.num_iterations, self.orders = len(found.weights), iter(found.orders)
-        (self.obs, infos), *self.answers = found.answers
+        (obs, infos), *self.answers = found.answers
+        copies = getattr(self.args, "copies", 1)
+        self.obs = np.stack([obs[env - env % copies] for env in range(self.args.num_envs)])
         self.masks = infos.get("action_mask")
         self.first = [True] * self.args.num_envs
         self.numbers.add(self.obs)

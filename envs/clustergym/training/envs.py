@@ -30,25 +30,38 @@ def evaluation_seed(seed: int) -> int:
     return derive_seed(seed, 0, 0, 1)
 
 
-def make_vec(env_id: str, num_envs: int, videos: Path | None = None, **options: Any) -> VectorEnv:
+def make_vec(
+    env_id: str, num_envs: int, videos: Path | None = None, flatten: bool = False, **options: Any
+) -> VectorEnv:
     """``gymnasium.make_vec`` with SAME_STEP autoreset: the step that ends an episode also begins the next one.
 
     The vector version of an environment is used if it has one with this autoreset mode. Otherwise copies of the
     environment are stepped one after another (``SyncVectorEnv``). ``module:Id-v0`` imports the module first. With
-    ``videos``, the first episode is recorded to this folder. ``options`` are passed on to the environment.
+    ``videos``, the first episode is recorded to this folder. With ``flatten``, observations that are no vectors become
+    ones. ``options`` are passed on to the environment.
     """
     module, _, name = env_id.rpartition(":")
     if module:
         import_module(module)
     if gym.spec(name).vector_entry_point is not None and videos is None:
         envs: VectorEnv = gym.make_vec(name, num_envs=num_envs, **options)
-        if envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP:
+        if envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP and (_is_flat(envs) or not flatten):
             return envs
         envs.close()
     if videos is not None:
-        options |= {"render_mode": "rgb_array", "wrappers": [partial(record_video, folder=videos)]}
+        options["render_mode"] = "rgb_array"
+    wrappers: list[Any] = [] if videos is None else [partial(record_video, folder=videos)]
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    return gym.make_vec(name, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=same_step, **options)
+    make = partial(gym.make_vec, name, num_envs, "sync", vector_kwargs=same_step, **options)
+    envs = make(wrappers=wrappers)
+    if flatten and not _is_flat(envs):
+        envs.close()
+        envs = make(wrappers=[*wrappers, gym.wrappers.FlattenObservation])
+    return envs
+
+
+def _is_flat(envs: VectorEnv) -> bool:
+    return len(envs.single_observation_space.shape or ()) == 1
 
 
 def record_video(env: gym.Env[Any, Any], folder: Path) -> gym.Env[Any, Any]:
