@@ -89,8 +89,6 @@ class Args(RunArgs):
     """Subtracted from the reward of a pod that misses its objective, in training. Evaluations do not subtract it."""
     norm_obs: bool = True
     """Normalise observations by their running mean and variance, and clip them to ±10."""
-    compile: bool = False
-    """Compile the network with torch.compile, for the roll-out and the update."""
 
 
 SEED_PRESET: dict[str, Any] = {
@@ -99,7 +97,7 @@ SEED_PRESET: dict[str, Any] = {
     "clip_vloss": False, "ent_coef": 0.01, "anneal_ent": False, "hidden": 64, "norm_obs": False,
 }  # fmt: skip
 """Defaults with ``--preset seed``."""
-RANGES = {"levels": Range(0), "copies": Range(1), "eval_streams": Range(0), "qos_penalty": Range(0)}
+RANGES = {"levels": Range(0), "copies": Range(1), "qos_penalty": Range(0)}
 EPISODE = ("qos", "efficiency", "oom", "monopoly", "wait_s", "room")
 
 
@@ -206,9 +204,6 @@ def train(args: Args) -> dict[str, Any]:
     world.broadcast(agent)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    get_action_and_value = agent.get_action_and_value
-    if args.compile:
-        get_action_and_value = torch.compile(get_action_and_value)
     statistics = RunningMeanStd(envs.single_observation_space.shape, world)
 
     def see(obs: np.ndarray) -> Tensor:
@@ -264,7 +259,7 @@ def train(args: Args) -> dict[str, Any]:
         for step in range(args.num_steps):
             obs[step] = see(next_array)
             with torch.no_grad():
-                actions[step], logprobs[step], _, values[step] = get_action_and_value(obs[step])
+                actions[step], logprobs[step], _, values[step] = agent.get_action_and_value(obs[step])
             next_array, reward, _, truncations, infos = envs.step(play_action(next_array, actions[step]))
             next_array = same_pods(next_array)
             statistics.update(next_array)
@@ -307,7 +302,7 @@ def train(args: Args) -> dict[str, Any]:
             b_inds = torch.randperm(batch_size, device=device)
             for start in range(0, batch_size, minibatch_size):
                 mb_inds = b_inds[start : start + minibatch_size]
-                _, newlogprob, entropy, newvalue = get_action_and_value(b_obs[mb_inds], b_actions[mb_inds])
+                _, newlogprob, entropy, newvalue = agent.get_action_and_value(b_obs[mb_inds], b_actions[mb_inds])
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
 

@@ -26,7 +26,7 @@ from torch.distributions import Normal
 
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
-from clustergym.training.args import FlagError, Range, RunArgs, main, parse_args
+from clustergym.training.args import FlagError, RunArgs, main, parse_args
 from clustergym.training.distributed import World, init_distributed
 from clustergym.training.envs import derive_seed, make_vec, play_episodes
 from clustergym.training.runs import Run
@@ -349,4 +349,4 @@ def train(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(train, parse_args(Args, __doc__, ranges={"eval_streams": Range(0)}))
+    main(train, parse_args(Args, __doc__))

@@ -62,6 +62,13 @@ class AllocationPolicy:
         self.recurrent = "lstm.weight_ih_l0" in agent
         self.levels = 0
         """Number of shares that a categorical policy chooses from; 0 for a Gaussian one."""
+        # New layers draw random weights. The random numbers of a training stay as they are.
+        with torch.random.fork_rng(devices=[]):
+            self._make_layers(agent)
+        self.statistics = statistics
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def _make_layers(self, agent: dict[str, Tensor]) -> None:
         if self.recurrent:
             hidden, self.n_features = agent["encoder.0.weight"].shape
             self.encoder = nn.Sequential(nn.Linear(self.n_features, hidden), nn.ReLU())
@@ -78,8 +85,6 @@ class AllocationPolicy:
                 nn.Linear(hidden, outputs), nn.Identity() if self.levels else nn.Sigmoid(),
             )  # fmt: skip
         self._load(self.actor, agent, "actor.")
-        self.statistics = statistics
-        self.state: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def _load(module: nn.Module, agent: dict[str, Tensor], prefix: str) -> None:

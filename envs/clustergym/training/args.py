@@ -86,7 +86,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "kl_target", "kl_coef", "min_kl_coef"], POSITIVE
     ),
-    **dict.fromkeys(["seed", "checkpoint_interval", "eval_interval", "eval_episodes"], NOT_NEGATIVE),
+    **dict.fromkeys(["seed", "checkpoint_interval", "eval_interval", "eval_episodes", "eval_streams"], NOT_NEGATIVE),
     **dict.fromkeys(["ent_coef", "vf_coef"], NOT_NEGATIVE),
     **dict.fromkeys(["gamma", "gae_lambda"], PROBABILITY),
 }
