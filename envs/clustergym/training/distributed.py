@@ -65,6 +65,14 @@ class World:
         torch.distributed.gather_object(value, found)
         return found or []
 
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks below each other, on all ranks. Every rank passes the same number of rows."""
+        if self.size == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, rows)
+        return torch.cat(parts)
+
     def share(self, value: Any) -> Any:
         """The value of rank 0, on all ranks."""
         if self.size == 1:

@@ -9,7 +9,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,20 @@ class Run:
         task: Name of the task, part of the folder's name.
         steps_per_iteration: Environment steps per iteration of one process.
         world: The processes of a trainer that ``torchrun`` can start. Default: one process.
+        num_iterations: Length of the run. Default: ``--total-timesteps``, rounded up to whole iterations.
     """
 
     def __init__(
-        self, trainer: str, args: RunArgs, task: str, steps_per_iteration: int, world: World | None = None
+        self,
+        trainer: str,
+        args: RunArgs,
+        task: str,
+        steps_per_iteration: int,
+        world: World | None = None,
+        num_iterations: int | None = None,
     ) -> None:
+        # When a rank fails, torchrun starts all ranks again, with their first arguments.
+        args = replace(args, resume=args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
         if world is None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise FlagError(f"{trainer}.py runs in one process: start it with python, not with torchrun")
@@ -73,7 +82,7 @@ class Run:
             world = World(device=choose_device(args.cuda, deterministic=args.torch_deterministic))
         self.world, self.device = world, world.device
         self.steps_per_iteration = steps_per_iteration * world.size
-        self.num_iterations = math.ceil(args.total_timesteps / self.steps_per_iteration)
+        self.num_iterations = num_iterations or math.ceil(args.total_timesteps / self.steps_per_iteration)
         self.total_steps = self.num_iterations * self.steps_per_iteration
         self.steps_per_s = 0.0
         self.writer = self.wandb = None
