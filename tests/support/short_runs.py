@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from clustergym.training import World, load_checkpoint
 from trainers import load_trainer
-from update_cases import AtariCase, LLMCase
+from update_cases import AtariCase
 
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "checkpoint_interval": 1, "hidden": 8}
 
@@ -63,26 +62,6 @@ class Trainer:
         return [{key: value for key, value in state.items() if key != "args"} for state in states]
 
 
-class Federation(Trainer):
-    crash_in = 4
-
-    def start(self, args: Any, device: torch.device) -> dict[str, Any]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.module, "choose_device", lambda *_: device)
-            return self.module.train(args)
-
-    def update(self) -> tuple[Any, str]:
-        return self.module.Learner, "learn"
-
-    def checkpoints(self, folder: Path) -> list[Path]:
-        return [folder / f"agent_{i}" / "checkpoint.pt" for i in range(2)]
-
-
-class LanguageModel(Trainer):
-    def args(self, folder: Path, **changes: Any) -> Any:
-        return replace(LLMCase().run_args(folder, 3, seed=2), batch_size=8, checkpoint_interval=1, **changes)
-
-
 class Placement(Trainer):
     """Simulates in compiled code for CPU or CUDA: a whole run cannot be on the second device of the tests."""
 
@@ -110,8 +89,5 @@ TRAINERS = [
     Trainer("ppo_atari", AtariCase().scripted, total_timesteps=24, num_envs=2, num_steps=4, eval_episodes=2),
     Trainer("ppo_gpu_alloc", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, norm_reward=True),
     Trainer("ppo_lstm", env_id="GPUAllocation-v0", total_timesteps=96, eval_streams=2, eval_interval=2),
-    Federation("ppo_federated", env_id="CartPole-v1", total_timesteps=96, local_updates=1, eval_episodes=2),
-    Federation("ppo_federated", env_id="gpu_allocation_v0", total_timesteps=96, local_updates=1, eval_episodes=2),
-    LanguageModel("ppo_llm"),
 ]
 PLACEMENT = Placement("ppo_moe_marl")

@@ -308,7 +308,7 @@ def test_resumed_run_is_bit_identical(cut: int, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_torchrun_gives_the_same_numbers_after_a_killed_rank(tmp_path: Path) -> None:
     """One process per agent. A rank is killed, torchrun starts all again, and the result is that of one process."""
-    changes = {"env_id": "gpu_allocation_v0", "total_timesteps": 12 * 400, "n_agents": 2, "comm_matrix_config": "pair"}
+    changes = {"env_id": "gpu_allocation_v0", "total_timesteps": 12 * 100, "n_agents": 2, "comm_matrix_config": "pair"}
     fed.train(args_of(tmp_path, **changes | {"comm_matrix_config": Path("pair"), "run_dir": tmp_path / "whole"}))
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | changes).items()]
     command = [

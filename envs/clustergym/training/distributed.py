@@ -88,7 +88,9 @@ class World:
                 torch.distributed.broadcast(tensor, src=0)
 
     def close(self) -> None:
+        """Call this after the last message of a run. All ranks leave together."""
         if self.size > 1:
+            torch.distributed.barrier()
             torch.distributed.destroy_process_group()
 
 
@@ -121,5 +123,10 @@ def init_distributed(cuda: bool | None = None, deterministic: bool = False) -> W
         return World(device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return World(torch.distributed.get_rank(), size, device)
+    backend, store, rank = "nccl" if device.type == "cuda" else "gloo", None, int(os.environ["RANK"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The store of torchrun outlives the ranks. With the same keys, restarted ranks would connect to dead ones.
+        store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = torch.distributed.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return World(rank, size, device)

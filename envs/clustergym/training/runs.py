@@ -52,6 +52,7 @@ class Run:
         device: The GPU, if there is one and ``--cuda`` is not False. Otherwise the CPU.
         num_iterations, total_steps: Length of the run.
         first_iteration: 1, or the number of the iteration after the checkpoint.
+        resumed: Whether ``--resume`` was given, or torchrun has started this process again.
         iteration, global_step: The current iteration, and the environment steps at its end.
         writer: TensorBoard's SummaryWriter on rank 0, otherwise None.
 
@@ -87,12 +88,13 @@ class Run:
         self.steps_per_s = 0.0
         self.writer = self.wandb = None
         self._trainer, self._args = trainer, args
-        self._config = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(args).items()}
+        self._config: dict[str, Any] = json.loads(json.dumps(asdict(args), default=str))  # paths become text
         self.folder = Path(
             world.share(str(choose_folder(f"{trainer}__{task}__{args.seed}", args.run_dir, args.resume)))
         )
         self._checkpoint = self.folder / CHECKPOINT_NAME
         self._saved = self._read_checkpoint()
+        self.resumed = args.resume
         self.iteration = self._saved["iteration"] if self._saved else 0
         self.first_iteration = self.iteration + 1
         seed = derive_seed(args.seed, self.first_iteration, world.rank)
@@ -183,11 +185,11 @@ class Run:
         saved = self.world.share(saved)
         if saved is None:
             return None
-        before, now = saved["args"], json.loads(json.dumps(self._config))
+        before, now = saved["args"], self._config
         differing = [
             f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
             for key in sorted(before.keys() | now.keys())
-            if key not in FREE_ON_RESUME and json.loads(json.dumps(before.get(key))) != now.get(key)
+            if key not in FREE_ON_RESUME and before.get(key) != now.get(key)
         ]
         if differing:
             raise CheckpointError("cannot resume with other arguments: " + "; ".join(differing))

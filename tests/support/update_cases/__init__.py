@@ -8,15 +8,13 @@ from update_cases.allocation import GpuAllocCase, LSTMCase, OnlineCase
 from update_cases.atari import AtariCase
 from update_cases.base import MASKED, NEXT_STEP, Case, Problem, scripted_environments
 from update_cases.continuous import ContinuousCase
-from update_cases.federated import FederatedBoxCase, FederatedCase
-from update_cases.language_model import LLMCase
 from update_cases.placement import PlacementCase, TwoCriticsCase
 from update_cases.sequences import RecurrentCase
 
-__all__ = ["CASES", "MASKED", "NEXT_STEP", "AtariCase", "Case", "LLMCase", "PlacementCase", "Problem",
+__all__ = ["CASES", "MASKED", "NEXT_STEP", "AtariCase", "Case", "PlacementCase", "Problem",
            "scripted_environments"]  # fmt: skip
 
 CASES: list[Case] = [
-    Case(), ContinuousCase(), RecurrentCase(), AtariCase(), GpuAllocCase(), LSTMCase(), OnlineCase(), FederatedCase(),
-    FederatedBoxCase(), LLMCase(), PlacementCase(), TwoCriticsCase(),
+    Case(), ContinuousCase(), RecurrentCase(), AtariCase(), GpuAllocCase(), LSTMCase(), OnlineCase(),
+    PlacementCase(), TwoCriticsCase(),
 ]  # fmt: skip
