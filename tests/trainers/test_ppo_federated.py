@@ -284,7 +284,7 @@ class Crash(Exception):
 
 @pytest.mark.parametrize("cut", [1, 3])
 def test_resumed_run_is_bit_identical(cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two exchanges, and with coefficients of the KL penalty that differ between agents and from their start."""
+    """A crash between two exchanges, when the coefficients of the KL penalty are not those of the start."""
     changes = {"env_id": "gpu_allocation_v0", "use_clipping": False, "kl_target": 2e-3, "local_updates": 2}
     changes |= {"total_timesteps": 12 * 5, "num_envs": 3, "num_steps": 4}
     fed.train(args_of(tmp_path, **changes, run_dir=tmp_path / "whole"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from clustergym.training.args import FlagError
 
@@ -126,7 +127,7 @@ def init_distributed(cuda: bool | None = None, deterministic: bool = False) -> W
     backend, store, rank = "nccl" if device.type == "cuda" else "gloo", None, int(os.environ["RANK"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # The store of torchrun outlives the ranks. With the same keys, restarted ranks would connect to dead ones.
-        store = torch.distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        store = torch.distributed.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        shared = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
     return World(rank, size, device)

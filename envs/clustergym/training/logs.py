@@ -19,7 +19,7 @@ from clustergym.common.files import write_atomically
 
 
 def open_tensorboard(folder: Path, config: Mapping[str, Any], start_step: int) -> SummaryWriter:
-    """A writer that logs the hyperparameters. Earlier entries of the folder are hidden if they come after ``start_step``."""
+    """A writer that logs the hyperparameters. Older entries of the folder after ``start_step`` are hidden."""
     # TensorBoard orders event files by the second of their creation, so a resumed run must begin in another second.
     while any(file.name.split(".")[3] == str(int(time.time())) for file in folder.glob("events.out.tfevents.*")):
         time.sleep(0.01)

@@ -255,7 +255,8 @@ class Run:
             video = require("wandb", "train").Video
             for file in sorted(self.folder.glob("videos/**/*.mp4")):
                 self.wandb.log({f"videos/{file.parent.name}": video(str(file), format="mp4")})
-            self.wandb.log({f"final/{key}": value for key, value in fields.items()})
+            last = {"eval/mean_return": fields["mean_return"]} if returns else {}
+            self.wandb.log(last | {f"final/{key}": value for key, value in fields.items()})
             self.wandb.finish()
         print("result " + json.dumps(_without_nan(result)), flush=True)
         return result
