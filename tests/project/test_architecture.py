@@ -51,7 +51,7 @@ def test_the_contracts_hold(copied: Path) -> None:
         ("gpu_allocation/specs.py", "clustergym.traces.token_trace"),
         ("training/__init__.py", "clustergym.gpu_allocation"),
         ("kubernetes/names.py", "clustergym.training"),
-        ("training/federated/matrices.py", "clustergym.traces"),
+        ("training/communication.py", "clustergym.traces"),
         ("agent/settings.py", "clustergym.training"),
         ("moe_placement/specs.py", "clustergym.cli"),
         ("moe_placement/specs.py", "clustergym.moe_placement.simulator"),

@@ -30,8 +30,8 @@ TRAINERS: dict[str, tuple[str, ...]] = {
     "ppo_atari": ("--total-timesteps", "128", "--num-envs", "2", "--num-steps", "32"),
     "ppo_federated": ("--total-timesteps", "1024",),
     "ppo_llm": (
-        "--pretrain-steps", "4", "--pretrain-batch", "4", "--pretrain-length", "24", "--iterations", "2",
-        "--batch-size", "8", "--prompt-tokens", "8", "--response-tokens", "10", "--eval-prompts", "16",
+        "--pretrain-steps", "4", "--total-timesteps", "160", "--batch-size", "8", "--prompt-tokens", "8",
+        "--response-tokens", "10", "--eval-episodes", "16",
     ),
     "ppo_moe_marl": (
         "--total-timesteps", "2048", "--num-envs", "16", "--layers", "2", "--pretrain-states", "512",
