@@ -1,6 +1,6 @@
 """Planners under the judge of tests/benchmarks/test_judge.py with the same time: some layers, several splits.
 
-    python benchmarks/judge.py                                   # annealing with two objectives; six minutes
+    python benchmarks/judge.py                                   # greedy and annealing; six minutes
     python benchmarks/judge.py --models gpt-oss-20b --phases decode --layers 8
 
 Plans are made on one half of the sequences and judged on the other half, on 4x4 GPUs. 2.25 s of one core per layer are
@@ -20,7 +20,7 @@ from numba import config
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator, Traffic, get_cluster
 from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
-from clustergym.planners.registry import make_planner
+from clustergym.planners.registry import make_planner, planner_class
 from clustergym.plans.planning import Observed, Sizes, fill_empty, spread_layers
 from public_data import data_files
 
@@ -36,8 +36,7 @@ SIZES = {"deepseek-v2-lite": (2048, 5), "gpt-oss-20b": (2880, 3)}
 class Args:
     models: tuple[str, ...] = tuple(SIZES)
     phases: tuple[str, ...] = ("prefill", "decode")
-    planners: tuple[str, ...] = ("anneal", "anneal-max")
-    """Planners that take seconds."""
+    planners: tuple[str, ...] = ("greedy", "anneal")
     splits: tuple[int, ...] = (0, 1, 2)
     layers: int = 4
     seconds: float = 2.25
@@ -56,9 +55,11 @@ def shares(args: Args, trace: TokenTrace, model: str, phase: str, split: int) ->
     reference = [judge.judge(eplb, unseen, phase, kernel) for kernel in judge.KERNELS]
     found = []
     for name in args.planners:
-        make_planner(name, simulator, iterations=1).plan([compile_on(before, simulator)], observed.static)
+        limited = planner_class(name).takes_seconds
+        warm_up = make_planner(name, simulator, **({"iterations": 1} if limited else {}))
+        warm_up.plan([compile_on(before, simulator)], observed.static)
         seconds = args.seconds * args.layers / min(config.NUMBA_NUM_THREADS, args.layers)
-        planner = make_planner(name, simulator, seconds=seconds)
+        planner = make_planner(name, simulator, **({"seconds": seconds} if limited else {}))
         plan = fill_empty(simulator, observed, planner.plan([observed.interval(planner)], eplb))
         times = [judge.judge(plan, unseen, phase, kernel) for kernel in judge.KERNELS]
         found.append([own / eplb_us for own, eplb_us in zip(times, reference, strict=True)])

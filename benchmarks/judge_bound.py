@@ -1,7 +1,7 @@
 """Decode plans under the judge of tests/benchmarks/test_judge.py: the default plan and direct searches.
 
     python benchmarks/judge_bound.py                 # DeepSeek-V2-Lite, 4 layers; six minutes of one core
-    python benchmarks/judge_bound.py --layers 8 --seen-passes 96 --planners anneal anneal-max
+    python benchmarks/judge_bound.py --layers 8 --seen-passes 96 --planners greedy anneal
 
 A direct search has the judge's own formula and starts from EPLB's plan. On the very passes that the judge measures on,
 it knows what no planner can know: this is the bound. On passes of the sequences that planners may see, it shows what a

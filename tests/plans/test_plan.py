@@ -20,7 +20,6 @@ from clustergym.moe_placement.profiles import profiles_of
 from clustergym.moe_placement.specs import get_model
 from clustergym.planners.anneal import Anneal
 from clustergym.planners.registry import PLANNERS, Entry
-from clustergym.plans import planning
 from clustergym.plans.engines import ENGINES, compare_plans, load_plan, read_plan
 from plans import CLUSTER, SUFFIX, counts_trace, small_trace
 
@@ -133,7 +132,6 @@ def test_live_plan_is_changed_within_the_limit(
     Loads matter if they are larger than a block of 64 rows. With 64 tokens per rank, experts have 128 in the mean.
     """
     monkeypatch.setitem(PLANNERS, "anneal", Entry(Anneal, {"estimate_steps": 2000}))  # quick
-    monkeypatch.setattr(planning, "_SWAPS_TIMES_TOKENS", 1e7)
     live, out, results = tmp_path / "live.json", tmp_path / "p.json", tmp_path / "r.json"
     base = ["plan", str(trace_file), *SMALL, "--tokens-per-rank", "64", "--profile", "sglang-decode"]
     assert cli.main([*base, "--planner", "static", "--force", "-o", str(live)]) == 0
@@ -208,7 +206,7 @@ def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--planner", "oracle"], "makes no plan to load"),
         (["--engine", "tgi"], "unknown engine 'tgi'"),
         (["--engine", "tensorrt-llm"], r"tensorrt-llm reads a plan from \.yaml or \.yml"),
-        (["--checkpoint", "x.pt"], "--checkpoint is for the planners policy and policy-guided, not for 'eplb'"),
+        (["--planner", "anneal-max"], "'anneal-max' was removed: use 'anneal'"),
         (["--report", "r.pdf"], r"expected a file that ends in \.html"),
         (["--model", "deepseek-v3"], "top-8 of 256"),
         (["--share", "1"], "share is 1.0"),

@@ -20,7 +20,7 @@ from clustergym.moe_placement.specs import ModelSpec, get_cluster
 from clustergym.moe_placement.streams import Traffic
 from clustergym.planners.eplb import EPLB
 from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
-from clustergym.planners.greedy import SwapGreedy
+from clustergym.planners.greedy import Greedy
 from clustergym.planners.recorded import LoadInterval
 from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.plans import planning
@@ -63,8 +63,8 @@ def test_held_out_traffic_is_not_planned_on() -> None:
     kept = np.isin(numbers, numbered.split(0.75, seed=0)[1].experts)
     assert 0.15 < kept.mean() < 0.35
     other = dataclasses.replace(trace, experts=np.where(kept[:, None, None], 7 - trace.experts, trace.experts))
-    plans = [small_make_plan(one, "bottleneck") for one in (trace, other)]
-    for name in ("static", "eplb", "bottleneck"):
+    plans = [small_make_plan(one, "swift") for one in (trace, other)]
+    for name in ("static", "eplb", "swift"):
         np.testing.assert_array_equal(plans[0].outcomes[name].placement, plans[1].outcomes[name].placement)
     assert plans[0].outcomes["eplb"].served_us != plans[1].outcomes["eplb"].served_us
 
@@ -107,9 +107,9 @@ def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> Non
 
 
 def test_every_profile_has_a_default_planner() -> None:
-    assert list(DEFAULT_PLANNERS) == list(PROFILES)
+    assert set(DEFAULT_PLANNERS) < set(PROFILES)
     for profile in PROFILES.values():
-        assert default_planner(profile, small_trace(n_layers=1)) == DEFAULT_PLANNERS[profile.name]
+        assert default_planner(profile, small_trace(n_layers=1)) == DEFAULT_PLANNERS.get(profile.name, "anneal")
         assert default_planner(profile, counts_trace()) in planners_on_loads()
         assert default_planner(profile.with_phase("prefill"), counts_trace()) in planners_on_loads()
     assert {profile.engine for profile in PROFILES.values()} == set(ENGINES)
@@ -184,12 +184,12 @@ def test_random_routing_shows_no_gain(favourite: float) -> None:
     assert covered >= 93
 
 
-def test_a_gain_of_three_percent_is_shown() -> None:
-    """On the bundled trace: 57 held-out sequences, 3 % from a short search (−3.2 ± 1.1 % when this was written)."""
+def test_a_gain_of_a_short_search_is_shown() -> None:
+    """On the bundled trace, with 57 held-out sequences."""
     simulator = Simulator("deepseek-v2-lite", "h800-4x4", "sglang-prefill")
     plan = make_plan(TokenTrace.load("synthetic"), simulator, "anneal", iterations=1000)
     relative, half = plan.versus("eplb")
-    assert -0.06 < relative < -0.02
+    assert -0.09 < relative < -0.03
     assert 0.003 < half < 0.02
     assert plan.chosen == "anneal"
 
@@ -249,21 +249,18 @@ def test_tokens_to_plan_on_are_sampled_if_asked() -> None:
     assert np.isin(some.rows, whole.rows).all()
 
 
-def test_single_swaps_compete_with_a_limited_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search makes one step per layer, so the swaps are better; without time for swaps it is on its own."""
+def test_greedy_operations_compete_with_a_limited_search() -> None:
+    """The search makes one step per layer, so the greedy operations are better."""
     observed, live = observed_of(small_trace(n_layers=4, n_tokens=600), SIMULATOR), SIMULATOR.static(4)
     change = planning.transition_from(live, Limit(moves=8), SIMULATOR, observed)
     given = {"seed": 0, "seconds": None, "iterations": 1, "estimate_steps": 1, "restart": False}
     passes = observed.tokens
     assert passes is not None
-    target = change.towards(SwapGreedy(SIMULATOR).plan([passes], live))
+    target = change.towards(Greedy(SIMULATOR, operations=8, restart=False).plan([passes], live))
     found, _ = planning._search_within("anneal", given, change, observed)
     np.testing.assert_array_equal(found, target)
     assert 0 < int((found != live).sum()) <= 8
     assert change.times(found).mean() < 0.99 * change.times(live).mean()
-    monkeypatch.setattr(planning, "_SWAPS_TIMES_TOKENS", 1.0)
-    alone, _ = planning._search_within("anneal", given, change, observed)
-    assert change.times(alone).mean() > change.times(found).mean()
 
 
 def test_empty_slot_gets_the_replica_that_helps_most() -> None:
@@ -303,26 +300,14 @@ def test_filled_placements_are_legal(seed: int, empty: int, counts: bool) -> Non
     SIMULATOR.check(filled)
 
 
-def test_planners_of_few_operations_start_from_eplb(tmp_path: Path) -> None:
-    trace = small_trace(n_layers=4, n_tokens=1200)
-    plan = small_make_plan(trace, "bottleneck", force=True)
-    moved = (plan.best.placement != plan.outcomes["eplb"].placement).any(2).sum(1)
-    assert (moved < SIMULATOR.n_gpus).all()  # most GPUs keep what EPLB gave them
-    policy = small_make_plan(trace, "policy", force=True)
-    assert (policy.best.placement >= 0).all()
-    with pytest.raises(OSError, match="absent"):
-        small_make_plan(trace, "policy", options={"checkpoint": tmp_path / "absent.pt"})
-
-
 # Counts only
 
 
 def test_planners_on_loads_accept_counts_and_others_say_what_is_missing() -> None:
     assert planners_on_loads() == [
-        "static", "round-robin", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
-        "flashlb", "swift", "hot-everywhere",
+        "static", "round-robin", "eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere",
     ]  # fmt: skip
-    for name in ("anneal", "grouping", "bottleneck", "swap-greedy"):
+    for name in ("anneal", "greedy", "affinity-groups"):
         with pytest.raises(ValueError, match=rf"'{name}' needs to know which experts a token used together.*eplb"):
             make_plan(counts_trace(), SIMULATOR, name)
         # A library user who passes such a window gets the same explanation.

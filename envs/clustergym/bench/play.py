@@ -24,7 +24,7 @@ from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.planners.base import Planner
 from clustergym.planners.evaluation import Result, compile_on, deal_streams, evaluate_planner, teach
-from clustergym.planners.registry import make_planner, planner_class
+from clustergym.planners.registry import make_planner
 
 EVOLUTION_SECONDS = 0.02
 """Decision time that gets a speed score of 1 in the public EPLB evolution benchmark."""
@@ -129,9 +129,8 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
 
 def _planner(entry: Entry, simulator: Simulator, seed: int) -> Planner:
     if entry.kind == "checkpoint":
-        return make_planner("policy", simulator, seed=seed, checkpoint=entry.target)
-    options = {"checkpoint": "pretrained"} if planner_class(entry.target).takes_checkpoint else {}
-    return make_planner(entry.target, simulator, seed=seed, **options)
+        raise ValueError(f"{entry.target}: a placement policy acts in the environment: submit it with --agent")
+    return make_planner(entry.target, simulator, seed=seed)
 
 
 def play_agent(task: PlacementTask, entry: Entry, simulator: Simulator) -> tuple[Result, list[str], int]:

@@ -20,34 +20,24 @@ from clustergym.planners import evaluation
 from clustergym.planners.base import Planner
 from clustergym.planners.eplb import balance
 from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN_PASSES_OF_LOADS, sample_tokens
-from clustergym.planners.greedy import SwapGreedy
+from clustergym.planners.greedy import Greedy
 from clustergym.planners.recorded import LoadInterval
 from clustergym.planners.registry import make_planner, planner_class, planners_on_loads
 from clustergym.plans.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
-DEFAULT_PLANNERS = {
-    "sglang-prefill": "anneal-max",
-    "sglang-decode": "anneal",
-    "sglang-lp": "affinity-groups",
-    "vllm": "flashlb",
-    "vllm-deepep": "anneal-max",
-    "tensorrt-llm": "anneal-max",
-    "vllm-ascend": "anneal-max",
-}
-"""The planner by profile if none is asked for: the best of ``python benchmarks/placement.py --schedules stationary``,
-the mean over models. Of planners that are equally good, the quickest. For SGLang's decode, ``anneal-max`` was better
-there with four times the search time, but not with the same time (``python benchmarks/judge.py``)."""
+DEFAULT_PLANNERS = {"sglang-lp": "affinity-groups", "vllm": "flashlb"}
+"""The planner by profile if none is asked for and it is not ``anneal``: the best of ``python benchmarks/placement.py
+--schedules stationary``, the mean over models. Of planners that are equally good, the quickest."""
 
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
 # With a limit on moves, searches run this often to find out what a move should cost.
 _LIMITED_RUNS = 5
-# With a limit, single swaps are often better than a search that moves nearly everything. All of them are tried, on so
-# many tokens that it takes about 4 s.
-_SWAPS_TIMES_TOKENS = 6e9
+# With a limit, a few greedy operations are often better than a search that moves nearly everything.
+_GREEDY_OPERATIONS = 8
 _TRANSITION_TOKENS = 16384
 # Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
 # pass and layer.
@@ -307,7 +297,7 @@ def make_plan(
         force: keep the planner's placement even if no gain over EPLB (or the live placement) is shown.
         live: (L, G, S) placement that is served now. It takes the place of the static one, and planners start from it.
         limit: what the change from the live placement may cost; by default anything.
-        options: more options of the planner (``checkpoint`` …).
+        options: more options of the planner.
         progress: called before each step with its name and its duration in seconds, if known.
         stop: asked now and then. When it returns True, searches end with the best placement so far.
     """
@@ -405,10 +395,11 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
     """(the best placement that the limit allows, slots that were empty)
 
     A search that does not know the limit would move nearly everything, and a part of that is worth little. So moves
-    cost time in the search, as much as it takes to stay within the limit. The best single swaps compete with it.
+    cost time in the search, as much as it takes to stay within the limit. A few greedy operations compete with it.
     """
     empty, began = 0, time.perf_counter()
-    swapped = _best_swaps(change.live, observed)
+    greedy = Greedy(observed.simulator, operations=_GREEDY_OPERATIONS, restart=False)
+    swapped = greedy.plan([observed.interval(greedy)], change.live)
     if given["seconds"] is not None:
         left = max(given["seconds"] - (time.perf_counter() - began), given["seconds"] / 2)
         given = given | {"seconds": left / _LIMITED_RUNS}
@@ -420,16 +411,7 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
         placement, empty = _filled(made.plan([observed.interval(made)], change.live), simulator, observed)
         return placement
 
-    return change.search(plan, _LIMITED_RUNS, swapped), empty
-
-
-def _best_swaps(live: Placement, observed: Observed) -> list[Placement]:
-    """The placement after the best swaps of each layer, on as many passes as there is time for; nothing if on none."""
-    planner = SwapGreedy(observed.simulator)
-    interval = observed.interval(planner)
-    swaps = len(live) * planner.operations * live[0].size ** 2 / 2
-    passes = int(_SWAPS_TIMES_TOKENS / (swaps * interval.n_tokens))
-    return [planner.plan([interval.first_passes(passes)], live)] if passes else []
+    return change.search(plan, _LIMITED_RUNS, [swapped]), empty
 
 
 def transition_from(live: Placement, limit: Limit, simulator: Simulator, observed: Observed) -> Transition:
@@ -482,15 +464,13 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
             candidates.append(ordered[share[ordered] >= 0])
         chosen = [int(experts[0]) for experts in candidates]
         if observed.tokens is not None:
-            # With transport "stay" layers depend on each other.
-            served = np.arange(len(placement)) if simulator.stay else layers
-            passes = replace(observed.tokens.first_passes(_FILL_PASSES), experts=observed.tokens.experts[served])
+            passes = replace(observed.tokens.first_passes(_FILL_PASSES), experts=observed.tokens.experts[layers])
             least = np.full(len(spots), np.inf)
             for i in range(min(len(experts) for experts in candidates)):
                 trial = placement.copy()
                 for spot, experts in zip(spots, candidates, strict=True):
                     trial[spot] = experts[i]
-                times = simulator.pass_times(passes, trial[served]).mean(1)[np.searchsorted(served, layers)]
+                times = simulator.pass_times(passes, trial[layers]).mean(1)
                 for j in np.flatnonzero(times < least):
                     least[j], chosen[j] = times[j], int(candidates[j][i])
         for spot, expert in zip(spots, chosen, strict=True):
