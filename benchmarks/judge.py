@@ -19,9 +19,10 @@ from numba import config
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator, Traffic, get_cluster
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
+from clustergym.planners.evaluation import compile_on
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, Observed, evenly_spaced
 from clustergym.planners.registry import make_planner, planner_class
-from clustergym.plans.planning import Observed, Sizes, fill_empty, spread_layers
+from clustergym.plans.planning import fill_empty
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,7 +50,7 @@ def shares(args: Args, trace: TokenTrace, model: str, phase: str, split: int) ->
     cluster = get_cluster("h800-4x4", slots_per_gpu=judge.SLOTS)
     simulator = Simulator(model, cluster, f"sglang-{phase}").spread_migration(PASSES_OF_A_PERMANENT_PLAN)
     before = seen.split(0.75, seed=0)[0]
-    observed = Observed(before, simulator, Traffic(phase, schedule="stationary"), Sizes())
+    observed = Observed(before, simulator, Traffic(phase, schedule="stationary"))
     planner = make_planner("eplb", simulator)
     eplb = planner.plan([observed.interval(planner)], observed.static)
     reference = [judge.judge(eplb, unseen, phase, kernel) for kernel in judge.KERNELS]
@@ -72,7 +73,7 @@ def main(args: Args) -> None:
     for model in args.models:
         files = data_files(f"moe/{model.replace('-', '_')}_*.npz")
         trace = TokenTrace.concat([TokenTrace.load(file) for file in files])
-        trace = trace.select(layers=spread_layers(trace.n_layers, args.layers))
+        trace = trace.select(layers=evenly_spaced(trace.n_layers, args.layers))
         judge.HIDDEN, judge.SLOTS = SIZES[model]
         for phase in args.phases:
             found = np.array([shares(args, trace, model, phase, split) for split in args.splits])

@@ -34,17 +34,10 @@ from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, Traffic
 from clustergym.planners.base import Planner
-from clustergym.planners.evaluation import (
-    PASSES_OF_A_PERMANENT_PLAN,
-    Protocol,
-    Result,
-    compile_on,
-    deal_streams,
-    evaluate_planner,
-)
+from clustergym.planners.evaluation import Protocol, Result, compile_on, deal_streams, evaluate_planner
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, evenly_spaced
 from clustergym.planners.recorded import interval_from_statistics
 from clustergym.planners.registry import PLANNERS, make_planner, planner_class
-from clustergym.plans.planning import spread_layers
 from public_data import find_data
 
 SEARCHES = ("anneal", "forecast", "oracle")
@@ -111,7 +104,7 @@ def traces(args: Args) -> dict[str, TokenTrace]:
     if not found:
         found = {"deepseek-v2-lite": TokenTrace.load("synthetic"), "tiny-moe": TokenTrace.load("tiny_moe")}
     return {
-        model: replace(trace.select(layers=spread_layers(trace.n_layers, args.layers)), name=model)
+        model: replace(trace.select(layers=evenly_spaced(trace.n_layers, args.layers)), name=model)
         for model, trace in found.items()
     }
 

@@ -31,7 +31,7 @@ SMALL = ["--cluster", "h800-2x4", "--phase", "decode", "--tokens-per-rank", "4",
 RESULT_KEYS = {
     "planner", "served_us", "migration_us", "total_us", "total_ci95_us", "balancedness", "gpus_per_token",
     "inter_node_mb", "moves", "decision_ms", "reused", "groups", "stream_totals_us", "interval_totals_us",
-    "resampled", "slot_balancedness",
+    "resampled",
 }  # fmt: skip
 
 

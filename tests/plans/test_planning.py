@@ -14,20 +14,25 @@ from hypothesis import strategies as st
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.profiles import PROFILES
-from clustergym.moe_placement.resampling import HeldOutPasses, Resampled, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec, get_cluster
 from clustergym.moe_placement.streams import Traffic
 from clustergym.planners.eplb import EPLB
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.planners.greedy import Greedy
+from clustergym.planners.heldout import (
+    PASSES_OF_A_PERMANENT_PLAN,
+    HeldOutPasses,
+    Observed,
+    Resampled,
+    Samples,
+    evenly_spaced,
+)
 from clustergym.planners.recorded import LoadInterval
 from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.plans import planning
 from clustergym.plans.engines import ENGINES, EnginePlan, read_plan, write_plan
 from clustergym.plans.planning import (
     DEFAULT_PLANNERS,
-    Observed,
     Outcome,
     Plan,
     Sizes,
@@ -73,7 +78,7 @@ def test_results_match_the_simulator() -> None:
     trace = small_trace()
     plan = small_make_plan(trace, "anneal", seconds=0.5, force=True)
     before, after = trace.split(0.75, seed=0)
-    loads = Observed(before, SIMULATOR, TRAFFIC, SIZES).loads.loads(8)
+    loads = Observed(before, SIMULATOR, TRAFFIC).loads.loads(8)
     assert loads.sum(1) == pytest.approx(2.0 * before.n_tokens, rel=0.1)  # nearly the whole planning part
     np.testing.assert_array_equal(plan.outcomes["eplb"].placement, EPLB(SIMULATOR).pack(loads.astype(float)))
     held_out = HeldOutPasses(after, SIMULATOR, TRAFFIC, SIZES.passes, SIZES.seed)
@@ -124,7 +129,17 @@ def measured(planner_us: list[float], eplb_us: list[float], force: bool = False)
         return Samples(values, Resampled(np.stack([values, values], axis=1), len(values), 0.01))
 
     outcomes = {
-        name: Outcome(name, static, 0.0, 0, samples(times), np.zeros((1, 3)), np.zeros((1, 8)), np.zeros(1), 1.0)
+        name: Outcome(
+            planner=name,
+            placement=static,
+            decision_s=0.0,
+            filled=0,
+            samples=samples(times),
+            layer_us=np.zeros((1, 3)),
+            pairs=np.zeros((1, 8)),
+            peak_pairs=np.zeros(1),
+            balancedness=1.0,
+        )
         for name, times in (("static", eplb_us), ("eplb", eplb_us), ("anneal", planner_us))
     }
     return Plan(
@@ -226,8 +241,8 @@ def numbered_simulator(profile: str = "sglang-decode") -> Simulator:
 
 
 def test_few_layers_are_resampled_if_there_are_many_tokens() -> None:
-    assert spread_layers(58, 6) == [0, 11, 23, 34, 46, 57]
-    assert spread_layers(3, 6) == [0, 1, 2]
+    assert evenly_spaced(58, 6) == [0, 11, 23, 34, 46, 57]
+    assert evenly_spaced(3, 6) == [0, 1, 2]
     trace, cluster = small_trace(n_layers=32), get_cluster("h800-2x4", slots_per_gpu=2)
     few = HeldOutPasses(trace, Simulator("mixtral-8x7b", cluster, "sglang-decode"), Traffic("decode", 512), 1, 0)
     assert len(few.resamples.layers) == 6
@@ -235,13 +250,13 @@ def test_few_layers_are_resampled_if_there_are_many_tokens() -> None:
 
 
 def observed_of(trace: TokenTrace, simulator: Simulator) -> Observed:
-    return Observed(trace, simulator, TRAFFIC, Sizes(plan_passes=4))
+    return Observed(trace, simulator, TRAFFIC, plan_passes=4)
 
 
 def test_tokens_to_plan_on_are_sampled_if_asked() -> None:
     trace = small_trace(n_layers=2)
-    whole = Observed(trace, SIMULATOR, TRAFFIC, Sizes(plan_passes=4)).tokens
-    some = Observed(trace, SIMULATOR, TRAFFIC, Sizes(plan_passes=4, observe_tokens=50)).tokens
+    whole = Observed(trace, SIMULATOR, TRAFFIC, plan_passes=4).tokens
+    some = Observed(trace, SIMULATOR, TRAFFIC, plan_passes=4, observe_tokens=50).tokens
     assert whole is not None
     assert some is not None
     assert whole.rows.shape == some.rows.shape == (4, 64)
@@ -294,7 +309,7 @@ def test_filled_placements_are_legal(seed: int, empty: int, counts: bool) -> Non
     placement = np.concatenate([placement, np.roll(placement, 3, axis=1)], axis=2)
     for l in range(2):
         placement[l, rng.permutation(8)[:empty], 1] = -1
-    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, TRAFFIC, SIZES), placement)
+    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, TRAFFIC), placement)
     assert (filled >= 0).all()
     assert (filled[placement >= 0] == placement[placement >= 0]).all()
     SIMULATOR.check(filled)

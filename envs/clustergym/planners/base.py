@@ -60,10 +60,6 @@ class Planner(ABC):
             placement: the current placement. Fetching an expert that a GPU does not hold costs migration time.
         """
 
-    def measured_s(self) -> float | None:
-        """Time of the last decision, if the planner runs in another process and measured it there."""
-        return None
-
     def loads(self, interval: Interval) -> npt.NDArray[np.float64]:
         """(L, E) tokens routed to each expert in the sampled passes."""
         return interval.loads(self.simulator.n_experts).astype(np.float64)
