@@ -10,8 +10,7 @@ which draw from the same test sequences: the standard deviation over them is a s
 * ``random``: uniform over the legal operations of ``MoEPlacement``; ``random-flat``: uniform over the mask of
   ``MoEPlacementFlat``; ``first-candidate``: always the candidate that saves most on the observed interval, if any does.
 * planners plan after every observed interval, with no limit on the number of operations and their default settings.
-  ``policy`` is the shipped network as a planner.
-* ``hindsight``: ``anneal-max`` that sees the next interval, migration included. ``oracle``, on tasks with one interval:
+* ``hindsight``: ``anneal`` that sees the next interval, migration included. ``oracle``, on tasks with one interval:
   a longer search that sees it and ignores migration. Better placements may exist. The better of both is the bound.
 * ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
 
@@ -40,18 +39,18 @@ from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.streams import IntervalStream
 from clustergym.planners.base import Planner
 from clustergym.planners.eplb import EPLB
-from clustergym.planners.registry import make_planner, planner_class
+from clustergym.planners.registry import make_planner
 
-BEST = ("eplb", "incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
+BEST = ("eplb", "swift", "flashlb", "greedy", "anneal")
 """Planners among which the best one is named."""
-PLANNERS = (*BEST, "policy", "hindsight")
-HINDSIGHT = {"hindsight": "anneal-max", "oracle": "oracle", "optimum": "exact"}
+PLANNERS = (*BEST, "hindsight")
+HINDSIGHT = {"hindsight": "anneal", "oracle": "oracle", "optimum": "exact"}
 """Bounds → the planner that sees the next interval."""
 ORACLE_STEPS = 5000
 """Steps per layer, start and stage."""
 ENVIRONMENT = REFERENCE_SCORES.parent / "moe_placement" / "environment.py"
 HEAD = """\
-    | task | random | random-flat | EPLB | policy | best planner | bound |
+    | task | random | random-flat | EPLB | best planner | bound |
     | --- | ---: | ---: | ---: | ---: | ---: | ---: |
 """
 """Begin of the table in the docstring."""
@@ -144,9 +143,7 @@ def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str
             saved[name] = [100 * info["saved_vs_start"] for info in played]
             continue
         kind = HINDSIGHT.get(name, name)
-        options: dict[str, Any] = {"checkpoint": "pretrained"} if planner_class(kind).takes_checkpoint else {}
-        if name == "oracle":
-            options["iterations"] = ORACLE_STEPS
+        options: dict[str, Any] = {"iterations": ORACLE_STEPS} if name == "oracle" else {}
         planner = make_planner(kind, batch.simulator, seed=0, **options)
         times = [plan(batch, planner, seed, name in HINDSIGHT) for seed in range(streams)]
         saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
@@ -169,7 +166,6 @@ def score_row(task: str, saved: dict[str, list[float]]) -> str:
         text["random"],
         text["random-flat"],
         text["eplb"],
-        text["policy"],
         f"{text[planner]} (`{planner}`)",
         text[bound] + proven,
     ]

@@ -30,6 +30,13 @@ import gymnasium
 import numpy as np
 import torch
 import tyro
+from clustergym.planners.policy import inputs as observed
+from clustergym.planners.policy.export import describe_run, initial_weights
+from clustergym.planners.policy.inputs import LAYER_KEYS, PER_CENT, PROGRESS, STEP_KEYS, Inputs, gains
+from clustergym.planners.policy.network import N_CHOSEN_FEATURES, N_DERIVED_FEATURES, averaging
+from clustergym.planners.policy.task import Task, TaskArgs, environment_options, load_tasks
+from clustergym.planners.validation import EvaluationArgs, Validator, summary
+from clustergym.plans.report.training import report_training
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch_geometric.nn import DenseGraphConv
@@ -39,13 +46,6 @@ from clustergym.moe_placement.environment import frame_of
 from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES
 from clustergym.moe_placement.kernels.state import CLOCK_OPERATION, N_PARTS, TIME_OPERATION
 from clustergym.moe_placement.viewer import draw
-from clustergym.planners.policy import inputs as observed
-from clustergym.planners.policy.export import describe_run, initial_weights
-from clustergym.planners.policy.inputs import LAYER_KEYS, PER_CENT, PROGRESS, STEP_KEYS, Inputs, gains
-from clustergym.planners.policy.network import N_CHOSEN_FEATURES, N_DERIVED_FEATURES, averaging
-from clustergym.planners.policy.task import Task, TaskArgs, environment_options, load_tasks
-from clustergym.planners.validation import EvaluationArgs, Validator, summary
-from clustergym.plans.report.training import report_training
 from clustergym.training import Run, RunArgs, World, check_values, derive_seed, parse_args, plain_args, run_trainer
 
 MASKED_LOGIT = -1e8

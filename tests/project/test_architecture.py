@@ -58,7 +58,7 @@ def test_the_contracts_hold(copied: Path) -> None:
         ("moe_placement/kernels/cost.py", "clustergym.moe_placement.launchers.cpu"),
         ("moe_placement/simulator.py", "clustergym.planners.base"),
         ("planners/base.py", "clustergym.plans.planning"),
-        ("moe_placement/environment.py", "clustergym.planners.policy"),
+        ("moe_placement/environment.py", "clustergym.planners.anneal"),
     ],
 )
 def test_a_forbidden_import_breaks_a_contract(copied: Path, module: str, imported: str) -> None:

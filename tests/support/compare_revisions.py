@@ -148,9 +148,7 @@ def environments() -> dict[str, str]:
 def planners(folder: Path) -> dict[str, str]:
     """The table of ``clustergym eval`` without its times."""
     out = folder / "eval.json"
-    names = ("static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
-             "grouping", "random-best", "bottleneck", "bottleneck-8", "swap-greedy", "anneal-max", "anneal", "policy",
-             "policy-guided", "oracle")  # fmt: skip
+    names = ("static", "eplb", "eplb-hierarchical", "flashlb", "swift", "affinity-groups", "greedy", "anneal", "oracle")
     command = [
         sys.executable, "-c", "from clustergym.cli import main; main()", "eval", "--trace", "tiny_moe",
         "--layers", "0", "1", "--streams", "2", "--intervals", "3", "--tokens-per-rank", "32", "--schedule", "drift",

@@ -16,16 +16,16 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from clustergym.planners.policy import task as task_module
+from clustergym.planners.policy.export import read_policy
+from clustergym.planners.policy.network import PolicyNetwork
+from clustergym.planners.policy.planner import Policy
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import ClusterSpec, IntervalStream, ModelSpec, Simulator, Traffic
 from clustergym.moe_placement.kernels.state import LAST_KIND, OP_ILLEGAL
 from clustergym.planners.evaluation import Protocol, evaluate_planner
 from clustergym.planners.exact import Exact
-from clustergym.planners.policy import task as task_module
-from clustergym.planners.policy.export import read_policy
-from clustergym.planners.policy.network import PolicyNetwork
-from clustergym.planners.policy.planner import Policy
 from clustergym.training import CHECKPOINT_NAME, CheckpointError, World, load_checkpoint
 from trainers import FOLDER, load_trainer
 
