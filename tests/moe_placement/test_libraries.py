@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import RecordVideo
+from gymnasium.wrappers import FlattenObservation, RecordVideo
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from gymnasium.wrappers.vector import RecordVideo as RecordVideos
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, render_test, seed_test
@@ -199,18 +199,17 @@ class Tiny:
         return moe_placement_v0.env(**TINY, **kwargs)
 
 
-@pytest.mark.parametrize("conditional", [False, True])
-def test_pettingzoo_api_seed_and_render(conditional: bool) -> None:
+def test_pettingzoo_api_seed_and_render() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        api_test(Tiny.env(conditional=conditional), num_cycles=60)
-        seed_test(lambda: Tiny.env(conditional=conditional), num_cycles=20)
-        render_test(lambda **kwargs: Tiny.env(conditional=conditional, **kwargs))
+        api_test(Tiny.env(), num_cycles=60)
+        seed_test(Tiny.env, num_cycles=20)
+        render_test(Tiny.env)
 
 
 def test_pettingzoo_parallel_and_max_cycles() -> None:
-    parallel_api_test(Tiny.parallel_env(observation="compact"), num_cycles=60)
-    parallel_seed_test(lambda: Tiny.parallel_env(observation="compact"))
+    parallel_api_test(Tiny.parallel_env(), num_cycles=60)
+    parallel_seed_test(Tiny.parallel_env)
     max_cycles_test(Tiny)
     with pytest.raises(ValueError, match="max_cycles is 0: expected at least 1"):
         Tiny.parallel_env(max_cycles=0)
@@ -252,7 +251,9 @@ def test_maskable_ppo_plays_no_illegal_action(name: str) -> None:
     pytest.importorskip("sb3_contrib")
     from sb3_contrib import MaskablePPO
 
-    env: Any = gymnasium.make(name, observation="compact", **TINY)
+    env: Any = gymnasium.make(name, **TINY)
+    if "Flat" not in name:
+        env = FlattenObservation(env)
     model = MaskablePPO("MlpPolicy", env, n_steps=32, batch_size=32, seed=1, device="cpu")
     model.learn(2 * STEPS)
     obs, _ = env.reset(seed=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +19,7 @@ from clustergym.common.choices import one_of
 from clustergym.common.compiling import warn_while_compiling
 from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, N_COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.cost import add_links
+from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.lookahead import PERCENT
 from clustergym.moe_placement.kernels.observation import (
     N_CONTEXT,
@@ -49,7 +51,7 @@ from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
 from clustergym.moe_placement.simulator import Simulator, zeros_of
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, model_for
-from clustergym.moe_placement.streams import IntervalStream, Traffic, expert_sets
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets, layer_first
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
 from clustergym.traces.token_trace import DEFAULT_TRACE, TokenTrace, bundled_traces
@@ -102,8 +104,8 @@ class PlacementConfig:
     """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first interval)."""
     illegal_penalty: float = 1.0
     """Price of an illegal action, in units of the reward: percent of a layer's time."""
-    compare_eplb: bool = True
-    """Also serve every interval with EPLB's placement: the episode's information then has the time saved against it."""
+    compare_eplb: bool = False
+    """At the end of an episode, also serve it with EPLB's placement: ``info`` then has the time saved against it."""
     mix_observed: bool = False
     """Observe the tokens of an interval dealt over its passes and ranks at random. Which rank had a token is chance,
     and the look-ahead then does not count it. The next interval, which is rewarded, is served as it comes."""
@@ -204,7 +206,6 @@ class PlacementBatch:
             n_intervals=config.intervals,
             ops_per_layer=config.ops_per_layer,
             start_eplb=one_of(config.start, ("static", "eplb"), "start"),
-            compare_eplb=int(config.compare_eplb),
             mix_observed=int(config.mix_observed),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
@@ -236,10 +237,11 @@ class PlacementBatch:
         self.sim = self.simulator.allocate(batch, 2 * n_passes, n_tokens, self.device)
         placement = (layers, gpus, slots)
         self.episode = {
+            "rows": zeros((config.intervals + 1, n_passes, n_tokens), torch.int32),
+            "rank_start": zeros((config.intervals + 1, n_passes, gpus + 1), torch.int32),
             "slots": zeros(placement, torch.int16),
             "first_slots": zeros(placement, torch.int16),
-            "eplb_slots": zeros(placement if config.compare_eplb else (1, 1, 1), torch.int16),
-            "start_us": zeros((layers,), torch.float64),
+            "future_us": zeros((layers, config.intervals), torch.float64),
             "load_average": zeros((layers, experts), torch.float32),
             "clock": zeros((N_CLOCKS,), torch.int32),
             "last_operation": zeros((N_LAST,), torch.int32),
@@ -399,6 +401,20 @@ class PlacementBatch:
         parts["candidates"] = self.candidates
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return named | {"reward": self.reward, "illegal": self.illegal}
+
+    def eplb_us(self, index: int) -> float:
+        """µs of a layer and pass in environment ``index``'s episode if EPLB plans again before every interval."""
+        rows, starts = (self.episode[name][index].cpu().numpy() for name in ("rows", "rank_start"))
+        intervals = [Interval(layer_first(self.trace), *parts) for parts in zip(rows, starts, strict=True)]
+        before, total = self.episode["first_slots"][index].cpu().numpy().copy(), 0.0
+        ints, floats = np.zeros((3, self.n_experts), np.int32), np.zeros(self.n_experts + self.n_gpus)
+        for seen, served in pairwise(intervals):
+            plan = np.zeros_like(before)
+            for slots, load in zip(plan, seen.loads(self.n_experts).astype(np.float64), strict=True):
+                eplb_slots(slots, load, 1, 0, ints, floats)
+            total += float(self.simulator.evaluate(served, plan, before, check=False).total_us.mean())
+            before = plan
+        return total / self.config.intervals
 
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of everything that changes. :meth:`set_state` continues from it bit for bit."""

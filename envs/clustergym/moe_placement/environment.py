@@ -36,7 +36,6 @@ from clustergym.moe_placement.kernels.state import (
     LAST_VICTIM,
     OP_ILLEGAL,
     OP_NOTHING,
-    TIME_EPLB,
     TIME_MIGRATED,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
@@ -283,7 +282,9 @@ def episode_info(batch: PlacementBatch) -> dict[str, npt.NDArray[np.float64]]:
         "reused": batch.episode["clock"].cpu().numpy()[:, CLOCK_REUSE].astype(np.float64),
     }
     if batch.config.compare_eplb:
-        info |= {"eplb_us": mean_us[TIME_EPLB], "saved_vs_eplb": (mean_us[TIME_EPLB] - time_us) / unit}
+        done = batch.done.tolist()
+        eplb_us = np.array([batch.eplb_us(i) if over else 0.0 for i, over in enumerate(done)])
+        info |= {"eplb_us": eplb_us, "saved_vs_eplb": np.where(done, eplb_us - time_us, 0.0) / unit}
     return info
 
 
@@ -355,10 +356,14 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
       kernel and migration / layer time.
 
     ## Rewards
-    An operation earns what it saves on the next interval (served time and migration). When the agents reach a layer,
-    what earlier operations save on it in the new interval is credited. The unit is one percent of the mean time of a
-    layer under the static placement, so rewards are about 1. The rewards of an episode, without `illegal_penalty`, add
-    up to exactly 100 · layers · `intervals` · `saved_vs_start`: the time saved against serving with the start placement.
+    An operation earns what it saves on the next interval (served time and migration). Its effect lives on until the
+    layer is visited again, and longer where it is left alone. So the last operation of a visit also earns what the
+    visit saves on the later intervals of the episode, as if the layer stayed as it is. The visits that change it are
+    paid for the difference. Nothing is paid for what earlier visits did: a visit's rewards are its own.
+
+    The unit is one percent of the mean time of a layer under the static placement: rewards are about 1. The rewards of
+    an episode, without `illegal_penalty`, add up to exactly 100 · layers · `intervals` · `saved_vs_start`, the time
+    saved against serving with the start placement.
 
     ## Starting State
     A stream begins at a random place of the trace; the first interval has been served on the start placement (`start`).
@@ -368,9 +373,9 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     ## Episode End
     Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps, which is the spec's
     `max_episode_steps`. `info` then holds means per layer and pass: `time_us` (= `served_us` + `migration_us`),
-    `start_us` (start placement), `eplb_us` (EPLB planned again before every interval, migration included),
-    `saved_vs_start` and `saved_vs_eplb` (shares of the static placement's time), and `reused` (1 if the split was used up and tokens were
-    served again, which only `allow_reuse=True` permits).
+    `start_us` (start placement), `saved_vs_start` (a share of the static placement's time), and `reused` (1 if the
+    split was used up and tokens were served again, which only `allow_reuse=True` permits). With `compare_eplb=True`
+    also `eplb_us` (EPLB planned again before every interval, migration included) and `saved_vs_eplb`.
 
     ## Info
     Every step has `no_op` (the pair changed nothing, by choice), `expert` (layer × E + expert; -1 for an expert that

@@ -101,8 +101,7 @@ class Resamples:
         self.sequences = float(trace.seq_lens.sum() ** 2 / (trace.seq_lens.astype(float) ** 2).sum())
         self.pass_share = source.tokens / source.trace_tokens
         layers = max(FEWEST_LAYERS, RESAMPLED_TOKENS // (draws * RESAMPLED_PASSES * source.tokens))
-        # With transport "stay" layers depend on each other.
-        self.layers = spread_layers(trace.n_layers, trace.n_layers if simulator.stay else layers)
+        self.layers = spread_layers(trace.n_layers, layers)
         passes = Interval.join([source.draw(RESAMPLED_PASSES, rng, resample=True) for _ in range(draws)])
         self.passes = Interval(passes.experts[self.layers], passes.rows, passes.rank_start)
 

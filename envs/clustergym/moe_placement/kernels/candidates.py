@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
-from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT, PERCENT
+from clustergym.moe_placement.kernels.lookahead import PERCENT, cut_percent
 from clustergym.moe_placement.kernels.observation import (
     EXPERT_LOAD,
     EXPERT_LOAD_CHANGE,
@@ -183,9 +183,9 @@ def _try(episode, sim, obs, b, rules, e, node, true, smooth, moved, row):
     apply_operation(sim, b, e, target, source, victim, topology, costs, n_passes)
     now = with_migration(true, moved, before_us, costs)
     then = with_migration(true_then, moved_then, before_us, costs)
-    row[SAVED] = max(-MOST_PERCENT, (now - then) * PERCENT / before_us)
-    row[SAVED_SMOOTH] = max(-MOST_PERCENT, (smooth - smooth_then) * PERCENT / before_us)
-    row[MIGRATION] = max(-MOST_PERCENT, (moved - moved_then) * PERCENT / before_us)
+    row[SAVED] = cut_percent((now - then) * PERCENT / before_us)
+    row[SAVED_SMOOTH] = cut_percent((smooth - smooth_then) * PERCENT / before_us)
+    row[MIGRATION] = cut_percent((moved - moved_then) * PERCENT / before_us)
     row[EXISTS] = 1.0
     row[IS_ADD] = 1.0 if kind == OP_ADD else 0.0
     row[IS_DELETE] = 1.0 if kind == OP_DELETE else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
 from clustergym.moe_placement.kernels.state import (
@@ -16,8 +16,13 @@ from clustergym.moe_placement.kernels.state import (
     TIME_OBSERVED_START,
 )
 
-# Savings are in percent: numbers around 1 suit networks. Worse than this is cut: nobody would choose it.
+# Savings are in percent: numbers around 1 suit networks. What is beyond this is cut: such operations are never close.
 PERCENT, MOST_PERCENT = 100.0, 100.0
+
+
+@inlined
+def cut_percent(value):
+    return min(MOST_PERCENT, max(-MOST_PERCENT, value))
 
 
 @device
@@ -61,7 +66,7 @@ def look_ahead_parts(episode, sim, b, rules, e, first, result):
         apply_operation(sim, b, e, source, target, victim, topology, costs, n_passes)
         smooth_then = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
         true_then = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
-        row[column + PART_SMOOTH] = max(-MOST_PERCENT, (smooth - smooth_then) * scale)
-        row[column + PART_TRUE] = max(-MOST_PERCENT, (true - true_then) * scale)
-        row[column + PART_MIGRATION] = max(-MOST_PERCENT, (moved - migration_time(sim, b, costs)) * scale)
+        row[column + PART_SMOOTH] = cut_percent((smooth - smooth_then) * scale)
+        row[column + PART_TRUE] = cut_percent((true - true_then) * scale)
+        row[column + PART_MIGRATION] = cut_percent((moved - migration_time(sim, b, costs)) * scale)
         apply_operation(sim, b, e, target, source, victim, topology, costs, n_passes)

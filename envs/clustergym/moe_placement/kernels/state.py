@@ -30,10 +30,9 @@ N_LAST = 7
 # Columns of EpisodeState.times_us. Of the layer that the agents work on: the observed interval now and at the start of
 # the visit; the next interval at the start of the visit, and now with migration.
 TIME_OBSERVED, TIME_OBSERVED_START, TIME_NEXT_START, TIME_NEXT = range(4)
-# Sums over the layers and intervals of the episode: served, migration, the start placement's time, EPLB's time; the
-# rewards.
-TIME_SERVED, TIME_MIGRATED, TIME_START, TIME_EPLB, TIME_SAVED = range(4, 9)
-N_TIMES = 9
+# Sums over the layers and intervals of the episode: served, migration, the start placement's time, the rewards.
+TIME_SERVED, TIME_MIGRATED, TIME_START, TIME_SAVED = range(4, 8)
+N_TIMES = 8
 
 # Columns of StreamState.random, StreamState.position and StreamState.rank_piece.
 RANDOM_KEY, RANDOM_COUNTER = range(2)
@@ -172,30 +171,20 @@ class SimulationState(NamedTuple):
     touched: np.ndarray
     """(B, G) int8: 1 where the set of experts or tokens on the GPU has changed"""
 
-    # Only with transport ``stay``; of size 1 otherwise
-    origins: np.ndarray
-    """(B, W, G, words) uint64: tokens held by each GPU before the layer"""
-    first_uses: np.ndarray
-    """(B, W, E, words) uint64: tokens whose first expert this is"""
-    idle: np.ndarray
-    """(B, W, words) uint64: tokens that use no expert"""
-    destinations: np.ndarray
-    """(B, W, G, words) uint64: tokens held by each GPU after the layer"""
-    return_copies: np.ndarray
-    """(B, W, 4, G) int32: as ``copies`` for the way back"""
-
 
 class EpisodeState(NamedTuple):
     """State of B episodes, besides their :class:`SimulationState` and :class:`StreamState`."""
 
+    rows: np.ndarray
+    """(B, intervals + 1, P, T) int32: tokens of all intervals of the episode, first the one that is only observed"""
+    rank_start: np.ndarray
+    """(B, intervals + 1, P, G + 1) int32: first token of each rank, then T"""
     slots: np.ndarray
     """(B, L, G, S) int16: placement of every layer"""
     first_slots: np.ndarray
     """(B, L, G, S) int16: placement at the start of the episode"""
-    eplb_slots: np.ndarray
-    """(B, L, G, S) int16: what EPLB would use instead; of size 1 without ``compare_eplb``"""
-    start_us: np.ndarray
-    """(B, L) float64: time of each layer in the next interval under the start placement"""
+    future_us: np.ndarray
+    """(B, L, intervals) float64: time of each layer in each interval under the placement that it was left with"""
     load_average: np.ndarray
     """(B, L, E) float32: moving average of the load shares, −1 before the first interval"""
     clock: np.ndarray
@@ -203,7 +192,7 @@ class EpisodeState(NamedTuple):
     last_operation: np.ndarray
     """(B, 7) int32: kind, expert, node, from GPU, to GPU, victim and layer of the last operation"""
     times_us: np.ndarray
-    """(B, 9) float64: see ``TIME_*``"""
+    """(B, 8) float64: see ``TIME_*``"""
     int_scratch: np.ndarray
     """(B, 3, E) int32"""
     float_scratch: np.ndarray
@@ -215,7 +204,7 @@ class EpisodeState(NamedTuple):
     coldest: np.ndarray
     """(B, G) int16 scratch: the expert with fewest tokens on each GPU, -1 on an empty one"""
     exchange: np.ndarray
-    """(B, G, G, 2) float32 scratch: what the column's GPU gives to the row's for a replica (see ``_write_exchanges``)"""
+    """(B, G, G, 2) float32 scratch: what the column's GPU gives to the row's for a replica; see ``_write_exchanges``"""
     gpu_pairs: np.ndarray
     """(B, G) int32 scratch: token-expert pairs that each GPU computes in the observed passes"""
     accepts: np.ndarray
@@ -298,7 +287,5 @@ class Rules(NamedTuple):
     ops_per_layer: int
     start_eplb: int
     """1 starts from EPLB on the first interval, 0 from the static placement."""
-    compare_eplb: int
-    """1 also serves every interval with EPLB's placement, for the information at the end of the episode."""
     mix_observed: int
     """1 deals the observed tokens over passes and ranks at random."""

@@ -14,12 +14,13 @@ from clustergym.moe_placement.kernels import episode as kernels
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.state import CLOCK_OPERATION
 from clustergym.moe_placement.launchers.prefetch import NOTHING, memory_of, prefetch, prefetch_part
-from clustergym.moe_placement.profiles import DEDUP, STAY
+from clustergym.moe_placement.profiles import DEDUP
 
-_begin_episode, _step = kernels.begin_episode, kernels.step
+_draw_episode, _begin_episode, _step = kernels.draw_episode, kernels.begin_episode, kernels.step
+_start_from_eplb = kernels.start_from_eplb
 _look_ahead_parts, _propose = lookahead.look_ahead_parts, candidates.propose
 
-_RESET, _STEP = range(2)
+_DRAW, _BEGIN, _STEP = range(3)
 # Arguments that a command does not use.
 _NO_CHOICE, _NO_REWARD, _NO_MASK = np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0, bool)
 
@@ -60,7 +61,10 @@ def _prefetch_replicas(sim, blocks, b, expert):
 @device
 def _run(first, last, command, episode, sim, stream, obs, trace, rules, where, choice, reward, blocks):
     for b in range(first, last):
-        if command == _RESET:
+        if command == _DRAW:
+            if where[b]:
+                _draw_episode(episode, stream, b, trace, rules)
+        elif command == _BEGIN:
             if where[b]:
                 _begin_episode(episode, sim, stream, obs, b, trace, rules)
         else:
@@ -73,6 +77,13 @@ def _run(first, last, command, episode, sim, stream, obs, trace, rules, where, c
                     if b + 2 < last:
                         _prefetch_replicas(sim, blocks, b + 2, choice[0, b + 2])
             reward[b] = _step(episode, sim, stream, obs, b, trace, rules, choice[0, b], choice[1, b])
+
+
+@device
+def _start_range(first, last, where, episode, trace):
+    for b in range(first, last):
+        if where[b]:
+            _start_from_eplb(episode, b, trace)
 
 
 @device
@@ -90,14 +101,18 @@ def _propose_range(first, last, operations, mask, score, compact, episode, sim, 
 
 def reset(where, state):
     """Begin new episodes where ``where`` (B,) is true. ``state`` is (episode, sim, stream, obs, trace, rules)."""
-    spread(_run, len(where), _RESET, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
+    episode, _, _, _, trace, rules = state
+    spread(_run, len(where), _DRAW, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
+    if rules.start_eplb:
+        spread(_start_range, len(where), where, episode, trace)
+    spread(_run, len(where), _BEGIN, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
 
 
 def step(choice, reward, state):
     """One operation in every environment, ``choice`` (2, B) of expert and node; writes ``reward`` (B,)."""
     episode, sim, _, obs, _, rules = state
     # A batch does not fit into the caches: while one environment steps, the data of its neighbour is fetched.
-    by_node = rules.topology.transport in (DEDUP, STAY)
+    by_node = rules.topology.transport == DEDUP
     blocks = memory_of(
         [
             sim.slots, sim.n_replicas, sim.replicas, sim.piece_mask, sim.piece_at, sim.slot_pairs, sim.visits,

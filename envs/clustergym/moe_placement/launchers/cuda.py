@@ -10,7 +10,8 @@ from clustergym.moe_placement.kernels import episode as kernels
 
 THREADS = 64
 
-_begin_episode, _one_step = kernels.begin_episode, kernels.step
+_draw_episode, _begin_episode, _one_step = kernels.draw_episode, kernels.begin_episode, kernels.step
+_start_from_eplb = kernels.start_from_eplb
 _look_ahead_parts, _propose_one = lookahead.look_ahead_parts, candidates.propose
 
 
@@ -18,6 +19,9 @@ _look_ahead_parts, _propose_one = lookahead.look_ahead_parts, candidates.propose
 def _reset(where, episode, sim, stream, obs, trace, rules):
     b = cuda.grid(1)
     if b < where.shape[0] and where[b]:
+        _draw_episode(episode, stream, b, trace, rules)
+        if rules.start_eplb:
+            _start_from_eplb(episode, b, trace)
         _begin_episode(episode, sim, stream, obs, b, trace, rules)
 
 
