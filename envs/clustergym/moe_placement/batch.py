@@ -54,7 +54,7 @@ from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, 
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets, layer_first
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
-from clustergym.traces.token_trace import DEFAULT_TRACE, TokenTrace, bundled_traces
+from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 # Intervals over which the time of the static placement, the unit of rewards, is averaged.
 _STATIC_INTERVALS = 4
@@ -64,7 +64,7 @@ _STATIC_INTERVALS = 4
 class PlacementConfig:
     """Everything that makes one placement task; the environments take these as keyword arguments."""
 
-    trace: str | TokenTrace = DEFAULT_TRACE
+    trace: str | TokenTrace = "tiny_moe_domains"
     """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled or generated trace."""
     split: str = "train"
     """Part of the trace, see ``clustergym.traces.splits``: ``train``, ``validation``, ``test`` or ``all``."""
@@ -86,7 +86,7 @@ class PlacementConfig:
     """Passes of an interval that are simulated and averaged; by default 4 in decode, 2 in prefill."""
     passes_per_interval: int = 1000
     """Forward passes between two placement decisions: moving an expert is paid once, serving that many times."""
-    ops_per_layer: int = 8
+    ops_per_layer: int = 16
     """Operations on each layer between two intervals."""
     schedule: str = "stationary"
     """How domains follow each other: ``stationary``, ``drift`` (mixture walk), ``switch``, ``replay``."""
@@ -113,7 +113,7 @@ class PlacementConfig:
     """Nine more columns of ``pairs``: what PLACE, ADD and DELETE of every pair would save on the observed interval, in
     percent of the layer's time: in the smooth 8-norm over GPUs, in true time, and in migration. Exact, and slow."""
     candidates: int = 0
-    """Propose so many operations at every step, tried exactly and best first (``PlacementBatch.candidates``)."""
+    """Propose so many operations at every step, tried exactly (``PlacementBatch.candidates``)."""
 
     @property
     def traffic(self) -> Traffic:

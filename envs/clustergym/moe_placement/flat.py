@@ -15,7 +15,7 @@ from clustergym.moe_placement.kernels.candidates import CANDIDATE_FEATURES, COMP
 from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT
 from clustergym.moe_placement.vector import Flags, MoEPlacementVectorEnv
 
-CANDIDATES = 8
+CANDIDATES = 32
 """Candidates that an environment proposes, if it is not told."""
 
 
@@ -38,12 +38,13 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
     """
     ## Description
     The task of :class:`MoEPlacementEnv` with an action and an observation that any agent can use. At every step the
-    environment proposes `candidates` operations: those on experts of the GPU with the slowest kernel and of the GPU
-    with most traffic that promise most by a cheap estimate. Only these are tried, exactly, on the observed interval.
+    environment proposes `candidates` operations, chosen by a cheap estimate: half of them on the experts of the GPU
+    with the slowest kernel and of the GPU with most traffic, the others for other experts, at most one per replica.
+    Only these are tried, exactly, on the observed interval.
 
     ## Action Space
-    `Discrete(candidates + 1)`: 0 changes nothing, i applies the i-th candidate. Candidates are in the order of the time
-    that they would save on the OBSERVED interval, best first. The rewards are for the next interval.
+    `Discrete(candidates + 1)`: 0 changes nothing, i applies the i-th candidate. Candidates are in the order of expert
+    and node, which says nothing about their worth.
 
     The mask is exact and is in `info["action_mask"]` (int8, as Gymnasium's `sample` takes it) and `action_masks()`
     (bool, as sb3-contrib wants it). It leaves out candidates that do not exist. Choosing one does nothing, counts in
@@ -59,7 +60,7 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
     * of each GPU: load / mean, compute time, free slots, traffic inside the node and between nodes, replicas to receive
     * `context` of :class:`MoEPlacementEnv`
 
-    With 8 candidates and 16 GPUs these are 190 numbers.
+    With 32 candidates and 16 GPUs these are 454 numbers.
 
     ## Rewards, Starting State, Episode End
     As :class:`MoEPlacementEnv`.
