@@ -191,6 +191,13 @@ def test_unknown_arguments_raise_a_type_error() -> None:
             make(**TINY, token_per_rank=5)
 
 
+@pytest.mark.parametrize("name", ["observation", "memory", "lookahead_norm", "reward_norm", "conditional"])
+def test_removed_arguments_say_what_to_use_instead(name: str) -> None:
+    for make in (MoEPlacementEnv, moe_placement_v0.env, lambda **o: MoEPlacementVectorEnv(2, **o)):
+        with pytest.raises(TypeError, match=f"argument '{name}' was removed: "):
+            make(**TINY, **{name: True})
+
+
 def test_a_trace_without_a_model_asks_for_one_and_names_candidates() -> None:
     trace = TokenTrace(np.argsort(np.random.default_rng(0).random((90, 2, 8)), axis=2)[:, :, :2], name="mine")
     with pytest.raises(

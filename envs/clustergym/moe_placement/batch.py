@@ -125,6 +125,16 @@ class PlacementConfig:
         )  # fmt: skip
 
 
+REMOVED_ARGUMENTS = {
+    "observation": "wrap the environment in FlattenObservation, or use MoEPlacementFlat-v0",
+    "memory": "a look-ahead writes nothing any more",
+    "lookahead_norm": "the look-ahead shows the smooth 8-norm and the true time",
+    "reward_norm": "rewards are in true time, and add up to the time saved",
+    "conditional": "moe_placement_v0.env() always shows the chosen expert; parallel_env() lets both choose at once",
+}
+"""Arguments of earlier versions → what to use instead."""
+
+
 @lru_cache(maxsize=8)
 def _load_once(path: str, modified_ns: int) -> TokenTrace:
     return TokenTrace.load(path)

@@ -12,7 +12,7 @@ import torch
 from gymnasium import spaces
 
 from clustergym.common.choices import config_from
-from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.batch import REMOVED_ARGUMENTS, PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT
 from clustergym.moe_placement.kernels.observation import (
     EXPERT_FEATURES,
@@ -166,7 +166,7 @@ class PlacementTask:
         if render_mode not in (None, "human", "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
         self.render_mode = render_mode
-        self.batch = PlacementBatch(config_from(PlacementConfig, options), 1)
+        self.batch = PlacementBatch(config_from(PlacementConfig, options, REMOVED_ARGUMENTS), 1)
         self._look()
         self._saved = []
         self._seeded = False

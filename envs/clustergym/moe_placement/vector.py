@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from clustergym.common.choices import config_from
-from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.batch import REMOVED_ARGUMENTS, PlacementBatch, PlacementConfig
 from clustergym.moe_placement.environment import (
     LAYER_KEY,
     STEP_INFO,
@@ -94,7 +94,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         self.render_mode, self.max_episode_steps = render_mode, max_episode_steps
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
-        self.batch = PlacementBatch(config_from(PlacementConfig, options), num_envs, device)
+        self.batch = PlacementBatch(config_from(PlacementConfig, options, REMOVED_ARGUMENTS), num_envs, device)
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = self._spaces()
         self.observation_space = batch_space(self.single_observation_space, num_envs)
