@@ -57,7 +57,7 @@ def test_functions_are_stamped_with_their_sources() -> None:
         # Everything counts with these.
         ("moe_placement/kernels/state.py", {"cost", "streams", "episode", "cpu", "simulator"}),
         ("moe_placement/profiles.py", {"cost", "streams", "episode", "cpu", "simulator"}),
-        ("moe_placement/kernels/streams.py", {"streams", "episode", "cpu"}),
+        ("moe_placement/kernels/streams.py", {"streams", "episode", "cpu", "simulator"}),
         ("moe_placement/kernels/observation.py", {"episode", "cpu"}),
         ("moe_placement/kernels/lookahead.py", {"cpu"}),
         ("moe_placement/launchers/prefetch.py", {"cpu"}),

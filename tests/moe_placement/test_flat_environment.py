@@ -42,7 +42,7 @@ def changes(env: MoEPlacementFlatEnv) -> np.ndarray:
 
 def test_candidates_are_what_the_look_ahead_says_in_no_order_of_worth() -> None:
     """Each candidate is a different legal operation that changes something, with the exact saving of the look-ahead."""
-    env = MoEPlacementFlatEnv(**TINY, candidates=6, intervals=2)
+    env = MoEPlacementFlatEnv(**(TINY | {"passes_per_interval": 1000}), candidates=6, intervals=2)
     rng = np.random.default_rng(0)
     obs, info = env.reset(seed=2)
     kinds, experts, sorted_by_worth, done = set(), [], [], False
