@@ -227,7 +227,7 @@ def test_torchrl_takes_every_kind_of_environment(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check_env_specs(GymEnv(name, **options_of(name)))
-        vector = GymWrapper(gymnasium.make_vec(name, 2, **options_of(name)))
+        vector = GymWrapper(gymnasium.make_vec(name, 2, autoreset_mode="SameStep", **options_of(name)))
         assert vector.rollout(3, break_when_any_done=False).batch_size == (2, 3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_option'"):
         gymnasium.make(name, no_such_option=1)

@@ -319,7 +319,8 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     PLACE moves the expert's replica on the busiest GPU. A full GPU gives its replica with fewest tokens in exchange. If
     g holds the expert already, nothing happens: this is the no-op (`noop_action()`).
     An illegal action does nothing; it never raises. It is marked in `info["legal"]`, counted in
-    `info["illegal_actions"]`, and costs `illegal_penalty`.
+    `info["illegal_actions"]`, and costs `illegal_penalty`. An action may also be one number, expert · 3·G + node:
+    TorchRL, which finds the joint mask, acts so.
 
     The observation's `action_mask` is exact. `action_masks()`, for sb3-contrib, returns a mask per component, of which
     every combination is legal. Such a pair of masks leaves out ADD and DELETE.
@@ -424,6 +425,8 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     def _operation(self, action: Any) -> tuple[int, int]:
         """The expert and the node that an action stands for."""
+        if np.ndim(action) == 0:
+            action = divmod(int(action), 3 * self.batch.n_gpus)
         return int(action[0]), int(action[1])
 
     def _mask_info(self) -> dict[str, Any]:
