@@ -55,8 +55,8 @@ def _register_with_pettingzoo(name: str) -> None:
         pettingzoo.register("aec", name, f"clustergym.{name}:env")
 
 
-for _id, _kind, _arguments in placement_ids():
-    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_arguments)
+for _id, (_kind, _task) in placement_ids().items():
+    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_task.arguments)
 _ALLOCATION = ("gpu_allocation.environment:GPUAllocationEnv", "gpu_allocation.environment:GPUAllocationVectorEnv")
 _register("GPUAllocation-v0", *_ALLOCATION)
 _register("GPUAllocationHistory-v0", *_ALLOCATION, history=True)

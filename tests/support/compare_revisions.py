@@ -76,8 +76,7 @@ def rollout(env: Any, steps: int, rng: np.random.Generator) -> str:
     for _ in range(steps):
         obs = seen[-1]
         if isinstance(obs, dict):
-            expert = rng.choice(np.flatnonzero(obs["expert_mask"]))
-            action = np.array([expert, rng.choice(np.flatnonzero(obs["joint_mask"][expert]))])
+            action = rng.choice(np.argwhere(obs["action_mask"]))
         else:
             action = rng.random(env.action_space.shape).astype(np.float32)
         found = env.step(action)
