@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import njit
 from torch import Tensor, nn
 
 from clustergym.common.extras import require
@@ -30,13 +29,16 @@ WITHIN = (1, 2, 4, 8, 16, 32)
 """Windows in tokens: the predictor says how likely an expert is used within so many tokens."""
 HORIZON = 3
 """The predictor looks 1 … 3 visits ahead."""
-HALF_LIVES = (0.6, 0.85, 0.95, 0.985)
+DECAYS = np.array([0.6, 0.85, 0.95, 0.985], np.float32)
 """Factors per token of the decayed shares."""
-N_FEATURES = 3 + len(HALF_LIVES)
+N_FEATURES = 3 + len(DECAYS)
 """Per expert: used by the last token, decayed shares, share since the start, recency."""
 LAGS = 4
 """The routing of so many visits before the predicted one is an input, as far as it is known."""
 PRIOR_TOKENS = 8.0
+LONG_AGO = -1000.0
+NEVER = 1 << 20
+"""Tokens until the next use of an expert that is not used again."""
 FORMAT = 1
 MAX_WEIGHTS_BYTES = 1 << 30
 MAX_FIT_TOKENS = 60_000
@@ -46,69 +48,55 @@ Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in total, and a text."""
 
 
-@njit(cache=True)
-def _describe(used, decayed, counts, last, token, popularity, features):  # type: ignore[no-untyped-def]
-    """Features (N_FEATURES, E) of one layer before its next token, number ``token`` of the sequence."""
-    n_decays = decayed.shape[0]
-    for e in range(len(used)):
-        features[0, e] = used[e]
-        for d in range(n_decays):
-            features[1 + d, e] = decayed[d, e]
-        features[1 + n_decays, e] = (counts[e] + PRIOR_TOKENS * popularity[e]) / (token + PRIOR_TOKENS)
-        features[2 + n_decays, e] = 1.0 / (token - last[e])
+@dataclass
+class UseHistory:
+    """What is remembered of how experts were used: arrays (…, E), changed in place.
 
+    The leading dimensions are sequences and layers that are served side by side.
+    """
 
-@njit(cache=True)
-def _record(ids, used, decayed, counts, last, token, factors):  # type: ignore[no-untyped-def]
-    """Token number ``token`` used the experts ``ids`` in this layer."""
-    used[:] = 0
-    for e in ids:
-        if e >= 0:
-            used[e] = 1
-    for e in range(len(used)):
-        for d in range(decayed.shape[0]):
-            decayed[d, e] = factors[d] * decayed[d, e] + (1 - factors[d]) * used[e]
-        counts[e] += used[e]
-        if used[e]:
-            last[e] = token
+    popularity: npt.NDArray[np.float32]
+    used: npt.NDArray[np.float32]
+    decayed: npt.NDArray[np.float32]
+    """(…, decays, E)"""
+    counts: npt.NDArray[np.float32]
+    last: npt.NDArray[np.float32]
+    token: npt.NDArray[np.float32]
+    """(…, 1) tokens so far"""
 
+    @classmethod
+    def start(cls, popularity: npt.NDArray[np.float32], batch: tuple[int, ...] = ()) -> UseHistory:
+        """The history of sequences of which nothing was served yet, with popularity (L, E)."""
+        shape = (*batch, *popularity.shape)
+        decayed = np.broadcast_to(popularity[..., None, :], (*shape[:-1], len(DECAYS), shape[-1]))
+        zeros = np.zeros(shape, np.float32)
+        return cls(
+            popularity=np.broadcast_to(popularity, shape),
+            used=zeros,
+            decayed=decayed.copy(),
+            counts=zeros.copy(),
+            last=np.full(shape, LONG_AGO, np.float32),
+            token=np.zeros((*shape[:-1], 1), np.float32),
+        )
 
-LONG_AGO = -1000
+    def layer(self, layer: int) -> UseHistory:
+        """The part of one layer, sharing memory."""
+        return UseHistory(*(getattr(self, name)[:, layer] for name in self.__dataclass_fields__))
 
+    def record(self, used: npt.NDArray[np.float32]) -> None:
+        """The next token used the experts that are 1 in ``used`` (…, E)."""
+        self.used[...] = used
+        self.decayed *= DECAYS[:, None]
+        self.decayed += (1 - DECAYS)[:, None] * used[..., None, :]
+        self.counts += used
+        np.copyto(self.last, self.token, where=used > 0)
+        self.token += 1
 
-@njit(cache=True)
-def _features(experts, starts, popularity, factors, features):  # type: ignore[no-untyped-def]
-    """Features (T + S, L, N_FEATURES, E) before each token, and one more row after the last token of a sequence."""
-    n_layers, n_experts = popularity.shape
-    decayed = np.empty((len(factors), n_experts), np.float32)
-    for s in range(len(starts) - 1):
-        for l in range(n_layers):
-            used = np.zeros(n_experts, np.float32)
-            counts = np.zeros(n_experts, np.float32)
-            last = np.full(n_experts, LONG_AGO)
-            for d in range(len(factors)):
-                decayed[d] = popularity[l]
-            for t in range(starts[s], starts[s + 1]):
-                _describe(used, decayed, counts, last, t - starts[s], popularity[l], features[t + s, l])
-                _record(experts[t, l], used, decayed, counts, last, t - starts[s], factors)
-            end = starts[s + 1]
-            _describe(used, decayed, counts, last, end - starts[s], popularity[l], features[end + s, l])
-
-
-@njit(cache=True)
-def _next_use(experts, starts, n_experts, distance, left):  # type: ignore[no-untyped-def]
-    """Tokens until the next use of each expert, 1 being this token and 0 never; tokens left of the sequence."""
-    n_layers = experts.shape[1]
-    for s in range(len(starts) - 1):
-        for l in range(n_layers):
-            upcoming = np.full(n_experts, -1)
-            for t in range(starts[s + 1] - 1, starts[s] - 1, -1):
-                left[t] = starts[s + 1] - t
-                for e in experts[t, l]:
-                    if e >= 0:
-                        upcoming[e] = t
-                for e in range(n_experts):
-                    distance[t, l, e] = 0 if upcoming[e] < 0 else upcoming[e] - t + 1
+    def features(self) -> npt.NDArray[np.float32]:
+        """(…, N_FEATURES, E) before the next token."""
+        share = (self.counts + PRIOR_TOKENS * self.popularity) / (self.token + PRIOR_TOKENS)
+        recency = 1 / (self.token - self.last)
+        return np.concatenate([self.used[..., None, :], self.decayed, np.stack([share, recency], -2)], -2)
 
 
 class NextUseNet(nn.Module):
@@ -159,15 +147,12 @@ class Predictions:
 
 
 @dataclass
-class UseHistory:
+class ServedSequences:
     """What a predictor remembers of B sequences while they are served. :meth:`Predictor.visit` updates it."""
 
-    used: npt.NDArray[np.float32]
-    decayed: npt.NDArray[np.float32]
-    counts: npt.NDArray[np.float32]
-    last: npt.NDArray[np.int64]
-    token: npt.NDArray[np.int64]
+    history: UseHistory
     recent: npt.NDArray[np.float32]
+    """(B, LAGS, E) routing of the last visits, the latest first"""
 
 
 @dataclass
@@ -211,52 +196,36 @@ class Predictor:
                 keep[start : start + chunk] = out.numpy()
         return Predictions(ahead, keep)
 
-    def start(self, batch: int) -> UseHistory:
-        """The history of B sequences of which no token was served yet."""
-        n_layers, n_experts = self.shape
-        decayed = np.broadcast_to(self.popularity[None, :, None], (batch, n_layers, len(HALF_LIVES), n_experts))
-        return UseHistory(
-            used=np.zeros((batch, n_layers, n_experts), np.float32),
-            decayed=decayed.copy(),
-            counts=np.zeros((batch, n_layers, n_experts), np.float32),
-            last=np.full((batch, n_layers, n_experts), LONG_AGO),
-            token=np.zeros((batch, n_layers), np.int64),
-            recent=np.zeros((batch, LAGS, n_experts), np.float32),
-        )
+    def start(self, batch: int) -> ServedSequences:
+        """The memory of B sequences of which no token was served yet."""
+        history = UseHistory.start(self.popularity, (batch,))
+        return ServedSequences(history, np.zeros((batch, LAGS, self.net.n_experts), np.float32))
 
     def visit(
-        self, history: UseHistory, layer: int, experts: npt.NDArray[np.integer[Any]]
+        self, served: ServedSequences, layer: int, experts: npt.NDArray[np.integer[Any]]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Record that the sequences used ``experts`` (B, K) in ``layer``, and predict.
+        """Record that B sequences used ``experts`` (B, K) in ``layer``, and predict.
 
         Returns (B, HORIZON, E) probabilities for the next visits and (B, E, len(WITHIN)) for this layer's next tokens.
         They equal ``ahead`` and ``keep`` of :meth:`predict`.
         """
         batch, (n_layers, n_experts) = len(experts), self.shape
-        factors = np.array(HALF_LIVES, np.float32)
-        ids = np.ascontiguousarray(experts, np.int64)
-        layers = [(layer + h) % n_layers for h in range(HORIZON + 1)]
-        features = np.empty((HORIZON + 1, batch, N_FEATURES, n_experts), np.float32)
-        for b in range(batch):
-            own = history.used[b], history.decayed[b], history.counts[b], history.last[b]
-            _record(ids[b], *(array[layer] for array in own), int(history.token[b, layer]), factors)
-            history.token[b, layer] += 1
-            for h, l in enumerate(layers):
-                token = int(history.token[b, l])
-                _describe(*(array[l] for array in own), token, self.popularity[l], features[h, b])
-        history.recent[:, 1:] = history.recent[:, :-1].copy()
-        history.recent[:, 0] = history.used[:, layer]
-        ahead = np.zeros((batch, HORIZON, n_experts), np.float32)
+        used = use(experts, n_experts)
+        served.history.layer(layer).record(used)
+        served.recent = np.concatenate([used[:, None], served.recent[:, :-1]], 1)
+        ahead = np.empty((batch, HORIZON, n_experts), np.float32)
+        recent = torch.from_numpy(served.recent)
         with torch.inference_mode():
-            inputs, recent = torch.from_numpy(features), torch.from_numpy(history.recent)
-            for h in range(1, HORIZON + 1):
+            for h in range(HORIZON + 1):
+                l = (layer + h) % n_layers
+                features = torch.from_numpy(served.history.layer(l).features())[None]
                 before = torch.zeros(1, batch, LAGS, n_experts)
+                if h == 0:
+                    keep = torch.sigmoid(self.net(features, before, slice(l, l + 1))[0]).numpy()
+                    continue
                 before[0, :, h - 1 :] = recent[:, : LAGS - h + 1]
-                part = slice(layers[h], layers[h] + 1)
-                logits = self.net(inputs[h : h + 1], before, part, heads=1)
+                logits = self.net(features, before, slice(l, l + 1), heads=1)
                 ahead[:, h - 1] = torch.sigmoid(logits[0, ..., 0]).numpy()
-            own_logits = self.net(inputs[:1], torch.zeros(1, batch, LAGS, n_experts), slice(layer, layer + 1))
-            keep = torch.sigmoid(own_logits[0]).numpy()
         return ahead, keep
 
     def recall(self, trace: TokenTrace, max_tokens: int = 6000) -> list[float]:
@@ -330,17 +299,22 @@ class _Batches:
         n, n_layers, n_experts = trace.n_tokens, trace.n_layers, trace.n_experts
         starts = np.append(trace.seq_starts, n)
         self.n_layers = n_layers
+        used = use(trace.experts, n_experts)
+        # One more row after the last token of each sequence.
         features = np.empty((n + trace.n_sequences, n_layers, N_FEATURES, n_experts), dtype)
-        _in_parts(trace, starts, popularity, features)
+        for s in range(trace.n_sequences):
+            history = UseHistory.start(popularity)
+            for t in range(starts[s], starts[s + 1]):
+                features[t + s] = history.features()
+                history.record(used[t])
+            features[starts[s + 1] + s] = history.features()
         self.features = torch.from_numpy(features)
         sequence = np.repeat(np.arange(trace.n_sequences), trace.seq_lens)
         self.row = torch.from_numpy(np.arange(n) + sequence)
         self.first_visit = torch.from_numpy(starts[sequence] * n_layers)
         # Routing by visit, after LAGS empty visits.
-        used = np.zeros((n * n_layers, n_experts + 1), np.uint8)
-        np.put_along_axis(used, trace.experts.reshape(n * n_layers, -1).astype(np.int64), 1, axis=1)
-        used = used[:, :n_experts]
-        self.used = torch.from_numpy(np.concatenate([np.zeros((LAGS, n_experts), np.uint8), used]))
+        by_visit = used.astype(np.uint8).reshape(n * n_layers, n_experts)
+        self.used = torch.from_numpy(np.concatenate([np.zeros((LAGS, n_experts), np.uint8), by_visit]))
 
     def inputs(self, tokens: Tensor, horizon: Tensor) -> tuple[Tensor, Tensor]:
         """Features (L, B, N_FEATURES, E) and routing (L, B, LAGS, E) known ``horizon`` (B,) visits before."""
@@ -359,16 +333,27 @@ class _Batches:
         return features, torch.zeros(n_layers, batch, LAGS, n_experts)
 
 
-def _in_parts(
-    trace: TokenTrace, starts: npt.NDArray[np.int64], popularity: npt.NDArray[np.float32], features: npt.NDArray[Any]
-) -> None:
-    """Fill the features sequence by sequence: numba has no half precision, numpy has."""
-    factors = np.array(HALF_LIVES, np.float32)
-    for s in range(trace.n_sequences):
-        start, end = int(starts[s]), int(starts[s + 1])
-        part = np.empty((end - start + 1, *features.shape[1:]), np.float32)
-        _features(trace.experts[start:end], np.array([0, end - start]), popularity, factors, part)
-        features[start + s : end + s + 1] = part
+def use(experts: npt.NDArray[np.integer[Any]], n_experts: int) -> npt.NDArray[np.float32]:
+    """(…, E) 1 for the experts in ``experts`` (…, K), where -1 is padding."""
+    found = np.zeros((*experts.shape[:-1], n_experts + 1), np.float32)
+    np.put_along_axis(found, experts.astype(np.int64), 1, axis=-1)
+    return found[..., :n_experts]
+
+
+def next_use(used: npt.NDArray[np.floating[Any]], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    """(T, L, E) tokens until an expert is used after this token, and NEVER if it is not used again in its sequence."""
+    distance = np.empty(used.shape, np.int32)
+    upcoming = np.full(used.shape[1:], NEVER, np.int32)
+    last = np.zeros(len(used), bool)
+    last[np.append(starts[1:], len(used)) - 1] = True
+    for t in range(len(used) - 1, -1, -1):
+        if last[t]:
+            upcoming[...] = NEVER
+        else:
+            upcoming += upcoming < NEVER
+        distance[t] = upcoming
+        upcoming[used[t] > 0] = 0
+    return distance
 
 
 def recall(scores: npt.NDArray[np.floating[Any]], trace: TokenTrace) -> float:
@@ -415,9 +400,12 @@ def fit_predictor(
     counts = trace.loads()
     popularity = (counts / n).astype(np.float32)
     batches = _Batches(trace, popularity, np.float16)
-    distance_, left_ = np.zeros((n, n_layers, n_experts), np.int16), np.zeros(n, np.int32)
-    _next_use(trace.experts, np.append(trace.seq_starts, n), n_experts, distance_, left_)
-    distance, left, within = torch.from_numpy(distance_), torch.from_numpy(left_), torch.tensor(WITHIN)
+    used = use(trace.experts, n_experts)
+    # Counted from before the token, so that a use by the token itself is at distance 1.
+    distance_ = np.where(used > 0, 1, next_use(used, trace.seq_starts) + 1).astype(np.int32)
+    ends = np.repeat(trace.seq_starts + trace.seq_lens, trace.seq_lens)
+    distance, left = torch.from_numpy(distance_), torch.from_numpy(ends - np.arange(n))
+    within = torch.tensor(WITHIN)
     horizons = torch.tensor([*range(1, HORIZON + 1), LAGS + 1])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -434,7 +422,7 @@ def fit_predictor(
             group["lr"] = learning_rate * max(0.02, 1 - step / steps)
         logits = net(*batches.inputs(tokens, horizon))
         ahead = distance[tokens].transpose(0, 1)[..., None]
-        target = ((ahead > 0) & (ahead <= within)).float()
+        target = (ahead <= within).float()
         # Where the sequence ends inside the window, only a use is known, not its absence.
         known = (target > 0) | (left[tokens][None, :, None, None] >= within)
         losses = nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
