@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_offload.kernels.state import DECAYS, MAX_AGE, Task
+from clustergym.common.choices import one_of
+from clustergym.moe_offload.kernels.state import DECAYS, MAX_AGE, N_LAGS, Task
 from clustergym.moe_offload.specs import OffloadConfig
-from clustergym.moe_offload.tables import Tables, count_tables
-from clustergym.traces.splits import split_trace
+from clustergym.moe_offload.tables import Tables, split_sequences
 from clustergym.traces.token_trace import TokenTrace, find_trace
 
 BYTE_LOGIT = 16.0
@@ -32,14 +32,25 @@ def load_once(source: str | Path | TokenTrace) -> TokenTrace:
     return _read_once(str(path), path.stat().st_mtime_ns if path.is_file() else 0)
 
 
-def train_part(trace: TokenTrace) -> TokenTrace:
-    """The sequences that tables are counted on: the training split; of a trace with one or two sequences, all."""
-    return trace if trace.splits is None and trace.n_sequences < 3 else split_trace(trace, "train")
+@lru_cache(maxsize=4)
+def parts_of(trace: TokenTrace) -> dict[str, TokenTrace]:
+    """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`). ``train`` is for rules and policies:
+    what the tables and the predictor were not fitted on."""
+    parts = split_sequences(trace)
+    return {"train" if name == "tune" else name: part for name, part in parts.items()} | {"all": trace}
+
+
+@lru_cache(maxsize=4)
+def tables_of(trace: TokenTrace) -> Tables:
+    """Tables of the part ``fit`` of a trace."""
+    return Tables.count(parts_of(trace)["fit"])
 
 
 def served_part(config: OffloadConfig) -> TokenTrace:
     """The sequences that a configuration serves."""
-    return split_trace(load_once(config.trace), config.split)
+    parts = parts_of(load_once(config.trace))
+    one_of(config.split, list(parts), "split")
+    return parts[config.split]
 
 
 def groups_of(lengths: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int32]:
@@ -70,17 +81,23 @@ def slots_of(config: OffloadConfig, layers: int, experts: int) -> int:
     return max(1, int(config.slots * cells / config.gpus + 0.5))
 
 
+def chances(tables: Tables) -> npt.NDArray[np.float32]:
+    """(N_LAGS, L, E, E) the probabilities that ``tables.lifts`` stand for."""
+    prior = tables.prior()
+    odds = np.log(prior / (1 - prior))
+    layers = np.arange(len(odds))
+    lags = [*range(1, N_LAGS), 0]  # the last table is for the same layer
+    to = odds[(layers[None] + np.array(lags)[:, None]) % len(odds)]
+    return (1 / (1 + np.exp(-(tables.lifts + to[:, :, None])))).astype(np.float32)
+
+
 def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
     """The constant arrays of a configuration. Traces and tables are shared by all that use the same ones."""
     trace = served_part(config)
     if tables is None:
-        tables = count_tables(train_part(load_once(config.trace if config.fit_on is None else config.fit_on)))
+        tables = tables_of(load_once(config.trace if config.fit_on is None else config.fit_on))
+    tables.check(trace)
     layers, experts = trace.n_layers, trace.n_experts
-    if tables.popularity.shape != (layers, experts):
-        raise ValueError(
-            f"{trace.name} has (layers, experts) = {(layers, experts)}, but the tables were counted on a trace with "
-            f"{tables.popularity.shape}: give fit_on a trace of the same model"
-        )
     prior = (1 - (1 - tables.popularity.astype(np.float64)) ** config.batch).astype(np.float32)
     slots, megabytes = slots_of(config, layers, experts), config.megabytes(trace)
     per_layer_and_gpu = slots if config.per_layer else -(-slots // layers)
@@ -95,8 +112,8 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         max_tokens=2**31 - 1 if config.max_tokens is None else config.max_tokens,
         prior=prior,
         home=warm_start(prior, slots, config.gpus, config.per_layer),
-        lift=tables.lift,
-        chance=tables.chance,
+        lift=tables.lifts,
+        chance=chances(tables),
         decay=(np.array(DECAYS)[:, None] ** np.arange(MAX_AGE)).astype(np.float32),
         pools=layers if config.per_layer else 1,
         slots=slots,

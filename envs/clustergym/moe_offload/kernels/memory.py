@@ -110,9 +110,9 @@ def begin(task, s, b, group):
 
 @inlined
 def report(s, b, l, e, kind):
-    """Note that an earlier decision about an expert has had a consequence."""
-    if s.decided[b, l, e] >= 0:
-        i = s.n_events[b]
+    """Note that an earlier decision about an expert has had a consequence. There is room for the events of one step."""
+    i = s.n_events[b]
+    if s.decided[b, l, e] >= 0 and i < s.events.shape[1]:
         s.events[b, i, EVENT_EXPERT], s.events[b, i, EVENT_KIND] = l * s.where.shape[2] + e, kind
         s.events[b, i, EVENT_TOKENS] = s.clock[b, TOKEN] - s.decided[b, l, e]
         s.events[b, i, EVENT_STEPS] = s.clock[b, STEP] - s.decided_step[b, l, e]
