@@ -138,8 +138,8 @@ class Predictions:
 
     Args:
         ahead: (HORIZON, T, L, E): ``ahead[h - 1, t, l]`` is for token t in layer l, from what is known h visits before.
-        keep: (T, L, E, len(WITHIN)): after the visit of token t in layer l, the expert is used by one of the next
-            1, 2, 4 … tokens.
+        keep: (T + S, L, E, len(WITHIN)): the expert is used by one of the next 1, 2, 4 … tokens. Row t + s is before
+            token t, which is in sequence number s; row t + s + 1 is after it.
     """
 
     ahead: npt.NDArray[np.float32]
@@ -184,16 +184,17 @@ class Predictor:
         batches = _Batches(trace, self.popularity, np.float32)
         n, (n_layers, n_experts) = trace.n_tokens, self.shape
         ahead = np.zeros((HORIZON, n, n_layers, n_experts), np.float32)
-        keep = np.zeros((n, n_layers, n_experts, len(WITHIN)), np.float32)
+        keep = np.zeros((len(batches.features), n_layers, n_experts, len(WITHIN)), np.float32)
         with torch.inference_mode():
             for start in range(0, n, chunk):
                 tokens = torch.arange(start, min(n, start + chunk))
                 for h in range(1, HORIZON + 1):
                     logits = self.net(*batches.inputs(tokens, torch.full_like(tokens, h)), heads=1)
                     ahead[h - 1, start : start + chunk] = torch.sigmoid(logits[..., 0]).transpose(0, 1).numpy()
-                features, before = batches.after(tokens)
-                out = torch.sigmoid(self.net(features, before)).transpose(0, 1)
-                keep[start : start + chunk] = out.numpy()
+            for start in range(0, len(keep), chunk):
+                features = batches.features[start : start + chunk].transpose(0, 1)
+                nothing = torch.zeros(*features.shape[:2], LAGS, n_experts)
+                keep[start : start + chunk] = torch.sigmoid(self.net(features, nothing)).transpose(0, 1).numpy()
         return Predictions(ahead, keep)
 
     def start(self, batch: int) -> ServedSequences:
@@ -326,12 +327,6 @@ class _Batches:
             lags.append((self.used[visits - lag + LAGS].float() * known[..., None]).transpose(0, 1))
         return features, torch.stack(lags, 2)
 
-    def after(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Features after the visits of the tokens, with nothing known of the visits to come."""
-        features = self.features[self.row[tokens] + 1].float().transpose(0, 1)
-        n_layers, batch, _, n_experts = features.shape
-        return features, torch.zeros(n_layers, batch, LAGS, n_experts)
-
 
 def use(experts: npt.NDArray[np.integer[Any]], n_experts: int) -> npt.NDArray[np.float32]:
     """(…, E) 1 for the experts in ``experts`` (…, K), where -1 is padding."""
@@ -402,7 +397,7 @@ def fit_predictor(
     batches = _Batches(trace, popularity, np.float16)
     used = use(trace.experts, n_experts)
     # Counted from before the token, so that a use by the token itself is at distance 1.
-    distance_ = np.where(used > 0, 1, next_use(used, trace.seq_starts) + 1).astype(np.int32)
+    distance_ = np.where(used > 0, 1, np.minimum(next_use(used, trace.seq_starts) + 1, 1000)).astype(np.int16)
     ends = np.repeat(trace.seq_starts + trace.seq_lens, trace.seq_lens)
     distance, left = torch.from_numpy(distance_), torch.from_numpy(ends - np.arange(n))
     within = torch.tensor(WITHIN)

@@ -63,9 +63,9 @@ def _distinct_share(routing: npt.NDArray[np.int16]) -> float:
 def split_sequences(
     trace: TokenTrace, seed: int = 0, new_domains: Sequence[str] = (), cleaned: bool = True
 ) -> dict[str, TokenTrace]:
-    """Parts of a trace that share no sequence: ``fit``, ``tune``, ``validation``, ``test``, perhaps ``new-domain``.
+    """Parts of a trace that share no sequence: ``fit``, ``train``, ``validation``, ``test``, perhaps ``new-domain``.
 
-    Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``tune``: a predictor is too
+    Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``train``: a predictor is too
     good on the sequences that it was fitted on. The splits of the recording are followed if it has any; otherwise
     ``seed`` deals the sequences.
 
@@ -87,9 +87,9 @@ def split_sequences(
     else:
         labels[known] = _deal(rng.permutation(len(known)), SHARES)
     training = np.flatnonzero(labels == "train")
-    labels[training] = _deal(rng.permutation(len(training)), {"fit": FIT_SHARE, "tune": 1 - FIT_SHARE})
+    labels[training] = _deal(rng.permutation(len(training)), {"fit": FIT_SHARE, "train": 1 - FIT_SHARE})
     parts = {str(name): trace.select(sequences=np.flatnonzero(labels == name)) for name in np.unique(labels)}
-    missing = [name for name in ("fit", "tune", "test") if name not in parts]
+    missing = [name for name in ("fit", "train", "test") if name not in parts]
     if missing:
         raise ValueError(
             f"{trace.name}: no sequence is left for {', '.join(missing)}: the {trace.n_sequences} sequences have the "
