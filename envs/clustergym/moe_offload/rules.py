@@ -249,7 +249,7 @@ class Workload:
             task = task._replace(home=self.shares_home())
         play(
             task, self._state, episodes, rule.keep, task.pools > 1 or rule.shares, rule.mode,
-            CLAIRVOYANT_TOKENS * self.trace.n_layers, z, scores, self._scratch, stall_ms, compute_ms, stats,
+            CLAIRVOYANT_TOKENS * self.trace.n_layers, z.astype(np.float32), scores, self._scratch, stall_ms, compute_ms, stats,
         )  # fmt: skip
         return Outcome(self.lengths[episodes], stall_ms, compute_ms, stats)
 

@@ -169,13 +169,11 @@ def _lift(
     popularity: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
     """(E, E) lift of the log-odds of each expert of ``later`` (T, E), ``tokens`` tokens after ``used`` (T, E)."""
-    if tokens:
-        apart = np.zeros(len(used) - tokens, bool)
-        for i in range(1, tokens + 1):
-            apart |= first[i : len(used) - tokens + i]
-        pairs = (used[: len(used) - tokens] * ~apart[:, None]).T @ later[tokens:]
-    else:
-        pairs = used.T @ later
+    n = max(0, len(used) - tokens)
+    apart = np.zeros(n, bool)
+    for i in range(1, tokens + 1):
+        apart |= first[i : n + i]
+    pairs = (used[:n] * ~apart[:, None]).T @ later[len(used) - n :]
     prior = popularity * 0.98 + 0.002
     share = (pairs + SMOOTHING_TOKENS * prior) / (total[:, None] + SMOOTHING_TOKENS)
     share = np.clip(share, 1e-4, 1 - 1e-4)

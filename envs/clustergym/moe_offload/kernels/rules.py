@@ -59,11 +59,12 @@ class Scratch(NamedTuple):
 @inlined
 def _find_lowest(s, scratch, l):
     for g in range(scratch.lowest.shape[0]):
-        scratch.lowest[g, l] = NOTHING
-    for e in range(s.where.shape[2]):
-        g = s.where[0, l, e]
-        if g >= 0 and scratch.score[l, e] < scratch.lowest[g, l]:
-            scratch.lowest[g, l], scratch.worst[g, l] = scratch.score[l, e], e
+        lowest, worst = np.float32(NOTHING), 0
+        for e in range(s.where.shape[2]):
+            score = scratch.score[l, e] if s.where[0, l, e] == g else np.float32(NOTHING)
+            worst = e if score < lowest else worst
+            lowest = score if score < lowest else lowest
+        scratch.lowest[g, l], scratch.worst[g, l] = lowest, worst
 
 
 @inlined
@@ -119,18 +120,18 @@ def _renew(task, s, kind, z, scores, episode, scratch):
 @inlined
 def _victim_layer(scratch, g, l, n_layers, bonus, protect):
     """The layer with the resident of GPU g that is evicted first, or −1. The next ``protect`` layers are spared."""
-    best, lowest = -1, NOTHING / 2
-    for q in range(n_layers):
-        ahead = q - l
-        if ahead < 0:
-            ahead += n_layers
-        if 1 <= ahead <= protect:
-            continue
-        # The layer at hand comes again last.
-        later = ahead - 1 if ahead > 0 else n_layers - 1
-        score = scratch.lowest[g, q] - bonus * later
-        if score < lowest:
+    best, lowest = -1, np.float32(NOTHING / 2)
+    q = l + 1 + protect
+    if q >= n_layers:
+        q -= n_layers
+    # The layer at hand comes again last.
+    for later in range(protect, n_layers):
+        score = scratch.lowest[g, q] - bonus * np.float32(later)
+        if score <= lowest:
             best, lowest = q, score
+        q += 1
+        if q == n_layers:
+            q = 0
     return best, lowest
 
 
