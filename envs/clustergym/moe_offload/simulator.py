@@ -111,6 +111,7 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         groups=groups_of(trace.seq_lens, config.batch),
         max_tokens=2**31 - 1 if config.max_tokens is None else config.max_tokens,
         prior=prior,
+        logit=np.log((tables.prior()) / (1 - tables.prior())).astype(np.float32),
         home=warm_start(prior, slots, config.gpus, config.per_layer),
         lift=tables.lifts,
         chance=chances(tables),
@@ -130,5 +131,5 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         context_rows=config.context_rows,
         foresight=foresight,
         reuse=reuse,
-        probability=(1 / (1 + np.exp(-(np.arange(256) - 128) / BYTE_LOGIT))).astype(np.float32),
+        byte_logit=((np.arange(256) - 128) / BYTE_LOGIT).astype(np.float32),
     )
