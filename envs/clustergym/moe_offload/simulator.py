@@ -36,8 +36,7 @@ def load_once(source: str | Path | TokenTrace) -> TokenTrace:
 def parts_of(trace: TokenTrace) -> dict[str, TokenTrace]:
     """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`). ``train`` is for rules and policies:
     what the tables and the predictor were not fitted on."""
-    parts = split_sequences(trace)
-    return {"train" if name == "tune" else name: part for name, part in parts.items()} | {"all": trace}
+    return {"train" if name == "tune" else name: part for name, part in split_sequences(trace).items()}
 
 
 @lru_cache(maxsize=4)
@@ -48,8 +47,11 @@ def tables_of(trace: TokenTrace) -> Tables:
 
 def served_part(config: OffloadConfig) -> TokenTrace:
     """The sequences that a configuration serves."""
-    parts = parts_of(load_once(config.trace))
-    one_of(config.split, list(parts), "split")
+    trace = load_once(config.trace)
+    if config.split == "all":
+        return trace
+    parts = parts_of(trace)
+    one_of(config.split, [*parts, "all"], "split")
     return parts[config.split]
 
 
