@@ -116,7 +116,9 @@ class NextUseNet(nn.Module):
         self.linear_weight = nn.Parameter(torch.zeros(n_layers, inputs, outputs))
         self.expert_weight = nn.Parameter(torch.zeros(n_layers, N_FEATURES, len(WITHIN)))
 
-    def forward(self, features: Tensor, before: Tensor, layers: slice = slice(None), heads: int = len(WITHIN)) -> Tensor:
+    def forward(
+        self, features: Tensor, before: Tensor, layers: slice = slice(None), heads: int = len(WITHIN)
+    ) -> Tensor:
         """Logits (layers, B, E, heads) from features (layers, B, N_FEATURES, E) and routing (layers, B, LAGS, E)."""
         n_layers, batch = features.shape[:2]
         x = torch.cat([features, before], 2).flatten(2)
@@ -290,7 +292,9 @@ class Predictor:
 def _weight_shapes(n_layers: int, n_experts: int, hidden: int) -> dict[str, tuple[int, ...]]:
     with torch.device("meta"):
         net = NextUseNet(n_layers, n_experts, hidden)
-    return {name: tuple(value.shape) for name, value in net.state_dict().items()} | {"popularity": (n_layers, n_experts)}
+    return {name: tuple(value.shape) for name, value in net.state_dict().items()} | {
+        "popularity": (n_layers, n_experts)
+    }
 
 
 class _Batches:

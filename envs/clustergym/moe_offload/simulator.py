@@ -36,8 +36,7 @@ def load_once(source: str | Path | TokenTrace) -> TokenTrace:
 def parts_of(trace: TokenTrace) -> dict[str, TokenTrace]:
     """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`). ``train`` is for rules and policies:
     what the tables and the predictor were not fitted on."""
-    parts = split_sequences(trace)
-    return {"train" if name == "tune" else name: part for name, part in parts.items()} | {"all": trace}
+    return {"train" if name == "tune" else name: part for name, part in split_sequences(trace).items()}
 
 
 @lru_cache(maxsize=4)
@@ -48,8 +47,11 @@ def tables_of(trace: TokenTrace) -> Tables:
 
 def served_part(config: OffloadConfig) -> TokenTrace:
     """The sequences that a configuration serves."""
-    parts = parts_of(load_once(config.trace))
-    one_of(config.split, list(parts), "split")
+    trace = load_once(config.trace)
+    if config.split == "all":
+        return trace
+    parts = parts_of(trace)
+    one_of(config.split, [*parts, "all"], "split")
     return parts[config.split]
 
 
@@ -111,6 +113,7 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         groups=groups_of(trace.seq_lens, config.batch),
         max_tokens=2**31 - 1 if config.max_tokens is None else config.max_tokens,
         prior=prior,
+        logit=np.log((tables.prior()) / (1 - tables.prior())).astype(np.float32),
         home=warm_start(prior, slots, config.gpus, config.per_layer),
         lift=tables.lifts,
         chance=chances(tables),
@@ -130,5 +133,5 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         context_rows=config.context_rows,
         foresight=foresight,
         reuse=reuse,
-        probability=(1 / (1 + np.exp(-(np.arange(256) - 128) / BYTE_LOGIT))).astype(np.float32),
+        byte_logit=((np.arange(256) - 128) / BYTE_LOGIT).astype(np.float32),
     )

@@ -41,6 +41,11 @@ N_TIME = 7
     VISITS, GENERATED, NEEDED, HITS, LOADS, PREFETCHES, USEFUL, WASTED, MOVES, EVICTIONS,
 ) = range(10)  # fmt: skip
 N_STATS = 10
+# Columns of State.outcome: flat id of the expert in the chosen row (−1: empty row), flags, visits since the last step.
+OUT_EXPERT, OUT_NO_OP, OUT_ILLEGAL, OUT_VISITS = range(4)
+N_OUTCOME = 4
+# Operations: node = operation · G + GPU.
+PLACE, ADD, DELETE = range(3)
 # Kinds of events.
 EVENT_MISS, EVENT_HIT, EVENT_AGAIN = range(3)
 EVENT_NAMES = ("demand miss", "hit", "prefetched again")
@@ -63,6 +68,8 @@ class Task(NamedTuple):
     max_tokens: int
     prior: Floats
     """(L, E) chance that a visit uses the expert, by the training split"""
+    logit: Floats
+    """(L, E) its log-odds"""
     home: npt.NDArray[np.int8]
     """(L, E) GPU of each expert at the start, −1: host memory only"""
     lift: Floats
@@ -94,9 +101,9 @@ class Task(NamedTuple):
     foresight: Bytes
     """(T, L, E, F) predicted probabilities as bytes; F is 0 without a predictor"""
     reuse: int
-    """of F, how many are about a layer's own next uses; the others are about the layers ahead"""
-    probability: Floats
-    """(256,) what a byte of foresight means"""
+    """of F, how many are about a layer's own next uses; the others are about a visit 1, 2 … visits before it"""
+    byte_logit: Floats
+    """(256,) what a byte of foresight means: log-odds"""
 
 
 class State(NamedTuple):
@@ -142,6 +149,12 @@ class State(NamedTuple):
     """(N, R) flat ids of the table's experts, −1: empty"""
     n_rows: Ints
     """(N,) rows that can be chosen: they come first"""
+    scores: Floats
+    """(N, R + E) scratch"""
+    reward: Doubles
+    """(N,) of the last step"""
+    outcome: Ints
+    """(N, N_OUTCOME) of the last step"""
 
 
 def new_state(task: Task, n: int) -> State:
@@ -174,6 +187,9 @@ def new_state(task: Task, n: int) -> State:
         n_events=zeros(n),
         rows=zeros(n, rows),
         n_rows=zeros(n),
+        scores=zeros(n, rows + experts, dtype=np.float32),
+        reward=zeros(n, dtype=np.float64),
+        outcome=zeros(n, N_OUTCOME),
     )
 
 
