@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offload_reference import Reference, random_task, streams_of
 
 from clustergym import TokenTrace
 from clustergym.moe_offload.kernels import state
@@ -18,6 +17,7 @@ from clustergym.moe_offload.kernels.state import State, Task, choice_rows, new_s
 from clustergym.moe_offload.simulator import build_task
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables
+from offload_reference import Reference, random_task, streams_of
 
 EPSILON_MS = 1e-9
 MODES = {"over": state.MODE_OVER, "evict": state.MODE_EVICT, "load": state.MODE_LOAD}
@@ -101,7 +101,7 @@ def test_every_step_equals_plain_python(seed: int) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**40))
 def test_tables_of_experts(seed: int) -> None:
-    """Evictions: all residents of the current layer and the lowest counts. Prefetches: missing experts of next layers."""
+    """Evictions: all residents of the current layer, and the lowest counts. Prefetches: what the next layers lack."""
     draw = random.Random(seed)
     task, _ = random_task(draw)
     group = draw.randrange(len(task.groups))
@@ -140,7 +140,7 @@ def test_tables_of_experts(seed: int) -> None:
             for _, l in reference.ahead():
                 there = [key for key in reference.missing_ahead() if key[0] == l]
                 assert len([key for key in missing if key[0] == l]) == min(len(there), each)
-            assert {key for key in missing} <= set(reference.missing_ahead())
+            assert set(missing) <= set(reference.missing_ahead())
             movable = [key for key in keys if key in reference.residents]
             assert all(any(reference.can_move(key, g) for g in range(task.gpus)) for key in movable)
         assert (s.rows[0, n : choice_rows(task)] == -1).all()

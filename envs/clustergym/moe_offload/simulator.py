@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from clustergym.common.choices import one_of
 from clustergym.moe_offload.kernels.state import DECAYS, MAX_AGE, N_LAGS, Task
+from clustergym.moe_offload.predictor import HORIZON, WITHIN, Predictor
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables, split_sequences
 from clustergym.traces.token_trace import TokenTrace, find_trace
@@ -34,8 +35,8 @@ def load_once(source: str | Path | TokenTrace) -> TokenTrace:
 
 @lru_cache(maxsize=4)
 def parts_of(trace: TokenTrace) -> dict[str, TokenTrace]:
-    """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`). ``train`` is for rules and policies:
-    what the tables and the predictor were not fitted on."""
+    """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`). ``train`` is what rules are tuned and
+    policies are trained on: not what the tables and the predictor were fitted on."""
     return {"train" if name == "tune" else name: part for name, part in split_sequences(trace).items()}
 
 
@@ -65,7 +66,7 @@ def groups_of(lengths: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int3
 
 
 def warm_start(prior: npt.NDArray[np.float32], slots: int, gpus: int, per_layer: bool) -> npt.NDArray[np.int8]:
-    """(L, E) the GPU of each expert at the start, −1 for none: the most popular ones fill the slots, GPU by GPU in turn.
+    """(L, E) the GPU of each expert at the start, −1 for none: the most popular ones are dealt to the slots of the GPUs.
 
     >>> warm_start(np.array([[.4, .1], [.2, .3]], np.float32), 2, 1, False).tolist()
     [[0, -1], [-1, 0]]
@@ -103,9 +104,10 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
     prior = (1 - (1 - tables.popularity.astype(np.float64)) ** config.batch).astype(np.float32)
     slots, megabytes = slots_of(config, layers, experts), config.megabytes(trace)
     per_layer_and_gpu = slots if config.per_layer else -(-slots // layers)
-    predictor: Any = None
-    reuse, ahead = (0, 0) if predictor is None else (predictor.n_reuse, predictor.n_ahead)
-    foresight = np.zeros((trace.n_tokens if reuse + ahead else 1, layers, experts, reuse + ahead), np.uint8)
+    predicted = config.predictor is not None
+    foresight = np.zeros(
+        (trace.n_tokens, layers, experts, len(WITHIN) + HORIZON) if predicted else (1,) * 3 + (0,), np.uint8
+    )
     return Task(
         experts=np.ascontiguousarray(trace.experts),
         starts=trace.seq_starts,
@@ -132,6 +134,47 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         move_rows=8 if config.gpus > 1 else 0,
         context_rows=config.context_rows,
         foresight=foresight,
-        reuse=reuse,
+        reuse=len(WITHIN),
         byte_logit=((np.arange(256) - 128) / BYTE_LOGIT).astype(np.float32),
     )
+
+
+class Foresight:
+    """Fills ``task.foresight`` with what a predictor says about a sequence, when the sequence is first served."""
+
+    def __init__(self, config: OffloadConfig, task: Task) -> None:
+        self.trace, self.task = served_part(config), task
+        given = config.predictor
+        self.predictor = Predictor.load(given) if isinstance(given, str | Path) else given
+        if self.predictor is not None:
+            self.predictor.check(self.trace)
+        self._known = np.zeros(self.trace.n_sequences, bool)
+
+    def prepare(self, groups: npt.NDArray[np.integer[Any]]) -> None:
+        """Predict for the sequences of these groups, as far as it was not done before."""
+        if self.predictor is None:
+            return
+        sequences = np.unique(self.task.groups[groups])
+        new = [q for q in sequences[sequences >= 0].tolist() if not self._known[q]]
+        for sequence in new:
+            found = self.predictor.predict(self.trace.select(sequences=[sequence]))
+            first = self.trace.seq_starts[sequence]
+            part = self.task.foresight[first : first + self.trace.seq_lens[sequence]]
+            part[..., : len(WITHIN)] = to_bytes(found.keep)
+            part[..., len(WITHIN) :] = to_bytes(np.moveaxis(found.ahead, 0, -1))
+            self._known[sequence] = True
+
+
+def to_bytes(probabilities: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Probabilities as bytes of ``Task.byte_logit``."""
+    sure = np.clip(probabilities, 1e-6, 1 - 1e-6)
+    logit = np.log(sure / (1 - sure))
+    return np.clip(np.round(logit * BYTE_LOGIT) + 128, 0, 255).astype(np.uint8)
+
+
+def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """First states of random number generators: hashed, because similar states would give similar numbers."""
+    z = seeds.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -5,7 +5,7 @@ One source serves single and vector environments and the rules (N = 1). Function
 
 | module | content |
 | --- | --- |
-| `state` | arrays of the task (:class:`Task`, constant) and of the environments (:class:`State`), names of their columns |
+| `state` | arrays of the task (:class:`Task`, constant) and of environments (:class:`State`), names of columns |
 | `memory` | one visit: router result, demand loads, links, evictions, prefetches, moves |
 | `rows` | the table of experts that the agents choose from |
 | `episode` | steps of the two agents: what a pair means, when the visit ends, events |

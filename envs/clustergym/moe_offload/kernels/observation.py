@@ -177,7 +177,7 @@ def _expert(task, s, b, o, r):
 
 @inlined
 def _foresight(task, s, b, o, r, l, e, d, served):
-    """Predicted log-odds: of use by the layer's next tokens, known since its last visit, and of use at its next visit."""
+    """Predicted log-odds: of use by the layer's next tokens (known since its last visit), and at its next visit."""
     for f in range(task.foresight.shape[3]):
         # A prediction for the visit at distance d is with that visit's token.
         token = served if f < task.reuse else served + 1

@@ -1,7 +1,7 @@
 """The table of experts that the agents choose from, and the order of its rows.
 
-The first rows can be chosen and are in random order, so that a position means nothing. The last ``context_rows`` are the
-experts of the last visits: neighbours in the graph, not choices.
+The first rows can be chosen and are in random order, so that a position means nothing. The last ``context_rows`` are
+the experts of the last visits: neighbours in the graph, not choices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def uniform(random, b):
 
 @inlined
 def keep_lowest(s, b, first, size, n, score, expert):
-    """Insert an expert into rows first … first + size, sorted by score, and drop the highest. Returns the new number."""
+    """Insert an expert into ``size`` rows sorted by score; the highest score drops out. Returns the new number."""
     if n == size and score >= s.scores[b, first + n - 1]:
         return n
     i = n if n < size else size - 1

@@ -32,8 +32,8 @@ TOKEN, LAYER, GROUP, TOKENS, MODE, POOL, OVER, STEP = range(8)
 N_CLOCK = 8
 MODE_OVER, MODE_EVICT, MODE_LOAD = range(3)
 """Episode over; evict from GPU ``clock[OVER]``; prefetch, move or end the visit."""
-# Columns of State.time, ms: router result, last needed expert has arrived, next router result; sums; MISSES is a running
-# mean of the demand loads per visit; UNPAID is stall that no reward has counted yet.
+# Columns of State.time, ms: router result, last needed expert has arrived, next router result; sums; MISSES is a
+# running mean of the demand loads per visit; UNPAID is stall that no reward has counted yet.
 NOW, READY, NEXT, STALL, COMPUTE, MISSES, UNPAID = range(7)
 N_TIME = 7
 # Columns of State.stats: numbers of this episode.
