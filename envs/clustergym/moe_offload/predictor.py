@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from clustergym.common.extras import require
 from clustergym.common.files import atomic_file, write_atomically
+from clustergym.moe_offload.tables import first_tokens
 from clustergym.traces.token_trace import TokenTrace
 
 WITHIN = (1, 2, 4, 8, 16, 32)
@@ -233,7 +234,7 @@ class Predictor:
 
     def recall(self, trace: TokenTrace, max_tokens: int = 6000) -> list[float]:
         """Share of the used experts among the top-k predictions, for 1 … HORIZON visits ahead."""
-        part = trace if trace.n_tokens <= max_tokens else _first_tokens(trace, max_tokens)
+        part = first_tokens(trace, max_tokens)
         return [recall(scores, part) for scores in self.predict(part).ahead]
 
     # ---- files
@@ -362,13 +363,6 @@ def recall(scores: npt.NDArray[np.floating[Any]], trace: TokenTrace) -> float:
     return float(hits / (trace.experts >= 0).sum())
 
 
-def _first_tokens(trace: TokenTrace, max_tokens: int, seed: int = 0) -> TokenTrace:
-    """Randomly drawn sequences with about so many tokens."""
-    order = np.random.default_rng(seed).permutation(trace.n_sequences)
-    n = int(np.searchsorted(np.cumsum(trace.seq_lens[order]), max_tokens)) + 1
-    return trace.select(sequences=np.sort(order[:n]))
-
-
 def fit_predictor(
     trace: TokenTrace,
     validation: TokenTrace | None = None,
@@ -393,7 +387,7 @@ def fit_predictor(
     """
     if steps < 1 or hidden < 1 or batch < 1:
         raise ValueError(f"steps {steps}, hidden {hidden} and batch {batch} must be at least 1")
-    trace = trace if trace.n_tokens <= MAX_FIT_TOKENS else _first_tokens(trace, MAX_FIT_TOKENS, seed)
+    trace = first_tokens(trace, MAX_FIT_TOKENS, seed)
     started = time.perf_counter()
     n, n_layers, n_experts = trace.n_tokens, trace.n_layers, trace.n_experts
     counts = trace.loads()

@@ -15,10 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_offload.kernels.rules import (
-    BACKLOG, CLAIRVOYANT, COUNTS, DECAY, DISTANCE, FIXED, GAIN, GIVEN, LIKELY, N_AHEAD, N_PARAMETERS, NO_PREFETCH,
-    PRIOR, RECENCY, RECENT, THRESHOLD, WEIGHT, Scores, Scratch, play,
+    BACKLOG,
+    CLAIRVOYANT,
+    COUNTS,
+    DECAY,
+    DISTANCE,
+    FIXED,
+    GAIN,
+    GIVEN,
+    LIKELY,
+    N_AHEAD,
+    N_PARAMETERS,
+    NO_PREFETCH,
+    PRIOR,
+    RECENCY,
+    RECENT,
+    THRESHOLD,
+    WEIGHT,
+    Scores,
+    Scratch,
+    play,
 )  # fmt: skip
-from clustergym.moe_offload.kernels.state import N_STATS, Task, new_state
+from clustergym.moe_offload.kernels.state import GENERATED, N_STATS, Task, new_state
 from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.scores import own_shares, scores_of
 from clustergym.moe_offload.tables import Tables
@@ -106,11 +124,6 @@ _RULES = (
 RULES = {rule.name: rule for rule in _RULES}
 
 
-def rule_names(kind: str) -> list[str]:
-    """Names of the rules of one kind."""
-    return [name for name, rule in RULES.items() if rule.kind == kind]
-
-
 @dataclass(frozen=True)
 class _Parameter:
     index: int
@@ -173,6 +186,11 @@ class Outcome:
     @property
     def stall_ms_per_token(self) -> float:
         return float(self.stall_ms.sum() / self.tokens.sum())
+
+    @property
+    def generated(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.stats[:, GENERATED].sum())
 
     @classmethod
     def join(cls, parts: list[Outcome]) -> Outcome:
@@ -249,7 +267,8 @@ class Workload:
             task = task._replace(home=self.shares_home())
         play(
             task, self._state, episodes, rule.keep, task.pools > 1 or rule.shares, rule.mode,
-            CLAIRVOYANT_TOKENS * self.trace.n_layers, z.astype(np.float32), scores, self._scratch, stall_ms, compute_ms, stats,
+            CLAIRVOYANT_TOKENS * self.trace.n_layers, z.astype(np.float32), scores, self._scratch, stall_ms, compute_ms,
+            stats,
         )  # fmt: skip
         return Outcome(self.lengths[episodes], stall_ms, compute_ms, stats)
 
@@ -375,6 +394,7 @@ def tune_all(
     return {name: done[name] for name in names}
 
 
-def as_json(rule: Rule, z: Vector) -> dict[str, Any]:
-    """Tuned parameters by name."""
-    return {name: [round(float(z[p.index]), 4) for p in _SPACE[name]] for name in rule.free}
+def as_json(rule: Rule, z: Vector, every: bool = False) -> dict[str, Any]:
+    """Parameters by name: those that were tuned, or every one."""
+    names = _SPACE if every else rule.free
+    return {name: [round(float(z[p.index]), 4) for p in _SPACE[name]] for name in names}

@@ -134,7 +134,8 @@ def _with_lifts(trace: TokenTrace, tables: Tables, prior: npt.NDArray[np.floatin
                 lift = np.concatenate([np.zeros_like(lift[:1]), lift[:-1]])
                 lift[trace.seq_starts] = 0
             ahead[h - 1, :, l] = odds[:, l] + lift
-    return 1 / (1 + np.exp(-ahead))
+    chance: Array = 1 / (1 + np.exp(-ahead))
+    return chance
 
 
 def _nearest(trace: TokenTrace, tables: Tables) -> tuple[Array, Array]:
@@ -177,4 +178,5 @@ def _next_visit(used: Array, lengths: npt.NDArray[np.int64]) -> Array:
     distance = next_use(padded, starts)
     token = np.concatenate([np.arange(-1, n) for n in lengths])
     visit = (token[:, None, None] + distance) * n_layers + np.arange(n_layers)[None, :, None]
-    return -visit.astype(np.float32)[..., None]
+    minus: Array = -visit.astype(np.float32)[..., None]
+    return minus

@@ -37,8 +37,8 @@ def clean(
     training and in the test part gives the test away.
     """
     keep, seen = [], set()
-    for s, (start, length) in enumerate(zip(trace.seq_starts, trace.seq_lens, strict=True)):
-        head = trace.experts[start : start + opening].tobytes()
+    for s, head in enumerate(_openings(trace, opening)):
+        start, length = trace.seq_starts[s], trace.seq_lens[s]
         if length < min_tokens or head in seen or _distinct_share(trace.experts[start : start + length, 0]) < distinct:
             continue
         seen.add(head)
@@ -60,13 +60,37 @@ def _distinct_share(routing: npt.NDArray[np.int16]) -> float:
     return len(np.unique(grams, axis=0)) / len(grams)
 
 
+def first_tokens(trace: TokenTrace, max_tokens: int, seed: int = 0) -> TokenTrace:
+    """Randomly drawn sequences with about so many tokens, or the trace itself if it has no more."""
+    if trace.n_tokens <= max_tokens:
+        return trace
+    order = np.random.default_rng(seed).permutation(trace.n_sequences)
+    n = int(np.searchsorted(np.cumsum(trace.seq_lens[order]), max_tokens)) + 1
+    return trace.select(sequences=np.sort(order[:n]))
+
+
+def without(trace: TokenTrace, others: Sequence[TokenTrace], opening: int = OPENING) -> TokenTrace:
+    """The sequences of a trace that do not begin like a sequence of the other traces."""
+    seen = {head for other in others for head in _openings(other, opening)}
+    keep = [s for s, head in enumerate(_openings(trace, opening)) if head not in seen]
+    if not keep:
+        raise ValueError(f"{trace.name}: all of its sequences are among those that were fitted on")
+    return trace if len(keep) == trace.n_sequences else trace.select(sequences=keep)
+
+
+def _openings(trace: TokenTrace, opening: int) -> list[bytes]:
+    """The routing of each sequence's first tokens."""
+    ends = np.minimum(trace.seq_starts + opening, trace.seq_starts + trace.seq_lens)
+    return [trace.experts[start:end].tobytes() for start, end in zip(trace.seq_starts, ends, strict=True)]
+
+
 def split_sequences(
     trace: TokenTrace, seed: int = 0, new_domains: Sequence[str] = (), cleaned: bool = True
 ) -> dict[str, TokenTrace]:
     """Parts of a trace that share no sequence: ``fit``, ``train``, ``validation``, ``test``, perhaps ``new-domain``.
 
-    Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``train``: a predictor is too
-    good on the sequences that it was fitted on. The splits of the recording are followed if it has any; otherwise
+    Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``train``, because a
+    predictor is too good on the sequences that it was fitted on. The splits of the recording are followed if it has any; otherwise
     ``seed`` deals the sequences.
 
     Args:
