@@ -19,8 +19,8 @@ class MoEOffloadAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
     """The offloading task for two agents in turn: `expert` picks a row, then `gpu`, which sees it, a node.
 
     Made by ``moe_offload_v0.env()``. Observations are those of :class:`MoEOffloadParallelEnv`, and `gpu` has one more
-    key, `chosen` (R,): 1 for the row that was picked (all 0 while `expert` is to move). Its `action_mask` is exact then.
-    Both agents get the reward of the pair.
+    key, `chosen` (R,): 1 for the row that was picked (all 0 while `expert` is to move). Its `action_mask` is exact
+    then. Both agents get the reward of the pair.
 
     ```python
     >>> from clustergym import moe_offload_v0

@@ -114,8 +114,8 @@ class MoEOffloadEnv(Rendering, gymnasium.Env[Any, Any]):
 
     ## Action Space
     `MultiDiscrete([R, 3·G])`: a row of the table of experts, and one of 3·G nodes: `g` = PLACE on GPU g (move from a
-    peer), `G+g` = ADD to GPU g (load from the host), `2G+g` = DELETE from GPU g. PLACE where there is nothing to move is
-    the no-op: it ends the visit.
+    peer), `G+g` = ADD to GPU g (load from the host), `2G+g` = DELETE from GPU g. PLACE where there is nothing to move
+    is the no-op: it ends the visit.
 
     Demand loads and prefetches may exceed the slots. Then only DELETE on that GPU is legal, until it fits. After that,
     missing experts of the next `horizon` layers can be loaded while a link has time, one per step, or the visit ended.
@@ -125,18 +125,21 @@ class MoEOffloadEnv(Rendering, gymnasium.Env[Any, Any]):
     ## Observation Space
     `Dict` of float32 arrays. R rows: first the experts that can be chosen, in random order, then those of the last
     visits, which are neighbours in the graph and cannot be chosen. An eviction can choose all residents of the current
-    layer (those with the lowest counts, should there be very many) and the `low_rows` lowest decayed counts of the other
-    layers; a prefetch the `load_rows` missing experts that are likeliest by counts and transitions.
+    layer (those with the lowest counts, should there be very many) and the `low_rows` lowest decayed counts of the
+    other layers; a prefetch the `load_rows` missing experts that are likeliest by counts and transitions.
 
     | key | shape | content |
     | --- | --- | --- |
-    | `experts` | (R, F) | see `kernels.observation.EXPERT_FEATURES`; with `predictor` 9 columns more: log-odds / 4 of use within 1, 2, 4 … 32 tokens, and 1, 2, 3 layers ahead |
+    | `experts` | (R, 21) | `kernels.observation.EXPERT_FEATURES`; 9 more with a predictor (see below) |
     | `gpus` | (3·G, 10) | `GPU_FEATURES`: kind of operation, backlog and free time of the link, free slots, residents |
     | `pairs` | (R, G, 1) | 1 where the expert is on the GPU |
     | `expert_graph` | (R, R) | chance that an expert of the last visits is followed by one that can be chosen |
     | `gpu_graph` | (G, G) | 1 between GPUs |
     | `context` | (10,) | `CONTEXT_FEATURES`: evict or prefetch, layer, demand loads per visit, … |
     | `action_mask` | (R, 3·G) | int8, legal pairs |
+
+    With `predictor`, experts have 9 more columns, its log-odds / 4: that the layer's next 1, 2, 4 … 32 tokens use the
+    expert, as of the layer's last visit, and that its next visit does, if it is 1, 2 or 3 layers ahead.
 
     Only what a serving engine knows is in it: no routing of a later visit.
 

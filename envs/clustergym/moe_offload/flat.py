@@ -32,8 +32,8 @@ class MoEOffloadFlatEnv(MoEOffloadEnv):
     :class:`MoEOffloadEnv` for agents with one number per action.
 
     ## Action Space
-    `Discrete(R·3·G)`: row · 3·G + node. The mask is exact and is in `info["action_mask"]` (int8, as Gymnasium's `sample`
-    takes it) and `action_masks()` (bool, as sb3-contrib wants it).
+    `Discrete(R·3·G)`: row · 3·G + node. The mask is exact and is in `info["action_mask"]` (int8, as Gymnasium's
+    `sample` takes it) and `action_masks()` (bool, as sb3-contrib wants it).
 
     ## Observation Space
     `Box`: `experts`, `gpus`, `pairs` and `context` of :class:`MoEOffloadEnv` in one vector.
@@ -103,13 +103,8 @@ class MoEOffloadFlatVectorEnv(MoEOffloadVectorEnv):
 
     def step(self, actions: Any) -> tuple[Any, npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any], dict[str, Any]]:
         observation, rewards, terminated, truncated, infos = super().step(actions)
-        return (
-            observation,
-            rewards,
-            terminated,
-            truncated,
-            infos | {"action_mask": self._mask, "_action_mask": self._present},
-        )
+        infos |= {"action_mask": self._mask, "_action_mask": self._present}
+        return observation, rewards, terminated, truncated, infos
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """(num_envs, R·3·G) legal actions."""

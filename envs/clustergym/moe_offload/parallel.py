@@ -21,10 +21,10 @@ class MoEOffloadParallelEnv(Rendering, ParallelEnv[str, Any, int]):  # type: ign
     """The offloading task for two agents that act at the same time: `expert` picks a row, `gpu` one of 3·G nodes.
 
     Everything else is as in :class:`MoEOffloadEnv`, which documents the task. Both agents see its arrays and get its
-    reward. The pairs' mask is `joint_mask`, and each agent has an `action_mask` of its own, (R,) or (3·G,): choices with
-    at least one partner. With one GPU every pair of allowed choices is legal. In ``moe_offload_v0.env()``, `gpu` acts
-    second, sees the row, and its mask is exact. `state()` is one vector for a centralised critic. `max_cycles` truncates
-    episodes.
+    reward. The pairs' mask is `joint_mask`, and each agent has an `action_mask` of its own, (R,) or (3·G,): choices
+    with at least one partner. With one GPU every pair of allowed choices is legal. In ``moe_offload_v0.env()``, `gpu`
+    acts second, sees the row, and its mask is exact. `state()` is one vector for a centralised critic. `max_cycles`
+    truncates episodes.
 
     ```python
     >>> from clustergym import moe_offload_v0

@@ -35,8 +35,10 @@ def load_once(source: str | Path | TokenTrace) -> TokenTrace:
 
 @lru_cache(maxsize=4)
 def parts_of(trace: TokenTrace) -> dict[str, TokenTrace]:
-    """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`). ``train`` is what rules are tuned and
-    policies are trained on: not what the tables and the predictor were fitted on."""
+    """The parts of a trace (:func:`~clustergym.moe_offload.tables.split_sequences`).
+
+    Rules are tuned and policies are trained on ``train``. Tables and predictor are made of ``fit``.
+    """
     return {"train" if name == "tune" else name: part for name, part in split_sequences(trace).items()}
 
 
@@ -66,7 +68,7 @@ def groups_of(lengths: npt.NDArray[np.int64], batch: int) -> npt.NDArray[np.int3
 
 
 def warm_start(prior: npt.NDArray[np.float32], slots: int, gpus: int, per_layer: bool) -> npt.NDArray[np.int8]:
-    """(L, E) the GPU of each expert at the start, −1 for none: the most popular ones are dealt to the slots of the GPUs.
+    """(L, E) the GPU of each expert at the start, −1 for none: the most popular ones are dealt to the GPUs' slots.
 
     >>> warm_start(np.array([[.4, .1], [.2, .3]], np.float32), 2, 1, False).tolist()
     [[0, -1], [-1, 0]]
@@ -91,23 +93,22 @@ def chances(tables: Tables) -> npt.NDArray[np.float32]:
     layers = np.arange(len(odds))
     lags = [*range(1, N_LAGS), 0]  # the last table is for the same layer
     to = odds[(layers[None] + np.array(lags)[:, None]) % len(odds)]
-    return (1 / (1 + np.exp(-(tables.lifts + to[:, :, None])))).astype(np.float32)
+    return np.asarray(1 / (1 + np.exp(-(tables.lifts + to[:, :, None]))), np.float32)
 
 
 def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
     """The constant arrays of a configuration. Traces and tables are shared by all that use the same ones."""
     trace = served_part(config)
     if tables is None:
-        tables = tables_of(load_once(config.trace if config.fit_on is None else config.fit_on))
+        source = config.trace if config.fit_on is None else config.fit_on
+        tables = source if isinstance(source, Tables) else tables_of(load_once(source))
     tables.check(trace)
     layers, experts = trace.n_layers, trace.n_experts
     prior = (1 - (1 - tables.popularity.astype(np.float64)) ** config.batch).astype(np.float32)
     slots, megabytes = slots_of(config, layers, experts), config.megabytes(trace)
     per_layer_and_gpu = slots if config.per_layer else -(-slots // layers)
     predicted = config.predictor is not None
-    foresight = np.zeros(
-        (trace.n_tokens, layers, experts, len(WITHIN) + HORIZON) if predicted else (1,) * 3 + (0,), np.uint8
-    )
+    shape = (trace.n_tokens, layers, experts, len(WITHIN) + HORIZON) if predicted else (1, 1, 1, 0)
     return Task(
         experts=np.ascontiguousarray(trace.experts),
         starts=trace.seq_starts,
@@ -133,7 +134,7 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         load_rows=config.load_rows,
         move_rows=8 if config.gpus > 1 else 0,
         context_rows=config.context_rows,
-        foresight=foresight,
+        foresight=np.zeros(shape, np.uint8),
         reuse=len(WITHIN),
         byte_logit=((np.arange(256) - 128) / BYTE_LOGIT).astype(np.float32),
     )
@@ -169,7 +170,7 @@ def to_bytes(probabilities: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """Probabilities as bytes of ``Task.byte_logit``."""
     sure = np.clip(probabilities, 1e-6, 1 - 1e-6)
     logit = np.log(sure / (1 - sure))
-    return np.clip(np.round(logit * BYTE_LOGIT) + 128, 0, 255).astype(np.uint8)
+    return np.asarray(np.clip(np.round(logit * BYTE_LOGIT) + 128, 0, 255), np.uint8)
 
 
 def stream_keys(seeds: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

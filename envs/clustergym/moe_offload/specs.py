@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from clustergym.moe_offload.tables import Tables
 from clustergym.traces.token_trace import TokenTrace
 
 LINKS = {"pcie4": 25.0, "pcie5": 50.0}
@@ -30,8 +31,8 @@ class OffloadConfig:
     split: str = "train"
     """Part of the trace whose sequences are served: ``train``, ``validation``, ``test``, ``all``, or a split that the
     recording defines."""
-    fit_on: str | Path | TokenTrace | None = None
-    """Trace whose training split counts popularity and transitions. Default: ``trace``."""
+    fit_on: str | Path | TokenTrace | Tables | None = None
+    """Trace whose part ``fit`` counts popularity and transitions, or the counted tables. Default: ``trace``."""
     slots: float = 0.375
     """Share of all experts that the GPUs hold together; the default is 12 of 32 experts of each layer."""
     per_layer: bool = False

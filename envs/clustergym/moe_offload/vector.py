@@ -24,8 +24,8 @@ class MoEOffloadVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64],
     not written again while anybody holds them.
 
     ``autoreset_mode`` is one of Gymnasium's: ``"NextStep"`` (default): the step after an episode's end begins a new
-    episode and ignores its action. ``"SameStep"``: the observation returned at an episode's end is the next one's first;
-    ``info["final_obs"]`` and ``info["final_info"]`` hold the last observation and the sums of the old one.
+    episode and ignores its action. ``"SameStep"``: the observation returned at an episode's end is the next one's
+    first; ``info["final_obs"]`` and ``info["final_info"]`` hold the last observation and the sums of the old one.
     ``"Disabled"``: call ``reset(options={"reset_mask": ended})``. ``options={"group": …}`` chooses sequences.
     """
 
@@ -122,7 +122,7 @@ class MoEOffloadVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64],
         """Keep the last observation and the sums of ended episodes, and begin new ones."""
         last, totals = self._observe(), self.batch.totals()
         final = np.full(self.num_envs, None, dtype=object)
-        for i in np.flatnonzero(ended):
+        for i in np.flatnonzero(ended).tolist():
             final[i] = self._of(last, i)
         sums: dict[str, Any] = {}
         for name, values in totals.items():

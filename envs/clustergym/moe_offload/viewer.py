@@ -166,9 +166,8 @@ def _heading(canvas: Canvas, frame: Frame, width: int) -> None:
     place = f"token {frame.token}, layer {frame.layer}: {doing[frame.mode]}"
     canvas.text(place, 24, 60, 14, ORANGE if frame.mode == names.MODE_EVICT else TEXT)
     per_token = frame.stall_ms / max(frame.token, 1)
-    speed = (
-        f"stall {per_token:.2f} ms per token    {frame.tokens_per_s:.0f} tokens/s    hits {100 * frame.hit_rate:.0f} %"
-    )
+    stall, hits = f"stall {per_token:.2f} ms per token", f"hits {100 * frame.hit_rate:.0f} %"
+    speed = f"{stall}    {frame.tokens_per_s:.0f} tokens/s    {hits}"
     canvas.text(speed, width - 32, 28, 14, MUTED, align=1)
     full = frame.held > frame.slots
     canvas.text(f"{frame.held} of {frame.slots} slots used", width - 32, 60, 14, ORANGE if full else MUTED, align=1)
