@@ -90,8 +90,8 @@ def split_sequences(
     """Parts of a trace that share no sequence: ``fit``, ``train``, ``validation``, ``test``, perhaps ``new-domain``.
 
     Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``train``, because a
-    predictor is too good on the sequences that it was fitted on. The splits of the recording are followed if it has any; otherwise
-    ``seed`` deals the sequences.
+    predictor is too good on the sequences that it was fitted on. The splits of the recording are followed if it has
+    any; otherwise ``seed`` deals the sequences.
 
     Args:
         trace: the recording.

@@ -193,7 +193,7 @@ def _prefetch_likely(task, s, own_layer, z, scores, episode, scratch):
                     break
                 evict(task, s, 0, q, out)
             else:
-                layer, lowest = _victim_layer(scratch, g, l, n_layers, bonus, N_AHEAD)
+                layer, lowest = _victim_layer(scratch, g, l, n_layers, bonus, min(N_AHEAD, n_layers - 1))
                 if layer < 0 or worth <= lowest:
                     break
                 _evict_worst(task, s, scratch, g, layer)
