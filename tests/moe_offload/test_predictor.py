@@ -91,9 +91,9 @@ def test_it_learns_a_rule_of_the_routing() -> None:
     rng = np.random.default_rng(0)
     first = rng.integers(0, 8, (600, 1))
     trace = TokenTrace(np.stack([first, (first + 1) % 8], 1).astype(np.int16), 8, seq_lens=np.full(6, 100))
-    predictor = fit_predictor(trace.select(sequences=range(5)), steps=150, hidden=16, batch=64)
+    predictor = fit_predictor(trace.select(sequences=range(5)), steps=400, hidden=16, batch=64, learning_rate=0.01)
     ahead = predictor.predict(trace.select(sequences=[5])).ahead
-    assert recall(ahead[0][:, 1:], trace.select(sequences=[5], layers=[1])) > 0.95
+    assert recall(ahead[0][:, 1:], trace.select(sequences=[5], layers=[1])) > 0.99
 
 
 def test_saving_and_loading_is_bit_equal(fitted: Predictor, tmp_path: Path) -> None:
@@ -130,12 +130,13 @@ def test_hostile_files_are_refused_with_a_sentence(fitted: Predictor, tmp_path: 
         with pytest.raises(ValueError, match=match):
             Predictor.load(folder)
 
-    for text in ("", "[]", "{}", "[" * 5000, '{"format": 1, "n_layers": "many"}', "\xff"):
+    impossible = [json.dumps(good | sizes) for sizes in ({"n_layers": -1}, {"hidden": 10**9}, {"n_experts": "many"})]
+    for text in ("", "[]", "{}", "[" * 5000, "\xff", *impossible):
         config.write_text(text, encoding="latin-1")
         refused("not the description of a predictor")
     config.write_text(json.dumps(good | {"format": 99}))
     refused("format 99, this version reads 1")
-    for sizes in ({"n_experts": 7}, {"hidden": 10**9}, {"n_layers": -1}):
+    for sizes in ({"n_experts": 7}, {"hidden": 9}):
         config.write_text(json.dumps(good | sizes))
         refused("not the weights of a predictor")
     config.write_text(json.dumps(good))

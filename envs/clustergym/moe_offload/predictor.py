@@ -42,6 +42,7 @@ NEVER = 1 << 20
 """Tokens until the next use of an expert that is not used again."""
 FORMAT = 1
 MAX_WEIGHTS_BYTES = 1 << 30
+MAX_SIZE = 1 << 15
 MAX_FIT_TOKENS = 60_000
 WEIGHTS, CONFIG = "predictor.safetensors", "predictor.json"
 
@@ -263,6 +264,8 @@ class Predictor:
             found = config["format"]
             sizes = {key: int(config[key]) for key in ("n_layers", "n_experts", "hidden")}
             about = dict(config["about"])
+            if not all(1 <= size <= MAX_SIZE for size in sizes.values()):
+                raise ValueError(f"sizes must lie between 1 and {MAX_SIZE}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{config_path}: not the description of a predictor: {error!r}") from error
         if found != FORMAT:
