@@ -40,7 +40,8 @@ class ExpertCache:
         self.resident[layer, missing] = True
         for _ in missing:
             self._evict(layer, [])
-        loads, coming = [], [(layer + h) % len(self.resident) for h in (1, 2, 3)]
+        loads: list[tuple[int, int]] = []
+        coming = [(layer + h) % len(self.resident) for h in (1, 2, 3)]
         for h, (l, threshold) in enumerate(zip(coming, self.rule["thresholds"], strict=True)):
             seen = (1 - self.rule["decay"] ** self.tokens[l]) / (1 - self.rule["decay"])
             share = 0.98 * (self.counts[l] + 8 * self.popularity[l]) / (seen + 8) + 0.002

@@ -42,8 +42,9 @@ def plot_rows(rows: Sequence[Row], all_experts_gb: float, title: str, path: Path
         for name in sorted(shown, key=lambda n: -_mean(by[n])):
             own = by[name]
             axes.plot(
-                [row.slots * all_experts_gb for row in own], [row.tokens_per_s for row in own], label=name,
-                marker=next(markers), ms=5, color=_COLOURS[own[0].kind], ls=_LINES[own[0].kind],
+                [row.slots * all_experts_gb for row in own], [row.tokens_per_s for row in own],
+                label="belady (no prefetching)" if name == "belady" else name, marker=next(markers), ms=5,
+                color=_COLOURS[own[0].kind], ls=_LINES[own[0].kind],
                 alpha=0.55 if name in _SHOWN_RULES and name != rules[0] else 1.0,
             )  # fmt: skip
         axes.set(xlabel="GB of GPU memory for experts", ylabel="tokens per second", title=title)

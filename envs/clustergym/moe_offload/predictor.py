@@ -310,7 +310,7 @@ class _Batches:
         self.n_layers = n_layers
         used = use(trace.experts, n_experts)
         # One more row after the last token of each sequence.
-        features = np.empty((n + trace.n_sequences, n_layers, N_FEATURES, n_experts), dtype)
+        features: npt.NDArray[Any] = np.empty((n + trace.n_sequences, n_layers, N_FEATURES, n_experts), dtype)
         for s in range(trace.n_sequences):
             history = UseHistory.start(popularity)
             for t in range(starts[s], starts[s + 1]):
@@ -424,7 +424,7 @@ def fit_predictor(
         losses = nn.functional.binary_cross_entropy_with_logits(logits, target, reduction="none")
         loss = (losses * known).mean()
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         value = float(loss.detach())
         loss_mean = value if math.isnan(loss_mean) else 0.98 * loss_mean + 0.02 * value

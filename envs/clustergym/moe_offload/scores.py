@@ -134,8 +134,7 @@ def _with_lifts(trace: TokenTrace, tables: Tables, prior: npt.NDArray[np.floatin
                 lift = np.concatenate([np.zeros_like(lift[:1]), lift[:-1]])
                 lift[trace.seq_starts] = 0
             ahead[h - 1, :, l] = odds[:, l] + lift
-    chance: Array = 1 / (1 + np.exp(-ahead))
-    return chance
+    return (1 / (1 + np.exp(-ahead))).astype(np.float32, copy=False)
 
 
 def _nearest(trace: TokenTrace, tables: Tables) -> tuple[Array, Array]:
@@ -178,5 +177,5 @@ def _next_visit(used: Array, lengths: npt.NDArray[np.int64]) -> Array:
     distance = next_use(padded, starts)
     token = np.concatenate([np.arange(-1, n) for n in lengths])
     visit = (token[:, None, None] + distance) * n_layers + np.arange(n_layers)[None, :, None]
-    minus: Array = -visit.astype(np.float32)[..., None]
+    minus: Array = -visit[..., None].astype(np.float32)
     return minus

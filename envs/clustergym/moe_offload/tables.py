@@ -164,7 +164,7 @@ class Tables:
                 later = l + (h if h <= AHEAD else n_layers)
                 tokens, layer = divmod(later, n_layers)
                 lifts[h - 1, l] = _lift(used[:, l], used[:, layer], first, tokens, total, popularity[layer])
-        return cls(popularity.astype(np.float32), lifts, profiles)
+        return cls(popularity.astype(np.float32), lifts, profiles.astype(np.float32))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -201,4 +201,5 @@ def _lift(
     prior = popularity * 0.98 + 0.002
     share = (pairs + SMOOTHING_TOKENS * prior) / (total[:, None] + SMOOTHING_TOKENS)
     share = np.clip(share, 1e-4, 1 - 1e-4)
-    return np.log(share / (1 - share)) - np.log(prior / (1 - prior))
+    lift: npt.NDArray[np.float64] = np.log(share / (1 - share)) - np.log(prior / (1 - prior))
+    return lift
