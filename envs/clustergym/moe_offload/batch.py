@@ -53,8 +53,10 @@ CREDIT_DECAY = 0.9
 CREDIT = {EVENT_MISS: -1.0, EVENT_HIT: 1.0, EVENT_AGAIN: -0.7}
 """Value of an event for the earlier decision on the same expert. Loading it again ahead of time is a little better than
 missing it; were it free, dropping and loading the same experts again and again would cost nothing."""
-SCRATCH = ("scores",)
+SCRATCH = ("scores", "found")
 """Arrays of the state that do not matter between two calls."""
+_compiled: set[Any] = set()
+"""Kernels that were called before: only the first call may compile."""
 _CREDITS = np.array([CREDIT[kind] for kind in range(len(CREDIT))])
 
 
@@ -76,7 +78,7 @@ class _Recycled:
         for array in self.arrays:
             if sys.getrefcount(array) <= _FREE:
                 return array
-        self.arrays.append(np.empty_like(self.like))
+        self.arrays.append(np.zeros_like(self.like))
         return self.arrays[-1]
 
 
@@ -111,11 +113,14 @@ class OffloadBatch:
 
     def _run(self, function: Any, *arguments: Any) -> None:
         """Run a kernel over all environments; with threads if there are enough environments."""
-        with warn_while_compiling():
-            if self.num_envs < MIN_ENVS_FOR_THREADS or numba.config.NUMBA_NUM_THREADS == 1:
-                function(0, self.num_envs, *arguments)
-            else:
-                spread(function, self.num_envs, *arguments)
+        if function not in _compiled:
+            with warn_while_compiling():
+                function(0, 0, *arguments)
+            _compiled.add(function)
+        if self.num_envs < MIN_ENVS_FOR_THREADS or numba.config.NUMBA_NUM_THREADS == 1:
+            function(0, self.num_envs, *arguments)
+        else:
+            spread(function, self.num_envs, *arguments)
 
     def seed(self, seeds: npt.ArrayLike, where: Flags | None = None) -> None:
         """Set the seed of each environment (N,), or of those in ``where``. Call :meth:`reset` afterwards."""

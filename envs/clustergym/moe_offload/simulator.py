@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import one_of
-from clustergym.moe_offload.kernels.state import DECAYS, MAX_AGE, N_LAGS, Task
+from clustergym.moe_offload.kernels.state import DECAYS, LOG_STEPS, MAX_AGE, N_LAGS, Task
 from clustergym.moe_offload.predictor import HORIZON, WITHIN, Predictor
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables, split_sequences
@@ -136,6 +136,7 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
         context_rows=config.context_rows,
         foresight=np.zeros(shape, np.uint8),
         reuse=len(WITHIN),
+        logs=(0.5 * np.log(np.arange(LOG_STEPS + 2) / LOG_STEPS + 0.02) + 1).astype(np.float32),
         byte_logit=((np.arange(256) - 128) / BYTE_LOGIT).astype(np.float32),
     )
 

@@ -87,7 +87,7 @@ class Recorder:
         self.spans: deque[Span] = deque(maxlen=400)
         self._arrives = np.zeros(batch.state.arrives.shape[1:])
         self._prefetches = self._moves = 0
-        self._next = 0.0
+        self._next = self._stall = 0.0
 
     def record(self) -> None:
         """Note what is new since the last call."""
@@ -106,6 +106,13 @@ class Recorder:
         self._arrives = s.arrives[0].copy()
         self._prefetches, self._moves = int(s.stats[0, names.PREFETCHES]), int(s.stats[0, names.MOVES])
         now, ready, following = s.time[0, [names.NOW, names.READY, names.NEXT]].tolist()
+        stall = float(s.time[0, names.STALL])
+        if now > self._next:
+            # Visits without a decision: their sums are known, not their order.
+            waited = max(stall - self._stall - (ready - now), 0.0)
+            self.spans.append(Span(-1, STALL, self._next, self._next + waited))
+            self.spans.append(Span(-1, COMPUTE, self._next + waited, now))
+        self._stall = stall
         if following > self._next:
             self.spans.append(Span(-1, STALL, now, ready))
             self.spans.append(Span(-1, COMPUTE, ready, following))

@@ -69,8 +69,13 @@ def distance(task, s, b, l):
 @inlined
 def count(task, s, b, l, e, h):
     """Decayed count of an expert's uses with half-life h: about its share of the last tokens."""
-    age = min(s.clock[b, TOKEN] - max(s.last[b, l, e], 0), MAX_AGE - 1)
-    return s.counts[b, l, e, h] * task.decay[h, age]
+    return count_at(task, s, b, l, e, h, s.clock[b, TOKEN])
+
+
+@inlined
+def count_at(task, s, b, l, e, h, t):
+    """:func:`count` for callers that have read the token t, once for many experts."""
+    return s.counts[b, l, e, h] * task.decay[h, min(t - max(s.last[b, l, e], 0), MAX_AGE - 1)]
 
 
 @device

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from clustergym.moe_offload.kernels.compile import device, inlined
 from clustergym.moe_offload.kernels.episode import legal
-from clustergym.moe_offload.kernels.memory import count, distance, window
+from clustergym.moe_offload.kernels.memory import count_at, distance, window
 from clustergym.moe_offload.kernels.state import (
     DECAYS,
     LAG_TOKEN,
     LAYER,
+    LOG_STEPS,
     MISSES,
     MODE,
     MODE_EVICT,
@@ -108,21 +109,16 @@ def observe_range(first, last, task, s, o, where):
 @device
 def observe(task, s, b, o):
     """Write the observation of one environment."""
-    rows, nodes = s.rows.shape[1], 3 * task.gpus
+    rows = s.rows.shape[1]
     for r in range(rows):
         for f in range(o.experts.shape[2]):
             o.experts[b, r, f] = 0.0
-        for i in range(rows):
-            o.expert_graph[b, r, i] = 0.0
         for g in range(task.gpus):
             o.pairs[b, r, g, 0] = 0.0
-        for node in range(nodes):
-            o.action_mask[b, r, node] = 1 if legal(task, s, b, r, node) else 0
         if s.rows[b, r] >= 0:
             _expert(task, s, b, o, r)
-    for i in range(rows - task.context_rows, rows):
-        if s.rows[b, i] >= 0:
-            _edges(task, s, b, o, i)
+    _mask(task, s, b, o)
+    _edges(task, s, b, o)
     for g in range(task.gpus):
         for other in range(task.gpus):
             o.gpu_graph[b, g, other] = 0.0 if g == other else 1.0
@@ -133,8 +129,8 @@ def observe(task, s, b, o):
 @inlined
 def _expert(task, s, b, o, r):
     """Features of the expert in row r."""
-    layers, experts, top = s.where.shape[1], s.where.shape[2], task.experts.shape[2]
-    l, e = s.rows[b, r] // experts, s.rows[b, r] % experts
+    layers, top = s.where.shape[1], task.experts.shape[2]
+    l, e = s.places[b, r, 0], s.places[b, r, 1]
     t, here, at, d = s.clock[b, TOKEN], s.clock[b, LAYER], s.where[b, l, e], distance(task, s, b, l)
     served = t if l <= here else t - 1  # the last token that layer l has seen
     o.experts[b, r, 0] = 1.0 if r < s.n_rows[b] else 0.0
@@ -148,7 +144,9 @@ def _expert(task, s, b, o, r):
     o.experts[b, r, 6] = 1.0 / (1 + t - s.last[b, l, e])
     o.experts[b, r, 7] = 0.3 * task.logit[l, e]
     for h in range(N_DECAYS):
-        o.experts[b, r, _COUNTS + h] = 0.5 * math.log(count(task, s, b, l, e, h) + 0.02) + 1.0
+        place = count_at(task, s, b, l, e, h, t) * LOG_STEPS
+        i = int(place)
+        o.experts[b, r, _COUNTS + h] = task.logs[i] + (place - i) * (task.logs[i + 1] - task.logs[i])
     o.experts[b, r, _DISTANCE] = d / layers
     if d <= NEAR:
         o.experts[b, r, _DISTANCE + d] = 1.0
@@ -195,18 +193,50 @@ def _foresight(task, s, b, o, r, l, e, d, served):
 
 
 @inlined
-def _edges(task, s, b, o, i):
-    """Edges between an expert of the last visits and the experts that can be chosen: transition probabilities."""
-    layers, experts = s.where.shape[1], s.where.shape[2]
-    layer, a = s.rows[b, i] // experts, s.rows[b, i] % experts
-    back = (s.clock[b, LAYER] - layer + layers) % layers
+def _mask(task, s, b, o):
+    """The legal pairs, as :func:`~clustergym.moe_offload.kernels.episode.legal` says."""
+    rows, nodes, chosen = s.rows.shape[1], 3 * task.gpus, s.n_rows[b]
+    for r in range(rows):
+        for node in range(nodes):
+            o.action_mask[b, r, node] = 0
+    if s.clock[b, MODE] == MODE_EVICT:
+        for r in range(chosen):
+            o.action_mask[b, r, 2 * task.gpus + s.clock[b, OVER]] = 1
+    else:
+        for r in range(max(chosen, 1)):
+            for node in range(2 * task.gpus):
+                o.action_mask[b, r, node] = 1 if legal(task, s, b, r, node) else 0
+
+
+@inlined
+def _edges(task, s, b, o):
+    """Edges between experts of the last visits and those that can be chosen: transition probabilities."""
+    layers, rows, oldest = s.where.shape[1], s.rows.shape[1], 0
+    first = rows - task.context_rows
+    # No other entry is ever written: the arrays come with zeros.
+    for i in range(first, rows):
+        for r in range(first):
+            o.expert_graph[b, r, i] = 0.0
+            o.expert_graph[b, i, r] = 0.0
+        if s.rows[b, i] >= 0:
+            oldest = (s.clock[b, LAYER] - s.places[b, i, 0] + layers) % layers
     for r in range(s.n_rows[b]):
-        l, e = s.rows[b, r] // experts, s.rows[b, r] % experts
-        lag = distance(task, s, b, l) + back
-        if lag <= LAG_TOKEN:
-            o.expert_graph[b, r, i] = o.expert_graph[b, i, r] = task.chance[lag - 1, layer, a, e]
-        elif l == layer and lag == layers:
-            o.expert_graph[b, r, i] = o.expert_graph[b, i, r] = task.chance[LAG_TOKEN, layer, a, e]
+        l, e = s.places[b, r, 0], s.places[b, r, 1]
+        d = distance(task, s, b, l)
+        if d > LAG_TOKEN and d + oldest < layers:
+            continue
+        for i in range(first, rows):
+            if s.rows[b, i] < 0:
+                break
+            layer = s.places[b, i, 0]
+            back = s.clock[b, LAYER] - layer
+            lag = d + (back if back >= 0 else back + layers)
+            if lag <= LAG_TOKEN:
+                o.expert_graph[b, r, i] = task.chance[lag - 1, layer, s.places[b, i, 1], e]
+                o.expert_graph[b, i, r] = o.expert_graph[b, r, i]
+            elif layer == l and lag == layers:
+                o.expert_graph[b, r, i] = task.chance[LAG_TOKEN, layer, s.places[b, i, 1], e]
+                o.expert_graph[b, i, r] = o.expert_graph[b, r, i]
 
 
 @inlined
@@ -214,24 +244,29 @@ def _gpus(task, s, b, o):
     """Features of the 3·G nodes."""
     layers, experts, here, pool = s.where.shape[1], s.where.shape[2], s.clock[b, LAYER], s.clock[b, POOL]
     following = (here + 1) % layers
+    for node in range(3 * task.gpus):
+        for f in range(N_GPU_FEATURES):
+            o.gpus[b, node, f] = 0.0
+    for e in range(experts):
+        if s.where[b, here, e] >= 0:
+            o.gpus[b, s.where[b, here, e], 8] += 1.0
+        if s.where[b, following, e] >= 0:
+            o.gpus[b, s.where[b, following, e], 9] += 1.0
     for g in range(task.gpus):
-        now_here, now_next = 0, 0
-        for e in range(experts):
-            now_here += 1 if here >= 0 and s.where[b, here, e] == g else 0
-            now_next += 1 if s.where[b, following, e] == g else 0
         busy = max(s.link[b, g], s.time[b, NOW])
         evicting = s.clock[b, MODE] == MODE_EVICT and s.clock[b, OVER] == g
+        o.gpus[b, g, 3] = min(max((busy - s.time[b, READY]) / task.load_ms, -4.0), 4.0)
+        o.gpus[b, g, 4] = min(max(window(task, s, b, g) / task.load_ms, -4.0), 4.0)
+        o.gpus[b, g, 5] = min(max(0.5 * (task.slots - s.held[b, pool, g]), -4.0), 4.0)
+        o.gpus[b, g, 6] = 1.0 / task.gpus
+        o.gpus[b, g, 7] = 1.0 if evicting else 0.0
+        o.gpus[b, g, 8] /= experts
+        o.gpus[b, g, 9] /= experts
         for operation in range(3):
             node = operation * task.gpus + g
-            for f in range(3):
-                o.gpus[b, node, f] = 1.0 if f == operation else 0.0
-            o.gpus[b, node, 3] = min(max((busy - s.time[b, READY]) / task.load_ms, -4.0), 4.0)
-            o.gpus[b, node, 4] = min(max(window(task, s, b, g) / task.load_ms, -4.0), 4.0)
-            o.gpus[b, node, 5] = min(max(0.5 * (task.slots - s.held[b, pool, g]), -4.0), 4.0)
-            o.gpus[b, node, 6] = 1.0 / task.gpus
-            o.gpus[b, node, 7] = 1.0 if evicting else 0.0
-            o.gpus[b, node, 8] = now_here / experts
-            o.gpus[b, node, 9] = now_next / experts
+            for f in range(3, N_GPU_FEATURES):
+                o.gpus[b, node, f] = o.gpus[b, g, f]
+            o.gpus[b, node, operation] = 1.0
 
 
 @inlined

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from clustergym.moe_offload.kernels.compile import device, inlined
-from clustergym.moe_offload.kernels.memory import can_move, count, pool_of
+from clustergym.moe_offload.kernels.memory import can_move, count_at, pool_of
 from clustergym.moe_offload.kernels.state import LAYER, OVER, POOL, TOKEN, TOKENS
 
 MIDDLE = 2
@@ -33,17 +33,40 @@ def uniform(random, b):
     return float(z >> _S11) * (1.0 / 9007199254740992.0)
 
 
+@device
+def keep_lowest(s, b, first, last, size):
+    """Bring the ``size`` lowest scores of entries first … last − 1 to the front (Hoare's selection)."""
+    low, high = first, last - 1
+    while low < high:
+        pivot, i, j = s.scores[b, (low + high) // 2], low, high
+        while i <= j:
+            while s.scores[b, i] < pivot:
+                i += 1
+            while s.scores[b, j] > pivot:
+                j -= 1
+            if i <= j:
+                s.scores[b, i], s.scores[b, j] = s.scores[b, j], s.scores[b, i]
+                s.found[b, i], s.found[b, j] = s.found[b, j], s.found[b, i]
+                i += 1
+                j -= 1
+        # The border lies among low … j or i … high; between them all are equal.
+        if first + size <= j:
+            high = j
+        elif first + size > i:
+            low = i
+        else:
+            return
+
+
 @inlined
-def keep_lowest(s, b, first, size, n, score, expert):
-    """Insert an expert into ``size`` rows sorted by score; the highest score drops out. Returns the new number."""
-    if n == size and score >= s.scores[b, first + n - 1]:
-        return n
-    i = n if n < size else size - 1
-    while i > 0 and s.scores[b, first + i - 1] > score:
-        s.scores[b, first + i], s.rows[b, first + i] = s.scores[b, first + i - 1], s.rows[b, first + i - 1]
-        i -= 1
-    s.scores[b, first + i], s.rows[b, first + i] = score, expert
-    return min(n + 1, size)
+def _select(s, b, first, last, size, n):
+    """Add the ``size`` lowest of entries first … last − 1 to the table, which has n rows. Returns its rows."""
+    if last - first > size:
+        keep_lowest(s, b, first, last, size)
+        last = first + size
+    for i in range(first, last):
+        s.rows[b, n + i - first] = s.found[b, i]
+    return n + last - first
 
 
 @device
@@ -51,21 +74,22 @@ def choose_evictions(task, s, b):
     """Table of an eviction: residents of the current layer, and the lowest counts of all other layers."""
     layers, experts = s.where.shape[1], s.where.shape[2]
     gpu, pool, here = s.clock[b, OVER], s.clock[b, POOL], s.clock[b, LAYER]
-    own, low = 0, 0
-    for l in range(layers):
+    n, others, t = 0, 0, s.clock[b, TOKEN]
+    for back in range(layers):
+        # The current layer comes last.
+        l = (here + back + 1) % layers
+        if back == layers - 1:
+            n = _select(s, b, 0, others, task.low_rows, 0)
+            others = 0
         if pool_of(task, l) != pool:
             continue
-        late = -0.02 * ((l - here + layers - 1) % layers) / layers
         for e in range(experts):
             if s.where[b, l, e] == gpu:
-                score = count(task, s, b, l, e, MIDDLE) + 0.15 * task.prior[l, e] + late
-                if l == here:
-                    own = keep_lowest(s, b, 0, task.own_rows, own, score, l * experts + e)
-                else:
-                    low = keep_lowest(s, b, task.own_rows, task.low_rows, low, score, l * experts + e)
-    for i in range(low):
-        s.rows[b, own + i] = s.rows[b, task.own_rows + i]
-    _finish(task, s, b, own + low)
+                s.found[b, others] = l * experts + e
+                late = -0.02 * back / layers
+                s.scores[b, others] = count_at(task, s, b, l, e, MIDDLE, t) + 0.15 * task.prior[l, e] + late
+                others += 1
+    _finish(task, s, b, _select(s, b, 0, others, task.own_rows, n))
 
 
 @device
@@ -75,10 +99,9 @@ def choose_loads(task, s, b):
     Returns how many experts are missing: without any there is nothing to decide.
     """
     layers, experts, top = s.where.shape[1], s.where.shape[2], task.experts.shape[2]
-    t, here, scratch = s.clock[b, TOKEN], s.clock[b, LAYER], s.rows.shape[1]
+    t, here, scratch = s.clock[b, TOKEN], s.clock[b, LAYER], layers * experts
     each = max(task.load_rows // task.horizon, 1)
-    n, movable, moves = 0, 0, each * task.horizon
-    active = 0
+    n, movable, active = 0, 0, 0
     for j in range(s.starts.shape[1]):
         active += 1 if t < s.lengths[b, j] else 0
     for h in range(1, task.horizon + 1):
@@ -94,27 +117,31 @@ def choose_loads(task, s, b):
                     if a >= 0:
                         for e in range(experts):
                             s.scores[b, scratch + e] += task.lift[h - 1, here, a, e]
-        found = 0
+        missing = 0
         for e in range(experts):
             if s.where[b, l, e] < 0:
-                likely = math.log(count(task, s, b, l, e, MIDDLE) + 0.3 * task.prior[l, e] + 0.01)
-                likely += 0.6 / active * s.scores[b, scratch + e]
-                found = keep_lowest(s, b, n, each, found, -likely, l * experts + e)
-        n += found
-    if n > 0 and task.move_rows > 0:
+                likely = math.log(count_at(task, s, b, l, e, MIDDLE, t) + 0.3 * task.prior[l, e] + 0.01)
+                s.found[b, missing] = l * experts + e
+                s.scores[b, missing] = -likely - 0.6 / active * s.scores[b, scratch + e]
+                missing += 1
+        n = _select(s, b, 0, missing, each, n)
+    if n == 0:
+        return 0
+    loads = n
+    if task.move_rows > 0:
         for h in range(1, task.horizon + 1):
             l = (here + h) % layers
             for e in range(experts):
+                possible = False
                 for g in range(task.gpus):
-                    if can_move(task, s, b, l, e, g):
-                        score = -count(task, s, b, l, e, MIDDLE)
-                        movable = keep_lowest(s, b, moves, task.move_rows, movable, score, l * experts + e)
-                        break
-        for i in range(movable):
-            s.rows[b, n + i] = s.rows[b, moves + i]
-    if n > 0:
-        _finish(task, s, b, n + movable)
-    return n
+                    possible = possible or can_move(task, s, b, l, e, g)
+                if possible:
+                    s.found[b, movable] = l * experts + e
+                    s.scores[b, movable] = -count_at(task, s, b, l, e, MIDDLE, t)
+                    movable += 1
+        n = _select(s, b, 0, movable, task.move_rows, n)
+    _finish(task, s, b, n)
+    return loads
 
 
 @device
@@ -135,6 +162,10 @@ def _finish(task, s, b, n):
         s.rows[b, i] = EMPTY
     if n > 0:
         _add_context(task, s, b, choices)
+    experts = s.where.shape[2]
+    for i in range(s.rows.shape[1]):
+        l = s.rows[b, i] // experts
+        s.places[b, i, 0], s.places[b, i, 1] = l, s.rows[b, i] - l * experts
 
 
 @device

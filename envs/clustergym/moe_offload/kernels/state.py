@@ -19,6 +19,7 @@ Ints = npt.NDArray[np.int32]
 DECAYS = (0.6, 0.85, 0.95, 0.985)
 """Factor per token of the decayed counts: half-lives of 1.4, 4.3, 14 and 46 tokens."""
 N_DECAYS = len(DECAYS)
+LOG_STEPS = 1024
 MAX_AGE = 600
 """Older uses count as this old (0.985^599 is 0.0001)."""
 NEVER = 50
@@ -104,6 +105,8 @@ class Task(NamedTuple):
     """of F, how many are about a layer's own next uses; the others are about a visit 1, 2 … visits before it"""
     byte_logit: Floats
     """(256,) what a byte of foresight means: log-odds"""
+    logs: Floats
+    """(LOG_STEPS + 2,) the feature of a decayed count of 0, 1 / LOG_STEPS … 1"""
 
 
 class State(NamedTuple):
@@ -147,10 +150,14 @@ class State(NamedTuple):
     """(N,)"""
     rows: Ints
     """(N, R) flat ids of the table's experts, −1: empty"""
+    places: Ints
+    """(N, R, 2) layer and id of the table's experts"""
     n_rows: Ints
     """(N,) rows that can be chosen: they come first"""
+    found: Ints
+    """(N, L·E) scratch"""
     scores: Floats
-    """(N, R + E) scratch"""
+    """(N, L·E + E) scratch"""
     reward: Doubles
     """(N,) of the last step"""
     outcome: Ints
@@ -186,8 +193,10 @@ def new_state(task: Task, n: int) -> State:
         events=zeros(n, layers * experts + 1, N_EVENT),
         n_events=zeros(n),
         rows=zeros(n, rows),
+        places=zeros(n, rows, 2),
         n_rows=zeros(n),
-        scores=zeros(n, rows + experts, dtype=np.float32),
+        found=zeros(n, layers * experts),
+        scores=zeros(n, (layers + 1) * experts, dtype=np.float32),
         reward=zeros(n, dtype=np.float64),
         outcome=zeros(n, N_OUTCOME),
     )
