@@ -11,16 +11,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from test_ppo_moe_marl import tiny_task
 
-from clustergym.agent.learner import Experiences
 from clustergym.training import World
-from second_device import DEVICE, DeviceError, DeviceTensor, second_device
+from second_device import DEVICE, DeviceError, second_device
 from short_runs import TRAINERS, Trainer
-from trainers import load_trainer
 from update_cases import CASES, PlacementCase
 
 CPU = torch.device("cpu")
@@ -92,36 +89,6 @@ def test_run_can_move_from_a_device_to_the_cpu(tmp_path: Path) -> None:
     with second_device() as device:
         expected = trainer.train(tmp_path, device)
     same_results(trainer.train(tmp_path, CPU, resume=True), expected)
-
-
-def test_online_update_on_a_device_equals_the_update_on_the_cpu(tmp_path: Path) -> None:
-    """The agent of a node learns on the device; the server keeps its state on the CPU."""
-    online = load_trainer("ppo_gpu_alloc_online")
-    args = online.Args()
-    state = online.initial_state(args)
-    size = len(state["statistics"]["mean"])
-    rng = np.random.default_rng(0)
-    policy = online.Policy(state)
-    obs = torch.from_numpy(rng.uniform(0, 1, (40, size))).float()
-    acted = [policy.choose(policy.logits(each.numpy()), rng) for each in obs]
-    batch = Experiences(
-        obs, torch.tensor(np.array([action for action, _ in acted])).float(),
-        torch.tensor([logprob for _, logprob in acted]), torch.rand(40), torch.zeros(40), obs.flip(0),
-        torch.zeros(40, dtype=torch.bool), 40,
-    )  # fmt: skip
-    on_cpu = on_device = state
-    for _ in range(2):
-        on_cpu, expected = online.learn_once(on_cpu, batch, args, CPU)
-        with second_device() as device:
-            on_device, found = online.learn_once(on_device, batch, args, device)
-            assert not any(isinstance(each, DeviceTensor) for each in on_device["agent"].values())
-        assert not differences(found, expected)
-        assert not differences(
-            {key: on_device[key] for key in ("agent", "optimizer", "statistics", "version")},
-            {key: on_cpu[key] for key in ("agent", "optimizer", "statistics", "version")},
-        )
-    assert on_device["version"] == 2
-    online.Policy(on_device)
 
 
 class BatchOnDevice:

@@ -4,7 +4,7 @@ A case knows what its trainer's functions are called and how its network is buil
 ``update_reference.py``.
 """
 
-from update_cases.allocation import GpuAllocCase, LSTMCase, OnlineCase
+from update_cases.allocation import GpuAllocCase, LSTMCase
 from update_cases.atari import AtariCase
 from update_cases.base import MASKED, NEXT_STEP, Case, Problem, scripted_environments
 from update_cases.continuous import ContinuousCase
@@ -17,6 +17,6 @@ __all__ = ["CASES", "MASKED", "NEXT_STEP", "AtariCase", "Case", "LLMCase", "Plac
            "scripted_environments"]  # fmt: skip
 
 CASES: list[Case] = [
-    Case(), ContinuousCase(), RecurrentCase(), AtariCase(), GpuAllocCase(), LSTMCase(), OnlineCase(), FederatedCase(),
+    Case(), ContinuousCase(), RecurrentCase(), AtariCase(), GpuAllocCase(), LSTMCase(), FederatedCase(),
     FederatedBoxCase(), LLMCase(), PlacementCase(), TwoCriticsCase(),
 ]  # fmt: skip

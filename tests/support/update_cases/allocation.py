@@ -1,4 +1,4 @@
-"""Trainers of the allocation task: feed-forward, with an LSTM, and online on a node."""
+"""Trainers of the allocation task: feed-forward, and with an LSTM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Independent
 
-from clustergym.agent.learner import Experiences
-from update_cases.base import CPU, Case, Played, Problem, View, cut, larger_first
+from update_cases.base import CPU, Case, Played, View, cut
 from update_cases.continuous import NormalizedView, diagonal_normal
 from update_cases.sequences import Sequences
-from update_reference import Sample, ScriptedCluster, transitions
+from update_reference import ScriptedCluster, transitions
 
 
 class GpuAllocCase(Case):
@@ -119,70 +117,3 @@ class LSTMCase(Sequences, GpuAllocCase):
 
     def made_up_sequences(self, shape: tuple[int, int]) -> Tensor:
         return torch.rand(*shape, 2)
-
-
-class OnlineCase(GpuAllocCase):
-    """The agent of a node learns from single experiences, each with the observation at its feedback."""
-
-    name = "ppo_gpu_alloc_online"
-    small = {"minibatch_size": 6, "update_epochs": 3, "gamma": 0.9, "target_kl": None}
-    has_rollout = False
-    has_world = False
-    has_schedule = False  # the learning rate is constant
-
-    def make_agent(self, args: Any) -> nn.Module:
-        agent = self.trainer.Agent(5, 8, levels=3)
-        with torch.no_grad():
-            agent.actor[4].weight.mul_(100)
-        return agent
-
-    def distribution(self, agent: Any, x: Tensor, mask: Any) -> Any:
-        """Two independent choices of one of three shares."""
-        return Independent(Categorical(logits=agent.actor(x).view(2, 3)), 1)
-
-    def made_up_actions(self) -> Tensor:
-        return torch.randint(3, (self.rows, 2)).float()
-
-    def problem(self, masked: bool = False, kl_coef: float = 0.0, **changes: Any) -> Problem:
-        torch.manual_seed(0)
-        args = self.args(**changes)
-        agent = self.make_agent(args)
-        columns = self.made_up(agent, self.made_up_obs(), self.made_up_actions())
-        batch = Experiences(
-            columns["obs"], columns["actions"], columns["logprobs"], rewards=torch.randn(self.rows) + 1.5,
-            values=columns["values"], next_obs=torch.randn(self.rows, self.obs_size),
-            dones=torch.arange(self.rows) % 4 == 0, through=99, skipped=4,
-        )  # fmt: skip
-        with torch.no_grad():
-            values = [float(self.value(agent, x)) for x in batch.obs]
-            following = [float(self.value(agent, x)) for x in batch.next_obs]
-        goes_on = (~batch.dones).tolist()
-        targets = [
-            reward + args.gamma * after * on
-            for reward, after, on in zip(batch.rewards.tolist(), following, goes_on, strict=True)
-        ]
-        advantages = [target - value for target, value in zip(targets, values, strict=True)]
-
-        def sample(i: int) -> Sample:
-            distribution = self.distribution(agent, batch.obs[i], None)
-            logprob = distribution.log_prob(batch.actions[i])
-            old = (float(batch.logprobs[i]), values[i], advantages[i], targets[i])
-            return Sample(logprob, distribution.entropy(), self.value(agent, batch.obs[i]), *old)
-
-        count = min(max(1, self.rows // args.minibatch_size), 16)
-        s = self.settings(args)
-        optimizer = self.trainer.make_optimizer(agent, args.learning_rate)
-
-        def more_metrics(outcome: Any) -> dict[str, float]:
-            return {"charts/reward": float(batch.rewards.mean()), "charts/batch": self.rows, "charts/skipped": 4}
-
-        return Problem(
-            agent,
-            optimizer,
-            lambda world: self.trainer.update(agent, optimizer, batch, args),
-            lambda rows: ([sample(i) for i in rows], 0.0),
-            lambda order: larger_first(order, count),
-            s,
-            (values, targets),
-            more_metrics=more_metrics,
-        )
