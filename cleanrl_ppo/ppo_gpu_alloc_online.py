@@ -55,7 +55,7 @@ class Args:
     """Settings of the server and of the learner process."""
     preset: Literal["levels", "seed"] = "levels"
     """levels: a categorical policy over shares of the request, which sees the history of the owner. seed: a Gaussian
-    policy over cores and memory with five features and textbook PPO (SEED_PRESET). Other flags come before it."""
+    policy over cores and memory with five features and textbook PPO (PRESETS). Other flags come before it."""
     init_checkpoint: Path | None = None
     """Checkpoint or model of ppo_gpu_alloc.py to start from; pretrained is the policy that comes with clustergym. It is
     ignored if the store has a policy."""
@@ -95,10 +95,10 @@ class Args:
     """Standard deviation of a Gaussian policy at the start, whose actions are between 0 and 1. It is learned."""
 
 
-SEED_PRESET: dict[str, Any] = {
+PRESETS: dict[str, dict[str, Any]] = {"seed": {
     "learning_rate": 3e-4, "gamma": 0.99, "gae_lambda": 0.95, "update_epochs": 4, "target_kl": None, "clip_coef": 0.2,
     "ent_coef": 0.01, "vf_coef": 1.0, "max_grad_norm": 0.5, "levels": 0, "initial_std": 1.0,
-}  # fmt: skip
+}}  # fmt: skip
 """Defaults with ``--preset seed``: K = 4 epochs, and the value loss 0.5 · MSE (ours is half the squared error)."""
 RANGES = {"minibatch_size": COUNT, "levels": Range(0, 1000), "initial_std": POSITIVE}
 
@@ -269,7 +269,7 @@ def update(state: State, batch: Experiences, args: Args) -> tuple[State, dict[st
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parse_args(Args, __doc__, argv, {"seed": SEED_PRESET}, RANGES)
+    args = parse_args(Args, __doc__, argv, PRESETS, RANGES)
     setup_logging()
     try:
         if args.levels == 1:

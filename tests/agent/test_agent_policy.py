@@ -31,7 +31,7 @@ from trainers import load_trainer
 
 online = load_trainer("ppo_gpu_alloc_online")
 LEVELS = online.Args()
-GAUSSIAN = online.Args(**online.SEED_PRESET)
+GAUSSIAN = online.Args(**online.PRESETS["seed"])
 
 
 @pytest.fixture(autouse=True)

@@ -39,15 +39,19 @@ class Metrics:
         self.registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"clustergym_{name}", text, labels, registry=self.registry)
+            return Counter(name, text, labels, registry=self.registry)
 
-        self.allocations = counter("allocations", "Allocations by who decided", "decided_by")
-        self.feedback = counter("feedback", "Feedback by status", "status")
-        self.refused = counter("refused", "Refused requests by status code", "code")
-        self.learner_restarts = counter("learner_restarts", "Restarts of the learner process")
-        self.task_failures = counter("task_failures", "Failures of background tasks", "task")
-        self.falls = counter("owner_falls", "Owners whose pods get their request again, because their QoS was low")
-        self.verdicts = counter("verdicts", "Tests that gave a class of pods to rule or policy", "qos_class", "arm")
+        self.allocations = counter("clustergym_allocations", "Allocations by who decided", "decided_by")
+        self.feedback = counter("clustergym_feedback", "Feedback by status", "status")
+        self.refused = counter("clustergym_refused", "Refused requests by status code", "code")
+        self.learner_restarts = counter("clustergym_learner_restarts", "Restarts of the learner process")
+        self.task_failures = counter("clustergym_task_failures", "Failures of background tasks", "task")
+        self.falls = counter(
+            "clustergym_owner_falls", "Owners whose pods get their request again, because their QoS was low"
+        )
+        self.verdicts = counter(
+            "clustergym_verdicts", "Tests that gave a class of pods to rule or policy", "qos_class", "arm"
+        )
         self.seconds = Histogram(
             "clustergym_request_seconds", "Time of a request", ("path",), registry=self.registry,
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0),
@@ -59,15 +63,15 @@ class Metrics:
         self._values = {name: dict.fromkeys(TEXTS, 0.0) for name in CLASSES}
         self._pods = dict.fromkeys(CLASSES, 0)
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "policy_version": ("Version of the policy in use", lambda: service.policy.version),
-            "degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),
-            "store_unavailable": ("1 if the store cannot be used", lambda: service.store.problem is not None),
-            "store_unreadable_owners": (
+            "clustergym_policy_version": ("Version of the policy in use", lambda: service.policy.version),
+            "clustergym_degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),
+            "clustergym_store_unavailable": ("1 if the store cannot be used", lambda: bool(service.store.problem)),
+            "clustergym_store_unreadable_owners": (
                 "Reads of owners that could not be read", lambda: service.store.unreadable_owners,
             ),
         }  # fmt: skip
         for name, (text, value) in gauges.items():
-            Gauge(f"clustergym_{name}", text, registry=self.registry).set_function(value)
+            Gauge(name, text, registry=self.registry).set_function(value)
         self.registry.register(ServiceCollector(service))
 
     def add(self, allocation: Allocation, outcome: Outcome) -> None:
