@@ -30,7 +30,7 @@ COMMANDS = {
     "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
     "bench": ("bench", "run planners and agents on frozen suites, compare them, make the leaderboard"),
     "sweep": ("sweep", "run a wandb sweep file with Ray Tune, several seeds per configuration"),
-    "agent": ("agent", "try the allocation agent on a laptop, roll back its policy"),
+    "agent": ("agent", "serve the allocation agent, try it on a laptop, roll back its policy"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
     "collector": ("collector", "report to the allocation agents what the pods of a node used"),
 }
@@ -82,6 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         return fail(f"unknown command {argv[0]!r}; the commands are: {', '.join(COMMANDS)}")
     try:
+        if argv[:2] == ["agent", "serve"]:
+            # The trainer is a program of its own, with its own flags.
+            from clustergym.agent.quickstart import find_script
+
+            os.execv(sys.executable, [sys.executable, str(find_script()), *argv[2:]])
         check_trace(argv)
         module = import_module(f"clustergym.cli.{module_of(argv)}")
         args = tyro.cli(module.Command, args=argv[1:], prog=f"clustergym {argv[0]}")
