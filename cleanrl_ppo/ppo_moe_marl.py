@@ -157,12 +157,11 @@ class Agent(nn.Module):
         experts, gpus, pairs, context = (space[key].shape[-1] for key in ("experts", "gpus", "pairs", "context"))
         # The expert actor: graph encoder and decoder.
         self.experts = GraphEncoder(experts, context, hidden)
-        self.expert_decoder = nn.Sequential(
-            nn.ReLU(), layer_init(nn.Linear(hidden, hidden)), nn.ReLU(), layer_init(nn.Linear(hidden, 1), std=0.01)
-        )
+        score = layer_init(nn.Linear(hidden, 1, bias=False), std=0.01)
+        self.expert_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, hidden)), nn.ReLU(), score)
         # The GPU actor: graph encoder of the 3·G nodes, decoder of a node, and decoder of a pair for each operation.
         self.gpus = GraphEncoder(gpus, context, hidden)
-        self.node_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 1), std=0.01))
+        self.node_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 1, bias=False), std=0.01))
         self.pairs = layer_init(nn.Linear(pairs, hidden, bias=False), std=1.0) if pairs else None
         self.pair_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 3), std=0.01))
         # The critic has encoders of its own, and all its values are 0 at first: a critic that shares encoders, or
@@ -211,7 +210,11 @@ class Agent(nn.Module):
         gpu_policy = Categorical(logits=gpu_logits[torch.arange(len(expert)), expert], validate_args=False)
         node = gpu_policy.sample() if action is None else action[:, 1]
         logprob = torch.stack([expert_policy.log_prob(expert), gpu_policy.log_prob(node)], -1)
-        return torch.stack([expert, node], -1), logprob, torch.stack([expert_policy.entropy(), gpu_policy.entropy()], -1)
+        return (
+            torch.stack([expert, node], -1),
+            logprob,
+            torch.stack([expert_policy.entropy(), gpu_policy.entropy()], -1),
+        )
 
     def get_best_action(self, obs: dict[str, Tensor]) -> Tensor:
         expert_logits, gpu_logits = self(obs)
@@ -253,7 +256,9 @@ def train(args: Args) -> dict[str, Any]:
     saved = run.load_checkpoint(agent=agent, optimizer=optimizer, envs=envs)
     if "envs" in saved:
         next_obs = {key: value.to(device) for key, value in saved["next_obs"].items()}
-    obs = {key: torch.zeros(*shape, *value.shape[1:], dtype=value.dtype, device=device) for key, value in next_obs.items()}
+    obs = {
+        key: torch.zeros(*shape, *value.shape[1:], dtype=value.dtype, device=device) for key, value in next_obs.items()
+    }
     actions = torch.zeros(*shape, 2, dtype=torch.int64, device=device)
     logprobs = torch.zeros(*shape, 2, device=device)
 

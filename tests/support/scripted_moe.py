@@ -48,8 +48,8 @@ class ScriptedMoE(gym.vector.VectorEnv[Any, Any, Any]):
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    journals: list[list[list[Step]]] = []
-    """For each instance, the steps of each of its environments."""
+    instances: list[ScriptedMoE] = []
+    """All that were created. ``journal`` has the steps of each environment."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ScriptedMoE(gym.vector.VectorEnv[Any, Any, Any]):
         self.episodes = np.arange(num_envs)
         self.right = np.zeros((num_envs, DELAY))
         self.journal: list[list[Step]] = [[] for _ in range(num_envs)]
-        self.journals.append(self.journal)
+        self.instances.append(self)
 
     def _draw(self, env: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng((self.base_seed, env, int(self.counts[env])))
@@ -103,15 +103,12 @@ class ScriptedMoE(gym.vector.VectorEnv[Any, Any, Any]):
         for env, (row, node) in enumerate(actions.tolist()):
             obs = self.now[env]
             assert obs["action_mask"][row, node] == 1, "the action is invalid"
-            legal = obs["action_mask"].any(-1)
-            right_row = float(row == np.where(legal, obs["experts"][:, 0], -99).argmax())
             no_op[env] = node == row % G
-            operation, gpu = obs["gpus"][::G, 3].argmax(), obs["pairs"][row, :, 0].argmax()
-            right_node = float(node == operation * G + gpu)
-            rewards[env] = 0.0 if no_op[env] else right_node + (0.0 if self.events else right_row)
+            right_row, right_node = (0.0, 0.0) if no_op[env] else self.judge(obs, row, node)
+            rewards[env] = right_node + (0.0 if self.events else right_row)
             if self.events and self.in_episode[env] >= DELAY:
                 found.append((env, row, DELAY, float(self.right[env, 0])))
-            self.right[env] = [*self.right[env, 1:], 0.0 if no_op[env] else right_row]
+            self.right[env] = [*self.right[env, 1:], right_row]
             elapsed[env] = (0.0, 1.0, 2.5)[self.counts[env] % 3]
             self.counts[env] += 1
             self.in_episode[env] += 1
@@ -136,6 +133,14 @@ class ScriptedMoE(gym.vector.VectorEnv[Any, Any, Any]):
             infos |= {"final_obs": np.where(ended, final, None), "_final_obs": ended}
         return self._stack(), rewards, ended & ~truncations, truncations, infos
 
+    @staticmethod
+    def judge(obs: dict[str, np.ndarray], row: int, node: int) -> tuple[float, float]:
+        """What the choices of the row and of the node are worth, unless they are the no-op."""
+        legal = obs["action_mask"].any(-1)
+        right_row = row == np.where(legal, obs["experts"][:, 0], -99).argmax()
+        operation, gpu = obs["gpus"][::G, 3].argmax(), obs["pairs"][row, :, 0].argmax()
+        return float(right_row), float(node == operation * G + gpu)
+
     def get_state(self) -> dict[str, Any]:
         names = ("counts", "in_episode", "episodes", "right")
         return {"seed": np.array(self.base_seed)} | {name: getattr(self, name).copy() for name in names}
@@ -150,6 +155,6 @@ class ScriptedMoE(gym.vector.VectorEnv[Any, Any, Any]):
 @contextmanager
 def registered_script() -> Iterator[None]:
     gym.register("ScriptedMoE-v0", vector_entry_point=ScriptedMoE)
-    ScriptedMoE.journals.clear()
+    ScriptedMoE.instances.clear()
     yield
     del gym.registry["ScriptedMoE-v0"]

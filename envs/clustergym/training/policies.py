@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,15 +52,18 @@ def export_policy(
     require("onnxscript", "train")
     example = tuple(obs[name][:1].detach().cpu().repeat_interleave(2, 0) for name in INPUTS)
     batch = torch.export.Dim("batch")
-    program = torch.onnx.export(
-        _Positional(copy.deepcopy(network).cpu().eval()),
-        example,
-        dynamo=True,
-        input_names=INPUTS,
-        output_names=OUTPUTS,
-        dynamic_shapes=(tuple({0: batch} for _ in INPUTS),),
-        verbose=False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the exporter's own: deprecations inside torch
+        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        program = torch.onnx.export(
+            _Positional(copy.deepcopy(network).cpu()).eval(),
+            example,
+            dynamo=True,
+            input_names=INPUTS,
+            output_names=OUTPUTS,
+            dynamic_shapes=(tuple({0: batch} for _ in INPUTS),),
+            verbose=False,
+        )
     program.model.metadata_props["about"] = json.dumps(dict(about), default=str)
     with atomic_file(path) as file:
         file.write(program.model_proto.SerializeToString())
