@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
+from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT, PERCENT
 from clustergym.moe_placement.kernels.observation import (
     EXPERT_LOAD,
     EXPERT_LOAD_CHANGE,
@@ -19,10 +20,11 @@ from clustergym.moe_placement.kernels.observation import (
     GPU_SENT_INTER,
     GPU_SENT_INTRA,
     GPU_TO_FETCH,
-    N_PROGRESS,
+    N_CONTEXT,
+    PAIR_HOLDS,
 )
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve, slot_pairs
-from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, TIME_OBSERVED_START
+from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, SMOOTH_NORM_LOG2, TIME_OBSERVED_START
 
 # Features of each candidate. Times are in percent of the layer's time: numbers around 1 suit networks without scaling.
 CANDIDATE_FEATURES = (
@@ -35,9 +37,6 @@ N_CANDIDATE_FEATURES = len(CANDIDATE_FEATURES)
 # Columns of the observation ``gpus`` that the compact observation has.
 COMPACT_GPU_FEATURES = ("load", "compute_time", "free_slots", "traffic_intra", "traffic_inter", "to_fetch")
 N_COMPACT_GPU_FEATURES = len(COMPACT_GPU_FEATURES)
-# Logarithm of the norm in which ``saved_smooth`` is measured: it also sees what brings no time yet.
-SMOOTH_NORM_LOG2 = 3
-PERCENT = 100.0
 # Columns of ``operations``: the expert, and the node that the second agent chooses (see ``MoEPlacementEnv``).
 EXPERT, NODE = range(2)
 # In the place of an expert: fewer operations exist.
@@ -157,8 +156,8 @@ def _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest):
                 continue
             for node in range(3 * n_gpus):
                 listed = last == k and e == cold and node == 2 * n_gpus + where
-                nothing = node < n_gpus and obs.placement[b, e, node] > 0.0
-                if obs.joint_mask[b, e, node] and not listed and not nothing:
+                nothing = node < n_gpus and obs.pairs[b, e, node, PAIR_HOLDS] > 0.0
+                if obs.action_mask[b, e, node] and not listed and not nothing:
                     value = _estimate(sim, b, e, g, s, node, n_passes, work, coldest, gpu_pairs)
                     _insert(operations, score, 1, last, e, node, value)
 
@@ -184,9 +183,9 @@ def _try(episode, sim, obs, b, rules, e, node, true, smooth, moved, row):
     apply_operation(sim, b, e, target, source, victim, topology, costs, n_passes)
     now = with_migration(true, moved, before_us, costs)
     then = with_migration(true_then, moved_then, before_us, costs)
-    row[SAVED] = (now - then) * PERCENT / before_us
-    row[SAVED_SMOOTH] = (smooth - smooth_then) * PERCENT / before_us
-    row[MIGRATION] = (moved - moved_then) * PERCENT / before_us
+    row[SAVED] = max(-MOST_PERCENT, (now - then) * PERCENT / before_us)
+    row[SAVED_SMOOTH] = max(-MOST_PERCENT, (smooth - smooth_then) * PERCENT / before_us)
+    row[MIGRATION] = max(-MOST_PERCENT, (moved - moved_then) * PERCENT / before_us)
     row[EXISTS] = 1.0
     row[IS_ADD] = 1.0 if kind == OP_ADD else 0.0
     row[IS_DELETE] = 1.0 if kind == OP_DELETE else 0.0
@@ -205,7 +204,7 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
     """Write the k best operations into ``operations`` (k + 1, 2), best first, and what is known about them.
 
     Row 0 is the no-op. A row of −1 is absent: there were fewer operations. ``mask`` (k + 1,) is 1 where there is one.
-    ``compact`` has the features of the candidates (k, 11), of the GPUs (G, 6) and the progress (6,), one after another.
+    ``compact`` has the features of the candidates (k, 11), of the GPUs (G, 6) and the context (6,), one after another.
     ``score`` (k + 1 + 2·G,) is scratch.
     """
     n_gpus, k = sim.slots.shape[1], operations.shape[0] - 1
@@ -244,8 +243,8 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
         compact[at + 4] = max(gpus[g, GPU_SENT_INTER], gpus[g, GPU_RECEIVED_INTER])
         compact[at + 5] = gpus[g, GPU_TO_FETCH]
         at += N_COMPACT_GPU_FEATURES
-    for i in range(N_PROGRESS):
-        compact[at + i] = obs.progress[b, i]
+    for i in range(N_CONTEXT):
+        compact[at + i] = obs.context[b, i]
 
 
 @inlined

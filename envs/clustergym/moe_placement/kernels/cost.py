@@ -148,15 +148,6 @@ def with_migration(serve_us, migration_us, before_us, costs):
     return waiting * before_us + (1.0 - waiting) * serve_us + costs.background_share * migration_us
 
 
-@device
-def smooth_and_true_time(state, b, n_passes, topology, costs, norm_log2):
-    """:func:`mean_pass_time` of the first passes in the smooth norm and the true one."""
-    true = mean_pass_time(state, b, 0, n_passes, topology, costs, -1)
-    if norm_log2 < 0:
-        return true, true
-    return mean_pass_time(state, b, 0, n_passes, topology, costs, norm_log2), true
-
-
 @inlined
 def add_links(state, b, w, topology, links):
     """Add to ``links`` (G, G) the copies dispatched from row to column in a pass."""

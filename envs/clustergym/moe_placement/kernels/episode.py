@@ -1,7 +1,7 @@
 """One environment's episode: intervals, the walk over the layers, operations and rewards.
 
 The reward is aligned with the result: the rewards of an episode add up to the time that it saved against serving with
-its start placement, per interval, in units of the static placement's time. An operation earns what it saves on the next
+its start placement. The unit is one percent of the mean time of a layer under the static placement. An operation earns what it saves on the next
 interval. When a layer is reached, what earlier operations save on it in the new interval is credited.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.eplb import eplb_slots
-from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_local_coactivation
+from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_group_coactivation
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
 from clustergym.moe_placement.kernels.passes import count_users, write_users, write_users_from_sets
 from clustergym.moe_placement.kernels.replicas import MASK31, hash31, set_first_placement, set_placement, static_slots
@@ -26,6 +26,7 @@ from clustergym.moe_placement.kernels.state import (
     LAST_EXPERT,
     LAST_FROM,
     LAST_KIND,
+    LAST_LAYER,
     LAST_NODE,
     LAST_TO,
     LAST_VICTIM,
@@ -37,12 +38,10 @@ from clustergym.moe_placement.kernels.state import (
     RANDOM_KEY,
     TIME_EPLB,
     TIME_MIGRATED,
+    TIME_NEXT,
     TIME_NEXT_START,
-    TIME_NEXT_START_NORM,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
-    TIME_OPERATION,
-    TIME_REWARDED,
     TIME_SAVED,
     TIME_SERVED,
     TIME_START,
@@ -123,17 +122,17 @@ def _write_users(sim, b, w, trace, layer):
 
 
 @device
-def _next_time(sim, b, rules, norm_log2):
+def _next_time(sim, b, rules):
     """Mean time of a pass of the next interval, without migration, µs."""
     n_passes = sim.rows.shape[1]
-    return mean_pass_time(sim, b, n_passes - rules.n_passes, n_passes, rules.topology, rules.costs, norm_log2)
+    return mean_pass_time(sim, b, n_passes - rules.n_passes, n_passes, rules.topology, rules.costs, -1)
 
 
 @device
-def _rewarded_time(episode, sim, b, rules):
-    """The time whose decrease is rewarded."""
-    before_us, migration_us = episode.times_us[b, TIME_NEXT_START_NORM], migration_time(sim, b, rules.costs)
-    return with_migration(_next_time(sim, b, rules, rules.reward_norm_log2), migration_us, before_us, rules.costs)
+def _next_total_time(episode, sim, b, rules):
+    """The same with migration: the time whose decrease is rewarded."""
+    before_us, migration_us = episode.times_us[b, TIME_NEXT_START], migration_time(sim, b, rules.costs)
+    return with_migration(_next_time(sim, b, rules), migration_us, before_us, rules.costs)
 
 
 @device
@@ -144,8 +143,8 @@ def _write_start_times(episode, sim, b, trace, rules):
         copy_slots(episode.first_slots[b, layer], sim.slots[b])
         set_first_placement(sim, b, rules.topology)
         _count(sim, b, n_passes, 2 * n_passes, trace, rules, layer)
-        episode.times_us[b, TIME_START] += _next_time(sim, b, rules, -1)
-        episode.start_us[b, layer] = _next_time(sim, b, rules, rules.reward_norm_log2)
+        episode.start_us[b, layer] = _next_time(sim, b, rules)
+        episode.times_us[b, TIME_START] += episode.start_us[b, layer]
 
 
 @device
@@ -172,11 +171,11 @@ def _serve_eplb(episode, sim, b, trace, rules):
         before_us = 0.0
         if costs.background_share >= 0.0:
             _count(sim, b, n_passes, 2 * n_passes, trace, rules, layer)
-            before_us = _next_time(sim, b, rules, -1)
+            before_us = _next_time(sim, b, rules)
         _write_eplb(episode, sim, b, trace, rules, layer, slots)
         set_placement(sim, b, slots, rules.topology)
         _count(sim, b, n_passes, 2 * n_passes, trace, rules, layer)
-        time = _next_time(sim, b, rules, -1)
+        time = _next_time(sim, b, rules)
         episode.times_us[b, TIME_EPLB] += with_migration(time, migration_time(sim, b, costs), before_us, costs)
 
 
@@ -197,14 +196,13 @@ def begin_layer(episode, sim, obs, b, trace, rules, layer):
     episode.clock[b, CLOCK_OPERATION] = 0
     times[TIME_OBSERVED] = mean_pass_time(sim, b, 0, n_passes, rules.topology, rules.costs, -1)
     times[TIME_OBSERVED_START] = times[TIME_OBSERVED]
-    times[TIME_NEXT_START] = _next_time(sim, b, rules, -1)
-    times[TIME_NEXT_START_NORM] = _next_time(sim, b, rules, rules.reward_norm_log2)
-    times[TIME_REWARDED] = times[TIME_NEXT_START_NORM]
+    times[TIME_NEXT_START] = _next_time(sim, b, rules)
+    times[TIME_NEXT] = times[TIME_NEXT_START]
     if _still_at_start(episode, b, rules):
-        episode.start_us[b, layer] = times[TIME_REWARDED]
+        episode.start_us[b, layer] = times[TIME_NEXT]
         times[TIME_START] += times[TIME_NEXT_START]
     observe_layer(episode, sim, obs, b, trace, rules, layer)
-    return episode.start_us[b, layer] - times[TIME_REWARDED]
+    return episode.start_us[b, layer] - times[TIME_NEXT]
 
 
 @device
@@ -255,27 +253,21 @@ def operate(episode, sim, obs, b, rules, expert, node):
     saved = 0.0
     if kind != OP_NOTHING and kind != OP_ILLEGAL:
         apply_operation(sim, b, expert, source, target, victim, rules.topology, rules.costs, sim.rows.shape[1])
-        after = _rewarded_time(episode, sim, b, rules)
-        saved = times[TIME_REWARDED] - after
-        times[TIME_REWARDED] = after
+        after = _next_total_time(episode, sim, b, rules)
+        saved = times[TIME_NEXT] - after
+        times[TIME_NEXT] = after
         times[TIME_OBSERVED] = mean_pass_time(sim, b, 0, n_passes, rules.topology, rules.costs, -1)
-        for e in range(episode.spent.shape[1]):
-            episode.spent[b, e] = 0
-        # Only experts on these two GPUs, and the moved one, have new neighbours.
-        update_local_coactivation(episode, sim, obs, b, expert)
-        for s in range(sim.slots.shape[2]):
-            if source >= 0 and sim.slots[b, source, s] >= 0:
-                update_local_coactivation(episode, sim, obs, b, sim.slots[b, source, s])
-            if target >= 0 and sim.slots[b, target, s] >= 0:
-                update_local_coactivation(episode, sim, obs, b, sim.slots[b, target, s])
-    elif expert >= 0 and expert < episode.spent.shape[1]:
-        episode.spent[b, expert] = 1
+        if source >= 0:
+            update_group_coactivation(episode, sim, obs, b, source)
+        if target >= 0:
+            update_group_coactivation(episode, sim, obs, b, target)
     last[LAST_KIND] = kind
     last[LAST_EXPERT] = expert
     last[LAST_NODE] = node
     last[LAST_FROM] = source
     last[LAST_TO] = target
     last[LAST_VICTIM] = victim
+    last[LAST_LAYER] = episode.clock[b, CLOCK_LAYER]
     return saved
 
 
@@ -286,13 +278,13 @@ def step(episode, sim, stream, obs, b, trace, rules, expert, node):
         return 0.0
     times = episode.times_us[b]
     saved = operate(episode, sim, obs, b, rules, expert, node)
-    times[TIME_OPERATION] = saved
     episode.clock[b, CLOCK_OPERATION] += 1
     if episode.clock[b, CLOCK_OPERATION] == rules.ops_per_layer:
         saved += _end_layer(episode, sim, stream, obs, b, trace, rules)
     observe_step(episode, sim, obs, b, rules)
     times[TIME_SAVED] += saved
-    return saved / (rules.static_us * rules.n_intervals)
+    illegal = episode.last_operation[b, LAST_KIND] == OP_ILLEGAL
+    return saved * rules.reward_per_us - (rules.illegal_penalty if illegal else 0.0)
 
 
 @device
@@ -300,7 +292,7 @@ def _end_layer(episode, sim, stream, obs, b, trace, rules):
     """Keep the layer's placement and go to the next layer or interval. Returns what that layer is credited with, µs."""
     layer, times = int(episode.clock[b, CLOCK_LAYER]), episode.times_us[b]
     copy_slots(sim.slots[b], episode.slots[b, layer])
-    served, migration_us = _next_time(sim, b, rules, -1), migration_time(sim, b, rules.costs)
+    served, migration_us = _next_time(sim, b, rules), migration_time(sim, b, rules.costs)
     times[TIME_SERVED] += served
     times[TIME_MIGRATED] += with_migration(served, migration_us, times[TIME_NEXT_START], rules.costs) - served
     if layer + 1 < episode.slots.shape[1]:
@@ -311,20 +303,3 @@ def _end_layer(episode, sim, stream, obs, b, trace, rules):
         return 0.0
     _keep_observed(sim, stream, b, rules)
     return _begin_interval(episode, sim, stream, obs, b, trace, rules)
-
-
-@device
-def load_layer(episode, sim, obs, b, trace, rules, layer, slots, rows, rank_start):
-    """Begin a visit to a layer with this placement (G, S) after these passes (P, T), (P, G + 1)."""
-    copy_slots(slots, episode.slots[b, layer])
-    n_passes = rows.shape[0]
-    for w in range(sim.rows.shape[1]):
-        for t in range(rows.shape[1]):
-            sim.rows[b, w, t] = rows[w % n_passes, t]
-        for g in range(rank_start.shape[1]):
-            sim.rank_start[b, w, g] = rank_start[w % n_passes, g]
-    episode.clock[b, CLOCK_DONE] = 0
-    for i in range(N_LAST):
-        episode.last_operation[b, i] = -1
-    begin_layer(episode, sim, obs, b, trace, rules, layer)
-    observe_step(episode, sim, obs, b, rules)
