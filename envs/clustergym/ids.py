@@ -49,6 +49,18 @@ KINDS = {
 }
 """First part of an id → module and class of the single and of the vector environment."""
 
+OFFLOADING: dict[str, dict[str, Any]] = {
+    "": {},
+    "Busy": {"link": "pcie4"},
+    "Batch": {"batch": 4, "slots": 0.5},
+    "Node": {"gpus": 4},
+}
+"""Variant of the offloading task → its arguments: ``MoEOffloadBusy-v0``, ``MoEOffloadBusyFlat-v0``."""
+OFFLOADING_KINDS = {
+    "": ("environment:MoEOffloadEnv", "vector:MoEOffloadVectorEnv"),
+    "Flat": ("flat:MoEOffloadFlatEnv", "flat:MoEOffloadFlatVectorEnv"),
+}
+
 
 def ladder() -> Iterator[tuple[str, dict[str, Any]]]:
     """Every placement task: the middle of its id, and its arguments."""

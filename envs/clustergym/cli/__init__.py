@@ -20,6 +20,7 @@ from clustergym.common.extras import MissingExtra
 
 COMMANDS = {
     "eval": ("evaluate", "compare planners, or allocation policies (--task gpu-allocation), on held-out traffic"),
+    "offload": ("offload", "which experts to keep on a GPU: fit a predictor, compare cache policies, export"),
     "trace": ("trace", "inspect token traces, generate synthetic ones, import recordings of engines"),
     "plan": ("plan", "choose a placement, measure it on held-out traffic, and write it for an engine"),
     "verify": ("verify", "check a plan file against the rules of its engine, the model and the cluster"),
