@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
-from offload_reference import random_trace
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, seed_test
 
 from clustergym import TokenTrace, moe_offload_v0
@@ -26,6 +25,7 @@ from clustergym.moe_offload.simulator import groups_of, served_part
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables
 from clustergym.moe_offload.vector import MoEOffloadVectorEnv
+from offload_reference import random_trace
 
 IDS = [f"MoEOffload{variant}{form}-v0" for variant in OFFLOADING for form in ("", "Flat")]
 TINY = {"max_tokens": 2}

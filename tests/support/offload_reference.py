@@ -210,6 +210,7 @@ class Reference:
         """Apply a pair (``None``: an illegal one). Returns the next mode."""
         operation, gpu = divmod(node, self.task.gpus)
         self.events = []
+        self.step += 1
         legal = key is not None and self.legal(mode, key, node)
         done = False
         if legal and key is not None:
@@ -222,7 +223,6 @@ class Reference:
             elif self.can_move(key, gpu):
                 self.move(key, gpu)
                 done = True
-        self.step += 1
         if mode == "evict" and not legal:
             return mode
         if mode == "load" and not done and not self.next_visit():

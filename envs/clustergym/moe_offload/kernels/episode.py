@@ -97,6 +97,7 @@ def step(task, s, b, row, node):
     An illegal pair evicts nothing; while the links have time it ends the visit, as the no-op does.
     """
     s.n_events[b] = 0
+    s.clock[b, STEP] += 1
     visits, mode = s.stats[b, VISITS], s.clock[b, MODE]
     inside = 0 <= row < s.rows.shape[1] and 0 <= node < 3 * task.gpus
     expert = s.rows[b, row] if inside else EMPTY
@@ -115,7 +116,6 @@ def step(task, s, b, row, node):
             no_op = False
     s.outcome[b, OUT_EXPERT] = expert
     s.outcome[b, OUT_NO_OP], s.outcome[b, OUT_ILLEGAL] = 1 if no_op else 0, 0 if allowed else 1
-    s.clock[b, STEP] += 1
     if mode == MODE_LOAD and no_op and not next_visit(task, s, b):
         s.clock[b, MODE] = MODE_OVER
         clear_rows(task, s, b)
