@@ -409,13 +409,14 @@ def train(args: Args) -> dict[str, Any]:
         metrics["losses/explained_variance"] = float(1 - (returns - values).var() / returns.var())
         metrics["charts/updates"] = len(minibatch_metrics)
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["charts/reward"], metrics["charts/no_op"] = float(rewards.mean()), float(no_op.mean())
+        metrics["charts/reward_per_time"] = float(rewards.sum() / elapsed.sum())
+        metrics["charts/no_op"] = float(no_op.mean())
         metrics["charts/mean_return_100"] = float(np.mean(envs.return_queue)) if envs.return_queue else float("nan")
         if episodes:
             metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(episodes, axis=0)
         if run.evaluation_due() and world.is_main:
             metrics["eval/mean_return"] = float(np.mean(evaluate_agent()))
-        run.log(metrics, mean_return=metrics["charts/mean_return_100"])
+        run.log(metrics, reward_per_time=metrics["charts/reward_per_time"])
         run.checkpoint(agent=agent, optimizer=optimizer, envs=envs, next_obs=next_obs)
 
     envs.close()

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from test_ppo_moe_marl import tiny_task
 
 from clustergym.agent.learner import Experiences
-from clustergym.training import World
 from second_device import DEVICE, DeviceError, DeviceTensor, second_device
 from short_runs import TRAINERS, Trainer
 from trainers import load_trainer
-from update_cases import CASES, PlacementCase
 
 CPU = torch.device("cpu")
 
@@ -122,55 +117,6 @@ def test_online_update_on_a_device_equals_the_update_on_the_cpu(tmp_path: Path) 
         )
     assert on_device["version"] == 2
     online.Policy(on_device)
-
-
-class BatchOnDevice:
-    """The environments of the placement trainer: they compute on the CPU and show their tensors on the device."""
-
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        self.batch, self.device = batch, device
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.batch, name)
-        if isinstance(found, dict):
-            return {key: each.to(self.device) for key, each in found.items()}
-        if callable(found):
-            return lambda *given: self.show(found(*(each.cpu() if hasattr(each, "cpu") else each for each in given)))
-        return self.show(found)
-
-    def show(self, found: Any) -> Any:
-        if type(found) is tuple:
-            return tuple(map(self.show, found))
-        return found.to(self.device) if isinstance(found, torch.Tensor) else found
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, PlacementCase)], ids=lambda case: case.id)
-def test_placement_iterations_on_a_device_equal_those_on_the_cpu(
-    case: PlacementCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The simulator is compiled for CPU and CUDA, so only the networks and the trainer are on the second device."""
-    marl, args = case.trainer, case.args()
-    task, plain = tiny_task(args), gymnasium.make_vec
-
-    def make_vec(*given: Any, device: torch.device, **options: Any) -> Any:
-        batch = plain(*given, **options, device=CPU).batch
-        return SimpleNamespace(batch=batch if device == CPU else BatchOnDevice(batch, device))
-
-    monkeypatch.setattr(marl.gymnasium, "make_vec", make_vec)
-
-    def iterations(device: torch.device) -> tuple[Any, ...]:
-        torch.manual_seed(0)
-        agent = marl.make_agent(args).to(device)
-        optimizer, scale = marl.make_optimizer(agent, 1e-3), marl.ReturnStatistics()
-        rollouts = marl.Rollouts(args, agent, task, device)
-        rollouts.restart(5)
-        metrics = [marl.iterate(agent, optimizer, rollouts, scale, args, World(device=device)) for _ in range(2)]
-        timeless = [{key: each[key] for key in each if not key.startswith("time/")} for each in metrics]
-        return timeless, agent.state_dict(), scale.state_dict()
-
-    expected = iterations(CPU)
-    with second_device() as device:
-        assert not differences(iterations(device), expected)
 
 
 # The stand-in itself

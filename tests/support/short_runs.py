@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +83,6 @@ class LanguageModel(Trainer):
         return replace(LLMCase().run_args(folder, 3, seed=2), batch_size=8, checkpoint_interval=1, **changes)
 
 
-class Placement(Trainer):
-    """Simulates in compiled code for CPU or CUDA: a whole run cannot be on the second device of the tests."""
-
-    evaluation = "validation/total_us", 4
-
-    def args(self, folder: Path, **changes: Any) -> Any:
-        small = {
-            "trace": ("tiny_moe",), "layers": 1, "ops_per_layer": 2, "intervals": 1, "tokens_per_rank": 4,
-            "num_envs": 2, "num_steps": 4, "num_minibatches": 2, "hidden": 8, "pretrain_states": 8,
-            "eval_planners": ("eplb",), "eval_streams": 1, "total_timesteps": 24, "checkpoint_interval": 1,
-            "run_dir": folder,
-        }  # fmt: skip
-        args = self.module.Args()
-        groups = [args, *(value for value in vars(args).values() if is_dataclass(value))]
-        for name, value in (small | changes).items():
-            setattr(next(group for group in groups if name in vars(group)), name, value)
-        return args
-
-
 TRAINERS = [
     Trainer("ppo", env_id="ScriptMasked-v0", total_timesteps=96, eval_episodes=2),
     Trainer("ppo", env_id="ScriptNextStep-v0", total_timesteps=96, eval_episodes=2, target_kl=0.1),
@@ -114,4 +95,3 @@ TRAINERS = [
     Federation("ppo_federated", env_id="gpu_allocation_v0", total_timesteps=96, local_updates=1, eval_episodes=2),
     LanguageModel("ppo_llm"),
 ]
-PLACEMENT = Placement("ppo_moe_marl")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ppo_moe_marl import rollout as placement_rollout
 from torch import Tensor
 from torch.distributions import Independent, Normal
 
@@ -18,7 +17,6 @@ from trainers import load_trainer
 
 gpu = load_trainer("ppo_gpu_alloc")
 lstm = load_trainer("ppo_lstm")
-marl = load_trainer("ppo_moe_marl")
 CPU = torch.device("cpu")
 
 
@@ -284,17 +282,3 @@ def test_update_starts_from_the_lstm_state_of_the_rollout(monkeypatch: pytest.Mo
     torch.testing.assert_close(ratios, torch.ones_like(ratios), atol=1e-4, rtol=0)
     again, _ = run.collect()
     assert not torch.equal(again.state[0], before)
-
-
-# 37: actions with several components
-
-
-def test_log_probabilities_of_action_components_are_added(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    args, agent, run = placement_rollout()
-    seen: list[Tensor] = []
-    plain = marl.policy_loss
-    monkeypatch.setattr(marl, "policy_loss", lambda ratio, *rest: (seen.append(ratio.detach()), plain(ratio, *rest))[1])
-    marl.update(agent, marl.make_optimizer(agent, 1e-3), run.collect(), args, World())
-    torch.testing.assert_close(seen[0], torch.ones_like(seen[0]), atol=1e-4, rtol=0)

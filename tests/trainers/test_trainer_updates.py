@@ -19,7 +19,7 @@ from torch.distributions import Categorical, Independent, Normal
 
 import tiny_moe
 from clustergym.training import World
-from update_cases import CASES, MASKED, NEXT_STEP, Case, LLMCase, PlacementCase, Problem
+from update_cases import CASES, MASKED, NEXT_STEP, Case, LLMCase, Problem
 from update_reference import Outcome, reference_update
 
 pytestmark = pytest.mark.usefixtures("scripted", "reproducible")
@@ -322,34 +322,6 @@ def test_actions_are_samples_of_the_policy(case: Case) -> None:
 @pytest.mark.usefixtures("double")
 def test_rollout_of_a_language_model_matches_its_responses_scored_one_by_one(kl_coef: float) -> None:
     LLMCase().compare_rollout(kl_coef)
-
-
-@pytest.mark.parametrize("changes", [{"horizon": 0.0}, {"horizon": 4.0}, {"envs_per_stream": 1}], ids=str)
-@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, PlacementCase)], ids=lambda case: case.id)
-def test_rollout_of_placements_matches_its_steps_one_by_one(case: PlacementCase, changes: dict[str, Any]) -> None:
-    case.compare_rollouts(**changes)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id == "ppo_moe_marl"], ids=lambda case: case.id)
-def test_rollout_of_placements_samples_from_its_logits(case: Case) -> None:
-    logits = torch.tensor([[0.0, 2.0, -1.0, -3.0], [1.0, 1.0, 3.0, 0.0]]).repeat_interleave(4000, 0)
-    drawn, logprobs = case.trainer.sample(logits)
-    torch.testing.assert_close(logprobs, Categorical(logits=logits).log_prob(drawn))
-    for rows in (slice(0, 4000), slice(4000, 8000)):
-        check_frequencies(logits[rows].softmax(-1), drawn[rows])
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.id == "ppo_moe_marl"], ids=lambda case: case.id)
-def test_update_of_placements_scales_returns_by_recent_statistics(case: Case) -> None:
-    """By hand: an exponential mean, corrected for the start. The mean over two ranks is larger by 0.01."""
-    scale, batches = case.trainer.ReturnStatistics(), [torch.tensor([[1.0, 3.0]]), torch.tensor([[5.0, 9.0]])]
-    assert scale.update(batches[0], World()) == pytest.approx((2.0, 1.0))
-    mean, square = (0.9 * 2 + 7) / 1.9, (0.9 * 5 + 53) / 1.9
-    assert scale.update(batches[1], World()) == pytest.approx((mean, math.sqrt(square - mean**2)))
-    assert case.trainer.ReturnStatistics().update(batches[0], TwoRanks(size=2)) == pytest.approx(
-        (2.01, math.sqrt(5.01 - 2.01**2))
-    )
-    assert case.trainer.ReturnStatistics().update(torch.full((2, 1), 3.0), World()) == pytest.approx((3.0, 1e-8))
 
 
 # Schedules

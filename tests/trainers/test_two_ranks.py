@@ -119,8 +119,7 @@ def dies_after_saving(case: Case, world: World) -> None:
 
 DEATHS = {"in_rollout": dies_in_rollout, "before_saving": dies_before_saving, "after_saving": dies_after_saving}
 
-DEATHS_OF = {"ppo": ["in_rollout"], "ppo_continuous_action": ["before_saving"], "ppo_atari": ["after_saving"],
-             "ppo_moe_marl": ["before_saving"]}  # fmt: skip
+DEATHS_OF = {"ppo": ["in_rollout"], "ppo_continuous_action": ["before_saving"], "ppo_atari": ["after_saving"]}
 
 
 def same(a: Any, b: Any) -> bool:

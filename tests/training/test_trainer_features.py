@@ -15,7 +15,7 @@ import yaml
 
 from clustergym.training import choose_device, load_checkpoint, logger, parse_args, read_scalars
 from clustergym.training.arguments import _flags
-from short_runs import PLACEMENT, TRAINERS, Trainer
+from short_runs import TRAINERS, Trainer
 from trainers import FOLDER, load_trainer
 
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def test_table_of_flags_is_what_the_trainers_show(capsys: pytest.CaptureFixture[
     assert table in PAGE.read_text()
 
 
-ONCE = list({each.name: each for each in (PLACEMENT, *reversed(TRAINERS))}.values())
+ONCE = list({each.name: each for each in reversed(TRAINERS)}.values())
 
 
 def plain(value: Any) -> Any:

@@ -10,13 +10,11 @@ from update_cases.base import MASKED, NEXT_STEP, Case, Problem, scripted_environ
 from update_cases.continuous import ContinuousCase
 from update_cases.federated import FederatedBoxCase, FederatedCase
 from update_cases.language_model import LLMCase
-from update_cases.placement import PlacementCase, TwoCriticsCase
 from update_cases.sequences import RecurrentCase
 
-__all__ = ["CASES", "MASKED", "NEXT_STEP", "AtariCase", "Case", "LLMCase", "PlacementCase", "Problem",
-           "scripted_environments"]  # fmt: skip
+__all__ = ["CASES", "MASKED", "NEXT_STEP", "AtariCase", "Case", "LLMCase", "Problem", "scripted_environments"]
 
 CASES: list[Case] = [
     Case(), ContinuousCase(), RecurrentCase(), AtariCase(), GpuAllocCase(), LSTMCase(), OnlineCase(), FederatedCase(),
-    FederatedBoxCase(), LLMCase(), PlacementCase(), TwoCriticsCase(),
+    FederatedBoxCase(), LLMCase(),
 ]  # fmt: skip
