@@ -17,6 +17,7 @@ A resumed run is bit-identical.
 
 from __future__ import annotations
 
+import warnings
 from ast import literal_eval
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,14 +132,14 @@ class GraphEncoder(nn.Module):
         super().__init__()
         self.own = layer_init(nn.Linear(features, hidden))
         self.context = layer_init(nn.Linear(context, hidden, bias=False))
-        self.messages = DenseGraphConv(hidden, hidden, aggr="add")
+        self.messages = DenseGraphConv(hidden, hidden, aggr="mean")
         layer_init(self.messages.lin_rel, std=1.0)
         layer_init(self.messages.lin_root)
 
     def forward(self, nodes: Tensor, graph: Tensor, context: Tensor) -> Tensor:
         """Nodes (B, N, features), weights (B, N, N), context (B, C) → (B, N, hidden), before the activation."""
         nodes = torch.relu(self.own(nodes) + self.context(context)[:, None])
-        return self.messages(nodes, graph / graph.sum(-1, keepdim=True).clamp(min=1e-6))
+        return self.messages(nodes, graph)
 
 
 class Agent(nn.Module):
@@ -169,7 +170,7 @@ class Agent(nn.Module):
         self.critic_experts = nn.Sequential(layer_init(nn.Linear(experts, hidden)), nn.ReLU())
         self.critic_gpus = nn.Sequential(layer_init(nn.Linear(gpus, hidden)), nn.ReLU())
         self.critic = nn.Sequential(
-            layer_init(nn.Linear(4 * hidden + context, 2 * hidden)), nn.Tanh(), layer_init(nn.Linear(2 * hidden, 2), 0)
+            layer_init(nn.Linear(3 * hidden + context, 2 * hidden)), nn.Tanh(), layer_init(nn.Linear(2 * hidden, 2), 0)
         )
         # Value normalisation: mean and standard deviation of the returns, and of the credit from events.
         self.register_buffer("value_mean", torch.zeros(2))
@@ -195,7 +196,7 @@ class Agent(nn.Module):
     def get_value(self, obs: dict[str, Tensor]) -> Tensor:
         """Normalised values (B, 2): the return, and the credit from events that a pick of an expert will earn."""
         experts, gpus = self.critic_experts(obs["experts"]), self.critic_gpus(obs["gpus"])
-        pooled = [experts.mean(1), experts.amax(1), gpus.mean(1), gpus.amax(1), obs["context"]]
+        pooled = [experts.mean(1), gpus.mean(1), gpus.amax(1), obs["context"]]
         return self.critic(torch.cat(pooled, -1))
 
     def get_action(self, obs: dict[str, Tensor], action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -239,6 +240,9 @@ def train(args: Args) -> dict[str, Any]:
     if args.compile or args.cudagraphs:
         mode = "reduce-overhead" if args.cudagraphs else None
         get_action, get_value = torch.compile(get_action, mode=mode), torch.compile(get_value, mode=mode)
+
+    # Environments can return read-only arrays. They are only read here.
+    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
     def tensors(obs: dict[str, np.ndarray]) -> dict[str, Tensor]:
         return {key: torch.as_tensor(value, device=device) for key, value in obs.items()}
