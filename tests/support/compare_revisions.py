@@ -33,10 +33,7 @@ TRAINERS: dict[str, tuple[str, ...]] = {
         "--pretrain-steps", "4", "--total-timesteps", "160", "--batch-size", "8", "--prompt-tokens", "8",
         "--response-tokens", "10", "--eval-episodes", "16",
     ),
-    "ppo_moe_marl": (
-        "--total-timesteps", "2048", "--num-envs", "16", "--layers", "2", "--pretrain-states", "512",
-        "--tokens-per-rank", "32", "--eval-interval", "1", "--eval-streams", "1",
-    ),
+    "ppo_moe_marl": ("--total-timesteps", "8192", "--env-args", "tokens_per_rank=32"),
 }  # fmt: skip
 """Flags of a short run."""
 NEW_FLAGS: dict[str, dict[str, str]] = {}
