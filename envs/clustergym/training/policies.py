@@ -64,6 +64,7 @@ def export_policy(
             dynamic_shapes=(tuple({0: batch} for _ in INPUTS),),
             verbose=False,
         )
+    assert program is not None  # with dynamo=True
     program.model.metadata_props["about"] = json.dumps(dict(about), default=str)
     with atomic_file(path) as file:
         file.write(program.model_proto.SerializeToString())
