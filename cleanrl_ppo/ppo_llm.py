@@ -262,6 +262,8 @@ def pretrain(model: TinyMoE, train_tokens: Tensor, held_out: Tensor, args: Args,
 
 def train(args: Args) -> dict[str, Any]:
     """Pre-train, train with PPO and evaluate. Returns the content of the result line."""
+    if args.capture_video:
+        raise FlagError("--capture-video: a text has no video. Samples are printed before and after the training")
     world = init_distributed(args.cuda, args.torch_deterministic)
     device = world.device
     paragraphs = read_paragraphs(args.text)
