@@ -123,7 +123,7 @@ def make_envs(env_id: str, agent: int, num_envs: int, videos: Path | None = None
         from clustergym.gpu_allocation import edge_mixes
 
         env_id, options = "GPUAllocationHistory-v0", {"mix": edge_mixes(agent + 1)[agent]}
-    envs = make_vec(env_id, num_envs, videos, **options)
+    envs = make_vec(env_id, num_envs, videos, flatten=True, **options)
     space = envs.single_action_space
     if isinstance(space, gym.spaces.Box) and len(space.shape) == 1:
         # Actions from −1 to 1 are scaled to a bounded range. Detail 27: actions outside the range are clipped for the
@@ -134,8 +134,6 @@ def make_envs(env_id: str, agent: int, num_envs: int, videos: Path | None = None
         envs = gym.wrappers.vector.ClipAction(envs)
     elif not isinstance(space, gym.spaces.Discrete):
         raise gym.error.Error(f"--env-id {env_id} has actions {space}: expected Discrete or Box with one dimension")
-    if len(envs.single_observation_space.shape or ()) != 1:
-        envs = gym.wrappers.vector.FlattenObservation(envs)
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 

@@ -13,7 +13,7 @@ import pytest
 import tyro
 
 from clustergym.cli import COMMANDS, module_of
-from clustergym.training.arguments import parse_args
+from clustergym.training.args import parse_args
 from doc_commands import ROOT, commands, words_of
 from trainers import load_trainer
 
@@ -44,7 +44,7 @@ def check_script(words: list[str], folder: Path) -> None:
     if script.parent.name == "cleanrl_ppo":
         (folder / "ppo.yaml").write_text("seed: 1\n")
         module = load_trainer(script.stem)
-        parse_args(module.Args, argv=flags, presets=getattr(module, "PRESETS", None))
+        parse_args(module.Args, argv=flags, presets={"seed": getattr(module, "SEED_PRESET", {})})
         return
     source = script.read_text()
     for import_ in re.findall(r"^from (\w+) import", source, flags=re.M):

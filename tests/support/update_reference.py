@@ -1,6 +1,6 @@
 """Slow references for roll-outs and updates: written from the formulas, one decision at a time, with plain numbers.
 
-Nothing here calls a function of a trainer. ``test_trainer_updates.py`` compares every trainer with these references.
+Nothing here calls a function of a trainer. ``slow_training.py`` computes whole iterations with it.
 """
 
 from __future__ import annotations
@@ -319,52 +319,3 @@ class Script(gym.Env):
 
     def render(self) -> np.ndarray:
         return np.full((16, 16, 3), 40 * self.count, np.uint8)
-
-
-class ScriptedCluster:
-    """The interface of an AllocationBatch that the trainers use. Episodes end after ``config.arrivals`` steps."""
-
-    n_features = 5
-
-    class config:
-        arrivals = 5
-
-    def __init__(self, num_envs: int) -> None:
-        self.num_envs = num_envs
-        self.state = {"counters": torch.zeros(num_envs, 4, dtype=torch.int64)}
-        self.journals: list[list[Event]] = [[] for _ in range(num_envs)]
-        self.finished: list[np.ndarray] = []
-        self.generator = np.random.default_rng(0)
-        self.obs, self.last_obs = torch.zeros(num_envs, 5), torch.zeros(num_envs, 5)
-        self.final_sums = torch.zeros(num_envs, 8)
-
-    def seed(self, seeds: np.ndarray) -> None:
-        self.seeds = np.asarray(seeds)
-
-    def _draw(self) -> np.ndarray:
-        return self.generator.normal(2.0, 3.0, 5).astype(np.float32)
-
-    def reset(self) -> None:
-        for env, journal in enumerate(self.journals):
-            journal.append(Event(self._draw(), is_reset=True))
-            self.obs[env] = torch.from_numpy(journal[-1].obs)
-
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rewards, ended = torch.zeros(self.num_envs), torch.zeros(self.num_envs, dtype=torch.bool)
-        self.obs, self.last_obs = self.obs.clone(), self.last_obs.clone()
-        for env, journal in enumerate(self.journals):
-            counters = self.state["counters"]
-            counters[env, 0] += 1
-            action = actions[env].numpy().copy()
-            rewards[env] = float(self.generator.normal(1.0, 2.0) + 4 * action[0] - 3 * action[1])
-            ended[env] = bool(counters[env, 0] >= self.config.arrivals)
-            obs = self._draw()
-            journal.append(Event(obs, action=action, reward=float(rewards[env]), truncated=bool(ended[env])))
-            self.last_obs[env] = torch.from_numpy(obs)
-            if ended[env]:
-                counters[env, 0] = 0
-                self.final_sums[env] = torch.from_numpy(self.generator.uniform(1, 2, 8))
-                self.finished.append(self.final_sums[env].numpy().copy())
-                journal.append(Event(self._draw(), is_reset=True))
-            self.obs[env] = torch.from_numpy(journal[-1].obs)
-        return self.obs, rewards, ended

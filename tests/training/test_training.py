@@ -1,12 +1,12 @@
-"""The infrastructure of the trainers: run folders, checkpoints, logging, random states, progress and results."""
+"""The infrastructure of the trainers: run folders, checkpoints, logs, random states and devices."""
 
 from __future__ import annotations
 
 import ast
-import json
 import math
 import os
 import pickle
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -16,44 +16,33 @@ import pytest
 import torch
 
 import clustergym.training
-from clustergym.training import (
-    CheckpointError,
-    Progress,
-    RunLogger,
-    capture_rng_state,
-    check_same_args,
-    choose_device,
-    derive_seed,
-    load_checkpoint,
-    print_result,
-    read_scalars,
-    restore_rng_state,
-    run_folder,
-    save_checkpoint,
-)
+from clustergym.common.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from clustergym.training.args import FlagError
+from clustergym.training.distributed import choose_device
+from clustergym.training.envs import derive_seed
+from clustergym.training.logs import Progress, open_tensorboard, read_scalars
+from clustergym.training.runs import choose_folder, rng_state, set_rng_state
 
 
 def test_new_run_takes_the_next_free_folder_and_resume_takes_the_last_with_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_folder("a") == Path("runs/a")
-    assert run_folder("a") == Path("runs/a-2")
-    (tmp_path / "runs/a-10").mkdir()
-    (tmp_path / "runs/a-b-99").mkdir()  # another name with the same prefix
-    assert run_folder("a") == Path("runs/a-11")
+    assert choose_folder("a", None, False) == Path("runs/a")
+    for name in ("a", "a-2", "a-10", "a-b-99"):  # the last one is another name with the same prefix
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert choose_folder("a", None, False) == Path("runs/a-11")
     (tmp_path / "runs/a-2/checkpoint.pt").touch()
-    assert run_folder("a", resume=True) == Path("runs/a-2")
-    assert run_folder("b", resume=True) == Path("runs/b")
+    assert choose_folder("a", None, True) == Path("runs/a-2")
+    assert choose_folder("b", None, True) == Path("runs/b")
 
 
 def test_run_dir_with_a_checkpoint_is_refused_without_resume(tmp_path: Path) -> None:
-    folder = tmp_path / "x"
-    assert run_folder("a", folder) == folder
-    (folder / "checkpoint.pt").touch()
-    assert run_folder("a", folder, resume=True) == folder
-    with pytest.raises(FileExistsError, match="use --resume to continue that run"):
-        run_folder("a", folder)
+    assert choose_folder("a", tmp_path, False) == tmp_path
+    (tmp_path / "checkpoint.pt").touch()
+    assert choose_folder("a", tmp_path, True) == tmp_path
+    with pytest.raises(FlagError, match="use --resume to continue that run"):
+        choose_folder("a", tmp_path, False)
 
 
 def state() -> dict[str, Any]:
@@ -132,26 +121,15 @@ def test_checkpoint_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not Path("ran").exists()
 
 
-def test_resume_with_other_hyperparameters_is_refused() -> None:
-    saved = {"lr": 1.0, "seed": 1, "track": False, "gone": 1}
-    check_same_args(saved, saved | {"track": True, "resume": True})
-    check_same_args(saved, saved | {"lr": 2.0}, may_differ=["lr"])
-    with pytest.raises(CheckpointError, match=r"ppo\.clip was 0\.2, now 0\.1$"):
-        check_same_args(saved | {"ppo": {"clip": 0.2, "envs": 4}}, saved | {"ppo": {"clip": 0.1, "envs": 4}})
-    with pytest.raises(CheckpointError, match=r"gone was 1, now None; lr was 1\.0, now 2\.0"):
-        check_same_args(saved, {"lr": 2.0, "seed": 1})
-
-
 def test_random_state_round_trip(tmp_path: Path) -> None:
-    generator = np.random.default_rng(5)
-    generator.standard_normal(3)
-    save_checkpoint(tmp_path / "c.pt", "x", {"rng": capture_rng_state(generator)})
-    expected = generator.random(4), torch.randn(4)
-    loaded = load_checkpoint(tmp_path / "c.pt", "x")["rng"]
-    other = np.random.default_rng(6)
-    restore_rng_state(loaded, other)
-    assert np.array_equal(other.random(4), expected[0])
-    assert torch.equal(torch.randn(4), expected[1])
+    def draw() -> list[Any]:
+        return [torch.randn(4).tolist(), np.random.rand(4).tolist(), random.random()]  # noqa: NPY002
+
+    save_checkpoint(tmp_path / "c.pt", "x", {"rng": rng_state()})
+    expected = draw()
+    assert draw() != expected
+    set_rng_state(load_checkpoint(tmp_path / "c.pt", "x")["rng"])
+    assert draw() == expected
 
 
 def test_derived_seeds_are_stable_distinct_and_have_31_bits() -> None:
@@ -161,50 +139,35 @@ def test_derived_seeds_are_stable_distinct_and_have_31_bits() -> None:
     assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3) != derive_seed(3, 2, 1)
 
 
+def log(folder: Path, scalars: dict[int, float], start_step: int = 0) -> None:
+    with open_tensorboard(folder, {"lr": 1.0}, start_step) as writer:
+        for step, value in scalars.items():
+            writer.add_scalar("charts/a", value, step)
+
+
 def test_resumed_run_hides_the_scalars_after_its_checkpoint(tmp_path: Path) -> None:
-    with RunLogger(tmp_path, {"lr": 1.0}) as logger:
-        for step in (10, 20, 30):
-            logger.scalars({"charts/a": step / 10, "charts/b": 0.0}, step)
-    with RunLogger(tmp_path, {"lr": 1.0}, start_step=20) as logger:
-        logger.scalar("charts/a", -1.0, 30)
+    log(tmp_path, {10: 1.0, 20: 2.0, 30: 3.0})
+    log(tmp_path, {30: -1.0}, start_step=20)
     assert read_scalars(tmp_path, "charts/a") == ([10, 20, 30], [1.0, 2.0, -1.0])
-    with pytest.raises(KeyError, match=r"no scalar 'charts/c': it has charts/a, charts/b"):
+    with pytest.raises(KeyError, match=r"no scalar 'charts/c': it has charts/a"):
         read_scalars(tmp_path, "charts/c")
 
 
 def test_run_resumed_within_the_same_second_is_read_second(tmp_path: Path) -> None:
-    with RunLogger(tmp_path, {}) as logger:
-        for step in (10, 20, 30):
-            logger.scalar("a", step, step)
+    log(tmp_path, {10: 1.0, 20: 2.0, 30: 3.0})
     # The file name of the killed process sorts after that of the resumed one, which would then hide nothing.
     (file,) = tmp_path.glob("events.out.tfevents.*")
     file.rename(tmp_path / f"events.out.tfevents.{int(time.time())}.zzz.999.0")
-    with RunLogger(tmp_path, {}, start_step=20) as logger:
-        logger.scalar("a", -1.0, 30)
-    assert read_scalars(tmp_path, "a") == ([10, 20, 30], [10.0, 20.0, -1.0])
-
-
-def test_disabled_logger_writes_nothing(tmp_path: Path) -> None:
-    with RunLogger(tmp_path, {}, enabled=False) as logger:
-        logger.scalar("a", 1.0, 1)
-        logger.text("b", "c", 1)
-        logger.flush()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.usefixtures("new_wandb_session")
-def test_wandb_offline_writes_a_local_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    with RunLogger(tmp_path / "run", {"lr": 1.0}, track=True) as logger:
-        logger.scalar("charts/a", 1.0, 1)
-    assert list((tmp_path / "run").glob("wandb/offline-run-*/*.wandb"))
+    log(tmp_path, {30: -1.0}, start_step=20)
+    assert read_scalars(tmp_path, "charts/a") == ([10, 20, 30], [1.0, 2.0, -1.0])
 
 
 def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(1000, start_step=500, line_every_s=1e9) as progress:
-        progress.update(600, mean_return=1.0)
-        progress.update(1000, mean_return=12.5, missing=math.nan)
-        assert progress.steps_per_s(1000) > 0
+    progress = Progress(1000, start_step=500)
+    progress.update(600, {"mean_return": 1.0})
+    progress.update(1000, {"mean_return": 12.5, "missing": math.nan})
+    assert progress.steps_per_s(1000) > 0
+    progress.close()
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -216,34 +179,35 @@ def test_progress_without_a_terminal_prints_lines(capsys: pytest.CaptureFixture[
 def test_progress_on_a_terminal_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "140")
-    with Progress(1000) as progress:
-        progress.update(250, mean_return=3.0)
+    progress = Progress(1000, start_step=0)
+    progress.update(250, {"mean_return": 3.0})
+    progress.close()
     err = capsys.readouterr().err
     assert "250/1000" in err
     assert "steps/s" in err
     assert "mean_return 3" in err
 
 
-def test_result_line_is_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
-    print_result(
-        {"a": np.float32(1.5), "b": math.nan, "path": Path("x"), "list": (1, np.int64(2)), "deep": {"c": math.inf}}
-    )
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("result ")
-    assert json.loads(line.removeprefix("result ")) == {
-        "a": 1.5,
-        "b": None,
-        "path": "x",
-        "list": [1, 2],
-        "deep": {"c": None},
-    }
-
-
 def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device(False) == torch.device("cpu")
-    with pytest.raises(RuntimeError, match="torch finds no GPU"):
+    assert choose_device(None) == torch.device("cpu")
+    with pytest.raises(FlagError, match="torch finds no GPU"):
         choose_device(True)
+
+
+def test_gpu_is_used_without_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With deterministic kernels on demand."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    try:
+        assert choose_device(None, 1) == torch.device("cuda", 1)
+        assert choose_device(False, 1, deterministic=True) == torch.device("cpu")
+        assert not torch.are_deterministic_algorithms_enabled()
+        choose_device(None, 1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_training_imports_only_common() -> None:

@@ -50,7 +50,7 @@ class Run:
     agent: list[str] = field(default_factory=list)
     """Agents: module:function or file.py:function with predict(obs), or a class with that method."""
     checkpoint: list[Path] = field(default_factory=list)
-    """Checkpoints: policy.pt of ppo_moe_marl.py, or checkpoint.pt of ppo_gpu_alloc.py or ppo_lstm.py. Of a folder of
+    """Checkpoints: policy.pt of ppo_moe_marl.py, or checkpoint.pt of ppo_gpu_alloc(_lstm).py. Of a folder of
     allocation policies, each task gets the one that takes its observation."""
     label: str | None = None
     """Name of the entry in tables, if there is only one."""

@@ -38,7 +38,7 @@ class Command:
     policy: list[str] = field(default_factory=lambda: ["all"])
     """Rules to compare by name, or 'all'."""
     checkpoint: list[Path] = field(default_factory=list)
-    """Checkpoints of ppo_gpu_alloc.py or ppo_lstm.py to compare with the rules."""
+    """Checkpoints of ppo_gpu_alloc.py or ppo_gpu_alloc_lstm.py to compare with the rules."""
     streams: int = 256
     """Number of streams of pods, one episode each."""
     seed: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def open_wandb(folder: Path, config: Mapping[str, Any], project: str, resume: bo
         file = folder / "wandb_id.txt"
         known = resume and file.exists()
         if not known:
-            write_atomically(file, wandb.util.generate_id() + "\n")
+            write_atomically(file, secrets.token_hex(8) + "\n")
         settings |= {"project": project, "id": file.read_text().strip(), "resume": "allow" if known else "never"}
     try:
         return wandb.init(**settings)
