@@ -12,10 +12,18 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import pettingzoo
 
-from clustergym.ids import KINDS, placement_ids
+from clustergym.ids import KINDS, OFFLOADING, OFFLOADING_KINDS, placement_ids
 
 if TYPE_CHECKING:
-    from clustergym import gpu_allocation, gpu_allocation_v0, moe_placement, moe_placement_v0, traces
+    from clustergym import (
+        gpu_allocation,
+        gpu_allocation_v0,
+        moe_offload,
+        moe_offload_v0,
+        moe_placement,
+        moe_placement_v0,
+        traces,
+    )
     from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 
 __version__ = "0.2.0"
@@ -24,6 +32,8 @@ __all__ = [
     "TokenTrace",
     "gpu_allocation",
     "gpu_allocation_v0",
+    "moe_offload",
+    "moe_offload_v0",
     "moe_placement",
     "moe_placement_v0",
     "synthetic_trace",
@@ -55,10 +65,14 @@ def _register_with_pettingzoo(name: str) -> None:
         pettingzoo.register("aec", name, f"clustergym.{name}:env")
 
 
-for _id, _kind, _arguments in placement_ids():
-    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_arguments)
+for _id, (_kind, _task) in placement_ids().items():
+    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_task.arguments)
+for _form, _classes in OFFLOADING_KINDS.items():
+    for _variant, _arguments in OFFLOADING.items():
+        _register(f"MoEOffload{_variant}{_form}-v0", *(f"moe_offload.{name}" for name in _classes), **_arguments)
 _ALLOCATION = ("gpu_allocation.environment:GPUAllocationEnv", "gpu_allocation.environment:GPUAllocationVectorEnv")
 _register("GPUAllocation-v0", *_ALLOCATION)
 _register("GPUAllocationHistory-v0", *_ALLOCATION, history=True)
 _register_with_pettingzoo("moe_placement_v0")
+_register_with_pettingzoo("moe_offload_v0")
 _register_with_pettingzoo("gpu_allocation_v0")

@@ -53,7 +53,7 @@ class RunArgs:
 
 FREE_ON_RESUME = {
     "config", "run_dir", "resume", "total_timesteps", "checkpoint_interval", "eval_interval", "eval_episodes",
-    "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile",
+    "eval_args", "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile",
     "cudagraphs", "async_envs",
 }  # fmt: skip
 """Flags that may change when a run is resumed. They have no influence on the next iteration."""

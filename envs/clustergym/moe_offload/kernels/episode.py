@@ -1,0 +1,150 @@
+"""Episodes of the two agents: one step is one pair (row, node)."""
+
+from __future__ import annotations
+
+from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.moe_offload.kernels.memory import (
+    begin,
+    can_move,
+    evict,
+    move,
+    next_visit,
+    over,
+    prefetch,
+    window,
+)
+from clustergym.moe_offload.kernels.rows import EMPTY, choose_evictions, choose_loads, clear_rows, uniform
+from clustergym.moe_offload.kernels.state import (
+    ADD,
+    DELETE,
+    GROUP,
+    MODE,
+    MODE_EVICT,
+    MODE_LOAD,
+    MODE_OVER,
+    OUT_EXPERT,
+    OUT_ILLEGAL,
+    OUT_NO_OP,
+    OUT_VISITS,
+    OVER,
+    PLACE,
+    STEP,
+    UNPAID,
+    VISITS,
+)
+
+
+@device
+def settle(task, s, b):
+    """Go on to the next decision: an eviction while a GPU holds too much, then a prefetch while a link has time."""
+    while True:
+        s.clock[b, OVER] = over(task, s, b)
+        if s.clock[b, OVER] >= 0:
+            s.clock[b, MODE] = MODE_EVICT
+            choose_evictions(task, s, b)
+            return
+        free = False
+        for g in range(task.gpus):
+            free = free or window(task, s, b, g) > 0
+        if free and s.stats[b, VISITS] > 0 and choose_loads(task, s, b) > 0:
+            s.clock[b, MODE] = MODE_LOAD
+            return
+        if not next_visit(task, s, b):
+            s.clock[b, MODE] = MODE_OVER
+            clear_rows(task, s, b)
+            return
+
+
+@inlined
+def legal(task, s, b, row, node):
+    """Whether a pair is legal: the action mask."""
+    operation, gpu, mode = node // task.gpus, node % task.gpus, s.clock[b, MODE]
+    if mode == MODE_OVER:
+        # Nothing can be done any more, but some action must be legal.
+        return row == 0 and operation == PLACE
+    if row >= s.n_rows[b]:
+        return False
+    if mode == MODE_EVICT:
+        return operation == DELETE and gpu == s.clock[b, OVER]
+    expert = s.rows[b, row]
+    l, e = expert // s.where.shape[2], expert % s.where.shape[2]
+    at = s.where[b, l, e]
+    if operation == PLACE:
+        return at < 0 or at == gpu or can_move(task, s, b, l, e, gpu)
+    return operation == ADD and at < 0 and window(task, s, b, gpu) > 0
+
+
+@device
+def draw(task, s, b):
+    """Draw the sequences of the next episode."""
+    s.clock[b, GROUP] = int(uniform(s.random, b) * task.groups.shape[0])
+
+
+@device
+def start(task, s, b):
+    """Begin an episode with the group that was drawn, and go to its first decision."""
+    begin(task, s, b, s.clock[b, GROUP])
+    s.reward[b] = 0.0
+    s.outcome[b, OUT_EXPERT], s.outcome[b, OUT_NO_OP] = EMPTY, 0
+    s.outcome[b, OUT_ILLEGAL], s.outcome[b, OUT_VISITS] = 0, 0
+    settle(task, s, b)
+
+
+@device
+def step(task, s, b, row, node):
+    """Apply a pair and go to the next decision.
+
+    An illegal pair evicts nothing; while the links have time it ends the visit, as the no-op does.
+    """
+    s.n_events[b] = 0
+    s.clock[b, STEP] += 1
+    visits, mode = s.stats[b, VISITS], s.clock[b, MODE]
+    inside = 0 <= row < s.rows.shape[1] and 0 <= node < 3 * task.gpus
+    expert = s.rows[b, row] if inside else EMPTY
+    allowed = inside and legal(task, s, b, row, node)
+    no_op = True
+    if allowed and mode != MODE_OVER:
+        l, e, gpu = expert // s.where.shape[2], expert % s.where.shape[2], node % task.gpus
+        if mode == MODE_EVICT:
+            evict(task, s, b, l, e)
+            no_op = False
+        elif node // task.gpus == ADD:
+            prefetch(task, s, b, l, e, gpu)
+            no_op = False
+        elif s.where[b, l, e] >= 0 and s.where[b, l, e] != gpu:
+            move(task, s, b, l, e, gpu)
+            no_op = False
+    s.outcome[b, OUT_EXPERT] = expert
+    s.outcome[b, OUT_NO_OP], s.outcome[b, OUT_ILLEGAL] = 1 if no_op else 0, 0 if allowed else 1
+    if mode == MODE_LOAD and no_op and not next_visit(task, s, b):
+        s.clock[b, MODE] = MODE_OVER
+        clear_rows(task, s, b)
+    elif mode == MODE_LOAD or (mode == MODE_EVICT and allowed):
+        settle(task, s, b)
+    s.outcome[b, OUT_VISITS] = s.stats[b, VISITS] - visits
+    s.reward[b] = -s.time[b, UNPAID] / task.load_ms
+    s.time[b, UNPAID] = 0.0
+
+
+@device
+def draw_range(first, last, task, s, where):
+    """:func:`draw` for environments first … last − 1 where ``where`` (N,) is true."""
+    for b in range(first, last):
+        if where[b]:
+            draw(task, s, b)
+
+
+@device
+def start_range(first, last, task, s, where):
+    """:func:`start` for environments first … last − 1 where ``where`` (N,) is true."""
+    for b in range(first, last):
+        if where[b]:
+            start(task, s, b)
+
+
+@device
+def step_range(first, last, task, s, rows, nodes, where):
+    """:func:`step` for environments first … last − 1 where ``where`` (N,) is true."""
+    for b in range(first, last):
+        if where[b]:
+            step(task, s, b, rows[b], nodes[b])

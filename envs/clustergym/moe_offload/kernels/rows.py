@@ -1,0 +1,196 @@
+"""The table of experts that the agents choose from, and the order of its rows.
+
+The first rows can be chosen and are in random order, so that a position means nothing. The last ``context_rows`` are
+the experts of the last visits: neighbours in the graph, not choices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.moe_offload.kernels.memory import can_move, count_at, pool_of
+from clustergym.moe_offload.kernels.state import LAYER, OVER, POOL, TOKEN, TOKENS
+
+MIDDLE = 2
+"""The half-life that tables are chosen by."""
+EMPTY = -1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
+
+
+@device
+def uniform(random, b):
+    """The environment's next random number in [0, 1): splitmix64."""
+    random[b] += _GOLDEN
+    z = random[b]
+    z = (z ^ (z >> _S30)) * _MIX1
+    z = (z ^ (z >> _S27)) * _MIX2
+    z = z ^ (z >> _S31)
+    return float(z >> _S11) * (1.0 / 9007199254740992.0)
+
+
+@device
+def keep_lowest(s, b, first, last, size):
+    """Bring the ``size`` lowest scores of entries first … last − 1 to the front (Hoare's selection)."""
+    low, high = first, last - 1
+    while low < high:
+        pivot, i, j = s.scores[b, (low + high) // 2], low, high
+        while i <= j:
+            while s.scores[b, i] < pivot:
+                i += 1
+            while s.scores[b, j] > pivot:
+                j -= 1
+            if i <= j:
+                s.scores[b, i], s.scores[b, j] = s.scores[b, j], s.scores[b, i]
+                s.found[b, i], s.found[b, j] = s.found[b, j], s.found[b, i]
+                i += 1
+                j -= 1
+        # The border lies among low … j or i … high; between them all are equal.
+        if first + size <= j:
+            high = j
+        elif first + size > i:
+            low = i
+        else:
+            return
+
+
+@inlined
+def _select(s, b, first, last, size, n):
+    """Add the ``size`` lowest of entries first … last − 1 to the table, which has n rows. Returns its rows."""
+    if last - first > size:
+        keep_lowest(s, b, first, last, size)
+        last = first + size
+    for i in range(first, last):
+        s.rows[b, n + i - first] = s.found[b, i]
+    return n + last - first
+
+
+@device
+def choose_evictions(task, s, b):
+    """Table of an eviction: residents of the current layer, and the lowest counts of all other layers."""
+    layers, experts = s.where.shape[1], s.where.shape[2]
+    gpu, pool, here = s.clock[b, OVER], s.clock[b, POOL], s.clock[b, LAYER]
+    n, others, t = 0, 0, s.clock[b, TOKEN]
+    for back in range(layers):
+        # The current layer comes last.
+        l = (here + back + 1) % layers
+        if back == layers - 1:
+            n = _select(s, b, 0, others, task.low_rows, 0)
+            others = 0
+        if pool_of(task, l) != pool:
+            continue
+        for e in range(experts):
+            if s.where[b, l, e] == gpu:
+                s.found[b, others] = l * experts + e
+                late = -0.02 * back / layers
+                s.scores[b, others] = count_at(task, s, b, l, e, MIDDLE, t) + 0.15 * task.prior[l, e] + late
+                others += 1
+    _finish(task, s, b, _select(s, b, 0, others, task.own_rows, n))
+
+
+@device
+def choose_loads(task, s, b):
+    """Table of a prefetch: the likeliest missing experts of the next layers, and with several GPUs experts to move.
+
+    Returns how many experts are missing: without any there is nothing to decide.
+    """
+    layers, experts, top = s.where.shape[1], s.where.shape[2], task.experts.shape[2]
+    t, here, scratch = s.clock[b, TOKEN], s.clock[b, LAYER], layers * experts
+    each = max(task.load_rows // task.horizon, 1)
+    n, movable, active = 0, 0, 0
+    for j in range(s.starts.shape[1]):
+        active += 1 if t < s.lengths[b, j] else 0
+    for h in range(1, task.horizon + 1):
+        l = (here + h) % layers
+        if t + (here + h) // layers >= s.clock[b, TOKENS]:
+            break
+        for e in range(experts):
+            s.scores[b, scratch + e] = 0.0
+        for j in range(s.starts.shape[1]):
+            if t < s.lengths[b, j]:
+                for k in range(top):
+                    a = task.experts[s.starts[b, j] + t, here, k]
+                    if a >= 0:
+                        for e in range(experts):
+                            s.scores[b, scratch + e] += task.lift[h - 1, here, a, e]
+        missing = 0
+        for e in range(experts):
+            if s.where[b, l, e] < 0:
+                likely = math.log(count_at(task, s, b, l, e, MIDDLE, t) + 0.3 * task.prior[l, e] + 0.01)
+                s.found[b, missing] = l * experts + e
+                s.scores[b, missing] = -likely - 0.6 / active * s.scores[b, scratch + e]
+                missing += 1
+        n = _select(s, b, 0, missing, each, n)
+    if n == 0:
+        return 0
+    loads = n
+    if task.move_rows > 0:
+        for h in range(1, task.horizon + 1):
+            l = (here + h) % layers
+            for e in range(experts):
+                possible = False
+                for g in range(task.gpus):
+                    possible = possible or can_move(task, s, b, l, e, g)
+                if possible:
+                    s.found[b, movable] = l * experts + e
+                    s.scores[b, movable] = -count_at(task, s, b, l, e, MIDDLE, t)
+                    movable += 1
+        n = _select(s, b, 0, movable, task.move_rows, n)
+    _finish(task, s, b, n)
+    return loads
+
+
+@device
+def clear_rows(task, s, b):
+    """The table after the last visit: empty."""
+    _finish(task, s, b, 0)
+
+
+@inlined
+def _finish(task, s, b, n):
+    """Shuffle the n rows that can be chosen, empty the others, and add the context."""
+    choices = s.rows.shape[1] - task.context_rows
+    s.n_rows[b] = n
+    for i in range(n - 1, 0, -1):
+        j = int(uniform(s.random, b) * (i + 1))
+        s.rows[b, i], s.rows[b, j] = s.rows[b, j], s.rows[b, i]
+    for i in range(n, s.rows.shape[1]):
+        s.rows[b, i] = EMPTY
+    if n > 0:
+        _add_context(task, s, b, choices)
+    experts = s.where.shape[2]
+    for i in range(s.rows.shape[1]):
+        l = s.rows[b, i] // experts
+        s.places[b, i, 0], s.places[b, i, 1] = l, s.rows[b, i] - l * experts
+
+
+@device
+def _add_context(task, s, b, first):
+    """Experts of this visit, the one before … in rows ``first`` and after, at most one visit of each layer."""
+    layers, experts, i = s.where.shape[1], s.where.shape[2], first
+    for back in range(layers):
+        l = s.clock[b, LAYER] - back
+        t = s.clock[b, TOKEN]
+        if l < 0:
+            l, t = l + layers, t - 1
+        if t < 0:
+            break
+        for j in range(s.starts.shape[1]):
+            if t >= s.lengths[b, j]:
+                continue
+            for k in range(task.experts.shape[2]):
+                e = task.experts[s.starts[b, j] + t, l, k]
+                if e < 0:
+                    continue
+                known = False
+                for r in range(first, i):
+                    known = known or s.rows[b, r] == l * experts + e
+                if i < s.rows.shape[1] and not known:
+                    s.rows[b, i] = l * experts + e
+                    i += 1
+        if i == s.rows.shape[1]:
+            break
