@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import tyro
 
+from clustergym.common.checkpoints import load_checkpoint
 from clustergym.traces import TokenTrace
 from clustergym.traces.record import record, row_batches
-from clustergym.training import load_checkpoint
 from texts import bytecode_text, help_text, html_text, json_text, names_text, source_text
 from tiny_moe import END, TinyMoE, TinyMoEConfig, encode
 
