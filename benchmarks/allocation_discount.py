@@ -57,8 +57,7 @@ def train(gamma: float, seed: int, args: Args) -> Path:
         command = [
             sys.executable, str(TRAINER), "--gamma", str(gamma), "--seed", str(seed), "--reward", args.reward,
             "--no-clip-vloss", "--total-timesteps", str(args.timesteps), "--eval-streams", "0",
-            "--update-epochs", "1", "--learning-rate", "0.004", "--final-std", "0.015",
-            "--run-dir", str(folder), "--resume",
+            "--copies", "1", "--run-dir", str(folder), "--resume",
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         write_atomically(folder / "result.json", done.stdout.splitlines()[-1].removeprefix("result ") + "\n")

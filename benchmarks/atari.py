@@ -26,7 +26,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from clustergym.training import read_scalars
+from clustergym.training.logs import read_scalars
 
 TRAINER = Path(__file__).resolve().parents[1] / "cleanrl_ppo" / "ppo_atari.py"
 

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym.common.statistics import ci95
-from clustergym.training import read_scalars
+from clustergym.training.logs import read_scalars
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 

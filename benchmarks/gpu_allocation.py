@@ -32,42 +32,27 @@ from clustergym.common.statistics import ci95
 from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
 from clustergym.gpu_allocation.policy import AllocationPolicy
-from clustergym.training import read_scalars
+from clustergym.training.logs import read_scalars
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 STUDIES: dict[str, tuple[str, ...]] = {
-    "history": (
-        "ppo_gpu_alloc.py",
-        "--env-id",
-        "GPUAllocationHistory-v0",
-        "--copies",
-        "2",
-        "--update-epochs",
-        "1",
-        "--learning-rate",
-        "0.004",
-        "--final-std",
-        "0.015",
-        "--save-model",
-    ),
-    "levels": ("ppo_gpu_alloc.py", "--preset", "levels"),
-    "qos": ("ppo_gpu_alloc.py", "--preset", "levels", "--qos-penalty", "2"),
+    "levels": ("ppo_gpu_alloc.py",),
+    "qos": ("ppo_gpu_alloc.py", "--qos-penalty", "2"),
     "v0": ("ppo_gpu_alloc.py", "--env-id", "GPUAllocation-v0"),
-    "lstm": ("ppo_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
+    "lstm": ("ppo_gpu_alloc_lstm.py", "--env-id", "GPUAllocation-v0", "--learning-rate", "0.003"),
 }
 """Trainer and flags of each study; all other flags have their defaults. The flags with history were chosen on streams
 that are not used for the tables."""
-DECISIONS_PER_ITERATION = {"ppo_gpu_alloc.py": 8192, "ppo_lstm.py": 4096}
+DECISIONS_PER_ITERATION = {"ppo_gpu_alloc.py": 8192, "ppo_gpu_alloc_lstm.py": 4096}
 # Not the streams from HELD_OUT_SEED on: those were used for learning curves and during development.
 FINAL_SEED = HELD_OUT_SEED + 2**30
 NAMES = {
-    "history": "PPO with history, Gaussian",
-    "levels": "PPO with history, categorical",
-    "qos": "PPO with history, categorical, QoS penalty",
+    "levels": "PPO with history",
+    "qos": "PPO with history, QoS penalty",
     "v0": "PPO, five numbers",
     "lstm": "PPO + LSTM, five numbers",
 }
-HISTORY = ("history", "levels", "qos")
+HISTORY = ("levels", "qos")
 """Studies with the history of owners."""
 
 
@@ -75,12 +60,10 @@ HISTORY = ("history", "levels", "qos")
 class Args:
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Seeds of the runs of each study."""
-    only: tuple[Literal["history", "levels", "qos", "v0", "lstm"], ...] = ("history", "levels", "qos", "v0", "lstm")
+    only: tuple[Literal["levels", "qos", "v0", "lstm"], ...] = ("levels", "qos", "v0", "lstm")
     """Studies to run."""
     history_timesteps: int = 16_000_000
-    """Decisions per run with history and a Gaussian policy."""
-    levels_timesteps: int = 16_000_000
-    """Decisions per run with history and a categorical policy."""
+    """Decisions per run with history."""
     v0_timesteps: int = 10_000_000
     """Decisions per run on five numbers."""
     lstm_timesteps: int = 1_200_000
@@ -101,9 +84,7 @@ def train(study: str, seed: int, args: Args) -> dict[str, Any]:
     if saved.exists():
         result: dict[str, Any] = json.loads(saved.read_text())
         return result
-    steps = {"history": args.history_timesteps, "v0": args.v0_timesteps, "lstm": args.lstm_timesteps}.get(
-        study, args.levels_timesteps
-    )
+    steps = {"v0": args.v0_timesteps, "lstm": args.lstm_timesteps}.get(study, args.history_timesteps)
     every = max(1, steps // DECISIONS_PER_ITERATION[trainer] // args.evaluations)
     command = [
         sys.executable, str(TRAINERS / trainer), *flags, "--seed", str(seed), "--total-timesteps", str(steps),
@@ -134,7 +115,7 @@ def plot(rules: dict[str, dict[str, Any]], plain_rules: dict[str, dict[str, Any]
         (axes[0], HISTORY, rules, "with the history of owners"),
         (axes[1], ("v0", "lstm"), plain_rules, "five numbers"),
     )
-    colours = {"history": "#228833", "levels": "#EE6677", "qos": "#66CCEE", "v0": "#4477AA", "lstm": "#AA3377"}
+    colours = {"levels": "#EE6677", "qos": "#66CCEE", "v0": "#4477AA", "lstm": "#AA3377"}
     shown = ("grant", "cut-0.9", "cut-0.8", "vpa", "vpa-fraction", "oracle")
     for axis, studies, lines, title in panels:
         for study in (s for s in studies if s in args.only):

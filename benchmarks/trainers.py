@@ -2,9 +2,7 @@
 
 For each task there are three comparisons. "own": every loop with the defaults of its own project. "same": all loops
 with the number of environments, steps, minibatches and epochs of CleanRL. "default": all loops with those of this
-project's trainer. The loops run in turns, and CPU time is counted, so that other programs disturb little. The first
-table shows where the time of this project's trainers goes. Every loop with these settings must compute "environments"
-and "networks in updates". "bound" is the ratio of a loop that does nothing else.
+project's trainer. The loops run in turns, and CPU time is counted, so that other programs disturb little.
 
     python benchmarks/trainers.py
     python benchmarks/trainers.py --tasks CartPole-v1 --repeats 5
@@ -34,7 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
-from clustergym.training import Run, World
+from clustergym.training.runs import Run
 
 TRAINERS = Path(__file__).resolve().parents[1] / "cleanrl_ppo"
 
@@ -59,13 +57,12 @@ class Task:
     trainer: str
     cleanrl: Setting
     """Settings of CleanRL's ppo.py and ppo_continuous_action.py."""
-    no_evaluation: dict[str, int]
 
 
 TASKS = {
-    "CartPole-v1": Task("ppo", Setting(4, 128, 4, 4), {"eval_episodes": 0}),
-    "Pendulum-v1": Task("ppo_continuous_action", Setting(1, 2048, 32, 10), {"eval_episodes": 0}),
-    "GPUAllocation-v0": Task("ppo_gpu_alloc", Setting(1, 2048, 32, 10), {"eval_streams": 0}),
+    "CartPole-v1": Task("ppo", Setting(4, 128, 4, 4)),
+    "Pendulum-v1": Task("ppo_continuous_action", Setting(1, 2048, 32, 10)),
+    "GPUAllocation-v0": Task("ppo_continuous_action", Setting(1, 2048, 32, 10)),
 }
 STABLE_BASELINES = Setting(1, 2048, 32, 10)
 """Defaults of Stable-Baselines3's PPO."""
@@ -229,9 +226,9 @@ def ours(module: ModuleType, task: Task, env_id: str, setting: Setting, iteratio
     with tempfile.TemporaryDirectory() as folder, swapped(Run, "iterations", timed_iterations):
         args = module.Args(
             env_id=env_id, run_dir=Path(folder) / "run", total_timesteps=iterations * setting.batch_size,
-            **vars(setting), **task.no_evaluation,
+            eval_episodes=0, **vars(setting),
         )  # fmt: skip
-        module.train(args, World())
+        module.train(args)
     return iterations * setting.batch_size / spent
 
 
@@ -244,67 +241,6 @@ def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, plain)
-
-
-@contextmanager
-def timed(owner: Any, name: str, spent: dict[str, float], key: str) -> Iterator[None]:
-    """Add the time of a function to ``spent``."""
-    plain = getattr(owner, name)
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        began = time.process_time()
-        try:
-            return plain(*args, **kwargs)
-        finally:
-            spent[key] += time.process_time() - began
-
-    with swapped(owner, name, wrapper):
-        yield
-
-
-def networks_alone(given: tuple[Any, ...], setting: Setting, minibatches: int) -> float:
-    """CPU seconds of forward passes, backward passes and Adam steps, without losses, clipping and metrics."""
-    agent, optimizer, batch = given[:3]
-    obs = batch.obs[: setting.batch_size // setting.num_minibatches]
-    began = time.process_time()
-    for _ in range(minibatches):
-        outputs, values = agent(obs)
-        optimizer.zero_grad()
-        (outputs.sum() + values.sum()).backward()
-        optimizer.step()
-    return time.process_time() - began
-
-
-def where_time_goes(module: ModuleType, task: Task, env_id: str, setting: Setting, iterations: int) -> dict[str, float]:
-    """Shares of the run time: environments, the rest of the roll-outs, updates, the rest."""
-    from clustergym.gpu_allocation.batch import AllocationBatch
-    from clustergym.training import VectorEnvs
-
-    ours(module, task, env_id, setting, 1)  # not measured: first calls compile and load libraries
-    owner = AllocationBatch if task.trainer == "ppo_gpu_alloc" else VectorEnvs
-    spent = dict.fromkeys(("environments", "roll-out", "update"), 0.0)
-    update, calls = module.update, []
-
-    def noted(*given: Any) -> Any:
-        calls.append(given)
-        return update(*given)
-
-    with (
-        swapped(module, "update", noted),
-        timed(owner, "step", spent, "environments"),
-        timed(module.Rollouts, "collect", spent, "roll-out"),
-        timed(module, "update", spent, "update"),
-    ):
-        rate = ours(module, task, env_id, setting, iterations)
-    total = iterations * setting.batch_size / rate
-    minibatches = len(calls) * setting.num_minibatches * setting.update_epochs
-    return {
-        "environments": spent["environments"] / total,
-        "policy in roll-outs": (spent["roll-out"] - spent["environments"]) / total,
-        "networks": (networks := networks_alone(calls[-1], setting, minibatches)) / total,
-        "rest of updates": (spent["update"] - networks) / total,
-        "logs and checkpoints": 1 - (spent["roll-out"] + spent["update"]) / total,
-    }
 
 
 def measure(runs: dict[Any, Callable[[], float]], repeats: int) -> dict[Any, list[float]]:
@@ -326,8 +262,6 @@ class Args:
     """Measured repetitions of each loop. The table has the medians."""
     steps: int = 20_480
     """Environment steps of a repetition, at least; rounded to whole iterations."""
-    shares_only: bool = False
-    """Only the table that shows where the time of this project goes."""
     output: Path = Path("runs/trainers.json")
     """File for the results."""
 
@@ -335,11 +269,7 @@ class Args:
 def main() -> None:
     args = tyro.cli(Args, description=__doc__)
     torch.set_num_threads(1)
-    table = Table("task", "comparison", "loop", "settings", "steps per CPU s, median (range)", "ours / this", "bound")
-    shares = Table(
-        "task", "settings", "environments", "policy in roll-outs", "networks in updates", "rest of updates",
-        "logs and checkpoints",
-    )  # fmt: skip
+    table = Table("task", "comparison", "loop", "settings", "steps per CPU s, median (range)", "ours / this")
     results: dict[str, Any] = {}
     for env_id in args.tasks:
         if env_id not in TASKS:
@@ -359,13 +289,6 @@ def main() -> None:
         def iterations(setting: Setting) -> int:
             return max(1, -(-args.steps // setting.batch_size))
 
-        spent = {
-            each: where_time_goes(module, task, env_id, each, iterations(each)) for each in (task.cleanrl, default)
-        }
-        for setting, parts in spent.items():
-            shares.add_row(env_id, str(setting), *(f"{share:.0%}" for share in parts.values()))
-        if args.shares_only:
-            continue
         pairs = dict.fromkeys(pair for settings in comparisons.values() for pair in settings.items())
         rates = measure(
             {(loop, each): partial(loops[loop], env_id, each, iterations(each)) for loop, each in pairs}, args.repeats
@@ -373,21 +296,12 @@ def main() -> None:
         for name, settings in comparisons.items():
             setting = settings["this project"]
             mine = float(np.median(rates["this project", setting]))
-            needed = spent[setting]["environments"] + spent[setting]["networks"]
             for loop, each in settings.items():
                 values = rates[loop, each]
                 middle = float(np.median(values))
                 spread = f"{middle:,.0f} ({min(values):,.0f} … {max(values):,.0f})"
-                ratio = mine / middle
-                bound = f"{ratio / needed:.2f}" if each == setting and loop in ("CleanRL", "Stable-Baselines3") else ""
-                table.add_row(env_id, name, loop, str(each), spread, f"{ratio:.2f}", bound)
-        results[env_id] = {
-            "steps_per_cpu_s": {f"{loop}: {each}": values for (loop, each), values in rates.items()},
-            "time": {str(setting): parts for setting, parts in spent.items()},
-        }
-    Console(width=170).print(shares)
-    if args.shares_only:
-        return
+                table.add_row(env_id, name, loop, str(each), spread, f"{mine / middle:.2f}")
+        results[env_id] = {f"{loop}: {each}": values for (loop, each), values in rates.items()}
     Console(width=170).print(table)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(results, indent=1))

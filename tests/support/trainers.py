@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from clustergym.training import World
+from clustergym.training.distributed import World
 
 FOLDER = Path(__file__).resolve().parents[2] / "cleanrl_ppo"
 
