@@ -266,12 +266,11 @@ class SeedRun:
     def __init__(self, command: Sequence[str], seed: int, folder: Path, metric: str, cwd: str) -> None:
         self.seed, self.folder, self.metric = seed, folder, metric
         self.process: subprocess.Popen[bytes] | None = None
-        self.readers: dict[Path, EventAccumulator] = {}
+        self.reader: EventAccumulator | None = None
         if (folder / RESULT).is_file():
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # A trainer with several agents has one checkpoint per agent, in subfolders.
-        resume = ["--resume"] if any(folder.rglob(CHECKPOINT)) else []
+        resume = ["--resume"] if (folder / CHECKPOINT).exists() else []
         with open(folder / OUTPUT, "ab") as output:
             self.process = subprocess.Popen(
                 [*command, f"--seed={seed}", f"--run-dir={folder}", *resume],
@@ -280,15 +279,12 @@ class SeedRun:
             )  # fmt: skip
 
     def curve(self) -> dict[int, float]:
-        """{step: value} of the metric in TensorBoard so far. If only subfolders (agents) have it, their mean."""
-        curves = {}
-        for where in {file.parent for file in self.folder.rglob("events.out.tfevents.*")}:
-            if where not in self.readers:
-                self.readers[where] = EventAccumulator(str(where), size_guidance={"scalars": 0})
-            reader = self.readers[where].Reload()
-            if self.metric in reader.Tags()["scalars"]:
-                curves[where] = {e.step: e.value for e in reader.Scalars(self.metric) if math.isfinite(e.value)}
-        return curves[self.folder] if self.folder in curves else mean_curve(list(curves.values()))
+        """{step: value} of the metric in TensorBoard so far."""
+        if self.reader is None and any(self.folder.glob("events.out.tfevents.*")):
+            self.reader = EventAccumulator(str(self.folder), size_guidance={"scalars": 0})
+        if self.reader is None or self.metric not in self.reader.Reload().Tags()["scalars"]:
+            return {}
+        return {event.step: event.value for event in self.reader.Scalars(self.metric) if math.isfinite(event.value)}
 
     def score(self) -> float | None:
         """The score, or None while the program runs. Raises a RuntimeError if the program failed or has no score."""
