@@ -6,10 +6,10 @@ Every score is the time saved in percent of the static placement's time on ``gym
 serving with the start placement. All are measured on the episodes of the seeds 0, 1, …. They draw from the same test
 sequences, so the interval shows how episodes differ; other sequences would differ more.
 
-* ``no-op`` changes nothing: 0 by definition. ``random``: uniform over the legal pairs. ``random-candidate``,
-  ``first-candidate`` and ``best-candidate`` (on the observed interval): choices among the candidates of the flat form.
-* ``greedy-observed``: the pair that saves most on the observed interval (smooth time and migration), of all pairs,
-  with the agents' budget of operations.
+* ``no-op`` changes nothing: 0 by definition. ``random``: uniform over the legal pairs. ``random-candidate`` and
+  ``first-candidate``: choices among the candidates of the flat form.
+* ``best-candidate`` and ``greedy-observed``: the operation that saves most on the observed interval (smooth time and
+  migration), of the candidates or of all pairs, with the agents' budget of operations.
 * Planners plan after every observed interval, with any number of operations.
 * ``clairvoyant``: annealing that sees the next interval. Better placements may exist. ``optimum``, on the small task:
   the proven best placement for the next interval.
@@ -35,7 +35,7 @@ from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
 from clustergym.ids import REFERENCE_SCORES, placement_ids
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, SAVED
+from clustergym.moe_placement.kernels.candidates import MIGRATION, N_CANDIDATE_FEATURES, SAVED_SMOOTH
 from clustergym.moe_placement.kernels.observation import N_PAIR_FEATURES
 from clustergym.moe_placement.kernels.state import N_PARTS, PART_MIGRATION, PART_SMOOTH
 from clustergym.moe_placement.streams import IntervalStream
@@ -101,7 +101,8 @@ def play(arguments: dict[str, Any], agent: str, episodes: int) -> npt.NDArray[np
             actions = (rng.random(infos["action_mask"].shape) * infos["action_mask"]).argmax(1)
         else:
             n = infos["action_mask"].shape[1] - 1
-            saved = obs[:, : n * N_CANDIDATE_FEATURES].reshape(episodes, n, -1)[..., SAVED]
+            features = obs[:, : n * N_CANDIDATE_FEATURES].reshape(episodes, n, -1)
+            saved = features[..., SAVED_SMOOTH] + features[..., MIGRATION]
             saved = np.where(infos["action_mask"][:, 1:] == 1, saved, -np.inf)
             best = saved.argmax(1) if agent == "best-candidate" else np.zeros(episodes, np.int64)
             actions = np.where(saved[np.arange(episodes), best] > 0, best + 1, 0)
@@ -159,7 +160,7 @@ def main(args: Args) -> None:
             began = time.perf_counter()
             saved = measure(task.arguments, name, args)
             found[name] = {
-                "mean": round(float(saved.mean()), 2), "ci95": round(float(ci95(saved.tolist())), 2),
+                "mean": round(float(saved.mean()), 2) + 0.0, "ci95": round(float(ci95(saved.tolist())), 2),
                 "episodes": len(saved),
             }  # fmt: skip
             print(f"{env_id} {name} {found[name]} {time.perf_counter() - began:.0f} s", flush=True)
