@@ -52,7 +52,7 @@ def test_the_valid_file_is_read(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("name", FORMATS)
 def test_broken_files_are_refused(name: str, kind: str, tmp_path: Path) -> None:
-    """28 formats × 8 contents."""
+    """30 formats × 8 contents."""
     path = write(name, tmp_path)
     path.write_bytes(BROKEN[kind])
     assert len(refused(name, path)) < 2000

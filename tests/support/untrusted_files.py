@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import engine_files as files
+from clustergym.moe_offload.predictor import NextUseNet, Predictor
 from clustergym.moe_placement.specs import ModelSpec, get_cluster, get_model
 from clustergym.plans.engines import EnginePlan, check_plan, load_plan, write_plan
 from clustergym.traces import LoadTrace, TokenTrace, load_any_trace
@@ -54,6 +55,10 @@ def _plan(engine: str) -> tuple[Callable[[Path], Any], Callable[[Path], Any]]:
     placement[:, :, 2] = (placement[:, :, 0] + 2) % 8
     plan = EnginePlan(placement, np.array(MODEL.layer_ids), MODEL)
     return lambda path: write_plan(path, plan, engine), lambda path: check_plan(load_plan(path, engine, MODEL, 4))
+
+
+def _predictor(path: Path) -> None:
+    Predictor(NextUseNet(LAYERS, EXPERTS, 4), np.full((LAYERS, EXPERTS), 0.25, np.float32)).save(path.parent)
 
 
 def _tensorrt(path: Path) -> None:
@@ -127,4 +132,6 @@ FORMATS: dict[str, Format] = {
         lambda p: p.write_text("n_nodes: 2\ngpus_per_node: 4\ngpu: h200\nlinks: {inter_gb_s: 5}\n"),
         lambda p: get_cluster(str(p)),
     ),
+    "predictor-config": Format("predictor.json", _predictor, lambda p: Predictor.load(p.parent)),
+    "predictor-weights": Format("predictor.safetensors", _predictor, lambda p: Predictor.load(p.parent)),
 }  # fmt: skip

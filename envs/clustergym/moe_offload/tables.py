@@ -37,8 +37,8 @@ def clean(
     training and in the test part gives the test away.
     """
     keep, seen = [], set()
-    for s, (start, length) in enumerate(zip(trace.seq_starts, trace.seq_lens, strict=True)):
-        head = trace.experts[start : start + opening].tobytes()
+    for s, head in enumerate(_openings(trace, opening)):
+        start, length = trace.seq_starts[s], trace.seq_lens[s]
         if length < min_tokens or head in seen or _distinct_share(trace.experts[start : start + length, 0]) < distinct:
             continue
         seen.add(head)
@@ -60,14 +60,38 @@ def _distinct_share(routing: npt.NDArray[np.int16]) -> float:
     return len(np.unique(grams, axis=0)) / len(grams)
 
 
+def first_tokens(trace: TokenTrace, max_tokens: int, seed: int = 0) -> TokenTrace:
+    """Randomly drawn sequences with about so many tokens, or the trace itself if it has no more."""
+    if trace.n_tokens <= max_tokens:
+        return trace
+    order = np.random.default_rng(seed).permutation(trace.n_sequences)
+    n = int(np.searchsorted(np.cumsum(trace.seq_lens[order]), max_tokens)) + 1
+    return trace.select(sequences=np.sort(order[:n]))
+
+
+def without(trace: TokenTrace, others: Sequence[TokenTrace], opening: int = OPENING) -> TokenTrace:
+    """The sequences of a trace that do not begin like a sequence of the other traces."""
+    seen = {head for other in others for head in _openings(other, opening)}
+    keep = [s for s, head in enumerate(_openings(trace, opening)) if head not in seen]
+    if not keep:
+        raise ValueError(f"{trace.name}: all of its sequences are among those that were fitted on")
+    return trace if len(keep) == trace.n_sequences else trace.select(sequences=keep)
+
+
+def _openings(trace: TokenTrace, opening: int) -> list[bytes]:
+    """The routing of each sequence's first tokens."""
+    ends = np.minimum(trace.seq_starts + opening, trace.seq_starts + trace.seq_lens)
+    return [trace.experts[start:end].tobytes() for start, end in zip(trace.seq_starts, ends, strict=True)]
+
+
 def split_sequences(
     trace: TokenTrace, seed: int = 0, new_domains: Sequence[str] = (), cleaned: bool = True
 ) -> dict[str, TokenTrace]:
-    """Parts of a trace that share no sequence: ``fit``, ``tune``, ``validation``, ``test``, perhaps ``new-domain``.
+    """Parts of a trace that share no sequence: ``fit``, ``train``, ``validation``, ``test``, perhaps ``new-domain``.
 
-    Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``tune``: a predictor is too
-    good on the sequences that it was fitted on. The splits of the recording are followed if it has any; otherwise
-    ``seed`` deals the sequences.
+    Tables and predictor are fitted on ``fit``. Rules are tuned and policies are trained on ``train``, because a
+    predictor is too good on the sequences that it was fitted on. The splits of the recording are followed if it has
+    any; otherwise ``seed`` deals the sequences.
 
     Args:
         trace: the recording.
@@ -87,9 +111,9 @@ def split_sequences(
     else:
         labels[known] = _deal(rng.permutation(len(known)), SHARES)
     training = np.flatnonzero(labels == "train")
-    labels[training] = _deal(rng.permutation(len(training)), {"fit": FIT_SHARE, "tune": 1 - FIT_SHARE})
+    labels[training] = _deal(rng.permutation(len(training)), {"fit": FIT_SHARE, "train": 1 - FIT_SHARE})
     parts = {str(name): trace.select(sequences=np.flatnonzero(labels == name)) for name in np.unique(labels)}
-    missing = [name for name in ("fit", "tune", "test") if name not in parts]
+    missing = [name for name in ("fit", "train", "test") if name not in parts]
     if missing:
         raise ValueError(
             f"{trace.name}: no sequence is left for {', '.join(missing)}: the {trace.n_sequences} sequences have the "
@@ -140,7 +164,7 @@ class Tables:
                 later = l + (h if h <= AHEAD else n_layers)
                 tokens, layer = divmod(later, n_layers)
                 lifts[h - 1, l] = _lift(used[:, l], used[:, layer], first, tokens, total, popularity[layer])
-        return cls(popularity.astype(np.float32), lifts, profiles)
+        return cls(popularity.astype(np.float32), lifts, profiles.astype(np.float32))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,14 +193,13 @@ def _lift(
     popularity: npt.NDArray[np.float64],
 ) -> npt.NDArray[np.float64]:
     """(E, E) lift of the log-odds of each expert of ``later`` (T, E), ``tokens`` tokens after ``used`` (T, E)."""
-    if tokens:
-        apart = np.zeros(len(used) - tokens, bool)
-        for i in range(1, tokens + 1):
-            apart |= first[i : len(used) - tokens + i]
-        pairs = (used[: len(used) - tokens] * ~apart[:, None]).T @ later[tokens:]
-    else:
-        pairs = used.T @ later
+    n = max(0, len(used) - tokens)
+    apart = np.zeros(n, bool)
+    for i in range(1, tokens + 1):
+        apart |= first[i : n + i]
+    pairs = (used[:n] * ~apart[:, None]).T @ later[len(used) - n :]
     prior = popularity * 0.98 + 0.002
     share = (pairs + SMOOTHING_TOKENS * prior) / (total[:, None] + SMOOTHING_TOKENS)
     share = np.clip(share, 1e-4, 1 - 1e-4)
-    return np.log(share / (1 - share)) - np.log(prior / (1 - prior))
+    lift: npt.NDArray[np.float64] = np.log(share / (1 - share)) - np.log(prior / (1 - prior))
+    return lift

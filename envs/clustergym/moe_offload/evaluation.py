@@ -1,0 +1,195 @@
+"""One evaluator for rules, control, trained policies and bounds: the same sequences, the same simulator, paired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from clustergym.moe_offload.kernels.state import GENERATED, HITS, LOADS, N_STATS, NEEDED, PREFETCHES, USEFUL
+from clustergym.moe_offload.rules import RULES, Kind, Outcome, Rule, Vector, Workload, as_json, tune_all
+
+RESAMPLES = 2000
+Act = Callable[[dict[str, npt.NDArray[Any]]], npt.NDArray[np.integer[Any]]]
+"""Observations of N environments → actions (N, 2)."""
+
+
+@dataclass
+class Row:
+    """A policy on sequences."""
+
+    policy: str
+    kind: Kind
+    slots: float
+    """Share of all experts that fit into the slots"""
+    stall_ms_per_token: float
+    ci95: tuple[float, float]
+    """Interval of ``stall_ms_per_token``, by resampling sequences"""
+    tokens_per_s: float
+    hit_rate: float
+    """Share of the needed experts that were resident when the router chose them"""
+    loads_per_token: float
+    prefetches_per_token: float
+    useful_prefetches_per_token: float
+    belady_regret_ms: float | None = None
+    """Stall per token beyond that of Belady without prefetching; prefetching can make it negative"""
+    against_best_rule: float | None = None
+    """Change of the stall against the best rule, on the same sequences"""
+    against_best_rule_ci95: tuple[float, float] | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    """Tuned parameters of a rule"""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resampled(n: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    """(RESAMPLES, n) draws of n episodes with replacement. The same draws for all policies make them paired."""
+    return np.random.default_rng(seed).integers(0, n, (RESAMPLES, n))
+
+
+def interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def stall_interval(outcome: Outcome) -> tuple[float, float]:
+    """95 % interval of the stall per token."""
+    draws = resampled(len(outcome.tokens))
+    return interval(outcome.stall_ms[draws].sum(1) / outcome.tokens[draws].sum(1))
+
+
+def change(outcome: Outcome, reference: Outcome) -> tuple[float, tuple[float, float]]:
+    """Relative change of the stall against another policy on the same episodes, and its 95 % interval."""
+    draws = resampled(len(outcome.tokens))
+    own, other = outcome.stall_ms[draws].sum(1), reference.stall_ms[draws].sum(1)
+    total = max(float(reference.stall_ms.sum()), 1e-12)
+    return float(outcome.stall_ms.sum()) / total - 1, interval(own / np.maximum(other, 1e-12) - 1)
+
+
+def row_of(policy: str, kind: Kind, slots: float, outcome: Outcome, parameters: Mapping[str, Any] = {}) -> Row:
+    """The figures of one policy."""
+    tokens, stats = int(outcome.tokens.sum()), outcome.stats.sum(0)
+    served_ms = float(outcome.stall_ms.sum() + outcome.compute_ms.sum())
+    return Row(
+        policy=policy,
+        kind=kind,
+        slots=slots,
+        stall_ms_per_token=outcome.stall_ms_per_token,
+        ci95=stall_interval(outcome),
+        tokens_per_s=1e3 * outcome.generated / max(served_ms, 1e-9),
+        hit_rate=float(stats[HITS] / max(1, stats[NEEDED])),
+        loads_per_token=float(stats[LOADS] / tokens),
+        prefetches_per_token=float(stats[PREFETCHES] / tokens),
+        useful_prefetches_per_token=float(stats[USEFUL] / tokens),
+        parameters=dict(parameters),
+    )
+
+
+def compare(
+    workload: Workload,
+    tuned: Mapping[str, tuple[Rule, Vector]],
+    slots: float,
+    trained: Mapping[str, Outcome] | None = None,
+) -> list[Row]:
+    """Rows of tuned rules and of the outcomes of trained policies on the same episodes."""
+    outcomes = dict(zip(tuned, workload.run_all(list(tuned.values())), strict=True))
+    rows = [row_of(name, rule.kind, slots, outcomes[name], as_json(rule, z)) for name, (rule, z) in tuned.items()]
+    for name, outcome in (trained or {}).items():
+        outcomes[name] = outcome
+        rows.append(row_of(name, "trained", slots, outcome))
+    belady = outcomes.get("belady") or workload.run(*tune_all(workload, ["belady"])["belady"])
+    ordinary = [row for row in rows if row.kind == "rule"]
+    best = min(ordinary, key=lambda row: row.stall_ms_per_token).policy if ordinary else None
+    for row in rows:
+        row.belady_regret_ms = row.stall_ms_per_token - belady.stall_ms_per_token
+        if best is not None:
+            row.against_best_rule, row.against_best_rule_ci95 = change(outcomes[row.policy], outcomes[best])
+    return rows
+
+
+def make_environment(env_id: str, num_envs: int, **arguments: Any) -> VectorEnv[Any, Any, Any]:
+    """The registered vector environment for :func:`play`. ``arguments`` are those of the task."""
+    return gymnasium.make_vec(env_id, num_envs=num_envs, autoreset_mode=AutoresetMode.DISABLED, **arguments)
+
+
+def play(
+    env: VectorEnv[Any, Any, Any],
+    act: Act,
+    workload: Workload,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """Play a policy on all episodes of a workload.
+
+    Args:
+        env: of :func:`make_environment`, for the workload's trace, slots and link.
+        act: the policy.
+        workload: its ``task.groups`` are the episodes.
+        progress: called with episodes done and in total, when an episode ends.
+    """
+    n, groups = env.num_envs, len(workload.task.groups)
+    # Long episodes first. Environments that find none left repeat the shortest one, and nobody counts it.
+    order = np.argsort(-workload.lengths, kind="stable").tolist()
+    shortest = order[-1]
+    waiting = iter(order)
+    current = np.array([next(waiting, -1) for _ in range(n)])
+    outcome = Outcome(workload.lengths, np.zeros(groups), np.zeros(groups), np.zeros((groups, N_STATS), np.int64))
+    done = 0
+    obs, _ = env.reset(seed=0, options={"group": np.where(current < 0, shortest, current)})
+    while done < groups:
+        obs, _, terminated, truncated, infos = env.step(act(obs))
+        ended = terminated | truncated
+        if not ended.any():
+            continue
+        for i in np.flatnonzero(ended).tolist():
+            if current[i] >= 0:
+                _store(outcome, int(current[i]), i, infos)
+                done += 1
+                if progress is not None:
+                    progress(done, groups)
+            current[i] = next(waiting, -1)
+        if done < groups:
+            where = {"reset_mask": ended, "group": np.where(current < 0, shortest, current)}
+            obs, _ = env.reset(options=where)
+    return outcome
+
+
+def _store(outcome: Outcome, episode: int, i: int, infos: Mapping[str, Any]) -> None:
+    """Take the sums of environment i, whose episode is over."""
+    tokens = int(infos["tokens"][i])
+    outcome.stall_ms[episode] = infos["stall_ms"][i]
+    outcome.compute_ms[episode] = 1e3 * tokens / infos["tokens_per_s"][i] - infos["stall_ms"][i]
+    stats = outcome.stats[episode]
+    stats[LOADS], stats[PREFETCHES] = infos["loads"][i], infos["prefetches"][i]
+    stats[USEFUL] = infos["useful_prefetches"][i]
+    # The environment gives the hit rate: loads are what was needed and missing.
+    missing = 1 - float(infos["hit_rate"][i])
+    stats[NEEDED] = round(stats[LOADS] / missing) if missing > 0 else 0
+    stats[HITS] = stats[NEEDED] - stats[LOADS]
+    stats[GENERATED] = tokens
+
+
+def policy_names(wanted: Sequence[str], with_predictor: bool) -> tuple[list[str], list[str]]:
+    """(names of rules, other words) of a list like ``rules control bounds lru runs/x``."""
+    groups = {
+        "rules": [name for name, rule in RULES.items() if rule.kind in ("rule", "random")],
+        "control": [name for name, rule in RULES.items() if rule.kind == "control"],
+        "bounds": [name for name, rule in RULES.items() if rule.kind == "bound"],
+    }
+    names: list[str] = []
+    others: list[str] = []
+    for word in wanted:
+        if word in groups:
+            names += groups[word]
+        elif word in RULES:
+            names.append(word)
+        else:
+            others.append(word)
+    if not with_predictor and any(RULES[name].kind == "control" for name in names):
+        raise ValueError("the control needs a predictor: run clustergym offload fit, and give --predictor")
+    return list(dict.fromkeys(names)), others

@@ -1,0 +1,63 @@
+"""How many experts to keep: tokens per second over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from clustergym.common.plotting import require_matplotlib
+from clustergym.moe_offload.evaluation import Row
+
+_COLOURS = {"rule": "#4477AA", "control": "#228833", "trained": "#AA3377", "random": "#BBBBBB", "bound": "#000000"}
+_LINES = {"rule": "-", "control": "-", "trained": "-", "random": ":", "bound": "--"}
+_SHOWN_RULES = ("lru", "decayed-lfu")
+"""Rules that are drawn even if they are not the best one: what engines have."""
+
+
+def plot_rows(rows: Sequence[Row], all_experts_gb: float, title: str, path: Path) -> None:
+    """One line per policy over the memory of its slots; for a single memory size, one bar per policy."""
+    plt = require_matplotlib()
+    shares = sorted({row.slots for row in rows})
+    if len(shares) == 1:
+        ordered = sorted(rows, key=lambda row: row.tokens_per_s)
+        figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 1.4), layout="constrained")
+        drawn = axes.barh(
+            [row.policy for row in ordered], [row.tokens_per_s for row in ordered],
+            color=[_COLOURS[row.kind] for row in ordered],
+        )  # fmt: skip
+        axes.bar_label(drawn, fmt="%.0f", padding=3, fontsize=8)
+        kinds = [kind for kind in _COLOURS if any(row.kind == kind for row in rows)]
+        axes.legend([plt.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in kinds], kinds, loc="lower right")
+        axes.set(xlabel="tokens per second", title=f"{title}, {shares[0]:.1%} of the experts on the GPU")
+        axes.set_xlim(right=1.1 * max(row.tokens_per_s for row in rows))
+    else:
+        figure, axes = plt.subplots(figsize=(8.5, 5), layout="constrained")
+        names = list(dict.fromkeys(row.policy for row in rows))
+        by = {name: sorted((row for row in rows if row.policy == name), key=lambda row: row.slots) for name in names}
+        rules = sorted((name for name in names if by[name][0].kind == "rule"), key=lambda n: -_mean(by[n]))
+        controls = sorted((name for name in names if by[name][0].kind == "control"), key=lambda n: -_mean(by[n]))
+        shown = [n for n in names if n in (*rules[:1], *controls[:1], *_SHOWN_RULES) or by[n][0].kind == "trained"]
+        shown += [name for name in ("belady", "clairvoyant") if name in by]
+        markers = iter("osD^vPX*<>hp" * len(shown))
+        for name in sorted(shown, key=lambda n: -_mean(by[n])):
+            own = by[name]
+            axes.plot(
+                [row.slots * all_experts_gb for row in own], [row.tokens_per_s for row in own],
+                label="belady (no prefetching)" if name == "belady" else name, marker=next(markers), ms=5,
+                color=_COLOURS[own[0].kind], ls=_LINES[own[0].kind],
+                alpha=0.55 if name in _SHOWN_RULES and name != rules[0] else 1.0,
+            )  # fmt: skip
+        axes.set(xlabel="GB of GPU memory for experts", ylabel="tokens per second", title=title)
+        top = axes.secondary_xaxis(
+            "top", functions=(lambda x: 100 * x / all_experts_gb, lambda x: x * all_experts_gb / 100)
+        )
+        top.set_xlabel("% of the experts")
+        axes.grid(alpha=0.25)
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="lower right", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _mean(rows: Sequence[Row]) -> float:
+    return sum(row.tokens_per_s for row in rows) / len(rows)
