@@ -231,7 +231,7 @@ class Reference:
 
     def count(self, key: Expert, decay: float) -> float:
         """The decayed count, from all uses."""
-        total = float(self.task.prior[key]) * decay**self.token
+        total = float(self.task.prior[key]) * decay ** (self.token + 1)
         return total + sum((1 - decay) * decay ** (self.token - t) for t in self.uses.get(key, []))
 
 

@@ -122,7 +122,7 @@ class Recorder:
         """What the picture shows now."""
         s, task, totals = self.batch.state, self.batch.task, self.batch.totals()
         token, layer = int(s.clock[0, names.TOKEN]), int(s.clock[0, names.LAYER])
-        age = np.minimum(token - np.maximum(s.last[0], 0), names.MAX_AGE - 1)
+        age = np.minimum(token - np.maximum(s.last[0], -1), names.MAX_AGE - 1)
         needed = np.zeros(s.where.shape[1:], bool)
         needed[layer] = s.last[0, layer] == token
         return Frame(

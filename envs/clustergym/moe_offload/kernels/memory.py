@@ -75,7 +75,7 @@ def count(task, s, b, l, e, h):
 @inlined
 def count_at(task, s, b, l, e, h, t):
     """:func:`count` for callers that have read the token t, once for many experts."""
-    return s.counts[b, l, e, h] * task.decay[h, min(t - max(s.last[b, l, e], 0), MAX_AGE - 1)]
+    return s.counts[b, l, e, h] * task.decay[h, min(t - max(s.last[b, l, e], -1), MAX_AGE - 1)]
 
 
 @device
@@ -166,7 +166,7 @@ def next_visit(task, s, b):
             if e < 0 or s.last[b, l, e] == t:
                 continue
             needed += 1
-            age = min(t - max(s.last[b, l, e], 0), MAX_AGE - 1)
+            age = min(t - max(s.last[b, l, e], -1), MAX_AGE - 1)
             for h in range(N_DECAYS):
                 s.counts[b, l, e, h] = s.counts[b, l, e, h] * task.decay[h, age] + (1.0 - task.decay[h, 1])
             s.last[b, l, e] = t

@@ -131,7 +131,7 @@ class State(NamedTuple):
     last: Ints
     """(N, L, E) token of the last use"""
     counts: Floats
-    """(N, L, E, H) decayed counts as of ``last``"""
+    """(N, L, E, H) decayed counts as of ``last``; before the first use, those of the training split as of token −1"""
     decided: Ints
     """(N, L, E) token of the last eviction or prefetch since the last use, or −1"""
     decided_step: Ints
@@ -204,7 +204,7 @@ def new_state(task: Task, n: int) -> State:
 
 def choice_rows(task: Task) -> int:
     """Rows of the table that can be chosen, at most."""
-    return max(task.low_rows + task.own_rows, task.load_rows + task.move_rows)
+    return max(task.low_rows + task.own_rows, max(task.load_rows, task.horizon) + task.move_rows)
 
 
 def table_rows(task: Task) -> int:
