@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-TRAIN_FLAGS ?= --trace tiny_moe_domains --total-timesteps 65536 --eval-interval 2 --eval-streams 3 --checkpoint-interval 0
+TRAIN_FLAGS ?= --env-id MoEPlacement-v0 --total-timesteps 160000 --eval-interval 5
 DEMO_FLAGS ?= -o demo.html
 
 .PHONY: train test test-all demo lint docs install clean
 
-train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace; a table and a picture compare them with every planner
+train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace
 	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py $(TRAIN_FLAGS)
 
 test: install  ## linters, types, and the tests of all behaviour on small cases

@@ -219,9 +219,9 @@ async def _pods(port: int, until_s: float, load: Load, rng: random.Random, pause
                 start = time.perf_counter()
                 status, found = await connection.post("/feedback", body)
                 load.latencies_s["/feedback"].append(time.perf_counter() - start)
-                if status != 200 or found["status"] not in ("accepted", "stale"):
+                if status != 200 or found["status"] != "accepted":
                     load.errors.append(f"/feedback {status} {found}")
-                elif found["status"] == "accepted":
+                else:
                     load.accepted.append(pending)
                 pending = None
     except (OSError, asyncio.IncompleteReadError) as error:

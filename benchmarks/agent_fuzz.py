@@ -26,7 +26,7 @@ from rich.console import Console
 
 from agent_client import TOKEN, Connection, agent_server
 
-PATHS = ("/allocate", "/feedback", "/experiences", "/healthz", "/readyz", "/metrics", "/ui", "/docs", "/policy", "/x")
+PATHS = ("/allocate", "/feedback", "/healthz", "/readyz", "/metrics", "/ui", "/status.json", "/x")
 METHODS = ("POST", "POST", "POST", "GET", "HEAD", "PUT", "DELETE", "OPTIONS", "CONNECT", "TRACE", "post", "\x00", "")
 PIECES = ("%0a", "%00", "//", ";", "..", "%2f", "?", "#", "\\", "%", "\xff", " ", "a" * 300, "%c0%af", "'", '"', "{}")
 VALUES: tuple[Any, ...] = (
@@ -36,7 +36,6 @@ BODIES: tuple[dict[str, Any], ...] = (
     {"cores": 80, "memory": 4000, "owner": "fuzz", "qos_class": "best-effort", "request_id": "r", "gpu": 0},
     {"allocation_id": "1-" + "0" * 32, "actual_usage": 30, "qos_met": True, "pods": 2, "pressure": 1, "final": False},
     {"actual_usage": 30, "qos_met": True, "pods": 2},
-    {"node": "a", "rows": [{"seq": 1, "obs": "", "action": "", "next_obs": "", "log_prob": 0}]},
 )
 HEADERS = (
     "Content-Type: application/json",

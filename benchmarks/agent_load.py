@@ -88,7 +88,7 @@ HELLO = """
 import sys
 import uvicorn
 from fastapi import FastAPI
-from clustergym.agent.messages import AllocateRequest, FeedbackRequest
+from clustergym.kubernetes.messages import AllocateRequest, FeedbackRequest
 
 app = FastAPI()
 

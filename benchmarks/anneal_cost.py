@@ -59,7 +59,7 @@ class Today:
     def planner(self, exact: int, estimate: int) -> Any:
         from clustergym.planners.registry import make_planner
 
-        return make_planner("anneal-max", self.simulator, iterations=exact, estimate_steps=estimate)
+        return make_planner("anneal", self.simulator, norm=0, mix_tokens=0, iterations=exact, estimate_steps=estimate)
 
 
 class Until01:

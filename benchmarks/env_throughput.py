@@ -32,8 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 from clustergym import SyntheticConfig, synthetic_trace
-from clustergym.moe_placement import ClusterSpec, ModelSpec, PlacementConfig
-from clustergym.moe_placement.batch import DEFAULT_TRACE, load_cached
+from clustergym.moe_placement import ClusterSpec, ModelSpec
+from clustergym.moe_placement.batch import load_cached
+from clustergym.traces.token_trace import DEFAULT_TRACE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,9 +50,7 @@ class Args:
     profile: str = "sglang-decode"
     """Engine profile of the comparison."""
     trace: str = DEFAULT_TRACE
-    """Trace of the comparison, of 64 experts; by default the environment's own."""
-    compare_eplb: bool = True
-    """Also serve with EPLB's placement, as the environment does by default."""
+    """Trace of the comparison, of 64 experts."""
     sizes: bool = True
     """Also measure the growth with passes, tokens, experts, GPUs and layers."""
     kinds: bool = False
@@ -101,16 +100,12 @@ def single_rate(options: dict[str, Any], steps: int, rng: np.random.Generator) -
 
 def tokens_counted(batch: Any) -> int:
     """Tokens whose counts a step updates: those of the observed and of the next interval's sampled passes."""
-    if "rows" not in batch.sim:  # until 0.1
-        return 2 * batch.config.window_tokens
     return batch.sim["rows"][0].numel()
 
 
 def whole_episodes(batch: Any, steps: int) -> int:
     """The least number of steps, from ``steps`` on, that is whole episodes."""
-    config = batch.config
-    intervals = config.intervals if hasattr(config, "intervals") else config.windows  # until 0.1
-    episode = batch.n_layers * config.ops_per_layer * intervals
+    episode = batch.n_layers * batch.config.ops_per_layer * batch.config.intervals
     return -(-steps // episode) * episode
 
 
@@ -211,24 +206,20 @@ def growth(args: Args) -> list[dict[str, Any]]:
 
 # Two revisions
 
-# Until 0.1 there were windows of 2048 tokens instead of passes, and EPLB did not serve beside the agents.
-TRANSPORTS = {"dedup": "sglang-prefill", "per-expert": "sglang-decode"}
-WITH_EPLB = ", EPLB beside"
-# Case → (batch, transport, whether today's environment also serves with EPLB's placement, as it does by default).
-CASES: dict[str, tuple[int, str, bool]] = {
-    f"{batch} environments, {transport}{WITH_EPLB * eplb}": (batch, transport, eplb)
-    for batch in (1, 1024)
-    for transport in TRANSPORTS
-    for eplb in (False, True)
+# Case → (batch, arguments). Both revisions play the same task, whatever their defaults are.
+SAME = {"trace": DEFAULT_TRACE, "ops_per_layer": 16, "compare_eplb": False, "autoreset_mode": "SameStep"}
+DRIFT = {"profile": "sglang-prefill", "schedule": "drift", "intervals": 4, "start": "eplb", "tokens_per_rank": 64}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    f"{batch} environments, {name}": (batch, {**SAME, **arguments, "allow_reuse": True})
+    for batch in (1, 256)
+    for name, arguments in {
+        "dedup": {"profile": "sglang-prefill"},
+        "per-expert": {"profile": "sglang-decode"},
+        "drift": DRIFT,
+    }.items()
 }
 ANNEAL = "anneal, one plan"
 ALLOCATION = "allocation, 1024 environments"
-
-
-def options_of(transport: str, eplb: bool) -> dict[str, Any]:
-    if "profile" in PlacementConfig.__dataclass_fields__:
-        return {"profile": TRANSPORTS[transport], "compare_eplb": eplb}
-    return {"comm": transport}
 
 
 def work() -> None:
@@ -251,8 +242,7 @@ def work() -> None:
             continue
         if case not in envs:
             envs.clear()
-            batch, transport, eplb = CASES[case]
-            options = options_of(transport, eplb)
+            batch, options = CASES[case]
             envs[case] = gymnasium.make_vec("MoEPlacement-v0", batch, "vector_entry_point", **options)
             envs[case].reset(seed=0)
         env = envs[case]
@@ -276,22 +266,11 @@ def allocation_seconds(env: Any, rng: np.random.Generator) -> float:
 
 def anneal_seconds() -> float:
     """CPU seconds of one plan, per token of what it plans on."""
-    from clustergym.moe_placement import Simulator
-
-    try:
-        from clustergym.planners.registry import make_planner
-    except ImportError:  # until 0.1
-        from clustergym.planners import make_planner
+    from clustergym.moe_placement import IntervalStream, Simulator, Traffic
+    from clustergym.planners.registry import make_planner
 
     simulator, trace = Simulator("tiny-moe", "h800-4x4"), load_cached(DEFAULT_TRACE)
-    try:
-        from clustergym.moe_placement import IntervalStream, Traffic
-
-        seen = IntervalStream(trace, simulator.n_gpus, Traffic("prefill")).take(1)
-    except ImportError:  # until 0.1
-        from clustergym.moe_placement import Stream
-
-        seen = Stream(trace, simulator.n_gpus, seed=0).take(1)
+    seen = IntervalStream(trace, simulator.n_gpus, Traffic("prefill")).take(1)
     planner = make_planner("anneal", simulator, iterations=1500)
     began = time.process_time()
     planner.plan(seen, simulator.static(seen[0].n_layers))
@@ -389,9 +368,7 @@ def main(args: Args) -> None:
         against(args.against.resolve(), args.rounds, args.only)
         return
     console = Console(width=130)
-    options = {
-        "profile": args.profile, "trace": args.trace, "allow_reuse": True, "compare_eplb": args.compare_eplb,
-    }  # fmt: skip
+    options = {"profile": args.profile, "trace": args.trace, "allow_reuse": True}
     if args.kinds:
         kinds = Table("environments", "kind of step", "CPU µs per step of the episode, median", "range")
         for batch in sorted(args.batches):

@@ -1,6 +1,6 @@
 """Planners under the judge of tests/benchmarks/test_judge.py with the same time: some layers, several splits.
 
-    python benchmarks/judge.py                                   # annealing with two objectives; six minutes
+    python benchmarks/judge.py                                   # greedy and annealing; six minutes
     python benchmarks/judge.py --models gpt-oss-20b --phases decode --layers 8
 
 Plans are made on one half of the sequences and judged on the other half, on 4x4 GPUs. 2.25 s of one core per layer are
@@ -19,9 +19,10 @@ from numba import config
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator, Traffic, get_cluster
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
-from clustergym.planners.registry import make_planner
-from clustergym.plans.planning import Observed, Sizes, fill_empty, spread_layers
+from clustergym.planners.evaluation import compile_on
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, Observed, evenly_spaced
+from clustergym.planners.registry import make_planner, planner_class
+from clustergym.plans.planning import fill_empty
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +37,7 @@ SIZES = {"deepseek-v2-lite": (2048, 5), "gpt-oss-20b": (2880, 3)}
 class Args:
     models: tuple[str, ...] = tuple(SIZES)
     phases: tuple[str, ...] = ("prefill", "decode")
-    planners: tuple[str, ...] = ("anneal", "anneal-max")
-    """Planners that take seconds."""
+    planners: tuple[str, ...] = ("greedy", "anneal")
     splits: tuple[int, ...] = (0, 1, 2)
     layers: int = 4
     seconds: float = 2.25
@@ -50,15 +50,17 @@ def shares(args: Args, trace: TokenTrace, model: str, phase: str, split: int) ->
     cluster = get_cluster("h800-4x4", slots_per_gpu=judge.SLOTS)
     simulator = Simulator(model, cluster, f"sglang-{phase}").spread_migration(PASSES_OF_A_PERMANENT_PLAN)
     before = seen.split(0.75, seed=0)[0]
-    observed = Observed(before, simulator, Traffic(phase, schedule="stationary"), Sizes())
+    observed = Observed(before, simulator, Traffic(phase, schedule="stationary"))
     planner = make_planner("eplb", simulator)
     eplb = planner.plan([observed.interval(planner)], observed.static)
     reference = [judge.judge(eplb, unseen, phase, kernel) for kernel in judge.KERNELS]
     found = []
     for name in args.planners:
-        make_planner(name, simulator, iterations=1).plan([compile_on(before, simulator)], observed.static)
+        limited = planner_class(name).takes_seconds
+        warm_up = make_planner(name, simulator, **({"iterations": 1} if limited else {}))
+        warm_up.plan([compile_on(before, simulator)], observed.static)
         seconds = args.seconds * args.layers / min(config.NUMBA_NUM_THREADS, args.layers)
-        planner = make_planner(name, simulator, seconds=seconds)
+        planner = make_planner(name, simulator, **({"seconds": seconds} if limited else {}))
         plan = fill_empty(simulator, observed, planner.plan([observed.interval(planner)], eplb))
         times = [judge.judge(plan, unseen, phase, kernel) for kernel in judge.KERNELS]
         found.append([own / eplb_us for own, eplb_us in zip(times, reference, strict=True)])
@@ -71,7 +73,7 @@ def main(args: Args) -> None:
     for model in args.models:
         files = data_files(f"moe/{model.replace('-', '_')}_*.npz")
         trace = TokenTrace.concat([TokenTrace.load(file) for file in files])
-        trace = trace.select(layers=spread_layers(trace.n_layers, args.layers))
+        trace = trace.select(layers=evenly_spaced(trace.n_layers, args.layers))
         judge.HIDDEN, judge.SLOTS = SIZES[model]
         for phase in args.phases:
             found = np.array([shares(args, trace, model, phase, split) for split in args.splits])

@@ -1,7 +1,7 @@
 """Decode plans under the judge of tests/benchmarks/test_judge.py: the default plan and direct searches.
 
     python benchmarks/judge_bound.py                 # DeepSeek-V2-Lite, 4 layers; six minutes of one core
-    python benchmarks/judge_bound.py --layers 8 --seen-passes 96 --planners anneal anneal-max
+    python benchmarks/judge_bound.py --layers 8 --seen-passes 96 --planners greedy anneal
 
 A direct search has the judge's own formula and starts from EPLB's plan. On the very passes that the judge measures on,
 it knows what no planner can know: this is the bound. On passes of the sequences that planners may see, it shows what a
@@ -24,9 +24,10 @@ from numba import config, njit
 
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator, Traffic, get_cluster
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
+from clustergym.planners.evaluation import compile_on
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, Observed
 from clustergym.planners.registry import make_planner
-from clustergym.plans.planning import DEFAULT_PLANNERS, Observed, Sizes, fill_empty
+from clustergym.plans.planning import fill_empty
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +54,7 @@ class Args:
     """Unseen passes of the last column"""
     steps: int = 1_000_000
     """Of a direct search, per layer"""
-    planners: tuple[str, ...] = (DEFAULT_PLANNERS["sglang-decode"],)
+    planners: tuple[str, ...] = ("anneal",)
     """Planners that take seconds; the default of ``plan``"""
     seconds: float = 2.25
     """Of one core per layer, for these planners"""
@@ -211,7 +212,7 @@ def main(args: Args) -> None:
     before = seen.split(0.75, seed=0)[0]
     simulator = Simulator("deepseek-v2-lite", get_cluster("h800-4x4", slots_per_gpu=judge.SLOTS), "sglang-decode")
     simulator = simulator.spread_migration(PASSES_OF_A_PERMANENT_PLAN)
-    observed = Observed(before, simulator, Traffic("decode", schedule="stationary"), Sizes())
+    observed = Observed(before, simulator, Traffic("decode", schedule="stationary"))
     planner = make_planner("eplb", simulator)
     eplb = planner.plan([observed.interval(planner)], observed.static).astype(np.int64)
     judged = judge.draw_passes(unseen, "decode", np.random.default_rng(JUDGE_SEED))

@@ -34,9 +34,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from clustergym.agent.hindsight import Measured, would_be
 from clustergym.agent.owners import GuardSettings, OwnerState
-from clustergym.agent.rails import RailSettings, limit
+from clustergym.agent.rails import Amounts, RailSettings, apply_rails
 from clustergym.agent.service import vpa_amounts
 from clustergym.common.files import write_atomically
 from clustergym.common.statistics import ci95
@@ -201,56 +200,40 @@ class PolicyRule(AmountRule):
         return self.policy.act(self.batch.obs)
 
 
-class AgentRule(PolicyRule):
-    """The policy within the rails of the agent, without exploration: levels of owners, peaks, steps and margins."""
+class AgentRule(AmountRule):
+    """The rails of the agent: with the VPA rule, as by default, or with a policy. Without exploration."""
 
-    def __init__(self, batch: AllocationBatch, policy: AllocationPolicy) -> None:
-        super().__init__(batch, policy)
+    def __init__(self, batch: AllocationBatch, policy: AllocationPolicy | None = None) -> None:
+        super().__init__(batch)
+        self.policy = policy
         self.owners = [[OwnerState() for _ in range(batch.config.owners)] for _ in self.rows]
         self.rails, self.guard = RailSettings(), GuardSettings()
 
-    def act(self) -> torch.Tensor:
-        means, (cores, memory) = self.policy.act(self.batch.obs).double().numpy(), self.requests()
-        owners = self.waiting_group()
+    def decide(self) -> tuple[Floats, Floats]:
+        cores, memory = self.requests()
+        owners, granted = self.waiting_group(), np.stack([cores, memory], 1)
+        means = None if self.policy is None else self.policy.act(self.batch.obs).double().numpy()
         self.sensitive = self.batch.state["ask"].numpy()[:, state.ASK_SENSITIVE] > 0.5
-        self.proposed: list[tuple[tuple[float, float], tuple[float, float]]] = []
-        granted = np.zeros((len(means), 2))
-        for i, (cores_i, memory_i) in enumerate(zip(cores.tolist(), memory.tolist(), strict=True)):
+        for i, request in enumerate(map(Amounts, cores.tolist(), memory.tolist())):
             owner = self.owners[i][owners[i]]
-            last = owner.share, owner.memory_share
-            advised, vpa = (
-                limit(*amounts, cores_i, memory_i, bool(self.sensitive[i]), owner, *last, self.rails)
-                for amounts in (grant(means[i], cores_i, memory_i), vpa_amounts(owner, cores_i, memory_i))
-            )
-            self.proposed.append((advised, vpa))
-            granted[i] = (advised, vpa, (cores_i, memory_i))[int(owner.level)]
-        return torch.from_numpy(
-            np.clip(np.stack(action_for(granted[:, 0], granted[:, 1]), 1), 0.0, 1.0).astype(np.float32)
-        )
+            if owner.reduced:
+                proposal = vpa_amounts(owner, request) if means is None else Amounts(*grant(means[i], *request))
+                granted[i] = apply_rails(proposal, request, bool(self.sensitive[i]), owner, self.rails).amounts
+        return granted[:, 0], granted[:, 1]
 
     def learn(self) -> None:
         history = self.batch.state["history"].numpy()
         for i, out in enumerate(self.batch.outcome.numpy().astype(float).tolist()):
-            owner = int(out[state.OUTCOME_OWNER])
-            known, request, request_mb = (
-                self.owners[i][owner],
-                out[state.OUTCOME_REQUEST],
-                out[state.OUTCOME_REQUEST_MB],
-            )
-            oom, met, used_mb = out[state.OUTCOME_OOM] > 0.5, out[state.OUTCOME_MET] > 0.5, out[state.OUTCOME_USED_MB]
-            needed = 0.0 if oom else float(history[i, owner, LAST])
-            needed_mb = max(1.2 * used_mb, used_mb + 100.0) if oom else used_mb
-            measured = Measured(
-                request, out[state.OUTCOME_USAGE], needed * request, needed_mb, int(out[state.OUTCOME_PODS])
-            )
-            (advised, advised_met), (vpa, _) = (would_be(measured, *amounts) for amounts in self.proposed[i])
-            known.remember(
-                time_s=out[state.OUTCOME_TIME], share=out[state.OUTCOME_CORES] / request,
-                memory_share=out[state.OUTCOME_MEMORY] / request_mb, needed=needed,
-                usage_share=out[state.OUTCOME_USAGE] / request, needed_mb=needed_mb,
-                needed_memory_share=needed_mb / request_mb, oom=oom,
+            number, request, request_mb = (
+                int(out[state.OUTCOME_OWNER]), out[state.OUTCOME_REQUEST], out[state.OUTCOME_REQUEST_MB],
             )  # fmt: skip
-            known.judge(bool(self.sensitive[i]), met, advised_met, advised - vpa, self.guard)
+            owner = self.owners[i][number]
+            oom, met, used_mb = out[state.OUTCOME_OOM] > 0.5, out[state.OUTCOME_MET] > 0.5, out[state.OUTCOME_USED_MB]
+            needed = 0.0 if oom else float(history[i, number, LAST])
+            needed_mb = max(1.2 * used_mb, used_mb + 100.0) if oom else used_mb
+            usage, share = out[state.OUTCOME_USAGE] / request, needed_mb / request_mb
+            owner.measure(out[state.OUTCOME_TIME], 1.0, needed, usage, needed_mb, share, oom)
+            owner.judge(bool(self.sensitive[i]), met, 1.0, self.guard)
 
 
 def play(batch: AllocationBatch, make_rule: Callable[[AllocationBatch], Any], margin: float, seed: int) -> Decisions:
@@ -323,10 +306,11 @@ def study(args: Args, console: Console) -> list[dict[str, Any]]:
     rules: dict[str, Callable[[AllocationBatch], Any]] = {
         name: RULES[name] for name in ("grant", "cut-0.9", "cut-0.8", "vpa", "vpa-fraction", "oracle")
     }
+    rules["vpa in rails"] = AgentRule
     if args.checkpoint is not None:
         policy = AllocationPolicy.load(args.checkpoint)
         rules["ppo"] = lambda batch: PolicyRule(batch, policy)
-        rules["agent"] = lambda batch: AgentRule(batch, policy)
+        rules["policy in rails"] = lambda batch: AgentRule(batch, policy)
     results = []
     for listed in args.pods:
         path = data_file(f"gpu/openb/{listed}")

@@ -34,25 +34,18 @@ from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, Traffic
 from clustergym.planners.base import Planner
-from clustergym.planners.evaluation import (
-    PASSES_OF_A_PERMANENT_PLAN,
-    Protocol,
-    Result,
-    compile_on,
-    deal_streams,
-    evaluate_planner,
-)
+from clustergym.planners.evaluation import Protocol, Result, compile_on, deal_streams, evaluate_planner
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, evenly_spaced
 from clustergym.planners.recorded import interval_from_statistics
 from clustergym.planners.registry import PLANNERS, make_planner, planner_class
-from clustergym.plans.planning import spread_layers
 from public_data import find_data
 
-SEARCHES = ("anneal-max", "anneal", "anneal-4", "anneal-robust", "forecast", "oracle")
+SEARCHES = ("anneal", "forecast", "oracle")
 UNEVEN = 1.5
 """Spread of the ranks' shares in the study of the trap: a few GPUs send most of the tokens."""
 SAMPLES = (1024, 256, 64)
-OBSERVERS = ("anneal", "policy")
-"""Planners of the study of what they see. The pretrained policy has seen some of the DeepSeek sequences."""
+OBSERVERS = ("greedy", "anneal")
+"""Planners of the study of what they see."""
 ON_STATISTICS = " on statistics"
 """Suffix of a planner that sees loads and co-activation instead of tokens."""
 
@@ -65,10 +58,7 @@ class Args:
     models: tuple[str, ...] = ("deepseek-v2-lite", "gpt-oss-20b")
     clusters: tuple[str, ...] = ("h800-4x4", "h800-2x8", "h800-4x8")
     schedules: tuple[str, ...] = ("stationary", "drift")
-    planners: tuple[str, ...] = tuple(
-        name for name in PLANNERS if name not in ("exact", "anneal-learned") and not name.startswith("policy")
-    )  # fmt: skip
-    """A policy must not be measured on sequences that it was trained on: add it together with --split test."""
+    planners: tuple[str, ...] = tuple(name for name in PLANNERS if name != "exact")
     split: Literal["validation", "test", "all"] = "all"
     """Part of each trace to use."""
     streams: int = 10
@@ -114,7 +104,7 @@ def traces(args: Args) -> dict[str, TokenTrace]:
     if not found:
         found = {"deepseek-v2-lite": TokenTrace.load("synthetic"), "tiny-moe": TokenTrace.load("tiny_moe")}
     return {
-        model: replace(trace.select(layers=spread_layers(trace.n_layers, args.layers)), name=model)
+        model: replace(trace.select(layers=evenly_spaced(trace.n_layers, args.layers)), name=model)
         for model, trace in found.items()
     }
 
@@ -182,7 +172,7 @@ def on_statistics(kind: type[Planner]) -> type[Planner]:
 def variants(args: Args, protocol: Protocol) -> dict[str, tuple[str, Protocol]]:
     """Label of each row → (planner, protocol)."""
     if args.study == "trap":
-        names = ("static", "eplb", "eplb-hierarchical", "flashlb", "bottleneck-8", "anneal", "oracle")
+        names = ("static", "eplb", "eplb-hierarchical", "flashlb", "greedy", "anneal", "oracle")
         return {name: (name, protocol) for name in names}
     if args.study == "observe":
         rows = {"eplb": ("eplb", protocol)}
@@ -262,8 +252,8 @@ def tables(lines: list[dict[str, Any]]) -> str:
 
 
 RULES = (
-    "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental", "flashlb", "swift",
-    "hot-everywhere", "grouping", "co-occurrence", "affinity-groups", "round-robin", "static",
+    "eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-occurrence", "affinity-groups",
+    "round-robin", "static",
 )  # fmt: skip
 """Planners that do not search."""
 
@@ -281,7 +271,7 @@ def planner_cells(lines: list[dict[str, Any]]) -> dict[Cell, dict[str, Result]]:
 def shown_planners(results: dict[str, Result]) -> tuple[str, ...]:
     """Best rule, best annealing, and the two planners that know the future."""
     rule = min((name for name in RULES if name in results), key=lambda name: results[name].total_us)
-    search = min(("anneal", "anneal-max"), key=lambda name: results[name].total_us)
+    search = min(("greedy", "anneal"), key=lambda name: results[name].total_us)
     return rule, search, "forecast", "oracle"
 
 

@@ -1,7 +1,7 @@
 """Time and memory of the whole ``clustergym plan`` command at the sizes that people run.
 
     python benchmarks/plan_timings.py                     # all cases, three runs each
-    python benchmarks/plan_timings.py --cases v3-eplb v3-policy --repeats 5 --json timings.json
+    python benchmarks/plan_timings.py --cases v3-eplb v3-greedy --repeats 5 --json timings.json
 
 Traces are synthetic, with the sizes and the routing groups of the model. A run is a new process: start of Python,
 imports, reading the trace, planning, measuring on held-out passes under all profiles of the engine, and writing the
@@ -39,9 +39,9 @@ class Case(NamedTuple):
 
 CASES = {
     "v3-eplb": Case("deepseek-v3", "h800-4x8", 60_000, ("--planner", "eplb"), 4.0),
-    "v3-policy": Case("deepseek-v3", "h800-4x8", 60_000, ("--planner", "policy"), 8.0),
+    "v3-greedy": Case("deepseek-v3", "h800-4x8", 60_000, ("--planner", "greedy"), 8.0),
     "v3-decode-eplb": Case("deepseek-v3", "h800-4x8", 60_000, ("--planner", "eplb", "--phase", "decode"), 4.0),
-    "v3-decode-policy": Case("deepseek-v3", "h800-4x8", 60_000, ("--planner", "policy", "--phase", "decode"), 8.0),
+    "v3-decode-greedy": Case("deepseek-v3", "h800-4x8", 60_000, ("--planner", "greedy", "--phase", "decode"), 8.0),
     "kimi-128": Case("kimi-k2", "h800-16x8", 60_000, ("--planner", "eplb", "--phase", "decode")),
     "kimi-128-anneal": Case(
         "kimi-k2", "h800-16x8", 60_000, ("--planner", "anneal", "--iterations", "200", "--phase", "decode")

@@ -31,7 +31,8 @@ from rich.table import Table
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Placement, Simulator, Traffic
 from clustergym.moe_placement.streams import sample_passes
 from clustergym.planners.eplb import EPLB, balance
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, compile_on
+from clustergym.planners.evaluation import compile_on
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.planners.recorded import LoadInterval
 from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.traces import SyntheticConfig, synthetic_trace

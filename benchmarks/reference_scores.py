@@ -1,29 +1,25 @@
-"""Reference scores of the ladder of placement ids: what simple agents, planners and bounds reach on each task.
+"""The ladder of scores on the placement ids: simple agents, planners and a bound that sees the next interval.
 
-    python benchmarks/reference_scores.py [--tasks '4x4-*'] [--agents 'anneal*']
+    python benchmarks/reference_scores.py [--ids MoEPlacement-v0] [--agents 'anneal*'] [--episodes 64]
 
-Every score is the return of ``gymnasium.make(id, split="test")`` in percent: the time saved against the start
-placement, per interval, in units of the static placement's time. All are measured on the episodes of the seeds 0, 1, …,
-which draw from the same test sequences: the standard deviation over them is a spread, not a confidence interval.
+Every score is the time saved in percent of the static placement's time on ``gymnasium.make(id, split="test")``, against
+serving with the start placement. All are measured on the episodes of the seeds 0, 1, …. They draw from the same test
+sequences, so the interval shows how episodes differ; other sequences would differ more.
 
-* ``no-op``: changes nothing, so its score is 0 by definition. The file has its time.
-* ``random``: uniform over the legal operations of ``MoEPlacement``; ``random-flat``: uniform over the mask of
-  ``MoEPlacementFlat``; ``first-candidate``: always the candidate that saves most on the observed interval, if any does.
-* planners plan after every observed interval, with no limit on the number of operations and their default settings.
-  ``policy`` is the shipped network as a planner.
-* ``hindsight``: ``anneal-max`` that sees the next interval, migration included. ``oracle``, on tasks with one interval:
-  a longer search that sees it and ignores migration. Better placements may exist. The better of both is the bound.
-* ``optimum``: on ``small`` with stationary traffic, the proven best placement for the next interval.
+* ``no-op`` changes nothing: 0 by definition. ``random``: uniform over the legal pairs. ``random-candidate``,
+  ``first-candidate`` and ``best-candidate`` (on the observed interval): choices among the candidates of the flat form.
+* ``greedy-observed``: the pair that saves most on the observed interval (smooth time and migration), of all pairs,
+  with the agents' budget of operations.
+* Planners plan after every observed interval, with any number of operations.
+* ``clairvoyant``: annealing that sees the next interval. Better placements may exist. ``optimum``, on the small task:
+  the proven best placement for the next interval.
 
-The results go to ``envs/clustergym/reference_scores.json``, from which the tables of the documentation are made, and
-the table in the docstring of the environment, which this program writes. What has a result is not measured again: after
-a change to a planner, give its name and ``--again``.
+The results go to ``envs/clustergym/reference_scores.json``. What has a result is measured again only with ``--again``.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -32,190 +28,142 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import numpy.typing as npt
 import tyro
 
 from clustergym.common.files import write_atomically
-from clustergym.ids import REFERENCE_SCORES, ladder
+from clustergym.common.statistics import ci95
+from clustergym.ids import REFERENCE_SCORES, placement_ids
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, SAVED
+from clustergym.moe_placement.kernels.observation import N_PAIR_FEATURES
+from clustergym.moe_placement.kernels.state import N_PARTS, PART_MIGRATION, PART_SMOOTH
 from clustergym.moe_placement.streams import IntervalStream
 from clustergym.planners.base import Planner
 from clustergym.planners.eplb import EPLB
-from clustergym.planners.registry import make_planner, planner_class
+from clustergym.planners.registry import make_planner
 
-BEST = ("eplb", "incremental", "swift", "flashlb", "bottleneck-8", "anneal", "anneal-max")
-"""Planners among which the best one is named."""
-PLANNERS = (*BEST, "policy", "hindsight")
-HINDSIGHT = {"hindsight": "anneal-max", "oracle": "oracle", "optimum": "exact"}
+PLANNERS = ("eplb", "flashlb", "swift", "greedy", "anneal")
+BOUNDS = {"clairvoyant": "anneal", "optimum": "exact"}
 """Bounds → the planner that sees the next interval."""
-ORACLE_STEPS = 5000
-"""Steps per layer, start and stage."""
-ENVIRONMENT = REFERENCE_SCORES.parent / "moe_placement" / "environment.py"
-HEAD = """\
-    | task | random | random-flat | EPLB | policy | best planner | bound |
-    | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-"""
-"""Begin of the table in the docstring."""
+AGENTS = ("no-op", "random", "random-candidate", "first-candidate", "best-candidate", "greedy-observed")
 
 
 @dataclass
 class Args:
-    """Measure the reference scores of the ladder."""
+    """Measure the reference scores of the placement ids."""
 
-    tasks: tuple[str, ...] = ("*",)
-    """Patterns of tasks, such as '4x4-*-drift', in the order in which they are measured"""
+    ids: tuple[str, ...] = ("MoEPlacement*",)
+    """Patterns of ids. Ids with one discrete action are the same tasks, and are left out"""
     agents: tuple[str, ...] = ("*",)
-    """Patterns of agents and planners, such as 'anneal*'"""
-    streams: int = 4
-    """Episodes of a task with one interval; the others have half as many"""
+    """Patterns of agents and planners"""
+    episodes: int = 64
+    """Episodes of the seeds 0, 1, …"""
+    planner_episodes: int = 16
+    """Of these, the episodes that planners and bounds play, which takes longer"""
     out: Path = REFERENCE_SCORES
     """File for the results"""
     again: bool = False
     """Measure what has a result, too"""
-    docstring: bool = False
-    """Measure nothing. Write the docstring from the file"""
 
 
-def play(task: str, kind: str, streams: int, agent: str) -> list[dict[str, float]]:
-    """The information at the end of each episode of a simple agent."""
+def greedy_pairs(obs: dict[str, npt.NDArray[Any]], noop: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """(N, 2) the pairs that save most on the observed interval, or ``noop`` where none saves anything."""
+    n, n_experts, n_gpus, _ = obs["pairs"].shape
+    parts = obs["pairs"][..., N_PAIR_FEATURES:].reshape(n, n_experts, n_gpus, 3, N_PARTS)
+    saved = (parts[..., PART_SMOOTH] + parts[..., PART_MIGRATION]).transpose(0, 1, 3, 2).reshape(n, -1)
+    saved = np.where(obs["action_mask"].reshape(n, -1) == 1, saved, -np.inf)
+    best = np.stack(np.divmod(saved.argmax(1), 3 * n_gpus), axis=1)
+    return np.where((saved.max(1) > 0)[:, None], best, noop)
+
+
+def play(arguments: dict[str, Any], agent: str, episodes: int) -> npt.NDArray[np.float64]:
+    """(episodes,) percent of the time that a simple agent saves."""
+    flat = agent.endswith("candidate")
+    more = {"lookahead": True} if agent == "greedy-observed" else {}
     envs: Any = gymnasium.make_vec(
-        f"{kind}-{task}-v0", num_envs=streams, split="test", observation="compact" if "Flat" in kind else "full"
+        "MoEPlacementFlat-v0" if flat else "MoEPlacement-v0",
+        num_envs=episodes,
+        **{**arguments, "split": "test"},
+        **more,
     )
     obs, infos = envs.reset(seed=0)
     rng = np.random.default_rng(0)
     while True:
         if agent == "no-op":
             actions = envs.noop_actions()
-        elif agent == "first-candidate":
-            actions = (obs[:, 1] > 0).astype(np.int64)
-        elif agent == "random-flat":
+        elif agent == "greedy-observed":
+            actions = greedy_pairs(obs, envs.noop_actions())
+        elif agent == "random":
+            chosen = (rng.random(obs["action_mask"].shape) * obs["action_mask"]).reshape(episodes, -1).argmax(1)
+            actions = np.stack(np.divmod(chosen, obs["action_mask"].shape[2]), axis=1)
+        elif agent == "random-candidate":
             actions = (rng.random(infos["action_mask"].shape) * infos["action_mask"]).argmax(1)
         else:
-            legal = obs["joint_mask"].reshape(streams, -1)
-            chosen = (rng.random(legal.shape) * legal).argmax(1)
-            actions = np.stack(np.divmod(chosen, obs["joint_mask"].shape[2]), axis=1)
+            n = infos["action_mask"].shape[1] - 1
+            saved = obs[:, : n * N_CANDIDATE_FEATURES].reshape(episodes, n, -1)[..., SAVED]
+            saved = np.where(infos["action_mask"][:, 1:] == 1, saved, -np.inf)
+            best = saved.argmax(1) if agent == "best-candidate" else np.zeros(episodes, np.int64)
+            actions = np.where(saved[np.arange(episodes), best] > 0, best + 1, 0)
         obs, _, ended, _, infos = envs.step(actions)
         if ended.all():
-            final = infos["final_info"]
-            return [{name: float(final[name][i]) for name in ("time_us", "start_us", "eplb_us", "saved_vs_start")}
-                    for i in range(streams)]  # fmt: skip
+            saved_percent: npt.NDArray[np.float64] = 100 * infos["saved_vs_start"]
+            return saved_percent
 
 
 def plan(batch: PlacementBatch, planner: Planner, seed: int, sees_future: bool) -> float:
-    """µs per layer and pass, migration included, of an episode that a planner plays."""
+    """Percent of the time that a planner saves in one episode."""
     sim, config = batch.simulator, batch.config
     intervals = IntervalStream(batch.trace, batch.n_gpus, batch.traffic, seed).take(config.intervals + 1)
     placement = sim.static(batch.n_layers)
     if config.start == "eplb":
         eplb = EPLB(sim)
         placement = eplb.pack(eplb.loads(intervals[0]))
+    start = placement
     planner.reset()
-    history, total = [intervals[0]], 0.0
+    history, saved_us = [intervals[0]], 0.0
     for interval in intervals[1:]:
-        seen = [*history, interval] if sees_future else history
-        chosen = planner.plan(seen, placement)
-        total += float(sim.evaluate(interval, chosen, placement).total_us.mean())
+        chosen = planner.plan([*history, interval] if sees_future else history, placement)
+        saved_us += float(sim.evaluate(interval, start).time_us.sum())
+        saved_us -= float(sim.evaluate(interval, chosen, placement).total_us.sum())
         placement = chosen
         history.append(interval)
-    return total / config.intervals
+    return 100 * saved_us / config.intervals / batch.rules_host.static_us
 
 
-SIMPLE = {"no-op": "MoEPlacement", "random": "MoEPlacement", "random-flat": "MoEPlacementFlat",
-          "first-candidate": "MoEPlacementFlat"}  # fmt: skip
-"""Simple agents → the kind of environment that they play."""
-
-
-def agents_of(task: str) -> list[str]:
-    """Everything that is measured on a task."""
-    stationary = task.endswith("-stationary")
-    proven = task.startswith("small-") and stationary
-    return [*SIMPLE, *PLANNERS, *(["oracle"] if stationary else []), *(["optimum"] if proven else [])]
-
-
-def measure(task: str, arguments: dict[str, Any], streams: int, agents: list[str]) -> dict[str, Any]:
-    """The scores of some agents on a task: mean and standard deviation over streams, in percent."""
+def measure(arguments: dict[str, Any], name: str, args: Args) -> npt.NDArray[np.float64]:
+    """Percent of the time that an agent, planner or bound saves in each episode."""
+    if name in AGENTS:
+        return play(arguments, name, args.episodes)
     batch = PlacementBatch(PlacementConfig(**{**arguments, "split": "test"}))
-    static_us = batch.rules_host.static_us / batch.n_layers
-    nothing = play(task, SIMPLE["no-op"], streams, "no-op")
-    start_us = [info["start_us"] for info in nothing]
-    saved: dict[str, list[float]] = {}
-    for name in agents:
-        if name in SIMPLE:
-            played = nothing if name == "no-op" else play(task, SIMPLE[name], streams, name)
-            saved[name] = [100 * info["saved_vs_start"] for info in played]
-            continue
-        kind = HINDSIGHT.get(name, name)
-        options: dict[str, Any] = {"checkpoint": "pretrained"} if planner_class(kind).takes_checkpoint else {}
-        if name == "oracle":
-            options["iterations"] = ORACLE_STEPS
-        planner = make_planner(kind, batch.simulator, seed=0, **options)
-        times = [plan(batch, planner, seed, name in HINDSIGHT) for seed in range(streams)]
-        saved[name] = [100 * (start - took) / static_us for start, took in zip(start_us, times, strict=True)]
-    if "eplb" in saved:
-        # The environment's own EPLB is the planner's: the same streams, the same simulator.
-        own = [100 * (info["start_us"] - info["eplb_us"]) / static_us for info in nothing]
-        np.testing.assert_allclose(own, saved["eplb"], atol=1e-6)
-    scores = {name: [round(float(np.mean(values)), 3), round(float(np.std(values, ddof=1)), 3)]
-              for name, values in saved.items()}  # fmt: skip
-    return {"streams": streams, "start_us": round(float(np.mean(start_us)), 2), "saved_percent": scores}
-
-
-def score_row(task: str, saved: dict[str, list[float]]) -> str:
-    """A row of the table in the docstring."""
-    planner = max(BEST, key=lambda name: saved[name][0])
-    bound = "optimum" if "optimum" in saved else max(saved.keys() & HINDSIGHT.keys(), key=lambda name: saved[name][0])
-    text = {name: f"{round(mean, 1) + 0.0:.1f}" for name, (mean, _) in saved.items()}
-    proven = " (proven)" if bound == "optimum" else ""
-    cells = [
-        text["random"],
-        text["random-flat"],
-        text["eplb"],
-        text["policy"],
-        f"{text[planner]} (`{planner}`)",
-        text[bound] + proven,
-    ]
-    return f"    | `{task}` | " + " | ".join(cells) + " |\n"
-
-
-def docstring_table(results: dict[str, Any]) -> str:
-    """The table in the docstring of the environment: all tasks that are measured completely."""
-    scores = {task: results.get(task, {}).get("saved_percent", {}) for task, _ in ladder()}
-    complete = {task: saved for task, saved in scores.items() if saved.keys() >= {*agents_of(task)}}
-    return HEAD + "".join(score_row(task, saved) for task, saved in complete.items())
-
-
-def write_docstring(results: dict[str, Any]) -> None:
-    pattern = re.escape(HEAD) + r"(?:    \|.*\n)*"
-    text, found = re.subn(pattern, lambda _: docstring_table(results), ENVIRONMENT.read_text())
-    if found != 1:
-        raise ValueError(f"{ENVIRONMENT} has {found} tables of reference scores, expected one")
-    write_atomically(ENVIRONMENT, text)
+    planner = make_planner(BOUNDS.get(name, name), batch.simulator, seed=0)
+    return np.array([plan(batch, planner, seed, name in BOUNDS) for seed in range(args.planner_episodes)])
 
 
 def file_of(results: dict[str, Any]) -> str:
-    """The file with the results: one line per task."""
-    lines = [f"{json.dumps(task)}: {json.dumps(results[task], sort_keys=True)}" for task in sorted(results)]
+    """The file with the results: one line per id."""
+    lines = [f"{json.dumps(env_id)}: {json.dumps(results[env_id])}" for env_id in sorted(results)]
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def main(args: Args) -> None:
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    chosen = {t: a for pattern in args.tasks for t, a in ladder() if fnmatch(t, pattern)}
-    for task, arguments in {} if args.docstring else chosen.items():
-        found = {} if args.again else results.get(task, {}).get("saved_percent", {})
-        wanted = [name for name in agents_of(task) if any(fnmatch(name, pattern) for pattern in args.agents)]
-        missing = [name for name in wanted if name not in found]
-        if not missing:
+    for env_id, (kind, task) in placement_ids().items():
+        if kind != "MoEPlacement" or not any(fnmatch(env_id, pattern) for pattern in args.ids):
             continue
-        streams = args.streams if "intervals" not in arguments else max(2, args.streams // 2)
-        began = time.perf_counter()
-        result = measure(task, arguments, streams, missing)
-        scores = results.get(task, {}).get("saved_percent", {}) | result["saved_percent"]
-        results[task] = {**result, "saved_percent": scores}
-        write_atomically(args.out, file_of(results))
-        shown = {name: result["saved_percent"][name][0] for name in missing}
-        print(f"{task} ({time.perf_counter() - began:.0f} s)", shown, flush=True)
-    if args.out == REFERENCE_SCORES:
-        write_docstring(results)
+        bounds = BOUNDS if "small" in env_id else ["clairvoyant"]
+        found = results.setdefault(env_id, {})
+        for name in (*AGENTS, *PLANNERS, *bounds):
+            if not any(fnmatch(name, pattern) for pattern in args.agents) or (name in found and not args.again):
+                continue
+            began = time.perf_counter()
+            saved = measure(task.arguments, name, args)
+            found[name] = {
+                "mean": round(float(saved.mean()), 2), "ci95": round(float(ci95(saved.tolist())), 2),
+                "episodes": len(saved),
+            }  # fmt: skip
+            print(f"{env_id} {name} {found[name]} {time.perf_counter() - began:.0f} s", flush=True)
+            write_atomically(args.out, file_of(results))
 
 
 if __name__ == "__main__":

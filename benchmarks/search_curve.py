@@ -27,7 +27,7 @@ from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, Simulator
 from clustergym.moe_placement.streams import layer_first
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.planners.registry import make_planner
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 

@@ -81,12 +81,10 @@ class Args(RunArgs):
 
 def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
     """Create the environments. The step that ends an episode also begins the next one (SAME_STEP autoreset)."""
-    envs = make_vec(env_id, num_envs, videos)
+    envs = make_vec(env_id, num_envs, videos, flatten=True)
     if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
         expected = "Discrete or MultiDiscrete: ppo_continuous_action.py takes Box"
         raise gym.error.Error(f"--env-id {env_id} has actions {envs.single_action_space}: expected {expected}")
-    if len(envs.single_observation_space.shape or ()) != 1:
-        envs = gym.wrappers.vector.FlattenObservation(envs)
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 

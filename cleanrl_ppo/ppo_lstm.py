@@ -1,71 +1,57 @@
-"""PPO with an LSTM for GPU allocation without history features: details 32–36 on top of 1–13 and 23–31.
+"""PPO with an LSTM for discrete actions: details 32–36 of "The 37 Implementation Details of PPO" on top of ppo.py.
 
-    python cleanrl_ppo/ppo_lstm.py                                        # GPUAllocation-v0
-    python cleanrl_ppo/ppo_lstm.py --total-timesteps 1000000
+    python cleanrl_ppo/ppo_lstm.py                                        # CartPole-v1
+    python cleanrl_ppo/ppo_lstm.py --env-id module:Id-v0                  # a task that needs memory
     python cleanrl_ppo/ppo_lstm.py --resume                               # continue after a crash
 
-The five features of GPUAllocation-v0 do not show how much the owners of pods over-request. The utilisation that earlier
-decisions led to does, so a network with memory can learn it. ``diff cleanrl_ppo/ppo_gpu_alloc.py
-cleanrl_ppo/ppo_lstm.py`` shows the recurrent network, its state in rollouts and updates, and minibatches of whole
-sequences. docs/reference/ppo_lstm.md explains every metric.
+Works with every Gymnasium environment with Discrete or MultiDiscrete actions. ``diff ppo.py ppo_lstm.py`` shows the
+differences: a network with a memory, its state in the roll-out and the update, and minibatches of whole sequences.
+ppo_gpu_alloc_lstm.py is the same idea for the allocation task.
+
+A resumed run is bit-identical if the environment can save its state, as those of clustergym can. Other environments
+begin new episodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
-# Importing clustergym registers its environments, so --env-id can name them.
-from clustergym.gpu_allocation.batch import AllocationBatch
-from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, episode_means, gap_closed, play, play_rules
-from clustergym.training import (
-    Run,
-    TrainArgs,
-    World,
-    capture_rng_state,
-    derive_seed,
-    parse_args,
-    record_video,
-    restore_rng_state,
-    run_trainer,
-)
+# Importing clustergym registers its environments.
+from clustergym.training.args import FlagError, RunArgs, main, parse_args
+from clustergym.training.envs import derive_seed, evaluate, make_vec
+from clustergym.training.runs import Run
 
 
 @dataclass
-class Args(TrainArgs):
-    env_id: str = "GPUAllocation-v0"
-    """GPUAllocation-v0 or GPUAllocationHistory-v0."""
-    workload: Path | None = None
-    """CSV file in the openb format with the requests and durations of pods. Default: synthetic pods."""
-    reward: Literal["room", "seed"] = "room"
-    """room: with a penalty for the waiting time of the next pod. seed: without it."""
-    total_timesteps: int = 2_000_000
-    """Total number of environment steps, over all environments and processes. Rounded up to whole iterations."""
-    eval_streams: int = 256
-    """Number of held-out streams (one episode each) in an evaluation. 0 for no evaluation."""
-
-    learning_rate: float = 2e-3
+class Args(RunArgs):
+    env_id: str = "CartPole-v1"
+    """Gymnasium id, with Discrete or MultiDiscrete actions. "module:Id-v0" imports the module first."""
+    eval_episodes: int = 32
+    """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
+    learning_rate: float = 2.5e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
     num_envs: int = 32
-    """Number of parallel environments per process."""
-    num_steps: int = 128
+    """Number of parallel environments."""
+    num_steps: int = 64
     """Number of steps per environment between updates. The LSTM learns dependencies up to this length."""
     num_minibatches: int = 4
-    """Number of minibatches per epoch. Each one holds whole sequences, so it must divide num_envs."""
+    """Number of minibatches per epoch: a divisor of --num-envs, because a minibatch holds whole sequences."""
     update_epochs: int = 4
     """Number of epochs per update."""
-    gamma: float = 0.0
-    """Discount factor. A pod is rewarded immediately and affects later pods only slightly, so 0 learns fastest."""
+    gamma: float = 0.99
+    """Discount factor."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
     bootstrap_truncated: bool = True
@@ -74,15 +60,10 @@ class Args(TrainArgs):
     """Normalise advantages per minibatch."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio and of the value change."""
-    anneal_clip: bool = False
-    """Anneal the clip range linearly to 0."""
     clip_vloss: bool = True
     """Clip the value change as well."""
     ent_coef: float = 0.01
-    """Coefficient of the entropy bonus (the initial value if annealed)."""
-    anneal_ent: bool = True
-    """Anneal the entropy bonus linearly to 0. The evaluation uses the mean action, and noise makes the learned mean too
-    cautious."""
+    """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
     """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
@@ -91,486 +72,261 @@ class Args(TrainArgs):
     """Stop an update after an epoch whose approximate KL exceeds this value."""
     hidden: int = 64
     """Width of the encoder and of the LSTM state."""
-    action_scale: float = 0.2
-    """Initial standard deviation of an action, whose range is 1."""
-    norm_obs: bool = True
-    """Normalise observations by their running mean and variance and clip to ±10."""
-    norm_reward: bool = True
-    """Divide rewards by the standard deviation of the discounted return and clip to ±10."""
 
 
-NORM_CLIP = 10.0
+def make_envs(env_id: str, num_envs: int, videos: Path | None = None) -> gym.vector.VectorEnv:
+    """Create the environments. The step that ends an episode also begins the next one (SAME_STEP autoreset)."""
+    envs = make_vec(env_id, num_envs, videos, flatten=True)
+    if not isinstance(envs.single_action_space, gym.spaces.Discrete | gym.spaces.MultiDiscrete):
+        expected = "Discrete or MultiDiscrete: ppo_continuous_action.py takes Box"
+        raise gym.error.Error(f"--env-id {env_id} has actions {envs.single_action_space}: expected {expected}")
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 
-# ALGO LOGIC: functions that are identical in every trainer (tests/trainers/test_trainers_agree.py)
-
-
-def layer_init(layer: nn.Linear | nn.Conv2d, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear | nn.Conv2d:
-    """Initialise a layer with orthogonal weights of gain ``std`` and a constant bias."""
+def layer_init(layer: nn.Linear, std: float = 2**0.5, bias_const: float = 0.0) -> nn.Linear:
+    """Detail 2: orthogonal weights of gain ``std`` and a constant bias."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.constant_(layer.bias, bias_const)
     return layer
 
 
-def anneal(initial: float, iteration: int, num_iterations: int) -> float:
-    """Linear schedule: ``initial`` in iteration 1, falling to 0 after the last iteration."""
-    return initial * (1.0 - (iteration - 1) / num_iterations)
-
-
-def compute_gae(
-    rewards: Tensor,
-    values: Tensor,
-    terminations: Tensor,
-    dones: Tensor,
-    next_value: Tensor,
-    final_values: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Returns (advantages, returns), both of shape (steps, envs).
-
-    ``terminations`` and ``dones`` (terminated or truncated) describe the outcome of step t. If an episode ended at step
-    t, ``final_values[t]`` is the value of its last observation. It is used after a truncation, not after a termination.
-    ``next_value`` (envs,) is the value of the observation that follows the last step of the rollout.
-    """
-    following = torch.where(dones, final_values, torch.cat([values[1:], next_value[None]]))
-    deltas = rewards + gamma * following * ~terminations - values
-    decays = gamma * gae_lambda * (~dones).to(rewards.dtype)
-    advantages = torch.zeros_like(rewards)
-    last = torch.zeros_like(next_value)
-    for t in reversed(range(len(rewards))):
-        advantages[t] = last = deltas[t] + decays[t] * last
-    return advantages, advantages + values
-
-
-def normalize_advantages(advantages: Tensor) -> Tensor:
-    """Normalise to mean 0 and standard deviation 1 within the minibatch."""
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
-def policy_loss(ratio: Tensor, advantages: Tensor, clip_coef: float) -> Tensor:
-    """Clipped surrogate loss: for each sample, the larger of the unclipped and the clipped loss."""
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    return torch.max(unclipped, clipped).mean()
-
-
-def value_loss(new_values: Tensor, old_values: Tensor, returns: Tensor, clip_coef: float | None) -> Tensor:
-    """Half the mean squared error. With ``clip_coef``, the larger of the errors with and without clipping."""
-    unclipped = (new_values - returns) ** 2
-    if clip_coef is None:
-        return 0.5 * unclipped.mean()
-    clipped_values = old_values + (new_values - old_values).clamp(-clip_coef, clip_coef)
-    return 0.5 * torch.max(unclipped, (clipped_values - returns) ** 2).mean()
-
-
-def kl_estimators(logratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Estimates (k1, k2, k3) of KL(old ‖ new) from samples of the old policy, where logratio = log new − log old.
-
-    k1 = −log r is unbiased but has high variance and can be negative. k2 = (log r)² / 2 is biased with low variance.
-    k3 = (r − 1) − log r is unbiased with low variance and never negative. See http://joschu.net/blog/kl-approx.html.
-    """
-    return -logratio, logratio**2 / 2, logratio.exp() - 1 - logratio
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 − Var[returns − values] / Var[returns]: 1 for perfect values, 0 for constant ones, NaN for constant returns."""
-    variance = returns.var()
-    return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
-
-
-# ALGO LOGIC: continuous actions
-
-
-def gaussian_logprob(actions: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of independent normal components, summed over the last dimension."""
-    deviations = (actions - mean) / std
-    return (-0.5 * deviations**2 - (std.log() + 0.5 * np.log(2 * np.pi))).sum(-1)
-
-
-def gaussian_entropy(std: Tensor) -> Tensor:
-    """Entropy of independent normal components, summed over the last dimension."""
-    return (0.5 + 0.5 * np.log(2 * np.pi) + std.log()).sum(-1)
-
-
-class RunningMeanStd:
-    """Running mean and variance of the rows of all ranks, updated batch by batch (Chan et al., 1979)."""
-
-    def __init__(self, shape: tuple[int, ...] = (), world: World | None = None) -> None:
-        self.world = world or World()
-        # NumPy: torch takes several times as long for a few numbers per step.
-        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
-
-    def update(self, rows: Tensor | np.ndarray) -> None:
-        """Add a batch of rows (n, *shape)."""
-        mean, var, n = self.world.moments(np.asarray(rows, np.float64))
-        self.count += n
-        new = n / self.count
-        delta = mean - self.mean
-        self.mean = self.mean + new * delta
-        self.var = self.var + new * (var - self.var + (1 - new) * delta**2)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("mean", "var", "count")}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.mean, self.var, self.count = state["mean"].numpy(), state["var"].numpy(), float(state["count"])
-
-
-def normalize_obs(obs: Tensor, statistics: RunningMeanStd) -> Tensor:
-    """Normalise by the running mean and variance and clip to ±10."""
-    scaled = (obs.numpy() - statistics.mean) / np.sqrt(statistics.var + 1e-8)
-    return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
-
-
-class RewardScaler:
-    """Divide rewards by the standard deviation of the discounted return (no mean subtracted) and clip to ±10."""
-
-    def __init__(self, num_envs: int, gamma: float, world: World | None = None) -> None:
-        self.gamma = gamma
-        self.returns = np.zeros(num_envs)
-        self.statistics = RunningMeanStd((), world)
-
-    def __call__(self, rewards: Tensor, dones: Tensor) -> Tensor:
-        self.returns = rewards.numpy() + self.gamma * self.returns
-        self.statistics.update(self.returns)
-        self.returns[dones.numpy()] = 0.0
-        scaled = rewards.numpy() / np.sqrt(self.statistics.var + 1e-8)
-        return torch.from_numpy(scaled).clamp(-NORM_CLIP, NORM_CLIP).float()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"returns": torch.tensor(self.returns), "statistics": self.statistics.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.returns = state["returns"].numpy()
-        self.statistics.load_state_dict(state["statistics"])
-
-
-def init_lstm(lstm: nn.LSTM) -> nn.LSTM:
-    """Initialise with orthogonal weights of gain 1 and zero biases."""
-    for name, parameter in lstm.named_parameters():
-        if "bias" in name:
-            nn.init.constant_(parameter, 0.0)
-        else:
-            nn.init.orthogonal_(parameter, 1.0)
-    return lstm
-
-
 LSTMState = tuple[Tensor, Tensor]
-"""Hidden and cell state, each of shape (1, envs, hidden)."""
+"""Hidden and cell state, each (1, envs, hidden)."""
 
 
 class Agent(nn.Module):
-    """Encoder and LSTM, shared by a Gaussian policy with a sigmoid mean and a value function."""
+    """Encoder and LSTM, which policy and value function share. Tensors are (steps, envs, …)."""
 
-    def __init__(self, obs_size: int, num_actions: int = 2, hidden: int = 64, action_scale: float = 0.2) -> None:
+    def __init__(self, envs: gym.vector.VectorEnv, hidden: int = 64) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(layer_init(nn.Linear(obs_size, hidden)), nn.ReLU())
-        self.lstm = init_lstm(nn.LSTM(hidden, hidden))
-        self.actor = nn.Sequential(layer_init(nn.Linear(hidden, num_actions), std=0.01), nn.Sigmoid())
-        self.critic = layer_init(nn.Linear(hidden, 1), std=1.0)
-        self.log_std = nn.Parameter(torch.zeros(num_actions))
-        self.action_scale = action_scale
+        obs_size = envs.single_observation_space.shape[0]
+        space = envs.single_action_space
+        # Detail 37: the components of a MultiDiscrete action are independent. A Discrete action has one component.
+        self.nvec = [int(space.n)] if isinstance(space, gym.spaces.Discrete) else space.nvec.tolist()
+        self.action_shape = space.shape
 
-    def std(self) -> Tensor:
-        """Standard deviation of each action, the same in every state."""
-        return self.action_scale * self.log_std.exp()
+        self.encoder = nn.Sequential(layer_init(nn.Linear(obs_size, hidden)), nn.Tanh())
+        self.lstm = nn.LSTM(hidden, hidden)
+        # Detail 32: the LSTM has orthogonal weights of gain 1 and zero biases.
+        for name, parameter in self.lstm.named_parameters():
+            if "bias" in name:
+                nn.init.constant_(parameter, 0.0)
+            else:
+                nn.init.orthogonal_(parameter, 1.0)
+        self.actor = layer_init(nn.Linear(hidden, sum(self.nvec)), std=0.01)
+        self.critic = layer_init(nn.Linear(hidden, 1), std=1.0)
 
     def initial_state(self, num_envs: int) -> LSTMState:
-        """State at the start of an episode: zeros."""
-        zeros = torch.zeros(1, num_envs, self.lstm.hidden_size, device=self.log_std.device)
+        """Detail 33: the state is zero at first."""
+        zeros = torch.zeros(1, num_envs, self.lstm.hidden_size, device=self.actor.weight.device)
         return zeros, zeros.clone()
 
-    def remember(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
-        """Run the LSTM over sequences. Returns features (steps, envs, hidden) and the state after the last step.
+    def get_features(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+        """Returns the features of all steps and the state after the last one.
 
-        ``starts`` (steps, envs), on the CPU, marks the first step of each episode; the state is reset there. The steps
-        between two resets run through the LSTM in one call.
+        Detail 34: the state is reset where an episode starts. ``starts`` (steps, envs) is on the CPU: the steps between
+        two resets run through the LSTM in one call.
         """
-        encoded = self.encoder(obs)
-        cuts = [0, *(t for t in range(1, len(obs)) if bool(starts[t].any())), len(obs)]
-        parts = []
+        encoded, features = self.encoder(obs), []
+        cuts = [0, *(t for t in range(1, len(obs)) if starts[t].any()), len(obs)]
         for begin, end in pairwise(cuts):
             keep = (~starts[begin]).to(encoded.device)[None, :, None]
-            features, state = self.lstm(encoded[begin:end], (state[0] * keep, state[1] * keep))
-            parts.append(features)
-        return torch.cat(parts), state
+            part, state = self.lstm(encoded[begin:end], (keep * state[0], keep * state[1]))
+            features.append(part)
+        return torch.cat(features), state
 
-    def forward(self, obs: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, Tensor, LSTMState]:
-        """Returns (means of the actions, values, state after the last step); see :meth:`remember`."""
-        features, state = self.remember(obs, starts, state)
-        return self.actor(features), self.critic(features).squeeze(-1), state
+    def get_value(self, obs: Tensor, starts: Tensor, state: LSTMState) -> Tensor:
+        return self.critic(self.get_features(obs, starts, state)[0]).squeeze(-1)
 
+    def get_policy(self, features: Tensor, mask: Tensor) -> list[Categorical]:
+        """One distribution per component. Invalid actions get the logit −1e8: probability 0 and no gradient."""
+        logits = torch.where(mask, self.actor(features), -1e8)
+        return [Categorical(logits=part, validate_args=False) for part in logits.split(self.nvec, -1)]
 
-def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
-    # The fused version updates all parameters in one kernel, on CPU and GPU.
-    return torch.optim.Adam(agent.parameters(), lr=learning_rate, eps=1e-5, fused=True)
+    def get_action_and_value(
+        self, obs: Tensor, mask: Tensor, starts: Tensor, state: LSTMState, action: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, LSTMState]:
+        """Returns (actions, their log-probabilities, entropies, values, next state). Samples actions if not given."""
+        features, state = self.get_features(obs, starts, state)
+        policy = self.get_policy(features, mask)
+        parts = [each.sample() for each in policy] if action is None else action.view(*obs.shape[:2], -1).unbind(-1)
+        logprob = sum(each.log_prob(part) for each, part in zip(policy, parts, strict=True))
+        entropy = sum(each.entropy() for each in policy)
+        actions = torch.stack(list(parts), -1).view(*obs.shape[:2], *self.action_shape)
+        return actions, logprob, entropy, self.critic(features).squeeze(-1), state
 
-
-# Environments and rollouts
-
-
-def clip_action(raw: Tensor) -> Tensor:
-    """Clip an action for the environment. The raw sample is stored, because the log-probability belongs to it."""
-    return raw.clamp(0.0, 1.0)
-
-
-def make_envs(args: Args, num_envs: int) -> AllocationBatch:
-    """Create the batched environments of ``--env-id``."""
-    if not args.env_id.startswith("GPUAllocation"):
-        raise TypeError(f"{args.env_id} is not an allocation task: use GPUAllocation-v0 or GPUAllocationHistory-v0")
-    options = {"workload": args.workload, "reward": args.reward}
-    envs = gym.make_vec(args.env_id, num_envs=num_envs, vectorization_mode="vector_entry_point", **options)
-    batch: AllocationBatch = envs.unwrapped.batch
-    return batch
+    def get_best_action(self, obs: Tensor, mask: Tensor, starts: Tensor, state: LSTMState) -> tuple[Tensor, LSTMState]:
+        features, state = self.get_features(obs, starts, state)
+        parts = [each.logits.argmax(-1) for each in self.get_policy(features, mask)]
+        return torch.stack(parts, -1).view(*obs.shape[:2], *self.action_shape), state
 
 
-def film(args: Args, act: Callable[[Tensor], Tensor], videos: Path) -> None:
-    """Record the first episode of the held-out streams. ``act`` maps observations (1, features) to actions."""
-    options = {"workload": args.workload, "reward": args.reward}
-    env = record_video(gym.make(args.env_id, render_mode="rgb_array", **options), videos)
-    obs, ended = env.reset(seed=HELD_OUT_SEED)[0], False
-    while not ended:
-        obs, _, terminated, truncated, _ = env.step(act(torch.from_numpy(obs)[None])[0].numpy())
-        ended = terminated or truncated
-    env.close()
-
-
-@dataclass
-class Batch:
-    """Training data of one update: sequences of shape (steps, envs, …), and the LSTM state at their start.
-
-    ``starts`` is on the CPU, because it decides where sequences are cut. The other tensors are on the device.
-    """
-
-    obs: Tensor
-    actions: Tensor
-    logprobs: Tensor
-    advantages: Tensor
-    returns: Tensor
-    values: Tensor
-    starts: Tensor
-    state: LSTMState
-
-    def take(self, envs: Tensor) -> Batch:
-        """The whole sequences of some environments. ``envs`` is on the CPU."""
-        *columns, (hidden, cell) = vars(self).values()
-        return Batch(*(column[:, envs] for column in columns), (hidden[:, envs], cell[:, envs]))
-
-
-def episode_charts(finished: list[Tensor]) -> dict[str, float]:
-    """Charts of the finished episodes, from their sums over all steps (episodes, SUM_* columns)."""
-    return {f"charts/{key}": value for key, value in episode_means(torch.cat(finished)).items()} if finished else {}
-
-
-class Rollouts:
-    """Collects experience with the current policy. Episodes and LSTM states continue from one rollout to the next."""
-
-    def __init__(self, args: Args, agent: Agent, device: torch.device, seed: int, world: World | None = None) -> None:
-        self.args, self.agent, self.device = args, agent, device
-        self.envs = make_envs(args, args.num_envs)
-        self.envs.seed(seed + np.arange(args.num_envs))
-        self.envs.reset()
-        self.statistics = RunningMeanStd((self.envs.n_features,), world)
-        self.scaler = RewardScaler(args.num_envs, args.gamma, world)
-        self.state = agent.initial_state(args.num_envs)
-        self.start = torch.ones(args.num_envs, dtype=torch.bool)
-        if args.norm_obs:
-            self.statistics.update(self.envs.obs)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "envs": self.envs.state_dict(),
-            "statistics": self.statistics.state_dict(),
-            "scaler": self.scaler.state_dict(),
-            "lstm": list(self.state),
-            "start": self.start,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.envs.load_state_dict(state["envs"])
-        self.statistics.load_state_dict(state["statistics"])
-        self.scaler.load_state_dict(state["scaler"])
-        self.state = (state["lstm"][0].to(self.device), state["lstm"][1].to(self.device))
-        self.start = state["start"]
-
-    def normalize(self, obs: Tensor) -> Tensor:
-        return normalize_obs(obs, self.statistics) if self.args.norm_obs else obs.clone()
-
-    def collect(self) -> tuple[Batch, dict[str, float]]:
-        """Play num_steps steps in each environment. Returns the training data and the charts of finished episodes."""
-        args, agent, device, envs = self.args, self.agent, self.device, self.envs
-        shape = (args.num_steps, args.num_envs)
-        obs = torch.zeros(*shape, envs.n_features)
-        actions = torch.zeros(*shape, 2)
-        rewards, logprobs, values, final_values = (torch.zeros(shape) for _ in range(4))
-        dones, starts = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
-        finished: list[Tensor] = []
-        raw_reward = 0.0
-
-        initial = (self.state[0].clone(), self.state[1].clone())
-        noise = torch.randn(*shape, 2)
-        with torch.no_grad():
-            std = agent.std().cpu()
-            for step in range(args.num_steps):
-                obs[step], starts[step] = self.normalize(envs.obs), self.start
-                means, value, self.state = agent(obs[step : step + 1].to(device), self.start[None], self.state)
-                mean, values[step] = means[0].cpu(), value[0].cpu()
-                actions[step] = mean + std * noise[step]
-                logprobs[step] = gaussian_logprob(actions[step], mean, std)
-                next_obs, reward, ended = envs.step(clip_action(actions[step]))
-                if args.norm_obs:
-                    self.statistics.update(next_obs)
-                raw_reward += float(reward.sum())
-                rewards[step] = self.scaler(reward, ended) if args.norm_reward else reward
-                dones[step] = ended
-                self.start = ended.clone()
-                if ended.any():
-                    final_values[step] = self._value(envs.last_obs, torch.zeros_like(ended))
-                    finished.append(envs.final_sums[ended.nonzero().squeeze(-1)].clone())
-            next_value = self._value(envs.obs, self.start)
-            # Episodes only end because of their length, so all ends are truncations.
-            ends = torch.zeros_like(dones) if args.bootstrap_truncated else dones
-            steps = (rewards, values, ends, dones, next_value, final_values)
-            advantages, returns = compute_gae(*steps, args.gamma, args.gae_lambda)
-        parts = (each.to(device) for each in (obs, actions, logprobs, advantages, returns, values))
-        batch = Batch(*parts, starts, initial)
-        return batch, {"charts/reward": raw_reward / rewards.numel()} | episode_charts(finished)
-
-    def _value(self, obs: Tensor, start: Tensor) -> Tensor:
-        """Values (envs,) of the next observations. Does not change the LSTM state."""
-        _, values, _ = self.agent(self.normalize(obs)[None].to(self.device), start[None], self.state)
-        return values[0].cpu()
-
-
-def update(
-    agent: Agent, optimizer: torch.optim.Adam, batch: Batch, args: Args, clip_coef: float, ent_coef: float, world: World
-) -> dict[str, float]:
-    """Train on one rollout: several epochs of shuffled minibatches. Returns the mean of each metric.
-
-    A minibatch holds the whole sequences of some environments. The LSTM runs over them from the state at the start of
-    the rollout, so the states in training are those of the current network.
-    """
-    parameters = list(agent.parameters())
-    seen: list[Tensor] = []
-    for _ in range(args.update_epochs):
-        for envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):
-            mb = batch.take(envs)
-            means, new_values, _ = agent(mb.obs, mb.starts, mb.state)
-            std = agent.std()
-            logprobs = gaussian_logprob(mb.actions, means, std)
-            logratio = logprobs - mb.logprobs
-            ratio = logratio.exp()
-            k1, _, k3 = kl_estimators(logratio)
-
-            advantages = normalize_advantages(mb.advantages) if args.norm_adv else mb.advantages
-            pg_loss = policy_loss(ratio, advantages, clip_coef)
-            v_loss = value_loss(new_values, mb.values, mb.returns, clip_coef if args.clip_vloss else None)
-            entropy = gaussian_entropy(std)
-            approx_kl = k3.mean()
-            loss = pg_loss - ent_coef * entropy + args.vf_coef * v_loss
-
-            optimizer.zero_grad()
-            loss.backward()
-            world.average_gradients(parameters)
-            grad_norm = nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-            optimizer.step()
-            with torch.no_grad():
-                clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
-                seen.append(torch.stack([pg_loss, v_loss, entropy, k1.mean(), approx_kl, clipfrac, grad_norm]))
-        if args.target_kl is not None and world.mean(approx_kl.item()) > args.target_kl:
-            break
-    names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-    means_seen = torch.stack(seen).mean(0).tolist()
-    metrics = {f"losses/{name}": value for name, value in zip(names, means_seen, strict=True)}
-    metrics["losses/explained_variance"] = explained_variance(batch.values, batch.returns)
-    return metrics
-
-
-def evaluate(
-    agent: Agent, rollouts: Rollouts, args: Args, device: torch.device, videos: Path | None = None
-) -> dict[str, Any]:
-    """Play the mean action on held-out streams, with the current statistics. With ``videos``, record an episode."""
-    envs = make_envs(args, args.eval_streams)
-
-    def policy(num_envs: int) -> Callable[[Tensor], Tensor]:
-        state, start = agent.initial_state(num_envs), torch.ones(1, num_envs, dtype=torch.bool)
-
-        def act(obs: Tensor) -> Tensor:
-            nonlocal state, start
-            means, _, state = agent(rollouts.normalize(obs)[None].to(device), start, state)
-            start = torch.zeros_like(start)
-            return clip_action(means[0].cpu())
-
-        return act
-
-    with torch.inference_mode():
-        if videos is not None:
-            film(args, policy(1), videos)
-        act = policy(args.eval_streams)
-        return play(envs, lambda: act(envs.obs))
-
-
-def train(args: Args, world: World) -> dict[str, Any]:
-    """Train and evaluate. Returns the content of the result line (on rank 0)."""
+def train(args: Args) -> dict[str, Any]:
+    """Train and evaluate. Returns the content of the result line."""
     if args.num_envs % args.num_minibatches:
-        raise ValueError(
-            f"num_envs is {args.num_envs} and num_minibatches is {args.num_minibatches}: num_envs must be a multiple, "
-            "because each minibatch holds whole sequences"
+        expected = f"a divisor of --num-envs = {args.num_envs}, because a minibatch holds whole sequences"
+        raise FlagError(f"--num-minibatches is {args.num_minibatches}: expected {expected}")
+    run = Run("ppo_lstm", args, args.env_id, steps_per_iteration=args.num_envs * args.num_steps)
+    device = run.device
+
+    envs = make_envs(args.env_id, args.num_envs)
+    agent = Agent(envs, args.hidden).to(device)
+    # Detail 3: Adam's epsilon.
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+
+    def tensors(obs: np.ndarray, infos: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Observations and masks of valid actions, on the device."""
+        mask = infos.get("action_mask", np.ones((len(obs), sum(agent.nvec))))
+        return torch.as_tensor(obs, dtype=torch.float32, device=device), torch.as_tensor(mask == 1, device=device)
+
+    def evaluate_agent() -> list[float]:
+        memory: dict[str, Any] = {}
+
+        def begin(num_envs: int) -> None:
+            memory.update(starts=torch.ones(1, num_envs, dtype=torch.bool), state=agent.initial_state(num_envs))
+
+        def act(obs: np.ndarray, infos: dict[str, Any]) -> np.ndarray:
+            seen, mask = tensors(obs, infos)
+            action, memory["state"] = agent.get_best_action(seen[None], mask[None], **memory)
+            memory["starts"] = torch.zeros_like(memory["starts"])
+            return action[0].cpu().numpy()
+
+        videos = run.video_folder()
+        return evaluate(partial(make_envs, args.env_id), act, args.eval_episodes, args.seed, videos, begin)
+
+    # Detail 1: num_envs × num_steps transitions per iteration. Episodes continue in the next iteration.
+    shape = (args.num_steps, args.num_envs)
+    obs = torch.zeros(*shape, *envs.single_observation_space.shape, device=device)
+    masks = torch.ones(*shape, sum(agent.nvec), dtype=torch.bool, device=device)
+    actions = torch.zeros(*shape, *agent.action_shape, dtype=torch.int64, device=device)
+    logprobs, rewards, dones, values = (torch.zeros(shape, device=device) for _ in range(4))
+    starts = torch.zeros(shape, dtype=torch.bool)
+
+    next_obs, next_mask = tensors(*envs.reset(seed=derive_seed(args.seed, run.first_iteration)))
+    saved = run.load_checkpoint(agent=agent, optimizer=optimizer, envs=envs)
+    next_start, next_state = torch.ones(args.num_envs, dtype=torch.bool), agent.initial_state(args.num_envs)
+    if "envs" in saved:
+        next_obs, next_mask, next_start = (
+            saved["next_obs"].to(device),
+            saved["next_mask"].to(device),
+            saved["next_start"],
         )
-    device = world.device
-    run = Run("ppo_lstm", args, world, args.env_id, args.num_envs * args.num_steps)
-    torch.manual_seed(args.seed)
-    agent = Agent(make_envs(args, 1).n_features, 2, args.hidden, args.action_scale).to(device)
-    optimizer = make_optimizer(agent, args.learning_rate)
-    rollouts = Rollouts(args, agent, device, derive_seed(args.seed, 1, world.rank), world)
-    if state := run.load_checkpoint(agent=agent, optimizer=optimizer, rollouts=rollouts):
-        restore_rng_state(state["rng"])
-    else:
-        world.broadcast(agent)
-        torch.manual_seed(derive_seed(args.seed, 2, world.rank))
-    if args.compile:
-        agent.compile()
+        next_state = (saved["next_state"][0].to(device), saved["next_state"][1].to(device))
 
-    with run:
-        for iteration in run.iterations():
-            if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = anneal(args.learning_rate, iteration, run.num_iterations)
-            clip_coef = anneal(args.clip_coef, iteration, run.num_iterations) if args.anneal_clip else args.clip_coef
-            ent_coef = anneal(args.ent_coef, iteration, run.num_iterations) if args.anneal_ent else args.ent_coef
+    for iteration in run.iterations():
+        if args.anneal_lr:
+            # Detail 4: the learning rate falls linearly to 0.
+            optimizer.param_groups[0]["lr"] = (1 - (iteration - 1) / run.num_iterations) * args.learning_rate
 
-            batch, metrics = rollouts.collect()
-            metrics |= update(agent, optimizer, batch, args, clip_coef, ent_coef, world)
+        episodes = []
+        initial_state = next_state
+        for step in range(args.num_steps):
+            obs[step], masks[step], starts[step] = next_obs, next_mask, next_start
+            with torch.no_grad():
+                actions[step], logprobs[step], _, values[step], next_state = agent.get_action_and_value(
+                    next_obs[None], next_mask[None], next_start[None], next_state
+                )
+            next_array, reward, terminations, truncations, infos = envs.step(actions[step].cpu().numpy())
+            next_obs, next_mask = tensors(next_array, infos)
+            rewards[step] = torch.as_tensor(reward)
+            next_start = torch.as_tensor(terminations | truncations)
+            dones[step] = next_start
 
-            std_cores, std_memory = agent.std().tolist()
-            metrics |= {
-                "charts/learning_rate": optimizer.param_groups[0]["lr"],
-                "charts/clip_coef": clip_coef,
-                "charts/ent_coef": ent_coef,
-                "charts/std_cores": std_cores,
-                "charts/std_memory": std_memory,
-            }
-            if run.evaluation_due(iteration) and args.eval_streams:
-                evaluation = evaluate(agent, rollouts, args, device, run.video_folder(iteration))
-                metrics |= {f"eval/{key}": evaluation[key] for key in ("reward", "qos", "efficiency")}
-            run.log(metrics, iteration, reward=metrics["charts/reward"], qos=metrics.get("charts/qos", float("nan")))
-            per_rank = {"rollouts": rollouts, "rng": capture_rng_state()}
-            run.checkpoint(iteration, per_rank, agent=agent, optimizer=optimizer)
-        if not world.is_main:
-            return {}
-        run.save_model(agent=agent, statistics=rollouts.statistics)
-        result: dict[str, Any] = {}
-        if args.eval_streams:
-            result = evaluate(agent, rollouts, args, device, run.video_folder())
-            run.logger.scalars({f"eval/{key}": result[key] for key in ("reward", "qos", "efficiency")}, run.total_steps)
-            rules = play_rules(make_envs(args, args.eval_streams))
-            result["rules"] = {
-                name: {key: rule[key] for key in ("reward", "qos", "efficiency")} for name, rule in rules.items()
-            }
-            result["gap_closed"] = gap_closed(result["reward"], rules)
-    reported = ("mean_return", "mean_return_ci95", "reward", "qos", "efficiency", "oom", "gap_closed", "rules")
-    return run.result(env_id=args.env_id, **{key: result.get(key) for key in reported})
+            # Detail 5: a truncated episode would have continued, so the value of its last observation is added.
+            cut = truncations & ~terminations
+            if args.bootstrap_truncated and cut.any():
+                final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut]), dtype=torch.float32, device=device)
+                state = (next_state[0][:, cut], next_state[1][:, cut])
+                goes_on = torch.zeros(1, len(final_obs), dtype=torch.bool)
+                with torch.no_grad():
+                    final_value = agent.get_value(final_obs[None], goes_on, state)[0]
+                    rewards[step, torch.as_tensor(cut)] += args.gamma * final_value
+            if "episode" in infos:
+                ended = infos["_episode"]
+                episodes += zip(infos["episode"]["r"][ended], infos["episode"]["l"][ended], strict=True)
+
+        # Detail 5: generalised advantage estimation.
+        with torch.no_grad():
+            next_value = agent.get_value(next_obs[None], next_start[None], next_state)[0]
+        advantages = torch.zeros_like(rewards)
+        lastgaelam = torch.zeros(args.num_envs, device=device)
+        for t in reversed(range(args.num_steps)):
+            nextvalues = values[t + 1] if t + 1 < args.num_steps else next_value
+            delta = rewards[t] + args.gamma * nextvalues * (1 - dones[t]) - values[t]
+            advantages[t] = lastgaelam = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * lastgaelam
+        returns = advantages + values
+
+        minibatch_metrics = []
+        for _ in range(args.update_epochs):
+            # Detail 35: a minibatch holds the whole sequences of some environments. Each is in one of an epoch.
+            for mb_envs in torch.randperm(args.num_envs).chunk(args.num_minibatches):
+                # Detail 36: the states are computed again, from the first one of the roll-out.
+                _, newlogprob, entropy, newvalue, _ = agent.get_action_and_value(
+                    obs[:, mb_envs],
+                    masks[:, mb_envs],
+                    starts[:, mb_envs],
+                    (initial_state[0][:, mb_envs], initial_state[1][:, mb_envs]),
+                    actions[:, mb_envs],
+                )
+                logratio = newlogprob - logprobs[:, mb_envs]
+                ratio = logratio.exp()
+
+                # Detail 7: advantages are normalised per minibatch.
+                mb_advantages = advantages[:, mb_envs]
+                if args.norm_adv:
+                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+
+                # Detail 8: the clipped surrogate loss.
+                pg_loss1 = -mb_advantages * ratio
+                pg_loss2 = -mb_advantages * torch.clamp(ratio, 1 - args.clip_coef, 1 + args.clip_coef)
+                pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+                # Detail 9: the larger of the value losses with and without clipping.
+                v_loss = (newvalue - returns[:, mb_envs]) ** 2
+                if args.clip_vloss:
+                    change = torch.clamp(newvalue - values[:, mb_envs], -args.clip_coef, args.clip_coef)
+                    v_loss = torch.max(v_loss, (values[:, mb_envs] + change - returns[:, mb_envs]) ** 2)
+                v_loss = 0.5 * v_loss.mean()
+
+                # Detail 10: one loss for policy, entropy bonus and value function.
+                entropy_loss = entropy.mean()
+                loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+
+                optimizer.zero_grad()
+                loss.backward()
+                # Detail 11: the global norm of the gradients is limited.
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                optimizer.step()
+
+                # Detail 12: debug variables. Both KL estimators are from http://joschu.net/blog/kl-approx.html.
+                with torch.no_grad():
+                    old_approx_kl = (-logratio).mean()
+                    approx_kl = ((ratio - 1) - logratio).mean()
+                    clipfrac = ((ratio - 1).abs() > args.clip_coef).float().mean()
+                    seen = [pg_loss, v_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac, grad_norm]
+                    minibatch_metrics.append(torch.stack(seen))
+            if args.target_kl is not None and approx_kl > args.target_kl:
+                break
+
+        names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
+        means = torch.stack(minibatch_metrics).mean(0).tolist()
+        metrics = {f"losses/{name}": value for name, value in zip(names, means, strict=True)}
+        metrics["losses/explained_variance"] = float(1 - (returns - values).var() / returns.var())
+        metrics["charts/updates"] = len(minibatch_metrics)
+        metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        metrics["charts/mean_return_100"] = float(np.mean(envs.return_queue)) if envs.return_queue else float("nan")
+        if episodes:
+            metrics["charts/episodic_return"], metrics["charts/episodic_length"] = np.mean(episodes, axis=0)
+        if run.evaluation_due():
+            metrics["eval/mean_return"] = float(np.mean(evaluate_agent()))
+        run.log(metrics, mean_return=metrics["charts/mean_return_100"])
+        following = {"next_obs": next_obs, "next_mask": next_mask, "next_start": next_start, "next_state": next_state}
+        run.checkpoint(agent=agent, optimizer=optimizer, envs=envs, **following)
+
+    envs.close()
+    run.save_model(agent=agent)
+    return run.finish(evaluate_agent(), env_id=args.env_id, train_return_100=metrics["charts/mean_return_100"])
 
 
 if __name__ == "__main__":
-    run_trainer(train, parse_args(Args, __doc__))
+    main(train, parse_args(Args, __doc__))

@@ -7,6 +7,7 @@ from pathlib import Path
 import gymnasium
 import matplotlib.image
 import numpy as np
+import torch
 
 from clustergym.gpu_allocation.rules import RULES
 
@@ -17,13 +18,14 @@ def viewer(path: Path) -> None:
     """The placement environment in the middle of an episode of a greedy agent."""
     env = gymnasium.make(
         "clustergym:MoEPlacementDrift-v0", trace="synthetic", cluster="h800-4x4", tokens_per_rank=64, intervals=4,
-        lookahead=True, render_mode="rgb_array",
+        render_mode="rgb_array",
     )  # fmt: skip
-    obs, _ = env.reset(seed=4)
+    env.reset(seed=4)
+    experts = torch.arange(env.unwrapped.batch.n_experts)[None]
     layer_steps = env.unwrapped.batch.config.ops_per_layer
     for _ in range(2 * 8 * layer_steps + 3 * layer_steps + layer_steps // 2):
-        savings = obs["lookahead"]
-        obs, *_ = env.step(np.unravel_index(int(np.argmax(savings)), savings.shape))
+        savings = env.unwrapped.batch.lookahead(experts)[0, ..., 1:].sum(-1).numpy()  # true time and migration
+        env.step(np.unravel_index(int(np.argmax(savings)), savings.shape))
     matplotlib.image.imsave(path, env.render())
 
 

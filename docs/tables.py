@@ -3,13 +3,14 @@
 <!-- fields: clustergym.moe_placement.batch:PlacementConfig -->   fields of a dataclass
 <!-- flags: ppo -->                                               flags of a trainer
 <!-- commands -->                                                 --help of every clustergym command
-<!-- ids --> <!-- models --> <!-- gpus --> <!-- profiles -->
+<!-- ids --> <!-- scores --> <!-- models --> <!-- gpus --> <!-- profiles -->
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import platform
 import re
@@ -102,21 +103,32 @@ def commands(_: str = "") -> str:
 
 
 def ids(_: str = "") -> str:
-    """The parts that ids of the placement ladder are made of."""
-    from clustergym.ids import RUNGS, SCHEDULES, ladder
+    """The placement ids, and why each exists."""
+    from clustergym.ids import placement_ids
+    from clustergym.moe_placement import PlacementConfig
 
-    sizes = table(
-        ("size", "trace", "cluster", "other arguments"),
-        (
-            (f"`{name}`", f"`{size['trace']}`", f"`{size['cluster']}`", ", ".join(
-                f"`{key}={value}`" for key, value in size.items() if key not in ("trace", "cluster")
-            ))
-            for name, size in RUNGS.items()
-        ),
-    )  # fmt: skip
-    profiles = ", ".join(f"`{name}`" for name in dict.fromkeys(task["profile"] for _, task in ladder()))
-    schedules = ", ".join(f"`{name}`" for name in SCHEDULES)
-    return f"{sizes}\n\n- **Profiles:** {profiles}\n- **Schedules:** {schedules}"
+    heads = ("id", "why it exists", "trace", "cluster", "profile", "schedule")
+    rows = []
+    for name, (kind, task) in placement_ids().items():
+        why = "The same with one discrete action." if kind.endswith("Flat") else task.why
+        config = PlacementConfig(**task.arguments)
+        rows.append(
+            (f"`{name}`", why, *(f"`{x}`" for x in (config.trace, config.cluster, config.profile, config.schedule)))
+        )
+    return table(heads, rows)
+
+
+def scores(_: str = "") -> str:
+    """The ladder of scores of the ids that were measured."""
+    from clustergym.ids import REFERENCE_SCORES
+
+    measured = json.loads(REFERENCE_SCORES.read_text())
+    rows = [
+        (f"`{env_id}`", name, f"{score['mean']:.2f} ± {score['ci95']:.2f}", score["episodes"])
+        for env_id, found in measured.items()
+        for name, score in sorted(found.items(), key=lambda item: item[1]["mean"])
+    ]
+    return table(("id", "agent", "time saved, %", "episodes"), rows)
 
 
 def models(_: str = "") -> str:
@@ -157,7 +169,7 @@ def profiles(_: str = "") -> str:
 
 MAKERS: dict[str, Callable[[str], str]] = {
     "fields": fields, "flags": flags, "commands": commands,
-    "ids": ids, "models": models, "gpus": gpus, "profiles": profiles,
+    "ids": ids, "scores": scores, "models": models, "gpus": gpus, "profiles": profiles,
 }  # fmt: skip
 
 

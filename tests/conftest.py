@@ -35,21 +35,3 @@ def new_wandb_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     yield
     wandb.teardown()
-
-
-@pytest.fixture(scope="module")
-def corridors() -> Iterator[None]:
-    """The environments of ``corridor.py`` are registered."""
-    from corridor import registered_corridors
-
-    with registered_corridors():
-        yield
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[None]:
-    """The environments of ``update_cases`` are registered."""
-    from update_cases import scripted_environments
-
-    with scripted_environments():
-        yield

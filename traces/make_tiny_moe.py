@@ -46,8 +46,8 @@ class Args:
     """Folder for the two traces."""
     pretrain_steps: int = 900
     """Pre-training updates."""
-    iterations: int = 40
-    """PPO iterations."""
+    total_timesteps: int = 245_760
+    """Response tokens of PPO."""
     tokens: int = 10_000
     """Tokens per domain and trace."""
     seed: int = 1
@@ -119,8 +119,9 @@ def generated(model: TinyMoE, rows: dict[str, list[list[int]]], n_tokens: int, s
 
 def load_model(path: Path) -> TinyMoE:
     state = load_checkpoint(path, ("ppo_llm-reference", "ppo_llm-model"))
-    model = TinyMoE(TinyMoEConfig(**state["model"]))
-    model.load_state_dict(state["weights"])
+    sizes = state["args"]
+    model = TinyMoE(TinyMoEConfig(n_layers=sizes["layers"], n_experts=sizes["experts"], hidden=sizes["hidden"]))
+    model.load_state_dict(state["language_model"])
     return model
 
 
@@ -133,7 +134,8 @@ def routing(model: TinyMoE, rows: dict[str, list[list[int]]], args: Args, name: 
 def train(args: Args, files: list[Path], run: Path) -> None:
     """Run pre-training and PPO in a subprocess. Resumes an interrupted run."""
     trainer = HERE.parent / "cleanrl_ppo" / "ppo_llm.py"
-    flags = {"seed": args.seed, "pretrain-steps": args.pretrain_steps, "iterations": args.iterations, "run-dir": run}
+    flags = {"seed": args.seed, "pretrain-steps": args.pretrain_steps, "run-dir": run}
+    flags["total-timesteps"] = args.total_timesteps
     options = [part for key, value in flags.items() for part in (f"--{key}", str(value))]
     command = [sys.executable, str(trainer), *options, "--resume", "--save-model", "--text", *map(str, files)]
     subprocess.run(command, check=True)

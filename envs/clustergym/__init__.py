@@ -65,8 +65,8 @@ def _register_with_pettingzoo(name: str) -> None:
         pettingzoo.register("aec", name, f"clustergym.{name}:env")
 
 
-for _id, _kind, _arguments in placement_ids():
-    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_arguments)
+for _id, (_kind, _task) in placement_ids().items():
+    _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_task.arguments)
 for _form, _classes in OFFLOADING_KINDS.items():
     for _variant, _arguments in OFFLOADING.items():
         _register(f"MoEOffload{_variant}{_form}-v0", *(f"moe_offload.{name}" for name in _classes), **_arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pettingzoo import AECEnv
-from pettingzoo.utils.conversions import parallel_to_aec
 from pettingzoo.utils.wrappers import OrderEnforcingWrapper
 
 from clustergym.moe_placement.aec import MoEPlacementAECEnv
@@ -15,16 +14,13 @@ __all__ = ["MoEPlacementAECEnv", "MoEPlacementParallelEnv", "env", "parallel_env
 
 
 def parallel_env(**kwargs: Any) -> MoEPlacementParallelEnv:
-    """The two-agent environment; see :class:`MoEPlacementParallelEnv` for the task and its arguments."""
+    """Two agents that act at the same time; see :class:`MoEPlacementParallelEnv`."""
     return MoEPlacementParallelEnv(**kwargs)
 
 
-def raw_env(conditional: bool = False, **kwargs: Any) -> AECEnv[Any, Any, Any]:
-    """The same task as an agent-environment-cycle environment: `expert` acts, then `gpu`.
-
-    With ``conditional``, `gpu` sees the expert that was chosen, and its mask is exact: :class:`MoEPlacementAECEnv`.
-    """
-    return MoEPlacementAECEnv(**kwargs) if conditional else parallel_to_aec(parallel_env(**kwargs))
+def raw_env(**kwargs: Any) -> MoEPlacementAECEnv:
+    """Two agents in turn: `gpu` sees the expert that was chosen; see :class:`MoEPlacementAECEnv`."""
+    return MoEPlacementAECEnv(**kwargs)
 
 
 def env(**kwargs: Any) -> AECEnv[Any, Any, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
+import contextlib
 import json
 import logging
 import os
-import resource
 import socket
 import ssl
 import subprocess
@@ -18,8 +17,7 @@ from typing import Any
 import pytest
 
 from agent_client import SCRIPT, TOKEN, Server, agent_server
-from clustergym.agent.connections import ConnectionLimits, ConnectionPool, reserve_files
-from clustergym.agent.credentials import BearerTokens
+from clustergym.agent.credentials import Access, BearerTokens
 from clustergym.agent.logs import RateLimit
 from clustergym.kubernetes.certificates import make_certificates
 from processes import wait_until
@@ -47,7 +45,27 @@ def allocate(server: Server, **changes: Any) -> dict[str, Any]:
     return dict(found)
 
 
+def decisions(server: Server) -> float:
+    return sum(value for name, value in server.metrics().items() if name.startswith("clustergym_allocations_total"))
+
+
 # Tokens
+
+
+def test_every_role_may_do_only_its_own(tmp_path: Path) -> None:
+    paths = {role: tmp_path / role for role in ("operator", "webhook", "collector")}
+    for role, path in paths.items():
+        path.touch(mode=0o600)
+        path.write_text(f"{role}-token\n")
+    access = Access(**paths)
+
+    def allowed(method: str, path: str) -> set[str]:
+        return {role for role in (*paths, "unknown") if access.allows(method, path, f"Bearer {role}-token".encode())}
+
+    assert allowed("POST", "/allocate") == {"operator", "webhook"}
+    assert allowed("POST", "/feedback") == {"operator", "collector"}
+    for method, path in (("GET", "/status.json"), ("GET", "/feedback"), ("PUT", "/allocate"), ("POST", "//feedback")):
+        assert allowed(method, path) == {"operator"}, path
 
 
 class Time:
@@ -128,12 +146,6 @@ def test_a_missing_token_file_is_reported_and_the_old_token_stays(server: Server
 # Files
 
 
-def test_the_store_belongs_to_its_owner_only(server: Server, store: Path) -> None:
-    allocate(server)
-    for name in ("store.db", "store.db-wal", "store.db-shm", "checkpoint.pt"):
-        assert (store / name).stat().st_mode & 0o777 == 0o600, name
-
-
 def run_agent(*flags: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [str(part) for part in (sys.executable, SCRIPT, *flags)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)
@@ -180,11 +192,9 @@ HEAD = f"POST /allocate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n
     ["", "POST /allo", HEAD, f"{HEAD}Content-Length: 50\r\n\r\n{{", f"{HEAD}Transfer-Encoding: chunked\r\n\r\n1\r\n{{"],
 )
 def test_a_request_that_does_not_arrive_ends_its_connection(server: Server, sent: str) -> None:
-    before = server.metrics()['clustergym_connections_closed_total{limit="timeout"}']
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(sent.encode())
         assert closed_by_server(connection)
-    assert server.metrics()['clustergym_connections_closed_total{limit="timeout"}'] == before + 1
 
 
 def test_a_request_that_arrives_in_parts_is_answered(server: Server) -> None:
@@ -197,50 +207,31 @@ def test_a_request_that_arrives_in_parts_is_answered(server: Server) -> None:
 
 def test_a_body_that_ends_early_is_not_a_request(server: Server) -> None:
     """The part that arrived is valid JSON, but shorter than announced."""
-    before = server.metrics()["clustergym_allocations_total"]
+    before = decisions(server)
     body = json.dumps(REQUEST).encode()
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(f"{HEAD}Content-Length: {len(body) + 1}\r\n\r\n".encode() + body)
         connection.shutdown(socket.SHUT_WR)
         closed_by_server(connection)
-    assert server.metrics()["clustergym_allocations_total"] == before
+    assert decisions(server) == before
 
 
-def test_many_connections_do_not_stop_the_others(server: Server) -> None:
-    kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    kept.request("GET", "/healthz")
-    assert kept.getresponse().read()
-    flood = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+def test_more_connections_than_allowed_are_refused_and_make_room_again(server: Server) -> None:
+    flood = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(40)]
     try:
-        assert json.loads(server.get("/healthz")) == {"status": "ok"}
-        assert allocate(server)
-        # A connection that has been used is not the first to be closed.
-        kept.request("GET", "/healthz")
-        assert kept.getresponse().status == 200
-        wait_until(lambda: server.metrics()["clustergym_connections"] <= 20, "the number of connections falls")
-        assert server.metrics()['clustergym_connections_closed_total{limit="idle"}'] > 100
+        with pytest.raises(OSError, match="503"):
+            server.get("/healthz")
+
+        def answered() -> bool:
+            with contextlib.suppress(OSError):
+                return bool(server.get("/healthz"))
+            return False
+
+        # Connections that send nothing are closed after a while, though the clients keep them open.
+        wait_until(answered, "room for other clients")
     finally:
         for connection in flood:
             connection.close()
-    assert "socket.accept" not in server.log.read_text()
-
-
-def test_a_busy_pool_refuses_new_connections() -> None:
-    pool = ConnectionPool(ConnectionLimits(2, 1.0, 1.0))
-    assert pool.admit()
-    pool.open = 2
-    assert not pool.admit()
-    assert (pool.refused, pool.evicted) == (1, 0)
-
-
-def test_the_file_limit_is_above_the_connection_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = [(100, 1000)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
-    reserve_files(512)
-    assert limits[-1] == (768, 1000)
-    with pytest.raises(ValueError, match="--max-connections 900 needs 1156 open files, but the limit is 1000"):
-        reserve_files(900)
 
 
 # TLS
@@ -259,12 +250,9 @@ def test_a_rotated_certificate_is_loaded(tmp_path: Path) -> None:
     live, new = tmp_path / "live", tmp_path / "new"
     for folder in (live, new):
         make_certificates(folder, ["127.0.0.1"])
-    flags = ("--explore", "off", "--tls-cert", live / "tls.crt", "--tls-key", live / "tls.key", "--read-timeout-s", 1)
+    flags = ("--explore", "off", "--tls-cert", live / "tls.crt", "--tls-key", live / "tls.key")
     with agent_server(tmp_path / "store", *flags, ca=live / "ca.crt") as server:
         first = certificate_of(server.port, live / "ca.crt")
-        # A client that never finishes its handshake does not stay.
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            assert closed_by_server(connection)
         for name in ("tls.key", "tls.crt"):  # for a moment, key and certificate do not fit
             os.replace(new / name, live / name)
 

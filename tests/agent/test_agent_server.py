@@ -13,7 +13,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-import torch
 
 import agent_kill
 from agent_client import SCRIPT, TOKEN, Connection, Server, StubGpu, agent_server, run_load
-from clustergym.agent.database import STORE_SCHEMA
-from clustergym.agent.versions import CHECKPOINT_KIND
-from clustergym.common.checkpoints import load_checkpoint
+from clustergym import cli
+from clustergym.agent.versions import kept_versions, load_newest, open_store
 from clustergym.gpu_allocation import compute_reward
 from processes import wait_until
 
@@ -58,6 +55,10 @@ def feedback_counts(server: Server) -> dict[str, float]:
         for name, value in server.metrics().items()
         if name.startswith(prefix)
     }
+
+
+def allocations(server: Server) -> float:
+    return sum(value for name, value in server.metrics().items() if name.startswith("clustergym_allocations_total"))
 
 
 def version(server: Server) -> int:
@@ -107,35 +108,6 @@ def test_an_allocation_is_at_most_the_request_and_its_feedback_is_scored(server:
     }
 
 
-def test_a_pod_that_ran_out_of_memory_has_missed_its_objective(server: Server) -> None:
-    found = allocate(server)
-    answer = feedback(server, found["allocation_id"], actual_usage=0, qos_met=True, oom=True, pods=1)
-    assert answer["reward"] == -0.5
-
-
-@pytest.mark.parametrize(("cores", "memory"), [(5, 100), (1, 1), (100, 200_000)])
-def test_requests_outside_the_range_of_the_task_are_granted(server: Server, cores: float, memory: float) -> None:
-    found = allocate(server, cores=cores, memory=memory)
-    assert 0 < found["cores"] <= cores
-    assert found["memory"] == memory
-
-
-def test_a_second_feedback_changes_nothing(server: Server, store: Path) -> None:
-    before = feedback_counts(server)
-    found = allocate(server)
-    assert feedback(server, found["allocation_id"])["status"] == "accepted"
-    allocate(server)
-    seen = last_obs(store)
-    for _ in range(3):
-        assert feedback(server, found["allocation_id"], actual_usage=1) == {"status": "duplicate", "reward": None}
-    allocate(server)
-    # The next decision sees the same history of the owner.
-    np.testing.assert_array_equal(last_obs(store), seen)
-    after = feedback_counts(server)
-    assert after["accepted"] - before["accepted"] == 1
-    assert after["duplicate"] - before["duplicate"] == 3
-
-
 def test_only_one_of_many_simultaneous_feedbacks_is_accepted(server: Server) -> None:
     found = allocate(server)
 
@@ -148,17 +120,6 @@ def test_only_one_of_many_simultaneous_feedbacks_is_accepted(server: Server) -> 
         return list(await asyncio.gather(*(one() for _ in range(20))))
 
     assert sorted(asyncio.run(send_all())) == ["accepted"] + ["duplicate"] * 19
-
-
-def test_forged_ids_are_unknown(server: Server) -> None:
-    before = feedback_counts(server)["unknown"]
-    found = allocate(server)
-    number, _, token = found["allocation_id"].partition("-")
-    forged = [f"{number}-{'0' * 32}", f"{number}-{token[::-1]}", number, "nothing", "1' OR '1'='1", "ff-" + "f" * 32]
-    for one in forged:
-        assert feedback(server, one) == {"status": "unknown", "reward": None}
-    assert feedback_counts(server)["unknown"] - before == len(forged)
-    assert feedback(server, found["allocation_id"])["status"] == "accepted"
 
 
 def test_a_repeated_request_gets_the_same_allocation(server: Server) -> None:
@@ -214,10 +175,10 @@ def raw(server: Server, path: str, body: bytes, headers: dict[str, str], method:
 @pytest.mark.parametrize("path", ["/allocate", "/feedback"])
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"bearer {TOKEN}x", TOKEN])
 def test_requests_without_the_token_are_refused(server: Server, path: str, header: str | None) -> None:
-    before = server.metrics()["clustergym_allocations_total"]
+    before = allocations(server)
     status, found = raw(server, path, json.dumps(REQUEST).encode(), {} if header is None else {"Authorization": header})
     assert (status, found["detail"]) == (401, "missing or wrong bearer token")
-    assert server.metrics()["clustergym_allocations_total"] == before
+    assert allocations(server) == before
 
 
 ODD_TARGETS = [
@@ -232,7 +193,7 @@ ODD_TARGETS = [
 
 @pytest.mark.parametrize("method", ["POST", "GET", "PUT", "OPTIONS", "CONNECT", "HEAD", "post", "PROPFIND"])
 def test_no_odd_path_avoids_the_token_check(server: Server, method: str) -> None:
-    before = server.metrics()["clustergym_allocations_total"]
+    before = allocations(server)
     body = json.dumps(REQUEST).encode()
     for target in ODD_TARGETS:
         head = f"{method} {target} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -244,14 +205,15 @@ def test_no_odd_path_avoids_the_token_check(server: Server, method: str) -> None
     for path in ("/healthz", "/readyz", "/metrics"):
         if method not in ("GET", "HEAD"):
             assert raw(server, path, body, {}, method)[0] in (400, 401)
-    assert server.metrics()["clustergym_allocations_total"] == before
+    assert allocations(server) == before
 
 
 @pytest.mark.parametrize(
     ("method", "path", "code"),
     [
-        ("POST", "/allocate%0a", 404), ("POST", "/allocate/", 404), ("GET", "/nothing", 404), ("GET", "/redoc", 404),
-        ("GET", "/allocate", 405), ("POST", "/healthz", 405), ("DELETE", "/metrics", 405), ("GET", "/docs", 200),
+        ("POST", "/allocate/", 404), ("GET", "/docs", 404), ("GET", "/nothing", 404), ("GET", "/redoc", 404),
+        ("GET", "/allocate", 405), ("POST", "/healthz", 405), ("DELETE", "/metrics", 405),
+        ("GET", "/openapi.json", 200),
     ],
 )  # fmt: skip
 def test_unknown_paths_are_not_found_after_authentication(server: Server, method: str, path: str, code: int) -> None:
@@ -327,6 +289,7 @@ def test_long_bodies_are_refused(server: Server) -> None:
     connection.close()
 
 
+@pytest.mark.slow
 def test_schemathesis_finds_no_server_error(server: Server) -> None:
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     command = [
@@ -338,7 +301,6 @@ def test_schemathesis_finds_no_server_error(server: Server) -> None:
     assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
     document = json.loads(server.get("/openapi.json"))
     assert document["paths"]["/allocate"]["post"]["security"] == [{"bearer": []}]
-    assert server.get("/docs")
 
 
 # Learning
@@ -348,97 +310,93 @@ def rounds(server: Server, n: int, **changes: Any) -> list[dict[str, Any]]:
     """Make n allocations and give feedback on each."""
     found = [allocate(server, **changes) for _ in range(n)]
     for one in found:
-        assert feedback(server, one["allocation_id"])["status"] in ("accepted", "stale")
+        assert feedback(server, one["allocation_id"])["status"] == "accepted"
     return found
 
 
+def newest(store: Path) -> dict[str, Any]:
+    with open_store(store) as connection:
+        return load_newest(connection)
+
+
+@pytest.mark.slow
 def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) -> None:
-    flags = ("--update-interval-s", 0.05, "--max-policy-lag", 0, "--save-model")
+    flags = ("--update-interval-s", 0.05, "--max-policy-lag", 0)
     with agent_server(tmp_path, *flags) as server:
-        early = allocate(server)
         found = rounds(server, 32)
         assert {one["policy_version"] for one in found} == {0}
         wait_until(lambda: version(server) == 1, "the first update")
-        learned = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-        assert (learned["version"], learned["experiences"], learned["store_schema"]) == (1, 32, STORE_SCHEMA)
-        assert {"agent", "optimizer", "statistics"} <= set(learned)
+        assert {"agent", "optimizer", "statistics"} <= set(newest(tmp_path))
         for one in found:
-            assert feedback(server, one["allocation_id"], qos_met=False)["status"] == "duplicate"
-        # A decision of the previous policy is stored, but not learned from.
-        assert feedback(server, early["allocation_id"])["status"] == "stale"
+            assert feedback(server, one["allocation_id"])["status"] == "duplicate"
         repeated = allocate(server, request_id="pod")
-        before = feedback_counts(server)
-        assert before == {"accepted": 32, "duplicate": 32, "unknown": 0, "expired": 0, "stale": 1, "sample": 0}
+        assert feedback_counts(server) == {"accepted": 32, "duplicate": 32}
         children = psutil.Process(server.process.pid).children(recursive=True)
         assert children
         server.kill()
-        wait_until(
-            lambda: not any(child.is_running() for child in children), "the learner process ends with its parent"
-        )
+        ended = lambda: not any(child.is_running() for child in children)  # noqa: E731
+        wait_until(ended, "the learner process ends with its parent")
     with agent_server(tmp_path, *flags) as server:
-        assert feedback_counts(server) == before
         assert version(server) == 1
         assert allocate(server, request_id="pod") == repeated
         assert feedback(server, found[0]["allocation_id"])["status"] == "duplicate"
-        assert feedback(server, early["allocation_id"])["status"] == "duplicate"
-        time.sleep(0.5)
-        again = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-        assert (again["version"], again["experiences"]) == (1, 32)
+        assert (newest(tmp_path)["version"], newest(tmp_path)["experiences"]) == (1, 32)
         # A learner process that dies is restarted and continues where it was.
-        (learner,) = [
-            child
-            for child in psutil.Process(server.process.pid).children()
-            if "spawn_main" in " ".join(child.cmdline())
-        ]
+        children = psutil.Process(server.process.pid).children()
+        (learner,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
         learner.kill()
-        allocate(server)
-        wait_until(lambda: server.metrics()["clustergym_trainer_restarts_total"] == 1, "a new learner process")
+        wait_until(lambda: server.metrics()["clustergym_learner_restarts_total"] == 1, "a new learner process")
         rounds(server, 32)
         wait_until(lambda: version(server) == 2, "the second update")
-        assert json.loads(server.get("/readyz"))["status"] == "degraded"  # no GPU here
-        status, problem = Server(server.port, server.process, server.log).post("/feedback", report("x"), token="other")
-        assert status == 401, problem
-        os.kill(server.process.pid, signal.SIGTERM)
-        assert server.process.wait(timeout=20) == 0
-    model = load_checkpoint(tmp_path / "model.pt", "ppo_gpu_alloc-model")
-    learned = load_checkpoint(tmp_path / "checkpoint.pt", CHECKPOINT_KIND)
-    assert all(torch.equal(model["agent"][name], learned["agent"][name]) for name in learned["agent"])
-
-
-def test_late_feedback_is_expired(tmp_path: Path) -> None:
-    with agent_server(tmp_path, "--ttl-s", 0.3, "--explore", "best-effort", "--no-rails") as server:
-        found = allocate(server)
-        time.sleep(0.4)
-        for _ in range(2):
-            assert feedback(server, found["allocation_id"]) == {"status": "expired", "reward": None}
-        assert feedback_counts(server)["expired"] == 2
-        assert not rows(tmp_path, "SELECT * FROM feedback")
-        # Latency-sensitive pods get the most probable action. Only best-effort pods are sampled and learned from.
-        sensitive = [allocate(server, owner="new", qos_class="latency-sensitive") for _ in range(5)]
-        assert len({(one["cores"], one["memory"]) for one in sensitive}) == 1
-        assert len({allocate(server, owner="new", cores=100)["cores"] for _ in range(10)}) > 1
-        learnable = dict(rows(tmp_path, "SELECT sensitive, max(learnable) FROM allocations GROUP BY sensitive"))
-        assert learnable == {0: 1, 1: 0}
-
-
-def test_explore_off_does_not_learn(tmp_path: Path) -> None:
-    with agent_server(tmp_path, "--explore", "off") as server:
-        assert not psutil.Process(server.process.pid).children()
-        found = rounds(server, 33, cores=90)
-        assert not rows(tmp_path, "SELECT * FROM feedback WHERE learnable")
-        # The history does not change between these requests, so neither does the most probable action.
-        assert len({one["cores"] for one in found}) == 1
+        assert newest(tmp_path)["experiences"] == 64
+        # A rollback, while the agent runs.
+        assert cli.main(["agent", "rollback", "--store", str(tmp_path), "--to", "1"]) == 0
+        wait_until(lambda: version(server) == 3, "the rollback")
+        rounds(server, 32)
+        wait_until(lambda: version(server) == 4, "the learner goes on from it")
+        with open_store(tmp_path) as connection:
+            notes = [one.note for one in kept_versions(connection)]
+        assert notes == ["initial", "update", "update", "rollback to 1", "update"]
+        # A version that cannot be read is reported, and the old policy stays.
+        with open_store(tmp_path) as connection:
+            connection.execute("INSERT INTO versions VALUES (5, 0, 'broken', '{}', zeroblob(9))")
+        wait_until(lambda: version(server) == 5, "an older version takes the place of the broken one")
+        assert "version 5 cannot be read" in server.log.read_text()
         # Two agents on one store would overwrite each other's state.
-        with (
-            pytest.raises(RuntimeError, match="is in use by another agent"),
-            agent_server(tmp_path, "--explore", "off"),
-        ):
+        with pytest.raises(RuntimeError, match="is in use by another agent"), agent_server(tmp_path):
             pass
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
 
 
+@pytest.mark.slow
+def test_the_gaussian_agent_of_the_task(tmp_path: Path) -> None:
+    """Five numbers in, two out, 32 experiences, one update, behind /allocate and /feedback."""
+    flags = ("--preset", "seed", "--no-rails", "--explore", "all", "--update-interval-s", 0.05)
+    with agent_server(tmp_path, *flags) as server:
+        found = rounds(server, 32)
+        assert {one["decided_by"] for one in found} == {"policy"}
+        assert len({one["cores"] for one in found}) > 3
+        assert all(10 <= one["cores"] <= 80 and 512 <= one["memory"] <= 4000 for one in found)
+        wait_until(lambda: version(server) == 1, "the update")
+        ((obs, action),) = rows(tmp_path, "SELECT obs, action FROM allocations LIMIT 1")
+        assert (len(np.frombuffer(obs, np.float32)), len(np.frombuffer(action, np.float32))) == (5, 2)
+    # What it has learned goes on from here, even with another preset.
+    with agent_server(tmp_path) as server:
+        assert version(server) == 1
+
+
+def test_an_agent_without_learning_has_no_learner(server: Server, tmp_path: Path) -> None:
+    with agent_server(tmp_path, "--explore", "off") as other:
+        assert not psutil.Process(other.process.pid).children()
+        rounds(other, 3)
+        assert not rows(tmp_path, "SELECT * FROM feedback WHERE learnable")
+
+
+@pytest.mark.slow
 def test_kills_under_load_lose_no_feedback_and_count_none_twice(tmp_path: Path) -> None:
     """Two rounds of benchmarks/agent_kill.py, which checks the store after each kill."""
-    args = agent_kill.Args(rounds=2, connections=8, shortest=0.5, longest=1.0)
+    args = agent_kill.Args(rounds=3, connections=8, shortest=0.5, longest=1.0)
     last = agent_kill.run_rounds(args, tmp_path)[-1]
     assert last["stored"] >= last["acknowledged"] > 0
 
@@ -455,4 +413,4 @@ def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "--store", tmp_path / "s", "--token-file", tmp_path / "empty"]
     found = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert found.stderr == f"error: --token-file {tmp_path / 'empty'} is empty: expected a token\n"
+    assert found.stderr == f"error: token file {tmp_path / 'empty'} is empty: expected a token\n"

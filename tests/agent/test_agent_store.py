@@ -1,278 +1,255 @@
-"""The store of the allocation agent: experiences, histories and allocations, also after a crash."""
+"""The store of the allocation agent: experiences, versions and rollback, lost and corrupt files."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import dataclasses
+import os
+import shutil
 import sqlite3
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from clustergym.agent import store as agent_store
-from clustergym.agent.database import LOG_BYTES_KEPT, STORE_SCHEMA, connect
-from clustergym.agent.learner import ExperienceReader, Experiences
+from agent_service import make_service
+from clustergym import cli
+from clustergym.agent import versions
+from clustergym.agent.learner import Experiences, learn, read_experiences
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import Allocation, Experience, Feedback, Store, StoreUnavailable
-from clustergym.gpu_allocation import history
+from clustergym.agent.store import Store, StoreUnavailable, connect, set_aside_if_corrupt
+from clustergym.agent.versions import add_version, kept_versions, load_newest, load_version, newest_version, roll_back
+from clustergym.kubernetes.messages import AllocateRequest, FeedbackRequest
 
-SETTINGS = ServerSettings()
-
-
-def allocation(
-    store: Store, owner: str = "team/a", created_s: float | None = None, version: int = 0, request_id: str | None = None
-) -> Allocation:
-    """Add an allocation of 60 of 80 % and 3000 of 4000 MB."""
-    made = Allocation(
-        seq=store.next_seq, token="0" * 32, created_s=time.time() if created_s is None else created_s, owner=owner,
-        requested_cores=80.0, requested_memory_mb=4000.0, sensitive=False, cores=60.0, memory_mb=3000.0,
-        version=version, learnable=True,
-    )  # fmt: skip
-    store.next_seq += 1
-    store.add(made, Experience(np.zeros(19), np.zeros(2), 0.0, 0.0), request_id)
-    return made
+SETTINGS = ServerSettings(max_batch=64)
 
 
-def accept(store: Store, made: Allocation, reward: float = 1.0, learnable: bool = True) -> None:
-    """Add accepted feedback: the pod used 30 % of the GPU and 2000 MB."""
-    outcome = Feedback(
-        received_s=time.time(), usage=30.0, qos_met=True, pods=1, memory_used_mb=2000.0, oom=False, reward=reward,
-        needed=0.375, advised_reward=reward, advised_qos=True,
-        recommended_reward=reward, recommended_qos=True, vpa_reward=reward, regret=0.0,
-        next_obs=np.zeros(19, np.float32).tobytes(),
-        done=False,
-    )  # fmt: skip
-    store.add_feedback(made, "accepted", outcome, learnable)
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    made = Store(tmp_path)
+    yield made
+    made.close()
 
 
-def found(store: Store, allocation_id: str) -> Allocation:
-    allocation = store.find(allocation_id)
-    assert allocation is not None
-    return allocation
+def add_pods(store: Store, n: int, version: int = 0) -> None:
+    """Pods with feedback, decided by this version."""
+    service = make_service(store.folder)
+    service.policy.version = version
+    for _ in range(n):
+        made = service.allocate(AllocateRequest(cores=80, memory=4000))
+        report = FeedbackRequest(allocation_id=made.allocation_id, actual_usage=30, qos_met=True)
+        assert service.feedback(report).status == "accepted"
+    service.store.close()
 
 
-def read(reader: ExperienceReader, learned_through: int, version: int) -> Experiences:
-    batch = reader.read(learned_through, version)
+def state(version: int, learned_through: int = 0) -> dict[str, Any]:
+    return {"version": version, "learned_through": learned_through, "agent": {"w": torch.full((2,), float(version))}}
+
+
+# Experiences
+
+
+def test_experiences_are_read_in_order_and_in_full_batches(store: Store) -> None:
+    add_pods(store, 31)
+    assert read_experiences(store.connection, state(0), SETTINGS) is None
+    add_pods(store, 69)
+    batch = read_experiences(store.connection, state(0), SETTINGS)
     assert batch is not None
-    return batch
+    assert (len(batch.rewards), batch.through, batch.obs.shape, batch.actions.shape) == (64, 64, (64, 19), (64, 2))
+    rewards = store.connection.execute("SELECT sampled_reward FROM feedback ORDER BY seq LIMIT 64").fetchall()
+    np.testing.assert_allclose(batch.rewards, np.array(rewards)[:, 0], rtol=1e-6)
+    batch = read_experiences(store.connection, state(0, 64), SETTINGS)
+    assert batch is not None
+    assert (len(batch.rewards), batch.through) == (36, 100)
+    assert read_experiences(store.connection, state(0, 100), SETTINGS) is None
 
 
-def test_experiences_are_read_once_in_order_and_in_full_batches(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    connection = connect(tmp_path, "process")
-    reader = ExperienceReader(connection, SETTINGS)
-    for i in range(40):
-        accept(store, allocation(store), reward=i / 10, learnable=i % 2 == 0)
-    assert reader.read(0, 0) is None  # 20 of 32
-    for i in range(40, 70):
-        accept(store, allocation(store), reward=i / 10)
-    batch = read(reader, 0, 0)
-    expected = [i / 10 for i in range(70) if i >= 40 or i % 2 == 0]
-    np.testing.assert_allclose(batch.rewards, expected, rtol=1e-6)
-    assert reader.read(batch.through, 1) is None
-    store.close()
+def test_experiences_of_old_policies_do_not_stop_learning(store: Store) -> None:
+    add_pods(store, 100, version=0)
+    newer = SETTINGS.max_policy_lag + 1
+    assert read_experiences(store.connection, state(newer), SETTINGS) is None  # all are too old
+    add_pods(store, 32, version=1)
+    batch = read_experiences(store.connection, state(newer), SETTINGS)
+    assert batch is not None
+    assert (len(batch.rewards), batch.through) == (32, 132)
+
+
+def test_what_is_not_learned_from_is_not_read_again_and_again(store: Store) -> None:
+    """Instructions of SQLite for a look at 1,000 rows that are not learned from."""
+    add_pods(store, 300)
+    store.connection.execute("UPDATE feedback SET learnable = 0")
+    steps = []
+    store.connection.set_progress_handler(lambda: steps.append(1), 1)
+    assert read_experiences(store.connection, state(0), SETTINGS) is None
+    assert len(steps) < 100
+
+
+def update(before: dict[str, Any], batch: Experiences) -> tuple[dict[str, Any], dict[str, float]]:
+    return before | {"agent": {"w": before["agent"]["w"] + 1}}, {"reward": float(batch.rewards.mean())}
+
+
+def test_an_update_and_what_it_has_learned_from_are_one_transaction(store: Store) -> None:
+    """A kill before the commit, as an exception: the next learner makes the same update."""
+    add_version(store.connection, state(0), "initial", None, {})
+    add_pods(store, 40)
+
+    class Killed(sqlite3.Connection):
+        def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+            if sql == "COMMIT":
+                raise KeyboardInterrupt
+            return super().execute(sql, *values)
+
+    path = store.folder / "store.db"
+    connection = sqlite3.connect(path, isolation_level=None, factory=Killed)
+    with pytest.raises(KeyboardInterrupt):
+        learn(connection, SETTINGS, update)
     connection.close()
+    assert newest_version(store.connection) == 0
+    after = learn(store.connection, SETTINGS, update)
+    assert (after["version"], after["learned_through"], after["agent"]["w"].tolist()) == (1, 40, [1.0, 1.0])
+    assert learn(store.connection, SETTINGS, update, after) is after  # nothing is learned from twice
+    assert load_newest(store.connection)["learned_through"] == 40
 
 
-def test_experiences_of_old_policies_are_skipped(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    for version in [0] * 10 + [5] * 32:
-        accept(store, allocation(store, version=version))
-    batch = read(ExperienceReader(store.connection, SETTINGS), 0, 5 + SETTINGS.max_policy_lag)
-    assert (len(batch.rewards), batch.skipped, batch.through) == (32, 10, 42)
-    store.close()
+# Versions
 
 
-def test_stale_experiences_at_the_head_do_not_stop_learning(tmp_path: Path) -> None:
-    settings = dataclasses.replace(SETTINGS, max_batch=SETTINGS.batch_size)
-    store = Store(tmp_path, "process")
-    reader = ExperienceReader(store.connection, settings)
-    for _ in range(3 * settings.max_batch):
-        accept(store, allocation(store, version=0))
-    version = settings.max_policy_lag + 1
-    assert reader.read(0, version) is None  # all are stale
-    for _ in range(settings.batch_size - 1):
-        accept(store, allocation(store, version=1))
-    assert reader.read(0, version) is None  # one is missing
-    accept(store, allocation(store, version=1))
-    batch = read(reader, 0, version)
-    assert (len(batch.rewards), batch.skipped, batch.through) == (32, 96, 128)
-    assert reader.read(batch.through, version) is None
-    store.close()
+def test_old_versions_are_deleted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "KEPT_VERSIONS", 3)
+    for version in range(9):
+        assert add_version(
+            store.connection, state(version), "update", version - 1 if version else None, {"reward": 1.0}
+        )
+    assert [one.version for one in kept_versions(store.connection)] == [6, 7, 8]
+    assert kept_versions(store.connection)[0].metrics == {"reward": 1.0}
 
 
-def test_rows_that_cannot_be_learned_from_are_read_once(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    reader = ExperienceReader(store.connection, SETTINGS)
-    for i in range(500):
-        accept(store, allocation(store), learnable=i == 0)
-    steps: list[int] = []
-    for _ in range(2):
-        steps.append(0)
+def test_of_an_update_and_a_rollback_only_one_counts(store: Store) -> None:
+    """A rollback that comes while an update is computed wins, and the learner goes on from it."""
+    for version in range(3):
+        add_version(store.connection, state(version), "update", version - 1 if version else None, {})
+    add_pods(store, 40)
 
-        def count() -> None:
-            steps[-1] += 1
+    def slow(before: dict[str, Any], batch: Experiences) -> tuple[dict[str, Any], dict[str, float]]:
+        assert roll_back(store.connection, 1) == 3
+        return update(before, batch)
 
-        store.connection.set_progress_handler(count, 1)
-        assert reader.read(0, 0) is None
-        store.connection.set_progress_handler(None, 1)
-    # Instructions of SQLite: the first call reads 500 rows, the second none.
-    assert steps[0] > 1000
-    assert steps[1] < 100
-    for _ in range(SETTINGS.batch_size - 1):
-        accept(store, allocation(store))
-    batch = read(reader, 0, 0)
-    assert (len(batch.rewards), batch.skipped, batch.through) == (SETTINGS.batch_size, 0, 499 + SETTINGS.batch_size)
-    store.close()
+    after = learn(store.connection, SETTINGS, slow)
+    assert (after["version"], after["learned_through"], after["agent"]["w"].tolist()) == (3, 40, [1.0, 1.0])
+    assert [one.note for one in kept_versions(store.connection)][-1] == "rollback to 1"
+    # What was decided before the rollback is not learned from.
+    assert learn(store.connection, SETTINGS, update, after) is after
 
 
-def test_a_failed_commit_leaves_no_trace_in_memory(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    made = allocation(store)
-    with locked(tmp_path), pytest.raises(StoreUnavailable, match="the store cannot be written: database is locked"):
-        accept(store, made)
-    assert found(store, made.id).feedback is None
-    assert store.counters() == {"allocations": 1}
-    assert store.history(made.owner) == history.new_history()
-    assert store.problem is not None
-    assert not store.recover()
-    assert store.problem is None
-    accept(store, found(store, made.id))
-    assert found(Store(tmp_path, "process"), made.id).feedback == "accepted"
-    store.close()
+def test_a_version_that_cannot_be_read_is_replaced_by_an_older_one(store: Store, caplog: Any) -> None:
+    for version in range(3):
+        add_version(store.connection, state(version), "update", version - 1 if version else None, {})
+    store.connection.execute("UPDATE versions SET state = zeroblob(100) WHERE version = 2")
+    found = load_newest(store.connection)
+    assert (found["version"], found["agent"]["w"].tolist()) == (2, [1.0, 1.0])
+    assert "version 2 cannot be read" in caplog.text
+    store.connection.execute("UPDATE versions SET state = 'cos' || char(10) || 'system'")
+    with pytest.raises(ValueError, match="none of the 3 versions of the policy can be read"):
+        load_newest(store.connection)
 
 
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Another process writes and does not end."""
-    with contextlib.closing(sqlite3.connect(folder / "store.db", isolation_level=None)) as blocker:
-        blocker.execute("BEGIN IMMEDIATE")
-        yield
-
-
-def test_request_ids_are_those_of_the_newest_committed_allocations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_commands_refuse_what_does_not_exist(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def known(store: Store) -> list[int]:
-        found = (store.find_request(f"pod-{i}") for i in range(8))
-        return [i for i, one in enumerate(found) if one is not None]
+    def command(*words: str) -> tuple[int, str]:
+        code = cli.main(["agent", *words])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
 
-    monkeypatch.setattr(agent_store, "MAX_CACHED_ALLOCATIONS", 4)
-    store = Store(tmp_path, "process")
-    for i in range(6):
-        allocation(store, created_s=1000.0 * i, request_id=f"pod-{i}")
-    assert known(store) == [2, 3, 4, 5]
-    with contextlib.closing(Store(tmp_path, "process")) as again:  # after a restart
-        assert known(again) == [2, 3, 4, 5]
-        assert [again.find_request("pod-5").owner] == ["team/a"]  # type: ignore[union-attr]
-    with locked(tmp_path), pytest.raises(StoreUnavailable):
-        allocation(store, request_id="pod-6")
-    assert known(store) == [2, 3, 4, 5]
-    store.delete_before(3500.0)
-    assert known(store) == [4, 5]
-    allocation(store, request_id="pod-3")  # the old one is gone
-    assert known(store) == [3, 4, 5]
+    assert command("versions", "--store", str(tmp_path / "x")) == (
+        2, f"error: {tmp_path}/x has no store.db: it is not the store of an agent\n",
+    )  # fmt: skip
+    for version in range(2):
+        add_version(store.connection, state(version), "update", version - 1 if version else None, {})
+    code, text = command("rollback", "--store", str(tmp_path), "--to", "7")
+    assert (code, text) == (2, "error: version 7 is not kept; the versions are 0, 1\n")
+    code, text = command("rollback", "--store", str(tmp_path), "--to", "0")
+    assert (code, text) == (0, "version 2 has the weights of version 0\n")
+    assert load_version(store.connection, 2)["agent"]["w"].tolist() == [0.0, 0.0]
+
+
+# Files
+
+
+def test_the_store_belongs_to_its_owner_only(store: Store) -> None:
+    add_pods(store, 1)
+    for path in store.folder.glob("store.db*"):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+
+
+def test_old_rows_are_deleted_and_their_numbers_are_not_reused(store: Store) -> None:
+    add_pods(store, 250)
+    deleted = [store.delete_old(keep=100) for _ in range(3)]
+    assert deleted == [100, 50, 0]
+    for table in ("allocations", "feedback"):
+        assert store.connection.execute(f"SELECT min(seq), count(*) FROM {table}").fetchone() == (151, 100)
+    store.connection.execute("DELETE FROM feedback")
+    store.connection.execute("DELETE FROM allocations")
+    add_pods(store, 1)
+    assert store.connection.execute("SELECT seq FROM allocations").fetchall() == [(251,)]
+
+
+def test_a_store_of_another_schema_is_refused(store: Store, tmp_path: Path) -> None:
+    store.connection.execute("UPDATE meta SET value = 4 WHERE key = 'schema'")
+    with pytest.raises(ValueError, match="has schema 4; this agent reads schema 5"):
+        Store(tmp_path)
+
+
+def test_a_deleted_store_is_opened_again_when_it_is_back(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    add_pods(store, 1)
+    store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    shutil.copy(path, tmp_path / "backup")
+    path.unlink()
+    with pytest.raises(StoreUnavailable, match="was deleted or replaced"), store.transaction():
+        pass
+    assert store.lost is not None
+    store.recover()
+    assert store.problem is not None
+    with pytest.raises(sqlite3.OperationalError):  # nothing is made in its place, by a restarted learner either
+        connect(tmp_path)
+    assert not path.exists()
+    os.replace(tmp_path / "backup", path)
+    store.recover()
+    assert store.problem is None
+    assert len(store.newest(10)) == 1
+
+
+@pytest.mark.parametrize("damage", ["header", "page"])
+def test_a_corrupt_store_is_set_aside(tmp_path: Path, damage: str) -> None:
+    store = Store(tmp_path)
+    assert set_aside_if_corrupt(tmp_path) is None
+    add_pods(store, 20)
+    store.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.close()
+    content = bytearray((tmp_path / "store.db").read_bytes())
+    start = 0 if damage == "header" else 4096
+    content[start : start + 1500] = b"\xa5" * 1500
+    (tmp_path / "store.db").write_bytes(content)
+    aside = set_aside_if_corrupt(tmp_path)
+    assert aside is not None
+    assert aside.read_bytes() == content
+    Store(tmp_path).close()
 
 
-def test_histories_survive_a_kill(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    for i in range(20):
-        accept(store, allocation(store, owner=f"team/{i % 3}"))
-    expected = {f"team/{i}": list(store.history(f"team/{i}")) for i in range(3)}
-    # The first store is not closed, as after a kill.
-    again = Store(tmp_path, "process")
-    assert {owner: again.history(owner) for owner in expected} == expected
-    again.close()
-    store.connection.close()
-
-
-def test_histories_are_complete_when_the_cache_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_store, "MAX_CACHED_OWNERS", 2)
-    owners = [f"team/{i}" for i in range(5)]
-    store = Store(tmp_path, "process")
-    for _ in range(3):
-        for owner in owners:
-            accept(store, allocation(store, owner=owner))
-            store.history(f"new/{owner}")
-    expected = history.new_history()
-    for _ in range(3):
-        history.remember(expected, 0.375, 0.75, True, False, 0.5)
-    assert all(store.history(owner) == expected for owner in owners)
-    again = Store(tmp_path, "process")
-    assert all(again.history(owner) == expected for owner in owners)
-    again.close()
-    store.connection.close()
-
-
-def test_old_rows_are_deleted_and_their_numbers_are_not_reused(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    old = allocation(store, created_s=1000.0)
-    accept(store, old)
-    new = allocation(store)
-    assert store.delete_before(2000.0) == 1
-    assert store.find(old.id) is None
-    assert store.find(new.id) is not None
-    assert store.delete_before(2000.0) == 0
-    store.delete_before(time.time() + 1)
-    store.close()
-    again = Store(tmp_path, "process")
-    assert again.next_seq == 3
-    made = allocation(again)
-    accept(again, made)
-    # Nor are feedback numbers: for a checkpoint that has learned up to 1, this feedback must be new.
-    assert again.connection.execute("SELECT seq FROM feedback").fetchall() == [(2,)]
-    again.close()
-
-
-def test_an_allocation_is_found_only_by_its_full_id(tmp_path: Path) -> None:
-    store = Store(tmp_path, "process")
-    made = allocation(store)
-    assert store.find(made.id) is made
-    for forged in (
-        f"{made.seq:x}-{'1' * 32}",
-        f"{made.seq:x}",
-        f"{made.seq:x}-",
-        "",
-        "x",
-        "1-" + "g" * 32,
-        f"2-{'0' * 32}",
-    ):
-        assert store.find(forged) is None
-    store.close()
-
-
-def test_a_store_of_another_schema_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path, "process").close()
-    with sqlite3.connect(tmp_path / "store.db") as connection:
-        connection.execute("UPDATE meta SET value = 99 WHERE key = 'schema'")
-    connection.close()
-    with pytest.raises(ValueError, match=f"has schema 99; this agent reads schema {STORE_SCHEMA}"):
-        Store(tmp_path, "process")
-
-
-def test_a_long_log_is_moved_into_the_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Store, "MAX_LOG_BYTES", 1)
-    store = Store(tmp_path, "process")
-    made = allocation(store)
-    before = (tmp_path / "store.db").stat().st_size
-    asyncio.run(store.shrink_log())
-    assert (tmp_path / "store.db").stat().st_size > before
-    assert store.find(made.id) is made
-    store.close()
-
-
-def test_the_log_file_shrinks_after_it_has_been_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a log that was large once would be moved again every second."""
-    monkeypatch.setattr(Store, "MAX_LOG_BYTES", LOG_BYTES_KEPT + 1)
-    store, wal = Store(tmp_path, "process"), tmp_path / "store.db-wal"
-    store.connection.execute("INSERT INTO owners VALUES ('large', zeroblob(?), '')", (LOG_BYTES_KEPT + (1 << 20),))
-    assert wal.stat().st_size > LOG_BYTES_KEPT + (1 << 20)
-    asyncio.run(store.shrink_log())
-    allocation(store)
-    assert wal.stat().st_size <= LOG_BYTES_KEPT
-    store.close()
+def test_readers_do_not_wait_for_a_writer(store: Store, tmp_path: Path) -> None:
+    """WAL: the learner reads while the server writes, and the other way round."""
+    add_pods(store, 2)
+    other = connect(tmp_path)
+    found: list[Any] = []
+    with store.transaction() as execute:
+        execute("DELETE FROM feedback")
+        thread = threading.Thread(
+            target=lambda: found.append(other.execute("SELECT count(*) FROM feedback").fetchone())
+        )
+        thread.start()
+        thread.join()
+    assert found == [(2,)]
+    other.close()

@@ -70,8 +70,12 @@ def test_the_status_page_shows_owners_grants_and_events(server: Server, tmp_path
         page.wait_for_selector("#owners tr:nth-child(3)")
         assert not page.is_visible("#login")
         assert page.locator("#grants rect").count() == 300  # requested, granted and used of 100 pods
-        assert "policy" in page.inner_text("#owners")
-        assert "are now decided by" in page.inner_text("#events")
+        assert page.locator("#grants line[stroke='var(--rule)']").count() == 100  # what VPA would have given
+        assert "less" in page.inner_text("#owners")
+        assert "get less: QoS" in page.inner_text("#events")
+        assert "rule" in page.inner_text("#figures")
+        assert "GPUs freed, rule" in page.inner_text("#figures")
+        assert page.locator("#arms polyline").count() == 2
         assert page.locator("#qos polyline").count() == 2
         page.screenshot(path=os.environ.get("AGENT_SCREENSHOT", str(tmp_path / "ui.png")), full_page=True)
         assert page.evaluate("window.hacked") is None
@@ -88,23 +92,29 @@ def test_the_status_is_not_public(server: Server) -> None:
     assert server.post("/status.json", {}, token="wrong")[0] == 401
     found = json.loads(server.get("/status.json"))
     assert len(found["pods"]) == 100
-    assert {owner["level"] for owner in found["owners"]} <= {"policy", "vpa", "request"}
+    assert {trial["decides"] for trial in found["trials"].values()} == {"rule"}
+    assert {pod["decided_by"] for pod in found["pods"]} == {"request", "rule"}
+    assert all(pod["vpa"] <= pod["requested"] and pod["why"] for pod in found["pods"])
     assert sum(owner["pods"] for owner in found["owners"]) == 100
-    assert found["versions"][0]["pods"] == 100
+    assert [one["note"] for one in found["versions"]] == ["initial"]
+    body = {"owner": "team/a", "cores": 100, "memory": 1000}
+    assert server.post("/allocate", body)[0] == 200
+    freed = json.loads(server.get("/status.json"))["gpus_freed"]
+    assert freed == dict.fromkeys(("granted", "recommended", "rule", "policy"), 0)  # a new owner gets its request
 
 
 def test_dashboard_and_alerts_use_metrics_that_exist(server: Server) -> None:
     """Every metric name in deploy/ is one that a running agent exports."""
     names = {name.split("{")[0] for name in server.metrics()}
     # Counters with labels appear in /metrics with their first value.
-    names |= {f"clustergym_{name}_total" for name in ("refused", "task_failures", "owner_level_changes")}
+    names |= {f"clustergym_{name}_total" for name in ("refused", "task_failures", "verdicts")}
     dashboard = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
     alerts = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
     used = {name for expression in expressions for name in re.findall(r"clustergym_\w+", expression)}
     assert used <= names, used - names
-    assert {"clustergym_qos_mean", "clustergym_regret_mean", "clustergym_rollbacks_total"} <= used
+    assert {"clustergym_qos_mean", "clustergym_regret_mean", "clustergym_policy_decides"} <= used
     promtool = shutil.which("promtool")
     if promtool is not None:
         subprocess.run([promtool, "check", "rules", ROOT / "deploy" / "alerts.yaml"], check=True, capture_output=True)

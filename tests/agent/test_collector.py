@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import json
 import shutil
 import subprocess
@@ -18,14 +17,13 @@ import pytest
 
 from clustergym import cli
 from clustergym.agent.collector.collect import Collector, Watch
-from clustergym.agent.collector.http import Fetcher
-from clustergym.agent.collector.pods import ManagedPod, managed_pod
+from clustergym.agent.collector.pods import managed_pod
 from clustergym.agent.collector.quality import judge, read_value
 from clustergym.agent.collector.usage import MetricsPage, Usage, parse_metrics, pod_uid
-from clustergym.kubernetes.clients import ApiServer, Unavailable
+from clustergym.kubernetes.clients import Client, Unavailable
+from collector_pods import UID, Constant, Pods, QuietFiles, allocation_id, managed, pod_object
 from webhook_servers import AgentServer, Server, served
 
-UID = "0a1b2c3d-0000-4000-8000-00000000000"
 DCGM = """\
 # HELP DCGM_FI_DEV_GPU_UTIL GPU utilization (in %).
 # TYPE DCGM_FI_DEV_GPU_UTIL gauge
@@ -52,26 +50,6 @@ vGPU_device_memory_usage_in_bytes{podnamespace="team",podname="p",ctrname="a",de
 """
 
 
-def pod_object(name: str = "p", index: int = 0, **extra: Any) -> dict[str, Any]:
-    """A pod that the webhooks granted 40 of 80 % and 1000 MB, running and ready."""
-    annotations = {
-        "clustergym.io/allocation-id": f"id-{name}", "clustergym.io/requested-cores": "80",
-        "clustergym.io/granted-cores": "40", "clustergym.io/granted-memory": "1000",
-    } | extra.pop("annotations", {})  # fmt: skip
-    status: dict[str, Any] = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-    metadata = {
-        "name": name, "namespace": "team", "uid": f"{UID}{index}", "annotations": annotations,
-        "labels": {"clustergym.io/allocate": "true"},
-    }  # fmt: skip
-    return {"metadata": metadata, "status": status | extra.pop("status", {})}
-
-
-def managed(**extra: Any) -> ManagedPod:
-    found = managed_pod(pod_object(**extra))
-    assert found is not None
-    return found
-
-
 def ended(reason: str, code: int, at: str = "2100-01-01T00:00:00Z") -> dict[str, Any]:
     state = {"reason": reason, "exitCode": code, "containerID": "containerd://c1", "finishedAt": at}
     return {"name": "main", "restartCount": 1, "lastState": {"terminated": state}}
@@ -84,7 +62,7 @@ def test_dcgm_is_read_from_a_page(tmp_path: Path) -> None:
     (tmp_path / "metrics").write_text(DCGM)
     page = Server(("127.0.0.1", 0), partial(QuietFiles, directory=str(tmp_path)))
     with served(page):
-        source = MetricsPage(Fetcher(5.0), f"http://127.0.0.1:{page.server_address[1]}/metrics")
+        source = MetricsPage(Client(), f"http://127.0.0.1:{page.server_address[1]}/metrics")
         pods = [managed(), managed(name="q", index=1), managed(name="absent", index=2)]
         found = asyncio.run(source.read(pods))
     assert found == {
@@ -92,11 +70,6 @@ def test_dcgm_is_read_from_a_page(tmp_path: Path) -> None:
         f"{UID}0": Usage(31.0, 4210.0),
         f"{UID}1": Usage(50.0, None, pods=2, exact=False),
     }
-
-
-class QuietFiles(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
 
 
 def test_hami_measures_containers() -> None:
@@ -189,9 +162,11 @@ def test_nvml_attributes_processes_to_pods(tmp_path: Path) -> None:
 
 def test_only_pods_with_an_allocation_are_reported() -> None:
     assert managed_pod({"metadata": {"annotations": {"clustergym.io/cores": "80"}}}) is None
-    both = managed(annotations={"clustergym.io/recommendation-id": "r"})
-    assert [(one.agent, one.allocation_id) for one in both.targets] == [("node", "id-p"), ("recommender", "r")]
-    assert (both.owner, both.requested_cores, both.granted_cores) == ("team/Pod/p", 80, 40)
+    assert managed_pod(pod_object(annotations={"clustergym.io/allocation-id": "x"})) is None
+    found = managed()
+    assert (found.agent, found.allocation_id) == ("node", allocation_id("p"))
+    assert managed(annotations={"clustergym.io/agent": "x"}).agent == "recommender"
+    assert (found.owner, found.requested_cores, found.granted_cores) == ("team/Pod/p", 80, 40)
 
 
 def test_in_mode_off_a_pod_has_its_request() -> None:
@@ -200,7 +175,7 @@ def test_in_mode_off_a_pod_has_its_request() -> None:
             "metadata": {
                 "name": "p", "namespace": "team",
                 "annotations": {
-                    "clustergym.io/recommendation-id": "r", "clustergym.io/requested-cores": "80",
+                    "clustergym.io/allocation-id": allocation_id("p"), "clustergym.io/requested-cores": "80",
                     "clustergym.io/requested-memory": "4000", "clustergym.io/recommended-cores": "30",
                 },
             }
@@ -282,17 +257,16 @@ def test_other_responses_of_prometheus_are_refused(data: Any) -> None:
 
 def test_reports_cover_their_time_and_the_last_one_the_whole_life() -> None:
     watch = Watch(managed())
-    (target,) = watch.pod.targets
     for cores, memory in ((10, 100.0), (20, 900.0)):
         watch.sample(managed(), Usage(cores, memory, pods=3), None, 0.0)
-    first = watch.report(target, final=False)
+    first = watch.report(final=False)
     assert first == {
-        "allocation_id": "id-p", "owner": "team/Pod/p", "final": False, "actual_usage": 15.0, "qos_met": True,
-        "pods": 3, "oom": False, "restarts": 0, "memory_used": 900.0,
+        "allocation_id": allocation_id("p"), "owner": "team/Pod/p", "final": False, "actual_usage": 15.0,
+        "qos_met": True, "pods": 3, "oom": False, "restarts": 0, "memory_used": 900.0, "pressure": None,
     }  # fmt: skip
     watch.window = type(watch.window)()
     watch.sample(managed(), Usage(39, 200.0), None, 0.0)
-    second, last = watch.report(target, final=False), watch.report(target, final=True)
+    second, last = watch.report(final=False), watch.report(final=True)
     assert second is not None
     assert last is not None
     # The peak of the memory is that of the whole life.
@@ -303,7 +277,7 @@ def test_reports_cover_their_time_and_the_last_one_the_whole_life() -> None:
 def test_nothing_is_reported_of_a_pod_that_was_not_measured() -> None:
     watch = Watch(managed())
     watch.sample(managed(), None, None, 0.0)
-    assert watch.report(watch.pod.targets[0], final=True) is None
+    assert watch.report(final=True) is None
 
 
 def test_memory_of_a_shared_gpu_counts_up_to_the_grant() -> None:
@@ -340,32 +314,6 @@ def test_what_happened_before_the_collector_started_is_not_counted_again() -> No
     assert not watch.life.oom
 
 
-class Pods(ApiServer):
-    """An API server whose answer is a list of this test."""
-
-    def __init__(self) -> None:
-        super().__init__("http://127.0.0.1:1", None, None)
-        self.items: list[dict[str, Any]] | None = []
-
-    async def pods_on(self, node: str) -> list[dict[str, Any]]:
-        if self.items is None:
-            raise Unavailable("the API server cannot be reached")
-        return self.items
-
-    async def namespaces(self) -> set[str]:
-        return {"team"}
-
-
-class Constant:
-    def __init__(self) -> None:
-        self.usage: Usage | None = Usage(10, 100.0)
-
-    async def read(self, pods: list[ManagedPod]) -> dict[str, Usage]:
-        if self.usage is None:
-            raise ValueError("broken page")
-        return {pod.uid: self.usage for pod in pods}
-
-
 @pytest.fixture
 def agent() -> Iterator[AgentServer]:
     server = AgentServer("127.0.0.1", 0)
@@ -375,7 +323,7 @@ def agent() -> Iterator[AgentServer]:
 
 def collector_for(agent: AgentServer, pods: Pods, source: Constant, token: Path, report_s: float = 1e-9) -> Collector:
     urls = {"node": f"http://127.0.0.1:{agent.server_address[1]}"}
-    return Collector("node-1", pods, source, None, Fetcher(5.0, token), urls, 1.0, report_s)
+    return Collector("node-1", pods, source, None, Client(token), urls, 1.0, report_s)
 
 
 @pytest.fixture

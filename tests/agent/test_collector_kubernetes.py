@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from test_collector import QuietFiles
 
 from agent_client import TOKEN, agent_server
 from agent_client import Server as Agent
+from collector_pods import QuietFiles, allocation_id
 from kubernetes_server import Cluster, cluster
 from processes import free_port, running, wait_until
 from webhook_pods import pod
@@ -58,11 +58,15 @@ class Setup:
                 text += f"{metric}{{{labels}}} {values[index]}\n"
         publish(self.pages / "dcgm", text)
 
-    def start(self, name: str, allocation_id: str, **annotations: str) -> None:
-        """Create a pod that the webhooks have granted 40 of 80 %, bind it, and say that it is running."""
+    def start(self, name: str, allocation: str | None = None, **annotations: str) -> None:
+        """Create a pod that was granted 40 of 80 %, bind it, and say that it is running.
+
+        With an allocation, the real agent is that of the node; otherwise the recommender has decided.
+        """
         subject = pod(name=name)
         subject["metadata"]["annotations"] |= {
-            "clustergym.io/allocation-id": allocation_id, "clustergym.io/recommendation-id": f"rec-{name}",
+            "clustergym.io/allocation-id": allocation or allocation_id(name),
+            "clustergym.io/agent": "node" if allocation else "recommender",
             "clustergym.io/requested-cores": "80", "clustergym.io/granted-cores": "40",
             "clustergym.io/granted-memory": "1000",
         } | {f"clustergym.io/{key.replace('_', '-')}": value for key, value in annotations.items()}  # fmt: skip
@@ -85,7 +89,7 @@ class Setup:
         assert response.status_code == 200, response.text
 
     def reports(self, name: str) -> list[dict[str, Any]]:
-        return [one for one in list(self.recommender.feedback) if one["allocation_id"] == f"rec-{name}"]
+        return [one for one in list(self.recommender.feedback) if one["allocation_id"] == allocation_id(name)]
 
     def wait(self, name: str, condition: Any, what: str) -> dict[str, Any]:
         """The first report on a pod that fulfils a condition."""
@@ -151,7 +155,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         for one in yaml.safe_load_all((ROOT / "deploy" / "base" / "rbac.yaml").read_text()):
             if one["kind"] != "ServiceAccount":
                 api.create(f"/apis/{one['apiVersion']}/{one['kind'].lower()}s", one)
-        api.namespace(NAMESPACE, **{"clustergym.io/mode": "Auto"})
+        api.namespace(NAMESPACE, **{"clustergym.io/mode": "Initial"})
         api.create("/api/v1/nodes", {"metadata": {"name": NODE}})
         token, port, log = folder / "token", free_port(), folder / "collector.log"
         token.write_text(TOKEN + "\n")
@@ -174,9 +178,8 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 
 
 def test_usage_and_peak_memory_are_reported_again_and_again(setup: Setup) -> None:
-    allocation = setup.allocate("team/Pod/steady")
     setup.use("steady", 0.25, 700)
-    setup.start("steady", allocation)
+    setup.start("steady")
     first = setup.wait("steady", lambda one: one["actual_usage"] == 25.0, "a report")
     assert (first["final"], first["memory_used"], first["qos_met"], first["oom"]) == (False, 700, True, False)
     assert first["owner"] == "team/Pod/steady"
@@ -191,15 +194,22 @@ def test_usage_and_peak_memory_are_reported_again_and_again(setup: Setup) -> Non
     last = setup.wait("steady", lambda one: one["final"], "the last report")
     assert 10 < last["actual_usage"] < 40
     assert sum(one["final"] for one in setup.reports("steady")) == 1
-    # The real agent has heard of it too, and scored it once.
-    wait_until(
-        lambda: setup.agent.metrics()['clustergym_feedback_total{status="accepted"}'] == 1, "the feedback of the agent"
-    )
+
+
+def test_the_agent_of_the_node_hears_of_its_own_pods(setup: Setup) -> None:
+    setup.use("own", 0.25, 700)
+    setup.start("own", setup.allocate("team/Pod/own"))
+    name = 'clustergym_feedback_total{status="sample"}'
+    wait_until(lambda: setup.agent.metrics().get(name, 0) > 1, "samples of the running pod")
+    setup.delete("own")
+    name = 'clustergym_feedback_total{status="accepted"}'
+    wait_until(lambda: setup.agent.metrics().get(name, 0) == 1, "the feedback on its whole life")
+    assert setup.reports("own") == []
 
 
 def test_oom_kills_and_restarts_come_from_the_status(setup: Setup) -> None:
     setup.use("killed", 0.2, 100)
-    setup.start("killed", "unknown-1")
+    setup.start("killed")
     setup.wait("killed", lambda one: one["qos_met"], "a first report")
     finished = (datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
     ended = {"exitCode": 137, "reason": "OOMKilled", "containerID": "containerd://1", "finishedAt": finished}
@@ -232,7 +242,7 @@ def latency(setup: Setup, name: str, value: float) -> None:
 def test_an_expression_of_the_pod_decides_about_its_objective(setup: Setup) -> None:
     latency(setup, "served", 0.1)
     setup.use("served", 0.2, 100)
-    setup.start("served", "unknown-2", qos_query="latency", qos_objective="0.2")
+    setup.start("served", qos_query="latency", qos_objective="0.2")
     met = setup.wait("served", lambda one: one.get("pressure") == 0.5, "a report on the latency")
     assert met["qos_met"] is True
     latency(setup, "served", 0.3)
@@ -245,7 +255,7 @@ def test_an_expression_of_the_pod_decides_about_its_objective(setup: Setup) -> N
 def test_a_comparison_in_the_expression_needs_no_objective(setup: Setup) -> None:
     latency(setup, "compared", 0.3)
     setup.use("compared", 0.2, 100)
-    setup.start("compared", "unknown-3", qos_query="fast")
+    setup.start("compared", qos_query="fast")
     setup.wait("compared", lambda one: not one["qos_met"], "a report on the high latency")
     latency(setup, "compared", 0.1)
     wait_until(lambda: setup.reports("compared")[-1]["qos_met"], "a report on the low latency")
@@ -254,7 +264,7 @@ def test_a_comparison_in_the_expression_needs_no_objective(setup: Setup) -> None
 
 def test_a_wrong_expression_is_counted_and_the_default_rule_applies(setup: Setup) -> None:
     setup.use("wrong", 0.2, 100)
-    setup.start("wrong", "unknown-4", qos_query="wrong")
+    setup.start("wrong", qos_query="wrong")
     assert setup.wait("wrong", lambda one: True, "a report")["qos_met"] is True
     text = httpx.get(setup.metrics, trust_env=False).text
     assert 'clustergym_collector_errors_total{source="prometheus"}' in text

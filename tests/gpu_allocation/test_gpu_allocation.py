@@ -111,21 +111,21 @@ def test_normal_numbers_have_mean_0_deviation_1_and_limits() -> None:
 # Reward
 
 
-def test_reward_of_the_example_in_the_docstring() -> None:
-    """60 % given, 55 % used, QoS met. With three pods, 60 % is more than 1.5 × 33.3 %: a monopoly."""
+def test_reward_of_the_documents_example() -> None:
+    """60 % given, 55 % used, QoS met, 3 pods: the state showed 2, and 60 % is at most 1.5 × 50 %. With 4, it is not."""
     terms = reward_terms(60, 3000, 55, True, 3)
     assert terms.efficiency == pytest.approx(0.4583, abs=1e-4)
-    assert (terms.qos, terms.monopoly, terms.under_allocation) == (1.0, -0.3, 0.0)
-    assert compute_reward(60, 3000, 55, True, 3) == pytest.approx(1.1583, abs=1e-4)
-    assert compute_reward(60, 3000, 55, True, 2) == pytest.approx(1.4583, abs=1e-4)
+    assert (terms.qos, terms.monopoly, terms.under_allocation) == (1.0, 0.0, 0.0)
+    assert compute_reward(60, 3000, 55, True, 3) == pytest.approx(1.46, abs=5e-3)
+    assert compute_reward(60, 3000, 55, True, 4) == pytest.approx(1.16, abs=5e-3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reward"),
     [
         ((50, 1000, 50, True, 1), 1.5),
-        ((50, 1000, 80, True, 3), 1.5),  # usage counts up to the allocation; exactly 1.5 fair shares: no monopoly
-        ((50.1, 1000, 50.1, True, 3), 1.2),
+        ((75, 1000, 80, True, 3), 1.5),  # usage counts up to the allocation; exactly 1.5 fair shares: no monopoly
+        ((75.1, 1000, 75.1, True, 3), 1.2),
         ((40, 1000, 10, False, 2), 0.125 - 0.5),
         ((9.9, 1000, 9.9, True, 1), 1.3),
         ((10, 1000, 0, False, 1), -0.5),

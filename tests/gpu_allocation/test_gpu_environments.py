@@ -123,7 +123,7 @@ def test_returned_arrays_are_not_modified_later() -> None:
 
 
 def test_info_has_every_reward_term() -> None:
-    env = gymnasium.make("GPUAllocation-v0", arrivals=64)
+    env = gymnasium.make("GPUAllocation-v0", arrivals=64, reward="seed")
     env.reset(seed=3)
     rng, done = np.random.default_rng(1), False
     rewards = []
@@ -144,7 +144,7 @@ def test_info_has_every_reward_term() -> None:
 
 
 def test_the_room_term_is_the_waiting_time_of_the_next_pod() -> None:
-    """room = −0.5 · wait / (wait + 440 s); with the reward "seed" it is missing, and everything else is the same."""
+    """room = −0.5 · wait / (wait + 440 s). The reward "seed" has only the other terms, and its monopoly can differ."""
     env, seed = gymnasium.make("GPUAllocation-v0"), gymnasium.make("GPUAllocation-v0", reward="seed")
     env.reset(seed=5)
     seed.reset(seed=5)
@@ -156,8 +156,8 @@ def test_the_room_term_is_the_waiting_time_of_the_next_pod() -> None:
         if step:
             assert room == pytest.approx(-0.5 * info["wait_s"] / (info["wait_s"] + 440), abs=1e-6)
         room = info["room"]
-        assert plain == pytest.approx(reward - room, abs=1e-6)
-        assert plain_info == info | {"room": 0.0}
+        assert plain == pytest.approx(reward - room - info["monopoly"] + plain_info["monopoly"], abs=1e-6)
+        assert plain_info == info | {"room": 0.0, "monopoly": plain_info["monopoly"]}
         waits.append(info["wait_s"])
     assert sum(wait > 0 for wait in waits) > 10
 

@@ -1,4 +1,4 @@
-"""Decisions of the webhooks: injected variables, requests, grants, and what is never changed."""
+"""Decisions of the webhook: injected variables, requests, and what is never changed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 
-from clustergym.kubernetes import Grant, grant_decision, plan_binding
 from clustergym.kubernetes.patches import apply_patch
 from clustergym.kubernetes.requests import NotManageable, containers_of, gpu_request, owner_of, quantity
-from webhook_pods import HAMI, MPS, admit_pod, admitted, binding, container, limits, pod, variables
-
-# The pod webhook
+from webhook_pods import HAMI, MPS, admit_pod, admitted, container, limits, pod, variables
 
 
 def test_variables_read_annotations_that_hold_the_request_at_first() -> None:
@@ -33,8 +30,8 @@ def test_variables_read_annotations_that_hold_the_request_at_first() -> None:
     }
     assert found["metadata"]["annotations"]["clustergym.io/backend"] == "mps"
     assert decision.warnings == [
-        "clustergym: main: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and CUDA_MPS_PINNED_DEVICE_MEM_LIMIT will be set to what "
-        "the node's agent grants, at most the requested 80 % and 4000 MB"
+        "clustergym: main: CUDA_MPS_ACTIVE_THREAD_PERCENTAGE and CUDA_MPS_PINNED_DEVICE_MEM_LIMIT set to the "
+        "request, 80 % and 4000 MB"
     ]
 
 
@@ -53,7 +50,6 @@ def test_only_the_exact_label_opts_in(label: str | None) -> None:
 @pytest.mark.parametrize("namespace", ["kube-system", "kube-public", "kube-node-lease"])
 def test_the_control_plane_is_never_changed(namespace: str) -> None:
     assert admit_pod(pod(), namespace, MPS).patch == []
-    assert plan_binding(admitted(pod()), namespace) is None
 
 
 @pytest.mark.parametrize("backend", [MPS, HAMI])
@@ -203,64 +199,3 @@ def test_owner_is_the_workload_in_its_namespace() -> None:
     assert owner_of(owned("ReplicaSet", "web-5d8f", **{"pod-template-hash": "5d8f"}), "team") == "team/Deployment/web"
     assert owner_of(owned("ReplicaSet", "bare"), "team") == "team/ReplicaSet/bare"
     assert owner_of(pod(annotations={"clustergym.io/owner": "other/x"}), "team") == "team/other/x"
-
-
-# The binding webhook
-
-
-def test_a_grant_overwrites_the_annotations_that_the_variables_read() -> None:
-    stored = admitted(pod())
-    plan = plan_binding(stored, "team")
-    assert plan is not None
-    request = plan.request
-    assert (request.owner, request.cores, request.memory_mb, request.qos_class) == (
-        "team/Pod/train", 80, 4000, "latency-sensitive",
-    )  # fmt: skip
-    decision = grant_decision(binding(), plan, Grant("id-1", 60, 3000, "7"))
-    # The API server copies a binding's annotations over the pod's.
-    stored["metadata"]["annotations"] |= apply_patch(binding(), decision.patch)["metadata"]["annotations"]
-    assert variables(stored) == {
-        "main": {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3000M"}
-    }
-    annotations = stored["metadata"]["annotations"]
-    assert annotations["clustergym.io/allocation-id"] == "id-1"
-    assert annotations["clustergym.io/policy-version"] == "7"
-    assert annotations["clustergym.io/granted-cores"] == "60"
-    assert annotations["clustergym.io/granted-memory"] == "3000"
-    assert annotations["clustergym.io/status"] == "granted"
-    # A second binding of the pod does not ask the agent again.
-    assert plan_binding(stored, "team") is None
-
-
-def test_a_grant_is_divided_like_the_request() -> None:
-    stored = admitted(pod(limits("a", 30, 1000), limits("b", 10, 3000), annotations={}))
-    found = plan_binding(stored, "team")
-    assert found is not None
-    decision = grant_decision(binding(), found, Grant("id", 20, 2000, "1"))
-    annotations = apply_patch(binding(), decision.patch)["metadata"]["annotations"]
-    assert (annotations["cores.clustergym.io/a"], annotations["cores.clustergym.io/b"]) == ("15", "5")
-    assert (annotations["memory.clustergym.io/a"], annotations["memory.clustergym.io/b"]) == ("0=500M", "0=1500M")
-
-
-@pytest.mark.parametrize(("cores", "memory"), [(81, 100), (0, 100), (-5, 100), (50, 4001), (50, 0)])
-def test_a_grant_outside_the_request_is_ignored(cores: float, memory: float) -> None:
-    found = plan_binding(admitted(pod()), "team")
-    assert found is not None
-    decision = grant_decision(binding(), found, Grant("id", cores, memory, "1"))
-    annotations = apply_patch(binding(), decision.patch)["metadata"]["annotations"]
-    assert decision.outcome == "bad-grant"
-    assert set(annotations) == {"clustergym.io/status"}
-    assert annotations["clustergym.io/status"].startswith("not reduced at binding: the agent granted")
-
-
-def test_pods_that_were_not_injected_are_not_managed() -> None:
-    assert plan_binding(pod(), "team") is None
-    assert plan_binding(admitted(pod(label=None)), "team") is None
-    forged = pod(annotations={"clustergym.io/backend": "mps", "clustergym.io/cores": "5", "clustergym.io/memory": "5"})
-    assert plan_binding(forged, "team") is None
-
-
-def test_a_pod_keeps_the_backend_it_was_injected_with() -> None:
-    found = plan_binding(admitted(pod(), HAMI), "team")
-    assert found is not None
-    assert found.backend is HAMI

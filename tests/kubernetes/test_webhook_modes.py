@@ -1,4 +1,4 @@
-"""Modes, recommendations and bounds of the webhooks: what a grant may change before scheduling and at binding."""
+"""Modes, recommendations and bounds of the webhook: what a grant may change before scheduling."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 
-from clustergym.kubernetes import Decision, Grant, grant_decision, plan_binding, plan_pod
+from clustergym.kubernetes import Decision, plan_pod
 from clustergym.kubernetes import admit_pod as admit_planned
 from clustergym.kubernetes.patches import apply_patch
-from webhook_pods import HAMI, KAI, MPS, admit_pod, admitted, binding, container, limits, pod, variables
+from webhook_pods import HAMI, KAI, MPS, admit_pod, admitted, answer, container, limits, pod, variables
 
-GRANT = Grant("rec-1", 60, 1000, "7")
+GRANT = answer(60, 1000)
+
+
+def affinity(field: dict[str, Any]) -> dict[str, Any]:
+    """As the controller of a DaemonSet sets it."""
+    required = {"nodeSelectorTerms": [{"matchFields": [field]}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
 
 
 def resources_of(found: dict[str, Any], index: int = 0) -> dict[str, Any]:
@@ -26,18 +32,19 @@ def test_mode_off_only_annotates() -> None:
     found = apply_patch(subject, decision.patch)
     assert found["spec"] == subject["spec"]
     assert found["metadata"]["annotations"] == {
-        "clustergym.io/mode": "Off", "clustergym.io/recommendation-id": "rec-1", "clustergym.io/policy-version": "7",
+        "clustergym.io/mode": "Off", "clustergym.io/allocation-id": GRANT.allocation_id,
+        "clustergym.io/agent": "recommender", "clustergym.io/decided-by": "rule: VPA rule",
+        "clustergym.io/policy-version": "7",
         "clustergym.io/requested-cores": "80", "clustergym.io/requested-memory": "4000",
         "clustergym.io/recommended-cores": "60", "clustergym.io/recommended-memory": "1000",
         "clustergym.io/status": "mode Off: the pod runs with its request",
     }  # fmt: skip
-    assert plan_binding(found, "team") is None
     assert admit_pod(found, "team", HAMI, "Off", GRANT).patch == []
 
 
 @pytest.mark.parametrize(
     ("namespace_mode", "annotation", "mode"),
-    [("Off", None, "Off"), ("Off", "Initial", "Initial"), ("Auto", "Off", "Off"), ("Initial", None, "Initial")],
+    [("Off", None, "Off"), ("Off", "Initial", "Initial"), ("Initial", "Off", "Off"), ("Initial", None, "Initial")],
 )
 def test_the_annotation_of_a_pod_overrides_the_mode_of_its_namespace(
     namespace_mode: Any, annotation: str | None, mode: str
@@ -48,23 +55,49 @@ def test_the_annotation_of_a_pod_overrides_the_mode_of_its_namespace(
     found = admitted(subject, HAMI, mode=namespace_mode, grant=GRANT)
     assert found["metadata"]["annotations"]["clustergym.io/mode"] == mode
     assert ("env" in found["spec"]["containers"][0]) == (mode != "Off")
-    assert plan_binding(found, "team") is None
 
 
-def test_auto_in_a_namespace_that_is_not_auto_is_initial_with_a_warning() -> None:
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [("initial", "expected Off, Initial"), ("Auto", "Auto went with the binding webhook: use Initial")],
+)
+def test_an_unknown_mode_changes_nothing(mode: str, reason: str) -> None:
     subject = pod()
-    subject["metadata"]["annotations"]["clustergym.io/mode"] = "Auto"
-    decision = admit_pod(subject, "team", HAMI, "Initial", GRANT)
-    assert decision.outcome == "granted"
-    assert "mode Auto acts as Initial" in decision.warnings[-1]
-
-
-def test_an_unknown_mode_changes_nothing() -> None:
-    subject = pod()
-    subject["metadata"]["annotations"]["clustergym.io/mode"] = "auto"
-    decision = admit_pod(subject, "team", MPS, "Auto", GRANT)
+    subject["metadata"]["annotations"]["clustergym.io/mode"] = mode
+    decision = admit_pod(subject, "team", MPS, "Initial", GRANT)
     assert decision.patch == []
-    assert "clustergym.io/mode is 'auto': expected Off, Initial, Auto" in decision.warnings[0]
+    assert f"clustergym.io/mode is {mode!r}: expected Off, Initial" in decision.warnings[0]
+    assert reason in decision.warnings[0]
+
+
+def test_an_agent_in_shadow_mode_recommends_and_grants_the_request() -> None:
+    grant = answer(80, 4000, recommended_cores=60, recommended_memory=1000, decided_by="shadow")
+    annotations = admitted(pod(), HAMI, mode="Initial", grant=grant)["metadata"]["annotations"]
+    assert annotations["clustergym.io/granted-cores"] == "80"
+    assert annotations["clustergym.io/recommended-cores"] == "60"
+
+
+@pytest.mark.parametrize(
+    ("spec", "node"),
+    [
+        ({}, None),
+        ({"nodeName": "n-1"}, "n-1"),
+        ({"nodeSelector": {"kubernetes.io/hostname": "n-1"}}, "n-1"),
+        ({"nodeSelector": {"zone": "a"}}, None),
+        ({"affinity": affinity({"key": "metadata.name", "operator": "In", "values": ["n-1"]})}, "n-1"),
+        ({"affinity": affinity({"key": "metadata.name", "operator": "In", "values": ["n-1", "n-2"]})}, None),
+        ({"affinity": affinity({"key": "metadata.name", "operator": "NotIn", "values": ["n-1"]})}, None),
+        ({"affinity": {"nodeAffinity": None}}, None),
+    ],
+)
+def test_the_agent_of_the_node_is_asked_if_the_pod_names_it(spec: dict[str, Any], node: str | None) -> None:
+    subject = pod()
+    subject["spec"] |= spec
+    plan = plan_pod(subject, "team", HAMI, "Initial")
+    assert not isinstance(plan, Decision)
+    assert plan.node == node
+    annotations = admitted(subject, HAMI, grant=GRANT)["metadata"]["annotations"]
+    assert annotations["clustergym.io/agent"] == ("recommender" if node is None else "node")
 
 
 def test_hami_limits_are_set_before_scheduling() -> None:
@@ -91,7 +124,7 @@ def test_a_percentage_of_memory_is_not_combined_with_megabytes() -> None:
 
 def test_limits_of_several_containers_share_the_grant() -> None:
     subject = pod(limits("a", 60, 3000), limits("b", 20, 1000), annotations={})
-    found = admitted(subject, HAMI, mode="Initial", grant=Grant("r", 40, 2000, "1"))
+    found = admitted(subject, HAMI, mode="Initial", grant=answer(40, 2000))
     assert resources_of(found)["requests"] == {"nvidia.com/gpucores": "30", "nvidia.com/gpumem": "1500"}
     assert resources_of(found, 1)["requests"] == {"nvidia.com/gpucores": "10", "nvidia.com/gpumem": "500"}
 
@@ -102,10 +135,10 @@ def test_without_an_answer_the_request_stands() -> None:
     assert not isinstance(plan, Decision)
     for decision in (
         admit_planned(subject, plan, problem="the recommender cannot be reached"),
-        admit_planned(subject, plan, Grant("r", 81, 100, "1")),
+        admit_planned(subject, plan, answer(81, 100)),
     ):
         found = apply_patch(subject, decision.patch)
-        assert decision.outcome == "recommender-unavailable"
+        assert decision.outcome == "agent-unavailable"
         assert resources_of(found) == resources_of(subject)
         assert variables(found)["main"]["CUDA_DEVICE_SM_LIMIT"] == "80"
         assert found["metadata"]["annotations"]["clustergym.io/status"].startswith("the pod runs with its request: the")
@@ -125,7 +158,7 @@ def test_kai_fractions_shrink_to_the_larger_of_both_grants() -> None:
     assert found["metadata"]["annotations"]["clustergym.io/requested-cores"] == "80"
     assert set(variables(found)) == {"main"}
     assert admit_pod(found, "team", KAI, "Initial", GRANT).patch == []
-    found = admitted(subject, KAI, mode="Initial", grant=Grant("r", 17, 1000, "1"))
+    found = admitted(subject, KAI, mode="Initial", grant=answer(17, 1000))
     assert found["metadata"]["annotations"]["gpu-fraction"] == "0.2"
 
 
@@ -152,16 +185,12 @@ def test_kai_memory_is_set_and_the_named_container_is_managed() -> None:
 def test_grants_stay_within_the_bounds(bounds: dict[str, str], cores: str, memory: str) -> None:
     subject = pod()
     subject["metadata"]["annotations"] |= {f"clustergym.io/{key}": value for key, value in bounds.items()}
-    for mode in ("Off", "Initial", "Auto"):
+    for mode in ("Off", "Initial"):
         annotations = admitted(subject, HAMI, mode=mode, grant=GRANT)["metadata"]["annotations"]
         assert annotations["clustergym.io/recommended-cores"] == cores
         assert annotations["clustergym.io/recommended-memory"] == memory
-    stored = admitted(subject, HAMI)
-    plan = plan_binding(stored, "team")
-    assert plan is not None
-    at_binding = apply_patch(binding(), grant_decision(binding(), plan, GRANT).patch)["metadata"]["annotations"]
-    assert at_binding["clustergym.io/granted-cores"] == cores
-    assert at_binding["clustergym.io/granted-memory"] == memory
+    assert annotations["clustergym.io/granted-cores"] == cores
+    assert annotations["clustergym.io/granted-memory"] == memory
 
 
 def test_bounds_that_exclude_each_other_are_refused() -> None:
@@ -169,24 +198,9 @@ def test_bounds_that_exclude_each_other_are_refused() -> None:
     subject["metadata"]["annotations"] |= {
         "clustergym.io/min-allowed-cores": "50", "clustergym.io/max-allowed-cores": "40",
     }  # fmt: skip
-    decision = admit_pod(subject, "team", MPS, "Auto", GRANT)
+    decision = admit_pod(subject, "team", MPS, "Initial", GRANT)
     assert decision.patch == []
     assert "min-allowed-cores is 50, more than clustergym.io/max-allowed-cores, which is 40" in decision.warnings[0]
-
-
-@pytest.mark.parametrize("from_limits", [True, False])
-def test_a_binding_may_only_tighten_the_grant(from_limits: bool) -> None:
-    subject = pod(limits("main", 80, 4000), annotations={}) if from_limits else pod()
-    stored = admitted(subject, HAMI, grant=GRANT)
-    plan = plan_binding(stored, "team")
-    assert plan is not None
-    # The agent sees the original request, and what it may grant at most.
-    assert (plan.request.cores, plan.request.memory_mb) == (80, 4000)
-    assert (plan.bounds.max_cores, plan.bounds.max_memory_mb) == (60, 1000)
-    for granted, expected in ((Grant("b", 70, 2000, "1"), ("60", "1000m")), (Grant("b", 40, 500, "1"), ("40", "500m"))):
-        annotations = apply_patch(binding(), grant_decision(binding(), plan, granted).patch)["metadata"]["annotations"]
-        assert annotations["cores.clustergym.io/main"] == expected[0]
-        assert annotations["memory.clustergym.io/main"] == expected[1]
 
 
 def test_forged_annotations_cannot_raise_a_grant() -> None:
@@ -195,9 +209,6 @@ def test_forged_annotations_cannot_raise_a_grant() -> None:
     subject["metadata"]["annotations"] |= forged
     stored = admitted(subject, HAMI)
     assert variables(stored)["main"] == {"CUDA_DEVICE_SM_LIMIT": "80", "CUDA_DEVICE_MEMORY_LIMIT_0": "4000m"}
-    plan = plan_binding(stored, "team")
-    assert plan is not None
-    assert (plan.bounds.max_cores, plan.bounds.max_memory_mb) == (80, 4000)
 
 
 def test_a_container_added_later_gets_a_part_of_the_first_grant() -> None:

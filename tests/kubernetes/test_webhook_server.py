@@ -102,11 +102,8 @@ def review(subject: dict[str, Any], resource: str = "pods", sub: str | None = No
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
 
 
-BINDING = {"metadata": {"name": "train"}, "target": {"kind": "Node", "name": "node-1"}}
-
-
 def test_the_response_for_a_pod_has_a_patch_and_a_warning(installed: Installed) -> None:
-    response = installed.client.post("/mutate/pods/auto?timeout=3s", json=review(pod()))
+    response = installed.client.post("/mutate/pods/initial?timeout=3s", json=review(pod()))
     found = response.json()["response"]
     assert (found["uid"], found["allowed"], found["patchType"]) == ("u-1", True, "JSONPatch")
     paths = [operation["path"] for operation in json.loads(base64.b64decode(found["patch"]))]
@@ -114,20 +111,11 @@ def test_the_response_for_a_pod_has_a_patch_and_a_warning(installed: Installed) 
     assert found["warnings"][0].startswith("clustergym: main: ")
 
 
-def test_a_binding_is_admitted_if_the_api_server_is_down(installed: Installed) -> None:
-    response = installed.client.post("/mutate/bindings", json=review(BINDING, sub="binding", name="train"))
-    found = response.json()["response"]
-    assert found["allowed"] is True
-    assert "patch" not in found
-    assert "cannot be reached" in found["warnings"][0]
-
-
 @pytest.mark.parametrize(
     ("path", "resource", "sub", "operation"),
     [
-        ("pods/off", "pods", "binding", "CREATE"), ("pods/auto", "pods", None, "UPDATE"),
+        ("pods/off", "pods", "binding", "CREATE"), ("pods/initial", "pods", None, "UPDATE"),
         ("pods/initial", "nodes", None, "CREATE"),
-        ("bindings", "pods", None, "CREATE"), ("bindings", "pods", "binding", "UPDATE"),
     ],
 )  # fmt: skip
 def test_other_resources_and_operations_are_admitted_unchanged(
@@ -148,42 +136,50 @@ def test_other_resources_and_operations_are_admitted_unchanged(
 def test_malformed_objects_are_admitted(installed: Installed, subject: dict[str, Any]) -> None:
     """An API server never sends these. They stand for a bug in the webhook, which must not block a pod."""
     body = review(subject | {"metadata": {"labels": {"clustergym.io/allocate": "true"}}})
-    response = installed.client.post("/mutate/pods/auto", json=body)
+    response = installed.client.post("/mutate/pods/initial", json=body)
     assert response.status_code == 200
     assert response.json()["response"]["allowed"] is True
     assert "patch" not in response.json()["response"]
 
 
-@pytest.mark.parametrize(
-    ("target", "name"),
-    [(None, "x"), ({"name": "../secrets"}, "x"), ({"name": "n"}, "../../x"), ({"kind": "Other", "name": "n"}, "x")],
-)
-def test_invalid_names_are_not_used_in_urls(installed: Installed, target: Any, name: str) -> None:
-    body = review({"metadata": {"name": name}, "target": target}, sub="binding", name=name)
-    found = installed.client.post("/mutate/bindings", json=body).json()["response"]
+@pytest.mark.parametrize("node", ["../secrets", "n/../../x", "N", "x" * 300, "é", " "])
+def test_invalid_names_are_not_used_in_urls(installed: Installed, node: str) -> None:
+    subject = pod()
+    subject["spec"]["nodeName"] = node
+    found = installed.client.post("/mutate/pods/initial", json=review(subject)).json()["response"]
     assert found["allowed"] is True
-    assert "patch" not in found
+    assert "the node's name is" in base64.b64decode(found["patch"]).decode()
+
+
+def test_a_pod_that_names_its_node_gets_its_request_if_the_api_server_is_down(installed: Installed) -> None:
+    subject = pod()
+    subject["spec"]["nodeName"] = "node-1"
+    found = installed.client.post("/mutate/pods/initial", json=review(subject)).json()["response"]
+    assert found["allowed"] is True
+    assert "the API server (node node-1) cannot be reached" in base64.b64decode(found["patch"]).decode()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"null", b'{"kind": "Pod"}', b"\xff\xfe", b"[" * 100_000])
 def test_invalid_bodies_are_refused_with_a_reason(installed: Installed, body: bytes) -> None:
-    response = installed.client.post("/mutate/pods/auto", content=body)
+    response = installed.client.post("/mutate/pods/initial", content=body)
     assert response.status_code == 400
     assert response.json()["detail"]
 
 
 def test_a_long_body_is_refused(installed: Installed) -> None:
-    response = installed.client.post("/mutate/pods/auto", content=b" " * (4 << 20))
+    response = installed.client.post("/mutate/pods/initial", content=b" " * (4 << 20))
     assert response.status_code == 413
     assert "3145728" in response.json()["detail"]
 
 
 def test_a_body_of_unknown_length_is_refused(installed: Installed) -> None:
-    response = installed.client.post("/mutate/pods/auto", content=iter([b"{}"]))
+    response = installed.client.post("/mutate/pods/initial", content=iter([b"{}"]))
     assert response.status_code == 411
 
 
-@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/docs", "/openapi.json", "/mutate/pods", "/mutate/pods/x"])
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/metrics", "/docs", "/openapi.json", "/mutate/pods", "/mutate/pods/x", "/mutate/pods/auto"]
+)
 def test_the_webhook_port_serves_only_reviews(installed: Installed, path: str) -> None:
     assert installed.client.post(path, json=review(pod())).status_code == 404
     assert installed.client.get(path).status_code in (404, 405)
@@ -194,7 +190,7 @@ def test_the_webhook_port_serves_only_reviews(installed: Installed, path: str) -
 
 def call(installed: Installed, context: ssl.SSLContext) -> int:
     with httpx.Client(verify=context, trust_env=False) as client:
-        return client.post(f"https://127.0.0.1:{installed.port}/mutate/pods/auto", json=review(pod())).status_code
+        return client.post(f"https://127.0.0.1:{installed.port}/mutate/pods/initial", json=review(pod())).status_code
 
 
 def test_only_clients_with_a_certificate_of_the_authority_may_call(installed: Installed, tmp_path: Path) -> None:
@@ -232,13 +228,13 @@ def test_a_rotated_client_authority_is_trusted_without_a_restart(tmp_path: Path)
 def test_the_plain_ports_serve_only_health_and_only_metrics(installed: Installed) -> None:
     assert installed.health.get("/healthz").text == "ok"
     assert installed.health.get("/readyz").text == "ok"
-    installed.client.post("/mutate/pods/auto", json=review(pod()))
+    installed.client.post("/mutate/pods/initial", json=review(pod()))
     text = installed.metrics.get("/metrics").text
-    assert 'clustergym_webhook_decisions_total{outcome="injected",webhook="pods"}' in text
+    assert 'clustergym_webhook_decisions_total{outcome="injected"}' in text
     assert "clustergym_webhook_certificate_expiry_timestamp_seconds" in text
     for client, paths in (
-        (installed.health, ("/metrics", "/mutate/pods/auto", "/mutate/bindings", "/", "/healthz/", "/healthz%0a")),
-        (installed.metrics, ("/healthz", "/mutate/pods/auto", "/metrics/", "/metrics%00")),
+        (installed.health, ("/metrics", "/mutate/pods/initial", "/mutate/bindings", "/", "/healthz/", "/healthz%0a")),
+        (installed.metrics, ("/healthz", "/mutate/pods/initial", "/metrics/", "/metrics%00")),
     ):
         for path in paths:
             assert client.get(path).status_code == 404, path
@@ -260,7 +256,7 @@ def test_many_large_bodies_use_bounded_memory(installed: Installed) -> None:
             socket.create_connection(("127.0.0.1", installed.port), timeout=60) as raw,
             installed.context(installed.folder).wrap_socket(raw, server_hostname="127.0.0.1") as connection,
         ):
-            connection.sendall(b"POST /mutate/pods/auto HTTP/1.1\r\nHost: x\r\nContent-Length: 2900001\r\n\r\n")
+            connection.sendall(b"POST /mutate/pods/initial HTTP/1.1\r\nHost: x\r\nContent-Length: 2900001\r\n\r\n")
             with suppress(OSError):  # the server closes the connection before it has read everything
                 connection.sendall(b" " * 2_900_000)
             with suppress(OSError):
@@ -279,7 +275,7 @@ def test_many_large_bodies_use_bounded_memory(installed: Installed) -> None:
     assert b"HTTP/1.1 503" in outcomes
     print("growth in MiB", (peak - before) >> 20)
     assert peak - before < 100 << 20
-    assert installed.client.post("/mutate/pods/auto", json=review(pod())).status_code == 200
+    assert installed.client.post("/mutate/pods/initial", json=review(pod())).status_code == 200
 
 
 def test_bodies_wait_until_others_are_done() -> None:
@@ -322,7 +318,7 @@ def test_a_body_that_never_comes_is_given_up(installed: Installed) -> None:
         installed.context(installed.folder).wrap_socket(raw, server_hostname="127.0.0.1") as connection,
     ):
         connection.settimeout(30)
-        connection.sendall(b"POST /mutate/pods/auto HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        connection.sendall(b"POST /mutate/pods/initial HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
         assert connection.recv(100).startswith(b"HTTP/1.1 503")
 
 
@@ -334,8 +330,7 @@ def test_no_newline_of_a_request_reaches_a_log_line(installed: Installed) -> Non
     }
     for name, subject in ((forged, pod()), (forged, broken)):
         body = review(subject, name=name, namespace=forged)
-        assert installed.client.post("/mutate/pods/auto", json=body).status_code == 200
-    installed.client.post("/mutate/bindings", json=review(BINDING, sub="binding", name=forged, namespace=forged))
+        assert installed.client.post("/mutate/pods/initial", json=body).status_code == 200
     text = installed.log.read_bytes().decode()
     assert r"x\n2026-01-01 00:00:00 INFO forged\r\x1b[2J\u2028\x85y" in text
     assert "Traceback" in text
@@ -348,7 +343,7 @@ def test_a_rotated_certificate_is_used_without_a_restart(installed: Installed) -
     make_certificates(installed.folder, ["127.0.0.1"])
     wait_until(lambda: _serial_or_none(installed) not in (before, None), "the new certificate")
     # The open connection still works.
-    assert installed.client.post("/mutate/pods/auto", json=review(pod())).status_code == 200
+    assert installed.client.post("/mutate/pods/initial", json=review(pod())).status_code == 200
 
 
 def _serial_or_none(installed: Installed) -> int | None:

@@ -26,7 +26,7 @@ from clustergym.moe_placement.kernels.cost import mean_pass_time
 from clustergym.moe_placement.kernels.passes import change
 from clustergym.moe_placement.profiles import PROFILES
 from clustergym.moe_placement.simulator import COMPUTE_US
-from clustergym.plans.planning import HeldOutCounts
+from clustergym.planners.heldout import HeldOutCounts
 from clustergym.traces import LoadTrace
 from cost_model import (
     BAR,
@@ -339,5 +339,5 @@ def test_a_plan_from_loads_is_priced_with_the_tile_of_its_passes(tokens_per_rank
     pairs = n_tokens * sim.model.top_k / sim.n_experts
     work = held * (costs.expert_us + costs.block_us * ceil(pairs / costs.block_tokens) + costs.pair_us * pairs)
     expected = max(costs.floor_us, costs.start_us + work)
-    assert found["layer_us"][0, COMPUTE_US] == pytest.approx(expected, rel=1e-9)
-    assert found["layer_us"].sum() == found["layer_us"][0, COMPUTE_US]
+    assert found.layer_us[0, COMPUTE_US] == pytest.approx(expected, rel=1e-9)
+    assert found.layer_us.sum() == found.layer_us[0, COMPUTE_US]

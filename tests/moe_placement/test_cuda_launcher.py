@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ import pytest
 TOOLKITS = [Path(root) for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda", "/usr/local/cuda-13.0") if root]
 
 
-def played(launcher: str, dispatch: str, transport: str, norm: int) -> dict[str, np.ndarray]:
-    """All arrays of three environments: reset, steps over the end of an interval and an episode, look-ahead, plan."""
+def played(launcher: str, dispatch: str, transport: str) -> dict[str, np.ndarray]:
+    """All arrays of three environments: reset, steps over the end of an interval and an episode, look-ahead."""
     import torch
 
     from clustergym import synthetic_trace
     from clustergym.moe_placement import (
         ClusterSpec,
         EngineProfile,
-        IntervalStream,
         ModelSpec,
         PlacementBatch,
         PlacementConfig,
@@ -36,28 +34,25 @@ def played(launcher: str, dispatch: str, transport: str, norm: int) -> dict[str,
     cluster = ClusterSpec("tiny", 3, 6, 2, intra_gb_s=0.4, inter_gb_s=0.1)
     config = PlacementConfig(
         trace, split="all", cluster=cluster, model=model, intervals=2, tokens_per_rank=2, sampled_passes=1,
-        ops_per_layer=2, schedule="drift", start="eplb", lookahead_norm=norm, memory=True,
+        ops_per_layer=2, schedule="drift", start="eplb",
         profile=EngineProfile("made", "sglang", "decode", dispatch, transport, (), "made by a test"),
     )  # fmt: skip
-    batches = {"play": PlacementBatch(config, 3), "plan": PlacementBatch(config, 2, observe_only=True)}
-    batch = batches["play"]
-    for one in batches.values():
-        one.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
+    batch = PlacementBatch(config, 3)
+    batch.launcher = {"cpu": cpu, "cuda": cuda}[launcher]
     batch.seed(np.array([5, 6, 7]))
     batch.reset()
     rng = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {}
 
-    def note(when: str, which: str = "play") -> None:
-        one = batches[which]
-        parts = {"sim": one.sim, "episode": one.episode, "stream": one.stream, "obs": one.buffers}
+    def note(when: str) -> None:
+        parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.obs}
         for part, tensors in parts.items():
             arrays.update({f"{when}/{part}/{name}": tensor.numpy().copy() for name, tensor in tensors.items()})
-        arrays[f"{when}/reward"] = one.reward.numpy().copy()
+        arrays[f"{when}/reward"] = batch.reward.numpy().copy()
 
     note("reset")
     for step in range(9):
-        mask = batch.obs["joint_mask"].numpy()
+        mask = batch.obs["action_mask"].numpy()
         choice = np.array([rng.choice(np.argwhere(m)) if rng.random() < 0.9 else [-1, 99] for m in mask])
         batch.step(*(torch.from_numpy(np.ascontiguousarray(column)) for column in choice.T))
         note(f"step{step}")
@@ -66,23 +61,14 @@ def played(launcher: str, dispatch: str, transport: str, norm: int) -> dict[str,
             batch.reset(torch.tensor([True, False, True]))
             note(f"reset{step}")
     arrays["lookahead"] = batch.lookahead(torch.tensor([[0, 2], [3, 1], [5, 0]])).numpy().copy()
-    # Once, and not as an observation of every step: the simulator takes seconds for it.
-    arrays["lookahead_all"] = np.zeros((3, 6, 3 * 18), np.float32)
-    batch.launcher.look_ahead_all(arrays["lookahead_all"], batch._state)
     for name, shape, dtype in (
         ("operations", (4, 2), np.int64), ("mask", (4,), np.int8), ("score", (4 + 36,), np.float64),
         ("compact", (3 * 11 + 18 * 6 + 6,), np.float32),
     ):  # fmt: skip
         arrays[f"candidates/{name}"] = np.zeros((3, *shape), dtype)
-    propose = import_module(f"{batch.launcher.__name__}_candidates").propose
-    propose(*(array for name, array in arrays.items() if name.startswith("candidates/")), batch._state)
+    batch.launcher.propose(*(array for name, array in arrays.items() if name.startswith("candidates/")), batch._state)
     del arrays["candidates/score"]  # scratch, from float32 observations
     note("end")
-    plan = batches["plan"]
-    plan.load_placement(plan.simulator.static(2), next(IntervalStream(trace, 18, config.traffic, seed=9)))
-    note("loaded", "plan")
-    plan.finish_layer(torch.tensor([0, 3]), torch.tensor([7, 1]))
-    note("finished", "plan")
     return arrays
 
 
@@ -100,24 +86,19 @@ import numpy as np
 from numba import config
 from test_cuda_launcher import played
 assert config.ENABLE_CUDASIM
-np.savez(sys.argv[1], **played("cuda", sys.argv[2], sys.argv[3], int(sys.argv[4])))
+np.savez(sys.argv[1], **played("cuda", sys.argv[2], sys.argv[3]))
 """
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "transport", "norm"),
-    [
-        ("rank-nearest", "dedup", 16),
-        ("token-hash", "per-expert", 0),
-        ("round-robin", "allgather", 0),
-        ("local-hash", "stay", 0),
-    ],
+    ("dispatch", "transport"),
+    [("rank-nearest", "dedup"), ("token-hash", "per-expert"), ("round-robin", "allgather"), ("local-hash", "dedup")],
 )
-def test_cuda_simulator_plays_the_same(dispatch: str, transport: str, norm: int, tmp_path: Path) -> None:
+def test_cuda_simulator_plays_the_same(dispatch: str, transport: str, tmp_path: Path) -> None:
     file = tmp_path / "played.npz"
-    found = run(SIMULATE, str(file), dispatch, transport, str(norm), NUMBA_ENABLE_CUDASIM="1")
+    found = run(SIMULATE, str(file), dispatch, transport, NUMBA_ENABLE_CUDASIM="1")
     assert found.returncode == 0, found.stderr
-    mine: dict[str, Any] = played("cpu", dispatch, transport, norm)
+    mine: dict[str, Any] = played("cpu", dispatch, transport)
     with np.load(file) as theirs:
         assert set(theirs) == set(mine)
         for name, array in mine.items():
@@ -126,14 +107,13 @@ def test_cuda_simulator_plays_the_same(dispatch: str, transport: str, norm: int,
             else:
                 # float32 observations and their sums may differ in the last bit: numpy rounds between operations,
                 # compiled code does not.
-                exact = array.dtype == np.float64 and not name.endswith("episode/local_coactivation")
-                tolerance = 1e-12 if exact else 3e-7
+                tolerance = 1e-12 if array.dtype == np.float64 else 1e-6
                 np.testing.assert_allclose(theirs[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
     # The episode did something: operations of several kinds, rewards, a second episode.
     kinds = {int(k) for name, array in mine.items() if name.endswith("episode/last_operation") for k in array[:, 0]}
     assert len(kinds & {2, 3, 4, 5}) >= 2
     assert any((array != 0).any() for name, array in mine.items() if name.endswith("reward"))
-    assert all((mine[name] != 0).any() for name in ("lookahead", "lookahead_all"))
+    assert (mine["lookahead"] != 0).any()
 
 
 COMPILE = """
@@ -160,14 +140,10 @@ config = PlacementConfig(
 batch = PlacementBatch(config, 2)
 episode, sim, _, obs, trace, rules = batch._state
 choice, flag, reward = np.zeros((2, 2), np.int64), np.zeros(2, bool), batch.reward.numpy()
-slots, rows = np.zeros((2, 4, 3), np.int16), np.zeros((2, 16), np.int32)
 kernels = {
     "_step": (choice, reward, *batch._state),
     "_reset": (flag, *batch._state),
-    "_look_ahead": (choice, np.zeros((2, 2, 12, 3), np.float32), episode, sim, obs, rules),
-    "_look_ahead_all": (np.zeros((2, 8, 12), np.float32), episode, sim, rules),
-    "_load": (slots, rows, rows, episode, sim, obs, trace, rules),
-    "_finish": (choice, episode, sim, obs, rules),
+    "_look_ahead": (choice, 0, np.zeros((2, 2, 4, 9), np.float32), episode, sim, rules),
 }
 for name, arguments in kernels.items():
     signature = tuple(typeof(argument) for argument in arguments)
@@ -188,4 +164,4 @@ def test_kernels_compile_for_a_device() -> None:
     found = run(COMPILE, CUDA_HOME=str(homes[0]))
     assert found.returncode == 0, found.stderr[-4000:]
     names = [line.split()[0] for line in found.stdout.splitlines()]
-    assert names == ["_step", "_reset", "_look_ahead", "_look_ahead_all", "_load", "_finish"]
+    assert names == ["_step", "_reset", "_look_ahead"]

@@ -5,37 +5,39 @@ The second device is a stand-in that needs no GPU (``second_device.py``). Its re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from test_ppo_moe_marl import tiny_task
 
-from clustergym.agent.learner import Experiences
-from clustergym.training import World
-from second_device import DEVICE, DeviceError, DeviceTensor, second_device
-from short_runs import TRAINERS, Trainer
+from clustergym.training import runs
+from clustergym.training.distributed import World
+from second_device import DEVICE, DeviceError, second_device
+from slow_training import BOX, MASKED, games, scripted_environments
 from trainers import load_trainer
-from update_cases import CASES, PlacementCase
 
 CPU = torch.device("cpu")
 
 
-class Crash(Exception):
-    """Stands for a process that dies."""
-
-
 # torch takes the stand-in for a device without numbers.
 pytestmark = [
-    pytest.mark.usefixtures("scripted", "reproducible"),
+    pytest.mark.usefixtures("reproducible"),
     pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter"),
 ]
-each_trainer = pytest.mark.parametrize("trainer", TRAINERS, ids=lambda each: f"{each}-{TRAINERS.index(each)}")
+
+TASKS = {
+    "ppo": MASKED, "ppo_kl": MASKED, "ppo_lstm": MASKED, "ppo_continuous_action": BOX, "ppo_atari": "",
+    "ppo_gpu_alloc": "GPUAllocation-v0", "ppo_gpu_alloc_lstm": "GPUAllocation-v0",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environments() -> Iterator[None]:
+    with scripted_environments():
+        yield
 
 
 def differences(a: Any, b: Any, where: str = "") -> list[str]:
@@ -54,123 +56,57 @@ def differences(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if a == b or (isinstance(a, float) and a == pytest.approx(b, rel=1e-4, nan_ok=True)) else [where]
 
 
-RESULTS = ("mean_return", "mean_return_ci95", "train_return_100", "reward", "qos", "efficiency", "steps", "kl", "gain")
+RESULTS = ("mean_return", "mean_return_ci95", "train_return_100", "reward", "qos", "efficiency", "steps")
 
 
-def same_results(a: dict[str, Any], b: dict[str, Any]) -> None:
-    found = {key: a[key] for key in RESULTS if key in a}
-    assert "mean_return" in found
-    assert found["mean_return"] is not None
-    assert not differences(found, {key: b[key] for key in found})
+class Crash(BaseException):
+    """Stands for a process that dies."""
 
 
-@each_trainer
-def test_run_on_a_device_equals_the_run_on_the_cpu(
-    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", TASKS)
+def test_run_on_a_device_equals_the_run_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train, save and crash on the device; then resume, finish, evaluate and export the model there."""
-    expected = trainer.train(tmp_path / "cpu", CPU)
-    owner, name = trainer.update()
-    update, calls = getattr(owner, name), []
+    trainer = load_trainer(name)
+    known = {field.name for field in fields(trainer.Args)}
+    if name == "ppo_atari":
+        monkeypatch.setattr(trainer, "make_envs", games)
 
-    def crashing(*args: Any) -> Any:
-        calls.append(name)
-        if len(calls) == trainer.crash_in:
+    def train(folder: Path, device: torch.device, **changes: Any) -> dict[str, Any]:
+        flags = {
+            "env_id": TASKS[name], "num_envs": 4, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "hidden": 8,
+            "total_timesteps": 96, "eval_episodes": 2, "eval_streams": 2, "checkpoint_interval": 1, "run_dir": folder,
+        }  # fmt: skip
+        args = trainer.Args(**{key: value for key, value in (flags | changes).items() if key in known})
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "choose_device", lambda *_, **__: device)
+            patch.setattr(trainer, "init_distributed", lambda *_: World(device=device), raising=False)
+            found: dict[str, Any] = trainer.train(args)
+        return found
+
+    def final(folder: Path) -> Any:
+        state = torch.load(folder / "checkpoint.pt", weights_only=True)["state"]
+        return {key: value for key, value in state.items() if key != "args"}
+
+    expected = train(tmp_path / "cpu", CPU)
+    log = runs.Run.log
+
+    def deadly(self: Any, *given: Any, **shown: Any) -> None:
+        if self.iteration == 3:
             raise Crash
-        return update(*args)
+        log(self, *given, **shown)
 
-    monkeypatch.setattr(owner, name, crashing)
-    with pytest.raises(Crash), second_device() as device:
-        trainer.train(tmp_path / "cut", device)
+    # Other environments than ours would begin new episodes.
+    resumes = "gpu_alloc" in name
+    if resumes:
+        with monkeypatch.context() as patch, second_device() as device:
+            patch.setattr(runs.Run, "log", deadly)
+            with pytest.raises(Crash):
+                train(tmp_path / "device", device)
     with second_device() as device:
-        same_results(trainer.train(tmp_path / "cut", device, resume=True, save_model=True), expected)
-    assert not differences(trainer.final(tmp_path / "cut"), trainer.final(tmp_path / "cpu"))
-
-
-def test_run_can_move_from_a_device_to_the_cpu(tmp_path: Path) -> None:
-    trainer = next(each for each in TRAINERS if each.name == "ppo_lstm")
-    with second_device() as device:
-        expected = trainer.train(tmp_path, device)
-    same_results(trainer.train(tmp_path, CPU, resume=True), expected)
-
-
-def test_online_update_on_a_device_equals_the_update_on_the_cpu(tmp_path: Path) -> None:
-    """The agent of a node learns on the device; the server keeps its state on the CPU."""
-    online = load_trainer("ppo_gpu_alloc_online")
-    args = online.Args()
-    state = online.initial_state(args)
-    size = len(state["statistics"]["mean"])
-    rng = np.random.default_rng(0)
-    policy = online.Policy(state)
-    obs = torch.from_numpy(rng.uniform(0, 1, (40, size))).float()
-    acted = [policy.choose(policy.logits(each.numpy()), rng) for each in obs]
-    batch = Experiences(
-        obs, torch.tensor(np.array([action for action, _ in acted])).float(),
-        torch.tensor([logprob for _, logprob in acted]), torch.rand(40), torch.zeros(40), obs.flip(0),
-        torch.zeros(40, dtype=torch.bool), 40,
-    )  # fmt: skip
-    on_cpu = on_device = state
-    for _ in range(2):
-        on_cpu, expected = online.learn_once(on_cpu, batch, args, CPU)
-        with second_device() as device:
-            on_device, found = online.learn_once(on_device, batch, args, device)
-            assert not any(isinstance(each, DeviceTensor) for each in on_device["agent"].values())
-        assert not differences(found, expected)
-        assert not differences(
-            {key: on_device[key] for key in ("agent", "optimizer", "statistics", "version")},
-            {key: on_cpu[key] for key in ("agent", "optimizer", "statistics", "version")},
-        )
-    assert on_device["version"] == 2
-    online.Policy(on_device)
-
-
-class BatchOnDevice:
-    """The environments of the placement trainer: they compute on the CPU and show their tensors on the device."""
-
-    def __init__(self, batch: Any, device: torch.device) -> None:
-        self.batch, self.device = batch, device
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self.batch, name)
-        if isinstance(found, dict):
-            return {key: each.to(self.device) for key, each in found.items()}
-        if callable(found):
-            return lambda *given: self.show(found(*(each.cpu() if hasattr(each, "cpu") else each for each in given)))
-        return self.show(found)
-
-    def show(self, found: Any) -> Any:
-        if type(found) is tuple:
-            return tuple(map(self.show, found))
-        return found.to(self.device) if isinstance(found, torch.Tensor) else found
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if isinstance(case, PlacementCase)], ids=lambda case: case.id)
-def test_placement_iterations_on_a_device_equal_those_on_the_cpu(
-    case: PlacementCase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The simulator is compiled for CPU and CUDA, so only the networks and the trainer are on the second device."""
-    marl, args = case.trainer, case.args()
-    task, plain = tiny_task(args), gymnasium.make_vec
-
-    def make_vec(*given: Any, device: torch.device, **options: Any) -> Any:
-        batch = plain(*given, **options, device=CPU).batch
-        return SimpleNamespace(batch=batch if device == CPU else BatchOnDevice(batch, device))
-
-    monkeypatch.setattr(marl.gymnasium, "make_vec", make_vec)
-
-    def iterations(device: torch.device) -> tuple[Any, ...]:
-        torch.manual_seed(0)
-        agent = marl.make_agent(args).to(device)
-        optimizer, scale = marl.make_optimizer(agent, 1e-3), marl.ReturnStatistics()
-        rollouts = marl.Rollouts(args, agent, task, device)
-        rollouts.restart(5)
-        metrics = [marl.iterate(agent, optimizer, rollouts, scale, args, World(device=device)) for _ in range(2)]
-        timeless = [{key: each[key] for key in each if not key.startswith("time/")} for each in metrics]
-        return timeless, agent.state_dict(), scale.state_dict()
-
-    expected = iterations(CPU)
-    with second_device() as device:
-        assert not differences(iterations(device), expected)
+        found = train(tmp_path / "device", device, resume=resumes, save_model=True)
+    results = [{key: each[key] for key in RESULTS if key in expected} for each in (found, expected)]
+    assert not differences(*results)
+    assert not differences(final(tmp_path / "device"), final(tmp_path / "cpu"))
 
 
 # The stand-in itself

@@ -117,10 +117,6 @@ def assert_counts(sim: SimulationState, b: int, w: int, truth: object, transport
     assert pairs_of(sim, b, w) == dict(truth.pairs)
     if transport != "allgather":
         np.testing.assert_array_equal(sim.copies[b, w], sent_and_received(truth.links, n_gpus, per_node))
-    if transport == "stay":
-        np.testing.assert_array_equal(sim.return_copies[b, w], sent_and_received(truth.back, n_gpus, per_node))
-        bits = np.unpackbits(sim.destinations[b, w].view(np.uint8), axis=1, bitorder="little")[:, : len(truth.stays)]
-        np.testing.assert_array_equal(bits, np.arange(n_gpus)[:, None] == np.array(truth.stays)[None])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -171,8 +167,7 @@ def assert_same_state(sim: SimulationState, fresh: SimulationState, b: int, pass
         assert sim.replicas[b, e, :n].tolist() == fresh.replicas[b, e, :n].tolist()
     names = ["load", "kernel_us"]
     names += [] if transport == "allgather" else ["visits", "copies"]
-    names += ["node_visits"] if transport in ("dedup", "stay") else []
-    names += ["origins", "destinations", "return_copies", "first_uses", "idle"] if transport == "stay" else []
+    names += ["node_visits"] if transport == "dedup" else []
     for w in range(passes):
         assert pairs_of(sim, b, w) == pairs_of(fresh, b, w)
         for name in names:
@@ -325,8 +320,6 @@ def test_look_ahead_is_the_difference_of_evaluations(
     case: Instance, dispatch: str, transport: str, expert: int, migration: str
 ) -> None:
     """Also with a migration in the background, which costs what the time before the interval says."""
-    if transport == "stay":
-        migration = "blocking"
     simulator, gpus = case.simulator(made_profile(dispatch, transport), migration=migration), case.cluster.n_gpus
     e, interval, costs = expert % case.model.n_experts, case.interval, simulator.costs(case.interval.n_tokens)
     before_us = simulator.evaluate(interval, case.before).time_us[0]

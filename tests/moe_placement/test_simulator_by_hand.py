@@ -34,22 +34,17 @@ HAND_INTERVAL = Interval(
 # dedup: t0 0→1; t1 0→1, 0⇒2; t2 1⇒3 (its rank on node 1), 3→2; t3 3→2, 3⇒1, 1→0.
 #   inside: GPU 0 sends 2; between: 1 at most. dispatch 3 + 2·0.02 + 0.2, combine 3 + 2·0.04 + 0.4.
 # per-expert: t0 0→1; t1 0⇒2, 0→1; t2 1⇒2; t3 3⇒0, 3→2. inside 2; between: GPU 2 gets 2. 3 + 0.04 + 0.4, 3 + 0.08 + 0.8.
-# stay: dispatch as dedup. Tokens stay on 0, 2, 2, 0; back to there: t0 1→0; t1 and t2 from GPU 1 through GPU 0 to 2;
-#   t3 2⇒0. inside: GPU 0 gets 3; between: GPU 2 gets 2. combine 3 + 3·0.04 + 2·0.4.
 # allgather: each node gets the two tokens of the other: 3 + 2·0.2, 3 + 2·0.4.
 # Layer 1, all tokens on GPUs 2 and 0. Kernels 10+5+4 = 19.
 # dedup: t0, t1 0⇒2; t2 1→0, 1⇒3, 3→2; t3 3→2, 3⇒1, 1→0. inside 2, between 2: 3 + 0.04 + 0.4, 3 + 0.08 + 0.8.
 # per-expert: t0, t1 0⇒2; t2 1→0, 1⇒2; t3 3→2, 3⇒0. inside 1, between: GPU 2 gets 3: 3 + 0.02 + 0.6, 3 + 0.04 + 1.2.
-# stay: from 0, 2, 2, 0: two copies each way between 0 and 2: 3 + 0.4. All stay on 2 (expert 2 comes first): 4 results
-#   0⇒2: 3 + 1.6.
 HAND_TIMES = {
     "dedup": [(3.24, 23, 3.48), (3.44, 19, 3.88)],
     "per-expert": [(3.44, 23, 3.88), (3.62, 19, 4.24)],
     "allgather": [(3.4, 23, 3.8), (3.4, 19, 3.8)],
-    "stay": [(3.24, 23, 3.92), (3.4, 19, 4.6)],
 }
 # Measured starts of dispatch and combine.
-STARTS = {"dedup": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0), "stay": (26.7, 39.5)}
+STARTS = {"dedup": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0)}
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -229,7 +224,6 @@ def test_static_placement_counts_through_the_experts() -> None:
         ({"passes_per_interval": 0}, "passes_per_interval is 0: expected at least 1"),
         ({"background_share": 1.5}, "background_share is 1.5: expected 0 … 1"),
         ({"migration": "lazy"}, "unknown migration 'lazy'; expected one of: blocking, async"),
-        ({"profile": made_profile(transport="stay"), "migration": "async"}, "does not work with transport 'stay'"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, object], message: str) -> None:

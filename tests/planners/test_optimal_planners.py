@@ -27,9 +27,7 @@ from clustergym.planners.exact import Exact
 from clustergym.planners.kernels.launch import objective_us
 from clustergym.planners.kernels.proposals import propose
 from clustergym.planners.kernels.trial import allocate, can_try, prepare, try_change
-from clustergym.planners.registry import make_planner
 from even_instances import (
-    SERVED,
     cost_us,
     costs_of_all,
     even_instance,
@@ -50,28 +48,19 @@ HOT = {
 
 # Exact
 
-# (nodes, GPUs per node, experts, top-k, slots): as many slots as experts, so the exact planner searches node by node or
-# solves a program.
-FULL = [(1, 2, 6, 2, 3), (1, 3, 6, 2, 2), (2, 2, 4, 2, 1), (2, 1, 6, 3, 3), (2, 2, 8, 3, 2), (3, 1, 6, 1, 2)]
+# (nodes, GPUs per node, experts, top-k, slots): as many slots as experts, so the exact planner searches node by node.
+FULL = [(1, 2, 6, 2, 3), (1, 3, 6, 2, 2), (2, 2, 4, 2, 1), (2, 1, 6, 3, 3), (2, 2, 8, 3, 2)]
 # With spare slots, so it tries every placement.
 SPARE = [(1, 2, 4, 2, 3), (2, 1, 5, 2, 3), (1, 3, 4, 1, 2), (2, 2, 3, 2, 1)]
 
 
 @pytest.mark.parametrize("migration", [True, False])
 @pytest.mark.parametrize("shape", FULL + SPARE)
-@pytest.mark.parametrize("search", [True, False])
 @pytest.mark.parametrize(("seed", "passes", "profile"), [(0, 1, "sglang-prefill"), (1, 2, "sglang-prefill"),
     (2, 3, "sglang-decode"), (3, 2, "vllm"), (4, 2, "sglang-lp"), (5, 2, "tensorrt-llm")])  # fmt: skip
 def test_exact_plan_is_the_best_of_all_placements(
-    shape: tuple[int, int, int, int, int], seed: int, passes: int, profile: str, migration: bool, search: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    if search and (shape in SPARE or shape[0] > 2 or profile == "sglang-lp"):
-        return  # the search is for one copy per expert on one or two nodes
-    if not search:
-        monkeypatch.setattr(exact, "can_search", lambda sim: False)
-    if not search and profile not in ("sglang-prefill", "tensorrt-llm") and shape not in SPARE:
-        return  # the program is of deduplicated copies; without it there would be too many placements to try
+    shape: tuple[int, int, int, int, int], seed: int, passes: int, profile: str, migration: bool
+) -> None:
     if profile == "sglang-lp" and shape not in (SPARE[0], SPARE[3]):
         return  # a linear program for every placement
     sim, interval, before = even_instance(seed, *shape, profile, passes)
@@ -81,27 +70,21 @@ def test_exact_plan_is_the_best_of_all_placements(
         sim, interval, every_placement(sim.n_experts, sim.n_gpus, sim.n_slots), before, migration
     ).min()
     assert cost_us(sim, interval, plan, before, migration)[0] == pytest.approx(least, rel=1e-6)
-    # The objective of the program agrees with the simulator.
     assert planner.optimum_us == pytest.approx([least], rel=1e-6)
     if not migration:
         assert sim.lower_bound(interval)[0] <= least
 
 
-def test_exact_program_and_enumeration_agree_over_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_layer_is_searched_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(5)
     sim = even_simulator(2, 2, 4, 2, 1)
     interval, before = random_interval(rng, sim, 12, layers=3, passes=2), random_placement(rng, 3, 4, 1, 4, 0.0)
-    search = Exact(sim)
+    search, enumeration = Exact(sim), Exact(sim)
     search.plan([interval], before)
     monkeypatch.setattr(exact, "can_search", lambda sim: False)
-    program = Exact(sim)
-    program.plan([interval], before)
-    enumeration = Exact(sim)
-    monkeypatch.setattr(enumeration, "_program", enumeration._enumerate)
     monkeypatch.setattr(exact, "BATCH", 7)
     enumeration.plan([interval], before)
-    assert len(program.optimum_us) == 3
-    assert program.optimum_us == pytest.approx(enumeration.optimum_us, rel=1e-6)
+    assert len(search.optimum_us) == 3
     assert search.optimum_us == pytest.approx(enumeration.optimum_us, rel=1e-12)
 
 
@@ -119,17 +102,11 @@ def test_exact_planner_weighs_migration() -> None:
 
 def test_exact_planner_refuses_large_instances() -> None:
     rng = np.random.default_rng(0)
-    wide = even_simulator(1, 11, 11, 1, 1)
-    with pytest.raises(ValueError, match=r"11 experts × 11 GPUs are 121 binary choices: .* at most 120"):
-        Exact(wide).plan([random_interval(rng, wide, 4)], wide.static(1))
     spare = even_simulator(1, 4, 8, 1, 3)  # (1 + 8 + 28 + 56)^4 = 74 805 201
     with pytest.raises(
         ValueError, match=r"8 experts in 4 × 3 slots have about 7\.5e\+07 placements: .* at most 300000"
     ):
         Exact(spare).plan([random_interval(rng, spare, 4)], spare.static(1))
-    stay = even_simulator(1, 2, 4, 1, 2, SERVED["stay"])
-    with pytest.raises(ValueError, match="transport 'stay'"):
-        Exact(stay).plan([random_interval(rng, stay, 4)], stay.static(1))
 
 
 # Annealing
@@ -141,7 +118,7 @@ def test_exact_planner_refuses_large_instances() -> None:
 def test_annealing_reaches_the_proven_optimum(
     shape: tuple[int, int, int, int, int], seed: int, profile: str, migration: str
 ) -> None:
-    if shape not in SPARE and (profile != "sglang-prefill" or migration == "async"):
+    if shape not in SPARE and migration == "async":
         return  # the exact planner would try too many placements
     sim, interval, before = even_instance(seed, *shape, profile, 2, migration)
     proven = Exact(sim)
@@ -196,7 +173,7 @@ def test_annealing_is_never_worse_than_its_starts(
     planner = Anneal(
         instance.simulator(profile), norm=norm, iterations=iterations, heat=(10.0, 1.0), migration_weight=weight
     )
-    interval, now = planner.observe([instance.interval]), instance.placement
+    interval, now = planner.observe([instance.interval], planner.most_tokens), instance.placement
     eplb = EPLB(planner.simulator)
     plans = (
         planner.plan([instance.interval], now), now, planner.simulator.static(interval.n_layers),
@@ -246,18 +223,16 @@ def test_a_trial_tells_what_the_change_then_costs(
         sim.check(state.slots)
 
 
-@pytest.mark.parametrize("profile", ["sglang-prefill", "stay"])
-def test_annealing_keeps_its_time_budget(profile: str) -> None:
-    sim = even_simulator(2, 2, 16, 2, 5, SERVED[profile])
+def test_annealing_keeps_its_time_budget() -> None:
+    sim = even_simulator(2, 2, 16, 2, 5)
     rng = np.random.default_rng(2)
     interval, planner = random_interval(rng, sim, 200, layers=4), Anneal(sim, seconds=0.4)
     planner.plan([interval], sim.static(4))  # compile
     began = time.perf_counter()
     plan = planner.plan([interval], sim.static(4))
     elapsed = time.perf_counter() - began
-    assert 0.39 < elapsed < 0.8  # with slack for a busy machine
-    if profile != "stay":
-        assert (cost_us(sim, interval, plan, sim.static(4)) < sim.evaluate(interval, sim.static(4)).time_us).all()
+    assert 0.39 < elapsed < 5  # a busy machine may take its time
+    assert (cost_us(sim, interval, plan, sim.static(4)) < sim.evaluate(interval, sim.static(4)).time_us).all()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +242,7 @@ def test_annealing_keeps_its_time_budget(profile: str) -> None:
         ({"seconds": 0.0}, "more than 0 seconds"),
         ({"heat": (0.1, 0.0)}, "temperatures must be more than 0"),
         ({"norm": 3}, "power of two"),
-        ({"intervals": 0}, "intervals is 0"),
+        ({"robustness": -1.0}, "robustness is -1"),
         ({"mix_tokens": -1}, "mix_tokens is -1"),
         ({"estimate_steps": -1}, "0 or more steps on the estimate"),
         ({"estimate_share": 1.5}, "estimate_share is 1.5"),
@@ -276,17 +251,3 @@ def test_annealing_keeps_its_time_budget(profile: str) -> None:
 def test_annealing_refuses_impossible_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Anneal(even_simulator(1, 2, 4, 1, 2), **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["bottleneck-8", "swap-greedy"])
-def test_joined_intervals_weigh_as_much_as_one(name: str) -> None:
-    """An interval joined with itself has the same traffic per pass, so migration must weigh the same."""
-    for seed in range(5):
-        sim, interval, before = even_instance(seed, 2, 2, 8, 2, 3)
-        one = make_planner(name, sim, intervals=1).plan([interval], before)
-        two = make_planner(name, sim, intervals=2).plan([interval, interval], before)
-        np.testing.assert_array_equal(one, two)
-        planner = Anneal(sim)
-        costs = [own_objective(planner, Interval.join([interval] * n), one, before) for n in (1, 2)]
-        np.testing.assert_allclose(*costs)
-    assert (one != before).any()

@@ -234,7 +234,7 @@ def test_the_estimate_saves_most_of_what_exact_steps_save(profile: str) -> None:
 
 
 def test_profiles_without_an_estimate_are_searched_exactly() -> None:
-    for profile, expected in (("sglang-lp", False), (made_profile("local-hash", "stay"), False), ("vllm", True)):
+    for profile, expected in (("sglang-lp", False), ("vllm", True)):
         sim = simulator(2, 2, 8, 2, 3, profile)
         assert Anneal(sim).estimates is expected
     assert not Anneal(sim, estimate_steps=0).estimates

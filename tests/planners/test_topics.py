@@ -7,6 +7,7 @@ import pytest
 
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.streams import Interval
+from clustergym.planners.anneal import Anneal
 from clustergym.planners.registry import make_planner
 from clustergym.planners.topics import scenarios, topics_of
 
@@ -66,15 +67,15 @@ def test_robust_plans_are_better_when_the_mixture_changes(exact: bool) -> None:
     sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
     seen = interval_of(experts, np.arange(64 * BLOCK), sim.n_gpus)
     times = {}
-    for name in ("anneal", "anneal-robust"):
-        planner = make_planner(name, sim, **({} if exact else {"seconds": 0.06}))
+    for robustness in (0.0, 0.5):
+        planner = make_planner("anneal", sim, robustness=robustness, **({} if exact else {"seconds": 0.06}))
         plan = planner.plan([seen], sim.static(3))
-        times[name] = [
+        times[robustness] = [
             sim.evaluate(interval_of(two_topics(64, share, seed=1)[0], np.arange(64 * BLOCK), sim.n_gpus), plan)
             .time_us.mean()
             for share in (0.2, 0.8)
         ]  # fmt: skip
-    assert np.mean(times["anneal-robust"]) < 0.97 * np.mean(times["anneal"])
+    assert np.mean(times[0.5]) < 0.97 * np.mean(times[0.0])
 
 
 def test_certain_mixtures_change_nothing() -> None:
@@ -83,12 +84,7 @@ def test_certain_mixtures_change_nothing() -> None:
     sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-decode")
     seen = interval_of(experts, np.arange(BLOCK), sim.n_gpus)  # one block
     plans = [
-        make_planner(name, sim, estimate_steps=2000, iterations=1).search_estimate([seen], sim.static(3))  # type: ignore[attr-defined]
-        for name in ("anneal", "anneal-robust")
+        Anneal(sim, estimate_steps=2000, iterations=1, robustness=robustness).search_estimate([seen], sim.static(3))
+        for robustness in (0.0, 0.5)
     ]
     np.testing.assert_array_equal(*plans)
-
-
-def test_a_negative_spread_is_refused() -> None:
-    with pytest.raises(ValueError, match="spread is -1: expected 0 or more"):
-        make_planner("anneal", Simulator("gpt-oss-20b", "h800-2x4", "sglang-decode"), spread=-1)

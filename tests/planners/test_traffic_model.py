@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from clustergym.cli import main
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
 from clustergym.moe_placement.streams import Interval, Traffic, layer_first
 from clustergym.planners.anneal import SHORTEST_SECONDS, Anneal
-from clustergym.planners.evaluation import Protocol, compare, teach
+from clustergym.planners.evaluation import Protocol, compare
 from clustergym.planners.registry import make_planner
 from clustergym.planners.traffic_model import TrafficModel
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
@@ -87,7 +85,7 @@ def test_plans_serve_the_next_passes_better() -> None:
     past, rest = synthetic_trace(layout, seed=3).split(0.6, seed=0)
     sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
     rng = np.random.default_rng(0)
-    plain, learned = make_planner("anneal", sim), make_planner("anneal-learned", sim)
+    plain, learned = make_planner("anneal", sim), make_planner("anneal", sim)
     learned.learn(past)
     times = {"plain": 0.0, "learned": 0.0}
     eplb = sim.static(2)
@@ -106,23 +104,10 @@ def test_same_seed_same_plan() -> None:
     sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
     plans = []
     for _ in range(2):
-        planner = make_planner("anneal-learned", sim, iterations=50, estimate_steps=500)
+        planner = make_planner("anneal", sim, iterations=50, estimate_steps=500)
         planner.learn(past)
         plans.append(planner.plan([interval_of(now, np.arange(8), sim.n_gpus)], sim.static(LAYERS)))
     np.testing.assert_array_equal(*plans)
-
-
-def test_a_planner_that_did_not_learn_is_refused() -> None:
-    trace, _ = trace_of_topics(0)
-    sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
-    planner = make_planner("anneal-learned", sim)
-    with pytest.raises(ValueError, match="call learn"):
-        planner.plan([interval_of(trace, np.arange(8), sim.n_gpus)], sim.static(LAYERS))
-    with pytest.raises(ValueError, match="split 'all': use validation or test"):
-        teach(planner, trace, Protocol(Traffic("prefill"), split="all"))
-    planner.learn(trace.select(layers=[0]))
-    with pytest.raises(ValueError, match="learned from 1 layers"):
-        planner.plan([interval_of(trace, np.arange(8), sim.n_gpus)], sim.static(LAYERS))
 
 
 def test_comparison_teaches_with_the_train_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,16 +124,20 @@ def test_comparison_teaches_with_the_train_split(monkeypatch: pytest.MonkeyPatch
     sim = Simulator("tiny-moe", "h800-2x2", "sglang-prefill")
     traffic = Traffic("prefill", tokens_per_rank=16, sampled_passes=1, schedule="drift")
     protocol = Protocol(traffic, intervals=1, streams=1, split="test")
-    options = {"anneal-learned": {"iterations": 10, "estimate_steps": 100}}
-    (result,) = compare(trace, sim, ["anneal-learned"], protocol, options=options)
+    options = {"anneal": {"iterations": 10, "estimate_steps": 100}}
+    (result,) = compare(trace, sim, ["anneal"], protocol, options=options)
     assert result.total_us > 0
     assert len(seen) == 1
     np.testing.assert_array_equal(seen[0].experts, split_trace(trace, "train").experts)
 
 
-def test_one_plan_is_made_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny_moe", "--planner", "anneal-learned", "-o", str(tmp_path / "plan.json")]) == 2
-    assert "plans again and again" in capsys.readouterr().err
+def test_traffic_of_another_model_is_refused() -> None:
+    trace, _ = trace_of_topics(0)
+    sim = Simulator("gpt-oss-20b", "h800-2x4", "sglang-prefill")
+    planner = make_planner("anneal", sim)
+    planner.learn(trace.select(layers=[0]))
+    with pytest.raises(ValueError, match="learned from 1 layers"):
+        planner.plan([interval_of(trace, np.arange(8), sim.n_gpus)], sim.static(LAYERS))
 
 
 def test_traffic_unlike_all_topics_gets_few_training_tokens() -> None:
@@ -188,7 +177,7 @@ def test_the_estimate_counts_observed_tokens_and_past_topics() -> None:
     seen = interval_of(now, np.flatnonzero(topic), 8)
     cluster = ClusterSpec("c", 2, 4, 3, 160, 40, 2.0, 4.0)
     sim = Simulator(ModelSpec("m", LAYERS, EXPERTS, TOP_K, 64, 64), cluster, "sglang-prefill")
-    planner = Anneal(sim, spread=0.5)
+    planner = Anneal(sim, robustness=0.5)
     planner.traffic = TrafficModel.learn(past, EXPERTS, topics=2)
     own, shares = planner.traffic.blend(seen.loads(EXPERTS).astype(float), seen.rows.size)
     assert own + shares.sum() == pytest.approx(1)
@@ -235,7 +224,7 @@ def test_topics_of_the_interval_are_looked_for_if_traffic_is_new_and_there_is_ti
 
     monkeypatch.setattr("clustergym.planners.search.topics_of", counted)
     sim = Simulator(ModelSpec("two", LAYERS, EXPERTS, TOP_K, 512, 128), ClusterSpec("2x2", 2, 2, 5), "sglang-prefill")
-    planner = make_planner("anneal-learned", sim, iterations=10, seconds=seconds)
+    planner = make_planner("anneal", sim, iterations=10, seconds=seconds)
     planner.learn(past)
     sim.check(planner.plan([interval_of(past if known else new, np.arange(40), 4)], sim.static(LAYERS)))
     assert len(calls) == looked
@@ -261,7 +250,7 @@ def united(placement: np.ndarray, partner: int) -> bool:
 
 def test_learning_makes_a_plan_for_past_traffic_that_searches_start_from() -> None:
     sim = Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), "sglang-prefill")
-    planner = make_planner("anneal-learned", sim, seconds=SHORTEST_SECONDS)
+    planner = make_planner("anneal", sim, seconds=SHORTEST_SECONDS)
     past, apart = trace_of_pairs(1), np.arange(8).reshape(1, 4, 2).astype(np.int16)
     planner.learn(past)
     usual = planner.usual
@@ -276,7 +265,7 @@ def test_learning_makes_a_plan_for_past_traffic_that_searches_start_from() -> No
 
 @pytest.mark.parametrize("profile", ["sglang-lp", "sglang-prefill"])
 def test_only_searches_with_an_estimate_have_a_plan_for_past_traffic(profile: str) -> None:
-    planner = make_planner("anneal-learned", Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), profile))
+    planner = make_planner("anneal", Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), profile))
     planner.learn(trace_of_pairs(1))
     assert (planner.usual is None) == (profile == "sglang-lp")
 
@@ -285,11 +274,11 @@ def test_a_search_with_a_plan_for_past_traffic_begins_cooler(monkeypatch: pytest
     heats: list[object] = []
 
     def noted(*arguments: object) -> int:
-        heats.append(arguments[6])
+        heats.append(arguments[4])
         return 0
 
     sim = Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), "sglang-prefill")
-    planner = make_planner("anneal-learned", sim)
+    planner = make_planner("anneal", sim)
     planner.learn(trace_of_pairs(1))
     monkeypatch.setattr(Anneal, "_run", noted)
     seen = Interval.even(layer_first(trace_of_pairs(1)), np.arange(1024, dtype=np.int32)[None], 4)
@@ -302,12 +291,11 @@ def test_a_search_with_a_plan_for_past_traffic_begins_cooler(monkeypatch: pytest
     assert heats == [(pytest.approx(3e-3), 1e-3), (5e-4, 5e-4), (1e-3, 5e-4)]
 
 
-@pytest.mark.parametrize(("planner", "ms", "exact"), [
-    ("anneal", 20, False), ("anneal", 50, True), ("anneal-learned", 50, False), ("anneal-learned", 200, True),
-    ("anneal-learned", None, True),
+@pytest.mark.parametrize(("learned", "ms", "exact"), [
+    (False, 20, False), (False, 50, True), (True, 50, False), (True, 200, True), (True, None, True),
 ])  # fmt: skip
 def test_exact_steps_need_time_and_more_with_past_traffic(
-    monkeypatch: pytest.MonkeyPatch, planner: str, ms: float | None, exact: bool
+    monkeypatch: pytest.MonkeyPatch, learned: bool, ms: float | None, exact: bool
 ) -> None:
     calls, refine = [], Anneal.refine
 
@@ -317,8 +305,8 @@ def test_exact_steps_need_time_and_more_with_past_traffic(
 
     monkeypatch.setattr(Anneal, "refine", counted)
     sim = Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), "sglang-prefill")
-    search = make_planner(planner, sim, iterations=10, seconds=None if ms is None else ms / 1e3)
-    if search.needs_training:
+    search = make_planner("anneal", sim, iterations=10, seconds=None if ms is None else ms / 1e3)
+    if learned:
         search.learn(trace_of_pairs(1))
     seen = Interval.even(layer_first(trace_of_pairs(1)), np.arange(1024, dtype=np.int32)[None], 4)
     sim.check(search.plan([seen], sim.static(1)))

@@ -14,20 +14,25 @@ from hypothesis import strategies as st
 from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.profiles import PROFILES
-from clustergym.moe_placement.resampling import HeldOutPasses, Resampled, Samples, spread_layers
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.specs import ModelSpec, get_cluster
 from clustergym.moe_placement.streams import Traffic
 from clustergym.planners.eplb import EPLB
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
-from clustergym.planners.greedy import SwapGreedy
+from clustergym.planners.greedy import Greedy
+from clustergym.planners.heldout import (
+    PASSES_OF_A_PERMANENT_PLAN,
+    HeldOutPasses,
+    Observed,
+    Resampled,
+    Samples,
+    evenly_spaced,
+)
 from clustergym.planners.recorded import LoadInterval
 from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.plans import planning
 from clustergym.plans.engines import ENGINES, EnginePlan, read_plan, write_plan
 from clustergym.plans.planning import (
     DEFAULT_PLANNERS,
-    Observed,
     Outcome,
     Plan,
     Sizes,
@@ -63,8 +68,8 @@ def test_held_out_traffic_is_not_planned_on() -> None:
     kept = np.isin(numbers, numbered.split(0.75, seed=0)[1].experts)
     assert 0.15 < kept.mean() < 0.35
     other = dataclasses.replace(trace, experts=np.where(kept[:, None, None], 7 - trace.experts, trace.experts))
-    plans = [small_make_plan(one, "bottleneck") for one in (trace, other)]
-    for name in ("static", "eplb", "bottleneck"):
+    plans = [small_make_plan(one, "swift") for one in (trace, other)]
+    for name in ("static", "eplb", "swift"):
         np.testing.assert_array_equal(plans[0].outcomes[name].placement, plans[1].outcomes[name].placement)
     assert plans[0].outcomes["eplb"].served_us != plans[1].outcomes["eplb"].served_us
 
@@ -73,7 +78,7 @@ def test_results_match_the_simulator() -> None:
     trace = small_trace()
     plan = small_make_plan(trace, "anneal", seconds=0.5, force=True)
     before, after = trace.split(0.75, seed=0)
-    loads = Observed(before, SIMULATOR, TRAFFIC, SIZES).loads.loads(8)
+    loads = Observed(before, SIMULATOR, TRAFFIC).loads.loads(8)
     assert loads.sum(1) == pytest.approx(2.0 * before.n_tokens, rel=0.1)  # nearly the whole planning part
     np.testing.assert_array_equal(plan.outcomes["eplb"].placement, EPLB(SIMULATOR).pack(loads.astype(float)))
     held_out = HeldOutPasses(after, SIMULATOR, TRAFFIC, SIZES.passes, SIZES.seed)
@@ -107,9 +112,9 @@ def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> Non
 
 
 def test_every_profile_has_a_default_planner() -> None:
-    assert list(DEFAULT_PLANNERS) == list(PROFILES)
+    assert set(DEFAULT_PLANNERS) < set(PROFILES)
     for profile in PROFILES.values():
-        assert default_planner(profile, small_trace(n_layers=1)) == DEFAULT_PLANNERS[profile.name]
+        assert default_planner(profile, small_trace(n_layers=1)) == DEFAULT_PLANNERS.get(profile.name, "anneal")
         assert default_planner(profile, counts_trace()) in planners_on_loads()
         assert default_planner(profile.with_phase("prefill"), counts_trace()) in planners_on_loads()
     assert {profile.engine for profile in PROFILES.values()} == set(ENGINES)
@@ -124,7 +129,17 @@ def measured(planner_us: list[float], eplb_us: list[float], force: bool = False)
         return Samples(values, Resampled(np.stack([values, values], axis=1), len(values), 0.01))
 
     outcomes = {
-        name: Outcome(name, static, 0.0, 0, samples(times), np.zeros((1, 3)), np.zeros((1, 8)), np.zeros(1), 1.0)
+        name: Outcome(
+            planner=name,
+            placement=static,
+            decision_s=0.0,
+            filled=0,
+            samples=samples(times),
+            layer_us=np.zeros((1, 3)),
+            pairs=np.zeros((1, 8)),
+            peak_pairs=np.zeros(1),
+            balancedness=1.0,
+        )
         for name, times in (("static", eplb_us), ("eplb", eplb_us), ("anneal", planner_us))
     }
     return Plan(
@@ -184,12 +199,12 @@ def test_random_routing_shows_no_gain(favourite: float) -> None:
     assert covered >= 93
 
 
-def test_a_gain_of_three_percent_is_shown() -> None:
-    """On the bundled trace: 57 held-out sequences, 3 % from a short search (−3.2 ± 1.1 % when this was written)."""
+def test_a_gain_of_a_short_search_is_shown() -> None:
+    """On the bundled trace, with 57 held-out sequences."""
     simulator = Simulator("deepseek-v2-lite", "h800-4x4", "sglang-prefill")
     plan = make_plan(TokenTrace.load("synthetic"), simulator, "anneal", iterations=1000)
     relative, half = plan.versus("eplb")
-    assert -0.06 < relative < -0.02
+    assert -0.09 < relative < -0.03
     assert 0.003 < half < 0.02
     assert plan.chosen == "anneal"
 
@@ -226,8 +241,8 @@ def numbered_simulator(profile: str = "sglang-decode") -> Simulator:
 
 
 def test_few_layers_are_resampled_if_there_are_many_tokens() -> None:
-    assert spread_layers(58, 6) == [0, 11, 23, 34, 46, 57]
-    assert spread_layers(3, 6) == [0, 1, 2]
+    assert evenly_spaced(58, 6) == [0, 11, 23, 34, 46, 57]
+    assert evenly_spaced(3, 6) == [0, 1, 2]
     trace, cluster = small_trace(n_layers=32), get_cluster("h800-2x4", slots_per_gpu=2)
     few = HeldOutPasses(trace, Simulator("mixtral-8x7b", cluster, "sglang-decode"), Traffic("decode", 512), 1, 0)
     assert len(few.resamples.layers) == 6
@@ -235,13 +250,13 @@ def test_few_layers_are_resampled_if_there_are_many_tokens() -> None:
 
 
 def observed_of(trace: TokenTrace, simulator: Simulator) -> Observed:
-    return Observed(trace, simulator, TRAFFIC, Sizes(plan_passes=4))
+    return Observed(trace, simulator, TRAFFIC, plan_passes=4)
 
 
 def test_tokens_to_plan_on_are_sampled_if_asked() -> None:
     trace = small_trace(n_layers=2)
-    whole = Observed(trace, SIMULATOR, TRAFFIC, Sizes(plan_passes=4)).tokens
-    some = Observed(trace, SIMULATOR, TRAFFIC, Sizes(plan_passes=4, observe_tokens=50)).tokens
+    whole = Observed(trace, SIMULATOR, TRAFFIC, plan_passes=4).tokens
+    some = Observed(trace, SIMULATOR, TRAFFIC, plan_passes=4, observe_tokens=50).tokens
     assert whole is not None
     assert some is not None
     assert whole.rows.shape == some.rows.shape == (4, 64)
@@ -249,21 +264,18 @@ def test_tokens_to_plan_on_are_sampled_if_asked() -> None:
     assert np.isin(some.rows, whole.rows).all()
 
 
-def test_single_swaps_compete_with_a_limited_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search makes one step per layer, so the swaps are better; without time for swaps it is on its own."""
+def test_greedy_operations_compete_with_a_limited_search() -> None:
+    """The search makes one step per layer, so the greedy operations are better."""
     observed, live = observed_of(small_trace(n_layers=4, n_tokens=600), SIMULATOR), SIMULATOR.static(4)
     change = planning.transition_from(live, Limit(moves=8), SIMULATOR, observed)
     given = {"seed": 0, "seconds": None, "iterations": 1, "estimate_steps": 1, "restart": False}
     passes = observed.tokens
     assert passes is not None
-    target = change.towards(SwapGreedy(SIMULATOR).plan([passes], live))
+    target = change.towards(Greedy(SIMULATOR, operations=8, restart=False).plan([passes], live))
     found, _ = planning._search_within("anneal", given, change, observed)
     np.testing.assert_array_equal(found, target)
     assert 0 < int((found != live).sum()) <= 8
     assert change.times(found).mean() < 0.99 * change.times(live).mean()
-    monkeypatch.setattr(planning, "_SWAPS_TIMES_TOKENS", 1.0)
-    alone, _ = planning._search_within("anneal", given, change, observed)
-    assert change.times(alone).mean() > change.times(found).mean()
 
 
 def test_empty_slot_gets_the_replica_that_helps_most() -> None:
@@ -297,21 +309,10 @@ def test_filled_placements_are_legal(seed: int, empty: int, counts: bool) -> Non
     placement = np.concatenate([placement, np.roll(placement, 3, axis=1)], axis=2)
     for l in range(2):
         placement[l, rng.permutation(8)[:empty], 1] = -1
-    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, TRAFFIC, SIZES), placement)
+    filled = fill_empty(SIMULATOR, Observed(part, SIMULATOR, TRAFFIC), placement)
     assert (filled >= 0).all()
     assert (filled[placement >= 0] == placement[placement >= 0]).all()
     SIMULATOR.check(filled)
-
-
-def test_planners_of_few_operations_start_from_eplb(tmp_path: Path) -> None:
-    trace = small_trace(n_layers=4, n_tokens=1200)
-    plan = small_make_plan(trace, "bottleneck", force=True)
-    moved = (plan.best.placement != plan.outcomes["eplb"].placement).any(2).sum(1)
-    assert (moved < SIMULATOR.n_gpus).all()  # most GPUs keep what EPLB gave them
-    policy = small_make_plan(trace, "policy", force=True)
-    assert (policy.best.placement >= 0).all()
-    with pytest.raises(OSError, match="absent"):
-        small_make_plan(trace, "policy", options={"checkpoint": tmp_path / "absent.pt"})
 
 
 # Counts only
@@ -319,10 +320,9 @@ def test_planners_of_few_operations_start_from_eplb(tmp_path: Path) -> None:
 
 def test_planners_on_loads_accept_counts_and_others_say_what_is_missing() -> None:
     assert planners_on_loads() == [
-        "static", "round-robin", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
-        "flashlb", "swift", "hot-everywhere",
+        "static", "round-robin", "eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere",
     ]  # fmt: skip
-    for name in ("anneal", "grouping", "bottleneck", "swap-greedy"):
+    for name in ("anneal", "greedy", "affinity-groups"):
         with pytest.raises(ValueError, match=rf"'{name}' needs to know which experts a token used together.*eplb"):
             make_plan(counts_trace(), SIMULATOR, name)
         # A library user who passes such a window gets the same explanation.

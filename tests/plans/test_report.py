@@ -135,7 +135,7 @@ def test_all_charts_are_drawn(plan: Plan, browser: Any, tmp_path: Path) -> None:
 
 def demo_result(planner: str, decision_ms: float, totals_us: list[float]) -> Result:
     mean = float(np.mean(totals_us))
-    return Result(planner, mean, 0.0, mean, 0.0, 1.0, 1.0, 0.0, 0.0, decision_ms, 0.0, len(totals_us), totals_us)
+    return Result(planner, mean, 0.0, mean, 0.0, decision_ms, len(totals_us), stream_totals_us=totals_us)
 
 
 def test_demo_shows_the_traffic_and_the_planners(plan: Plan, browser: Any, tmp_path: Path) -> None:

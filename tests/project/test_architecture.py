@@ -51,14 +51,14 @@ def test_the_contracts_hold(copied: Path) -> None:
         ("gpu_allocation/specs.py", "clustergym.traces.token_trace"),
         ("training/__init__.py", "clustergym.gpu_allocation"),
         ("kubernetes/names.py", "clustergym.training"),
-        ("training/federated/matrices.py", "clustergym.traces"),
+        ("training/communication.py", "clustergym.traces"),
         ("agent/settings.py", "clustergym.training"),
         ("moe_placement/specs.py", "clustergym.cli"),
         ("moe_placement/specs.py", "clustergym.moe_placement.simulator"),
         ("moe_placement/kernels/cost.py", "clustergym.moe_placement.launchers.cpu"),
         ("moe_placement/simulator.py", "clustergym.planners.base"),
         ("planners/base.py", "clustergym.plans.planning"),
-        ("moe_placement/environment.py", "clustergym.planners.policy"),
+        ("moe_placement/environment.py", "clustergym.planners.anneal"),
     ],
 )
 def test_a_forbidden_import_breaks_a_contract(copied: Path, module: str, imported: str) -> None:

@@ -30,6 +30,9 @@ def without_placeholders(words: list[str]) -> list[str]:
 
 def check_clustergym(words: list[str]) -> None:
     assert words[0] in COMMANDS, words
+    if words[:2] == ["agent", "serve"]:
+        check_script(["cleanrl_ppo/ppo_gpu_alloc_online.py", *words[2:]], Path.cwd())
+        return
     command = import_module(f"clustergym.cli.{module_of(words)}").Command
     tyro.cli(command, args=words[1:], prog="clustergym")
 

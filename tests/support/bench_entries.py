@@ -59,7 +59,7 @@ def fails_every_second_time(weight: torch.Tensor, *sizes: int) -> Any:
 
 def do_nothing(obs: dict[str, np.ndarray]) -> np.ndarray:
     """An agent of the placement task: PLACE expert 0 where it is."""
-    return np.array([0, obs["placement"][0].argmax()])
+    return np.array([0, obs["pairs"][0, :, 0].argmax()])
 
 
 def out_of_range(obs: dict[str, np.ndarray]) -> np.ndarray:

@@ -30,13 +30,10 @@ TRAINERS: dict[str, tuple[str, ...]] = {
     "ppo_atari": ("--total-timesteps", "128", "--num-envs", "2", "--num-steps", "32"),
     "ppo_federated": ("--total-timesteps", "1024",),
     "ppo_llm": (
-        "--pretrain-steps", "4", "--pretrain-batch", "4", "--pretrain-length", "24", "--iterations", "2",
-        "--batch-size", "8", "--prompt-tokens", "8", "--response-tokens", "10", "--eval-prompts", "16",
+        "--pretrain-steps", "4", "--total-timesteps", "160", "--batch-size", "8", "--prompt-tokens", "8",
+        "--response-tokens", "10", "--eval-episodes", "16",
     ),
-    "ppo_moe_marl": (
-        "--total-timesteps", "2048", "--num-envs", "16", "--layers", "2", "--pretrain-states", "512",
-        "--tokens-per-rank", "32", "--eval-interval", "1", "--eval-streams", "1",
-    ),
+    "ppo_moe_marl": ("--total-timesteps", "8192", "--env-args", "tokens_per_rank=32"),
 }  # fmt: skip
 """Flags of a short run."""
 NEW_FLAGS: dict[str, dict[str, str]] = {}
@@ -76,8 +73,7 @@ def rollout(env: Any, steps: int, rng: np.random.Generator) -> str:
     for _ in range(steps):
         obs = seen[-1]
         if isinstance(obs, dict):
-            expert = rng.choice(np.flatnonzero(obs["expert_mask"]))
-            action = np.array([expert, rng.choice(np.flatnonzero(obs["joint_mask"][expert]))])
+            action = rng.choice(np.argwhere(obs["action_mask"]))
         else:
             action = rng.random(env.action_space.shape).astype(np.float32)
         found = env.step(action)
@@ -148,9 +144,7 @@ def environments() -> dict[str, str]:
 def planners(folder: Path) -> dict[str, str]:
     """The table of ``clustergym eval`` without its times."""
     out = folder / "eval.json"
-    names = ("static", "eplb-once", "eplb", "eplb-hierarchical", "eplb-ema", "eplb-threshold", "incremental",
-             "grouping", "random-best", "bottleneck", "bottleneck-8", "swap-greedy", "anneal-max", "anneal", "policy",
-             "policy-guided", "oracle")  # fmt: skip
+    names = ("static", "eplb", "eplb-hierarchical", "flashlb", "swift", "affinity-groups", "greedy", "anneal", "oracle")
     command = [
         sys.executable, "-c", "from clustergym.cli import main; main()", "eval", "--trace", "tiny_moe",
         "--layers", "0", "1", "--streams", "2", "--intervals", "3", "--tokens-per-rank", "32", "--schedule", "drift",

@@ -17,12 +17,11 @@ from clustergym.moe_placement import (
     Placement,
     Simulator,
 )
-from instances import Instance, made_profile, random_instance, random_placement
+from instances import Instance, random_instance, random_placement
 
 # SGLang's two, one that hashes tokens and gathers all of them, and ExFlow, where layers depend on each other.
 SERVED: dict[str, str | EngineProfile] = {
     **{name: name for name in ("sglang-prefill", "sglang-decode", "vllm")},
-    "stay": made_profile("local-hash", "stay"),
 }
 
 

@@ -238,7 +238,8 @@ class Node:
         oom = pod.memory < pod.need_mb
         met = busy < 1 and latency <= pod.slo_ms and not oom
         usage = 0.0 if oom else min(1.0, busy) * pod.cores
-        reward = reward_of(pod.cores, usage, met, len(self.pods))
+        sharing = len(self.pods) if self.config.reward == "room" else max(len(self.pods) - 1, 1)
+        reward = reward_of(pod.cores, usage, met, sharing)
         outcome = Outcome(reward, pod.cores, pod.memory, usage, met, oom, len(self.pods), self.time_s, self.wait_s)
         if oom:
             self.pods.pop()

@@ -8,6 +8,7 @@ import numpy as np
 
 from clustergym import TokenTrace, synthetic_trace
 from clustergym.moe_placement import ClusterSpec, Interval, ModelSpec, PlacementBatch
+from clustergym.moe_placement.kernels.observation import PAIR_HOLDS
 from clustergym.moe_placement.streams import layer_first
 
 MODEL = ModelSpec("tiny", 3, 8, 2, 512, 256, kernel_start_us=4, kernel_expert_us=1, kernel_pair_us=0.2)
@@ -33,10 +34,15 @@ TINY: dict[str, Any] = {
 IDS = ("MoEPlacement-v0", "MoEPlacementDrift-v0")
 
 
+def held_by(obs: dict[str, np.ndarray]) -> np.ndarray:
+    """(E, G) 1 where the GPU holds the expert."""
+    return obs["pairs"][..., PAIR_HOLDS]
+
+
 def legal_action(obs: dict[str, np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """A random operation that changes something wherever one exists."""
-    changes = obs["joint_mask"].astype(bool)
-    changes[:, :GPUS] &= obs["placement"] == 0
+    changes = obs["action_mask"].astype(bool)
+    changes[:, :GPUS] &= held_by(obs) == 0
     return rng.choice(np.argwhere(changes))
 
 

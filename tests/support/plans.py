@@ -10,7 +10,7 @@ from clustergym import TokenTrace
 from clustergym.moe_placement import Simulator
 from clustergym.moe_placement.specs import get_cluster
 from clustergym.moe_placement.streams import Traffic
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.plans.engines import ENGINES
 from clustergym.plans.planning import Plan, Sizes, make_plan
 from clustergym.traces import LoadTrace, SyntheticConfig, synthetic_trace

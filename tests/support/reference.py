@@ -36,7 +36,7 @@ class Token:
     position: int
     """in the batch of the rank that runs the request"""
     rank: int
-    """GPU where the token is before the layer"""
+    """GPU that runs the request"""
 
 
 def serving_gpu(
@@ -89,12 +89,8 @@ class PassResult:
     """(expert, GPU) → tokens"""
     links: Links = field(default_factory=Counter)
     """copies dispatched"""
-    back: Links = field(default_factory=Counter)
-    """copies combined, each as (GPU that gets the result, GPU that computed it)"""
     ran: list[list[int]] = field(default_factory=list)
     """GPU of each expert of each token, pads left out"""
-    stays: list[int] = field(default_factory=list)
-    """GPU that holds each token after the layer"""
 
     def gpu_pairs(self, n_gpus: int) -> list[int]:
         total = [0] * n_gpus
@@ -105,20 +101,18 @@ class PassResult:
 
 def serve_pass(
     experts: Sequence[Sequence[int]], rows: Sequence[int], rank_start: Sequence[int], slots: Slots, per_node: int,
-    dispatch: str, transport: str, at: Sequence[int] | None = None, shares: np.ndarray | None = None,
+    dispatch: str, transport: str, shares: np.ndarray | None = None,
 ) -> PassResult:  # fmt: skip
     """Serve the tokens ``rows`` with ``experts`` (rows, K) of a layer.
 
-    ``at`` is the GPU that holds each token, by default that of its rank. ``shares`` (E, G) are the tokens that the
-    linear program gives to each replica, for dispatch ``lp``.
+    ``shares`` (E, G) are the tokens that the linear program gives to each replica, for dispatch ``lp``.
     """
     n_gpus, result = len(slots), PassResult()
     home = [g for g in range(n_gpus) for _ in range(rank_start[g], rank_start[g + 1])]
-    at = home if at is None else at
     earlier: Counter[tuple[int, int]] = Counter()
     holders_of: dict[int, list[int]] = {}
     for t, row in enumerate(int(r) for r in rows):
-        token = Token(row, t - int(rank_start[home[t]]), int(at[t]))
+        token = Token(row, t - int(rank_start[home[t]]), home[t])
         used = [int(e) for e in experts[row] if e >= 0]
         ran = []
         for e in used:
@@ -136,10 +130,8 @@ def serve_pass(
             earlier[token.rank, e] += 1
         result.ran.append(ran)
         result.pairs.update(zip(used, ran, strict=True))
-        result.stays.append(ran[0] if transport == "stay" and ran else token.rank)
         if transport != "allgather":
             result.links.update(copies_of(token.rank, ran, per_node, transport))
-            result.back.update(copies_of(result.stays[-1], ran, per_node, transport))
     if transport == "allgather":
         result.links = Counter(
             {(g, h): n for g, n in Counter(home).items() for h in range(n_gpus) if g != h and n}
@@ -151,18 +143,13 @@ def serve(
     interval: Interval, placement: Sequence[Slots], per_node: int, dispatch: str, transport: str
 ) -> list[list[PassResult]]:
     """What each layer does in each pass: [layer][pass]."""
-    layers: list[list[PassResult]] = []
-    for layer, slots in enumerate(placement):
-        results = []
-        for w, rows in enumerate(interval.rows):
-            at = layers[-1][w].stays if transport == "stay" and layer else None
-            results.append(
-                serve_pass(
-                    interval.experts[layer], rows, interval.rank_start[w], slots, per_node, dispatch, transport, at
-                )
-            )
-        layers.append(results)
-    return layers
+    return [
+        [
+            serve_pass(interval.experts[layer], rows, interval.rank_start[w], slots, per_node, dispatch, transport)
+            for w, rows in enumerate(interval.rows)
+        ]
+        for layer, slots in enumerate(placement)
+    ]
 
 
 # Time
@@ -193,7 +180,6 @@ def kernel_us(result: PassResult, n_gpus: int, costs: Costs, transport: str) -> 
             "allgather": len(result.ran),
             "per-expert": sum(loads),
             "dedup": sum(g in ran for ran in result.ran),
-            "stay": sum(g in ran for ran in result.ran),
         }[transport]
         blocks = sum(-(-n // costs.block_tokens) for n in loads)
         times.append(
@@ -218,7 +204,7 @@ def times_us(
     return (
         costs.dispatch_us + exchange_us(result.links, costs.dispatch_intra_us, costs.dispatch_inter_us),
         compute if p else max(costs.kernel_floor_us, compute),
-        costs.combine_us + exchange_us(result.back, costs.combine_intra_us, costs.combine_inter_us),
+        costs.combine_us + exchange_us(result.links, costs.combine_intra_us, costs.combine_inter_us),
     )
 
 

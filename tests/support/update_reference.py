@@ -129,10 +129,12 @@ def reference_update(
     average: Callable[[list[Tensor]], list[Tensor]] = lambda gradients: gradients,
     mean_kl: Callable[[float], float] = lambda kl: kl,
     after_step: Callable[[], None] = lambda: None,
+    adam: Adam | None = None,
 ) -> Outcome:
     """Train ``parameters`` on the minibatches of ``epochs``. ``average`` and ``mean_kl`` stand for the other ranks."""
     learned = [p for p in parameters if p.requires_grad]
-    adam, outcome = Adam(learned, s.learning_rate), Outcome()
+    adam, outcome = adam or Adam(learned, s.learning_rate), Outcome()
+    adam.learning_rate = s.learning_rate
     for epoch in epochs:
         outcome.epochs.append([])
         for rows in epoch:
@@ -256,7 +258,7 @@ class ReturnScale:
 class Script(gym.Env):
     """A small environment that keeps a journal. What happens follows from the number of the episode and of the step.
 
-    Episode e has 2 + e % 3 steps. It is truncated if e is odd, and terminates otherwise.
+    Episode e has 2 + e % 3 steps. It is truncated if e is odd, and terminates otherwise; every fourth is both.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
@@ -267,9 +269,11 @@ class Script(gym.Env):
         shape: tuple[int, ...] = (3,),
         masked: bool = False,
         first_episode: int = 0,
+        outliers: bool = False,
         render_mode: str | None = None,
     ) -> None:
         self.action_space, self.masked, self.render_mode = actions, masked, render_mode
+        self.outliers = outliers
         pixels = len(shape) == 3
         self.observation_space = (
             gym.spaces.Box(0, 255, shape, np.uint8) if pixels else gym.spaces.Box(-9, 9, shape, np.float32)
@@ -283,6 +287,8 @@ class Script(gym.Env):
             obs = rng.integers(0, 256, self.observation_space.shape, dtype=np.uint8)
         else:
             obs = rng.normal(0, 1.5, self.observation_space.shape).clip(-9, 9).astype(np.float32)
+            if self.outliers and self.episode == 17:
+                obs[0] = -500
         if not self.masked:
             return obs, {}, None
         mask = np.ones(self.action_space.n, np.int8)
@@ -291,17 +297,22 @@ class Script(gym.Env):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
-        self.episode += 1
+        # Environments begin with different episodes.
+        self.episode = self.episode + 1 if seed is None else seed % 4
         self.count = 0
         obs, info, mask = self._observe()
         self.journal.append(Event(obs, mask, is_reset=True))
         return obs, info
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        reward = float(1.0 + self.count - 0.5 * self.episode % 4 + 3.0 * np.sum(np.asarray(action, np.float64)))
+        reward = (
+            -1000.0
+            if self.outliers and self.episode == 17
+            else float(1.0 + self.count - 0.5 * self.episode % 4 + 3.0 * np.sum(np.asarray(action, np.float64)))
+        )
         self.count += 1
         ended = self.count >= 2 + self.episode % 3
-        terminated, truncated = ended and self.episode % 2 == 0, ended and self.episode % 2 == 1
+        terminated, truncated = ended and self.episode % 2 == 0, ended and self.episode % 4 != 0
         obs, info, mask = self._observe()
         self.journal.append(Event(obs, mask, np.array(action), reward, terminated, truncated))
         return obs, reward, terminated, truncated, info

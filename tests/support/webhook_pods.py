@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustergym.kubernetes import BACKENDS, Decision, Grant, plan_pod
+from clustergym.kubernetes import BACKENDS, Decision, plan_pod
 from clustergym.kubernetes import admit_pod as admit_planned
+from clustergym.kubernetes.messages import AllocateResponse
 from clustergym.kubernetes.patches import apply_patch
 from clustergym.kubernetes.requests import containers_of
 
@@ -41,16 +42,20 @@ def pod(
 
 
 def admit_pod(
-    subject: dict[str, Any], namespace: str, backend: Any, mode: Any = "Auto", grant: Grant | None = None
+    subject: dict[str, Any], namespace: str, backend: Any, mode: Any = "Initial", grant: AllocateResponse | None = None
 ) -> Decision:
-    """The decision of the pod webhook if the recommender answers with this grant."""
+    """The decision of the webhook if the agent answers with this grant."""
     plan = plan_pod(subject, namespace, backend, mode)
     return plan if isinstance(plan, Decision) else admit_planned(subject, plan, grant)
 
 
 def admitted(
-    subject: dict[str, Any], backend: Any = MPS, namespace: str = "team", mode: Any = "Auto", grant: Grant | None = None
-) -> dict[str, Any]:
+    subject: dict[str, Any],
+    backend: Any = MPS,
+    namespace: str = "team",
+    mode: Any = "Initial",
+    grant: AllocateResponse | None = None,
+) -> dict[str, Any]:  # fmt: skip
     return apply_patch(subject, admit_pod(subject, namespace, backend, mode, grant).patch)
 
 
@@ -66,11 +71,15 @@ def variables(found: dict[str, Any]) -> dict[str, dict[str, str]]:
     return result
 
 
-def binding(name: str = "train", node: str = "node-1", **metadata: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1", "kind": "Binding", "metadata": {"name": name, **metadata},
-        "target": {"kind": "Node", "name": node},
-    }  # fmt: skip
+def answer(cores: float, memory: float, **changes: Any) -> AllocateResponse:
+    """What an agent answers that grants this."""
+    return AllocateResponse(
+        **{
+            "allocation_id": "1-" + "0" * 32, "cores": cores, "memory": memory, "policy_version": 7, "gpu": 0,
+            "decided_by": "rule", "why": "VPA rule", "recommended_cores": cores, "recommended_memory": memory,
+            "vpa_cores": cores, "vpa_memory": memory, **changes,
+        }
+    )  # fmt: skip
 
 
 def limits(name: str, cores: int, memory: int, **extra: Any) -> dict[str, Any]:

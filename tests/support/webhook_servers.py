@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import ssl
 import threading
@@ -90,15 +91,18 @@ class AgentHandler(Quiet):
             return self.reply(b"<html>")
         if mode == "empty":
             return self.reply({})
-        if mode == "injection":
-            return self.reply({"allocation_id": "a\nb", "cores": 1, "memory": 1, "policy_version": 1})
         scale = 2.0 if mode == "greedy" else 0.75
-        return self.reply(
-            {
-                "allocation_id": "id-" + request["request_id"].replace("@", "."), "cores": request["cores"] * scale,
-                "memory": request["memory"] * 0.5, "policy_version": 7,
-            }
-        )  # fmt: skip
+        # The id holds the question, so that a test can tell the answers apart.
+        number = int.from_bytes(hashlib.sha256(request["request_id"].encode()).digest()[:16], "big")
+        found = {
+            "allocation_id": f"1-{number:032x}", "cores": min(request["cores"] * scale, 100.0),
+            "memory": request["memory"] * 0.5, "policy_version": 7, "gpu": 0, "decided_by": "rule", "why": "VPA rule",
+            "vpa_cores": 10.0, "vpa_memory": 100.0,
+        }  # fmt: skip
+        found |= {"recommended_cores": found["cores"], "recommended_memory": found["memory"]}
+        if mode == "injection":
+            found["allocation_id"] = "a\nb"
+        return self.reply(found)
 
 
 class FaultyWebhook(Quiet):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from clustergym.training import RunLogger, World, load_checkpoint, read_scalars
 from trainers import load_trainer
 
 gym = pytest.importorskip("gymnasium")
@@ -72,8 +70,6 @@ def test_game_starts_with_1_to_30_noop_frames() -> None:
     first = game.t
     env.reset(seed=5)
     assert game.t == first
-    with pytest.raises(ValueError, match="action 0 is 'UP': expected 'NOOP'"):
-        atari.NoopReset(Game(meanings="UP NOOP"))
 
 
 def test_game_that_ends_during_noops_is_reset() -> None:
@@ -160,19 +156,16 @@ def test_fire_is_pressed_on_reset() -> None:
     obs, _ = atari.FireReset(game).reset()
     assert game.actions == [1, 2]
     assert obs.max() == 2
-    with pytest.raises(ValueError, match="expected FIRE as action 1"):
-        atari.FireReset(Game(meanings="NOOP UP DOWN"))
 
 
 # 18: warp frame
 
 
 def test_frames_are_grayscale_and_84_by_84() -> None:
-    env = atari.WarpFrame(Game())
     frame = np.zeros((210, 160, 3), np.uint8)
     frame[:, 80:] = (255, 0, 0)
-    out = env.observation(frame)
-    assert out.shape == env.observation_space.shape == (84, 84)
+    out = atari.warp_frame(frame)
+    assert out.shape == (84, 84)
     assert out.dtype == np.uint8
     assert out[:, :40].max() == 0
     # Pure red, 255, is 0.299 · 255 = 76 in grayscale.
@@ -182,15 +175,7 @@ def test_frames_are_grayscale_and_84_by_84() -> None:
 def test_resizing_averages_over_areas() -> None:
     frame = np.zeros((168, 168, 3), np.uint8)
     frame[::2] = 200
-    assert set(atari.WarpFrame(Game()).observation(frame).ravel().tolist()) == {100}
-
-
-# 19: reward clipping
-
-
-@pytest.mark.parametrize(("reward", "clipped"), [(7.0, 1.0), (0.0, 0.0), (-0.5, -1.0), (400, 1.0)])
-def test_rewards_are_clipped_to_their_sign(reward: float, clipped: float) -> None:
-    assert atari.ClipReward(Game()).reward(reward) == clipped
+    assert set(atari.warp_frame(frame).ravel().tolist()) == {100}
 
 
 # All wrappers on real games
@@ -204,27 +189,29 @@ def test_wrappers_of_training_and_evaluation_games() -> None:
             env = env.env
         return [name for name in found if name not in ("OrderEnforcing", "PassiveEnvChecker")]
 
-    training = atari.make_env("BreakoutNoFrameskip-v4", training=True)
+    training = atari.make_env("BreakoutNoFrameskip-v4", True, None)
     assert names(training) == [
         "FrameStackObservation",
-        "ClipReward",
-        "WarpFrame",
+        "TransformReward",
+        "TransformObservation",
         "FireReset",
         "EpisodicLife",
         "MaxAndSkip",
         "NoopReset",
         "RecordEpisodeStatistics",
     ]
-    held_out = atari.make_env("BreakoutNoFrameskip-v4", training=False)
-    assert set(names(training)) - set(names(held_out)) == {"ClipReward", "EpisodicLife"}
+    reward = training.get_wrapper_attr("func")
+    assert [reward(each) for each in (7.0, 0.0, -0.5, 400)] == [1, 0, -1, 1]
+    held_out = atari.make_env("BreakoutNoFrameskip-v4", False, None)
+    assert set(names(training)) - set(names(held_out)) == {"TransformReward", "EpisodicLife"}
     for env in (training, held_out):
         env.close()
-    with pytest.raises(ValueError, match="already skips frames"):
-        atari.make_env("ALE/Breakout-v5", training=True)
+    with pytest.raises(gym.error.Error, match="already skips frames"):
+        atari.make_env("ALE/Breakout-v5", True, None)
 
 
 def test_game_without_fire_has_no_fire_reset() -> None:
-    env = atari.make_env("FreewayNoFrameskip-v4", training=True)
+    env = atari.make_env("FreewayNoFrameskip-v4", True, None)
     assert "FireReset" not in str(env)
     env.reset(seed=1)
     env.close()
@@ -234,7 +221,7 @@ def test_game_without_fire_has_no_fire_reset() -> None:
 
 
 def test_four_frames_are_stacked_oldest_first() -> None:
-    env = atari.make_env("BreakoutNoFrameskip-v4", training=True)
+    env = atari.make_env("BreakoutNoFrameskip-v4", True, None)
     first, _ = env.reset(seed=3)
     assert first.shape == (4, 84, 84)
     assert first.dtype == np.uint8
@@ -250,78 +237,88 @@ def test_four_frames_are_stacked_oldest_first() -> None:
 # 21 and 22: network and input scaling
 
 
+class FourActions:
+    single_action_space = gym.spaces.Discrete(4)
+
+
 def test_network_is_the_nature_cnn_shared_by_both_heads() -> None:
-    agent = atari.Agent(6)
+    agent = atari.Agent(FourActions)
     convs = [m for m in agent.network if isinstance(m, nn.Conv2d)]
     shapes = [(c.in_channels, c.out_channels, c.kernel_size[0], c.stride[0]) for c in convs]
     assert all(c.padding == (0, 0) for c in convs)
     assert shapes == [(4, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
     assert [m.out_features for m in agent.network if isinstance(m, nn.Linear)] == [512]
     assert sum(isinstance(m, nn.ReLU) for m in agent.network) == 4
-    for layer, std in [(convs[0], 2**0.5), (agent.actor_head, 0.01), (agent.critic_head, 1.0)]:
+    for layer, std in [(convs[0], 2**0.5), (agent.actor, 0.01), (agent.critic, 1.0)]:
         rows = layer.weight.flatten(1)
         torch.testing.assert_close(rows @ rows.T, std**2 * torch.eye(len(rows)), atol=1e-4, rtol=0)
     obs = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8)
-    logits, _ = agent(obs)
-    logits.sum().backward()
-    by_policy = convs[0].weight.grad.clone()
-    agent.zero_grad()
-    agent.get_value(obs).sum().backward()
-    assert by_policy.abs().sum() > 0
-    assert convs[0].weight.grad.abs().sum() > 0
+    _, logprob, _, value = agent.get_action_and_value(obs)
+    for loss in (logprob.sum(), value.sum()):
+        agent.zero_grad()
+        loss.backward(retain_graph=True)
+        assert convs[0].weight.grad.abs().sum() > 0
+    torch.testing.assert_close(agent.get_value(obs), value)
 
 
 def test_pixels_are_scaled_to_the_unit_interval() -> None:
-    agent = atari.Agent(3)
+    agent = atari.Agent(FourActions)
     seen: list[torch.Tensor] = []
     agent.network[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     obs = torch.zeros(1, 4, 84, 84, dtype=torch.uint8)
     obs[0, 0, 0, 0] = 255
     obs[0, 0, 0, 1] = 51
-    agent(obs)
+    agent.get_action_and_value(obs)
     assert seen[0].dtype == torch.float32
     assert seen[0][0, 0, 0, :3].tolist() == pytest.approx([1.0, 0.2, 0.0])
 
 
-def test_resume_continues_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also a smoke test of training: all losses are logged."""
+# Runs
+
+
+def test_processes_are_used_on_demand_and_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real game. --async-envs steps each environment in its own process."""
+    used = []
+    for name in ("SyncVectorEnv", "AsyncVectorEnv"):
+        plain = getattr(gym.vector, name)
+
+        def make(*given: Any, plain: Any = plain, name: str = name, **named: Any) -> Any:
+            used.append(name)
+            return plain(*given, **named)
+
+        monkeypatch.setattr(gym.vector, name, make)
+    weights = []
+    for async_envs in (False, True):
+        args = atari.Args(
+            num_envs=2, num_steps=4, num_minibatches=2, update_epochs=1, total_timesteps=16, eval_episodes=0,
+            checkpoint_interval=0, save_model=True, async_envs=async_envs, run_dir=tmp_path / str(async_envs),
+        )  # fmt: skip
+        atari.train(args)
+        weights.append(torch.load(tmp_path / str(async_envs) / "model.pt", weights_only=True)["state"]["agent"])
+    assert used == ["SyncVectorEnv", "AsyncVectorEnv"]
+    assert all(torch.equal(weight, weights[1][key]) for key, weight in weights[0].items())
+
+
+def test_charts_show_whole_games_with_the_real_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Games of 30 frames with rewards 1 … 30; a lost life at frame 10 ends an episode, not the game."""
+
+    def make(env_id: str, training: bool, videos: Any) -> Any:
+        game = gym.wrappers.RecordEpisodeStatistics(Game(lose_life_at=(10,), length=30))
+        env = atari.MaxAndSkip(game)
+        env = atari.EpisodicLife(env) if training else env
+        env = gym.wrappers.TransformObservation(env, atari.warp_frame, gym.spaces.Box(0, 255, (84, 84), np.uint8))
+        env = gym.wrappers.TransformReward(env, np.sign) if training else env
+        return gym.wrappers.FrameStackObservation(env, 4)
+
+    metrics: list[dict[str, float]] = []
+    monkeypatch.setattr(atari, "make_env", make)
+    monkeypatch.setattr(atari.Run, "log", lambda self, found, **shown: metrics.append(found))
     args = atari.Args(
-        num_envs=2, num_steps=8, total_timesteps=16 * 3, checkpoint_interval=1, eval_episodes=0, update_epochs=1
-    )
-    atari.train(dataclasses.replace(args, run_dir=tmp_path / "whole"), World())
-    log = RunLogger.scalars
-
-    def dies(self: Any, values: dict[str, float], step: int) -> None:
-        if step == 16 * 2:
-            raise KeyboardInterrupt
-        log(self, values, step)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RunLogger, "scalars", dies)
-        with pytest.raises(KeyboardInterrupt):
-            atari.train(dataclasses.replace(args, run_dir=tmp_path / "cut"), World())
-    atari.train(dataclasses.replace(args, run_dir=tmp_path / "cut", resume=True), World())
-    one, other = (load_checkpoint(tmp_path / name / "checkpoint.pt", "ppo_atari") for name in ("whole", "cut"))
-    assert one["iteration"] == other["iteration"] == 3
-    for key, value in one["agent"].items():
-        assert torch.equal(value, other["agent"][key]), key
-    for tag in ("policy_loss", "value_loss", "entropy", "approx_kl", "old_approx_kl", "clipfrac", "explained_variance"):
-        assert read_scalars(tmp_path / "cut", f"losses/{tag}")[0] == [16, 32, 48]
-
-
-def test_ratio_is_one_in_the_first_minibatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = atari.Args(num_envs=2, num_steps=8)
-    agent = atari.Agent(4)
-    runner = atari.Rollouts(args, agent, torch.device("cpu"))
-    runner.restart(1)
-    ratios: list[torch.Tensor] = []
-    plain = atari.policy_loss
-    monkeypatch.setattr(
-        atari, "policy_loss", lambda ratio, *rest: (ratios.append(ratio.detach()), plain(ratio, *rest))[1]
-    )
-    batch, _ = runner.collect()
-    runner.close()
-    assert batch.obs.dtype == torch.uint8
-    assert batch.obs.shape == (16, 4, 84, 84)
-    atari.update(agent, atari.make_optimizer(agent, 1e-3), batch, args, 0.1, 0.0, World())
-    torch.testing.assert_close(ratios[0], torch.ones_like(ratios[0]), atol=1e-5, rtol=0)
+        num_envs=2, num_steps=16, update_epochs=1, total_timesteps=32, eval_episodes=2, checkpoint_interval=0,
+        run_dir=tmp_path,
+    )  # fmt: skip
+    result = atari.train(args)
+    # A lost life takes one more frame, of the reset, so a game has 30 frames in about 8 steps.
+    assert metrics[0]["charts/mean_return_100"] == 30 * 31 / 2
+    assert metrics[0]["charts/episodic_length"] == 30
+    assert result["mean_return"] == 30 * 31 / 2

@@ -1,405 +1,421 @@
-"""Federated PPO: KL divergences, the penalty, exchanges and arguments."""
+"""``ppo_federated.py``: whole runs on small cases, compared with a slow reference that is written from the formulas."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import signal
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import torch
-from torch.distributions import Categorical, Normal, kl_divergence
+from torch import Tensor
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from clustergym.common.checkpoints import load_checkpoint
-from clustergym.training.federated.matrices import load_matrix
-from federation import differences, fed, small
-from federation import processes as processes  # a fixture
-from trainers import FOLDER
+from clustergym.gpu_allocation import edge_mixes
+from clustergym.training.args import FlagError, parse_args
+from clustergym.training.distributed import World
+from clustergym.training.logs import read_scalars
+from clustergym.training.runs import Run
+from trainers import FOLDER, load_trainer
+from update_reference import Adam, Sample, Script, Settings, Transition, advantages_of, minibatch_loss, transitions
 
+fed = load_trainer("ppo_federated")
 TRAINER = FOLDER / "ppo_federated.py"
-CPU = torch.device("cpu")
-PAIR = np.array([[0.0, 1.0], [1.0, 0.0]])
+MATRIX = np.array([[0.0, 1.0, 0.0], [2.0, 3.0, 0.5], [1.0, 0.0, 0.0]])  # asymmetric, with a diagonal entry
+SMALL: dict[str, Any] = {
+    "n_agents": 3, "num_envs": 2, "num_steps": 6, "num_minibatches": 2, "update_epochs": 2, "local_updates": 1,
+    "total_timesteps": 24, "hidden": 8, "eval_episodes": 0, "seed": 3, "checkpoint_interval": 1, "cuda": False,
+    "learning_rate": 1e-2, "penalty_coeff": 0.7,
+}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("reproducible")
 
 
-# Distributions
+@pytest.fixture
+def scripts() -> Iterator[list[Script]]:
+    """Registers scripted environments with discrete, masked and Box actions. Returns those that are made."""
+    made: list[Script] = []
+    box = gym.spaces.Box(np.array([-2, 0], np.float32), np.array([2, 3], np.float32))
+    spaces = {"Discrete": gym.spaces.Discrete(4), "Masked": gym.spaces.Discrete(4), "Box": box}
+    for name, space in spaces.items():
+
+        def make(space: Any = space, masked: bool = name == "Masked", **_: Any) -> Script:
+            made.append(Script(space, masked=masked, first_episode=len(made)))
+            return made[-1]
+
+        gym.register(f"Federated{name}-v0", make, disable_env_checker=True)
+    yield made
+    for name in spaces:
+        del gym.registry[f"Federated{name}-v0"]
 
 
-@pytest.mark.parametrize("scale", [0.01, 1.0, 10.0])
-def test_categorical_kl_equals_torch_distributions(scale: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for actions in (2, 3, 18):
-        p, q = (scale * torch.randn(500, actions, generator=generator, dtype=torch.float64) for _ in range(2))
-        expected = kl_divergence(Categorical(logits=p), Categorical(logits=q))
-        torch.testing.assert_close(fed.categorical_kl(p, q), expected)
-        assert fed.categorical_kl(p, p).abs().max() == 0
+def args_of(folder: Path, **changes: Any) -> Any:
+    """Arguments of a run with the matrix of this file."""
+    folder.mkdir(exist_ok=True)
+    matrix = folder / "matrix.json"
+    matrix.write_text(json.dumps({"comm_matrix": MATRIX.tolist()}))
+    return fed.Args(**(SMALL | {"comm_matrix_config": matrix, "run_dir": folder / "run"} | changes))
 
 
-@pytest.mark.parametrize("dimensions", [1, 2, 7])
-def test_normal_kl_log_prob_and_entropy_equal_torch_distributions(dimensions: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(500, 2 * dimensions, generator=generator, dtype=torch.float64) for _ in range(2))
-    normals = [Normal(each[:, :dimensions], each[:, dimensions:].exp()) for each in (p, q)]
-    torch.testing.assert_close(fed.normal_kl(p, q), kl_divergence(*normals).sum(-1))
-    torch.testing.assert_close(fed.normal_kl(p, p), torch.zeros(500, dtype=torch.float64))
-    actions = torch.randn(500, dimensions, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(fed.log_prob(p, actions, True), normals[0].log_prob(actions).sum(-1))
-    torch.testing.assert_close(fed.policy_entropy(p, True), normals[0].entropy().sum(-1))
+def members_of(folder: Path) -> list[dict[str, Any]]:
+    """States of all agents in a checkpoint, of one process or of several."""
+    ranks = load_checkpoint(folder / "checkpoint.pt", "ppo_federated")["ranks"]
+    return [member for rank in ranks for member in rank["members"]]
 
 
-def test_log_prob_and_entropy_of_discrete_actions_equal_torch_distributions() -> None:
-    logits = torch.randn(100, 5, dtype=torch.float64)
-    actions = torch.randint(5, (100,))
-    torch.testing.assert_close(fed.log_prob(logits, actions, False), Categorical(logits=logits).log_prob(actions))
-    torch.testing.assert_close(fed.policy_entropy(logits, False), Categorical(logits=logits).entropy())
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or a != a)
 
 
-def test_kl_of_examples_computed_by_hand() -> None:
-    p, q = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
-    assert float(fed.categorical_kl(p, q)) == pytest.approx(0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1))
-    # N(0, 1) against N(1, 2): log 2 + (1 + 1) / 8 − 1/2
-    assert float(fed.normal_kl(torch.tensor([0.0, 0.0]), torch.tensor([1.0, np.log(2.0)]))) == pytest.approx(
-        np.log(2) + 0.25 - 0.5, rel=1e-6
-    )
+# The slow reference: one agent, one decision at a time, with 64 bits
 
 
-@pytest.mark.parametrize(
-    ("kl", "expected"),
-    [(0.0151, 6.0), (0.015, 3.0), (0.01, 3.0), (0.01 / 1.5, 3.0), (0.0066, 1.5), (0.0, 1.5)],
-)
-def test_beta_doubles_above_1_5_targets_and_halves_below_target_over_1_5(kl: float, expected: float) -> None:
-    assert fed.adapted_beta(3.0, kl, 0.01) == expected
+class Slow:
+    """An agent of the reference. ``net`` is a copy of the trainer's networks, used layer by layer."""
 
+    def __init__(self, net: Any, args: Any) -> None:
+        self.net, self.args = net.double(), args
+        self.adam = Adam(list(self.net.parameters()), args.learning_rate)
+        self.beta = args.kl_coef
 
-# The penalty
+    def policy(self, x: Any, mask: Any, net: Any = None) -> Any:
+        """The distribution over the valid actions."""
+        actor = (net or self.net).actor
+        out = actor.net(torch.as_tensor(x, dtype=torch.float64))
+        if actor.logstd is not None:
+            return Independent(Normal(out, actor.logstd.exp()), 1)
+        return Categorical(logits=out if mask is None else out.masked_fill(~torch.as_tensor(mask), -math.inf))
 
+    def valid(self, x: Any, mask: Any, net: Any = None) -> Any:
+        """The same, without invalid actions. Their probability 0 makes the formulas of torch NaN."""
+        policy = self.policy(x, mask, net)
+        return policy if mask is None else Categorical(logits=policy.logits[torch.as_tensor(mask)])
 
-def pair_of_learners(**changes: Any) -> list[Any]:
-    """Two agents with clearly different policies, before their first exchange."""
-    args = small(**changes)
-    learners = [fed.Learner(args, i, PAIR, CPU) for i in range(2)]
-    for learner in learners:
-        generator = torch.Generator().manual_seed(learner.index)
+    def value(self, x: Any) -> Tensor:
+        return self.net.critic(torch.as_tensor(x, dtype=torch.float64))[0]
+
+    def learn(
+        self, steps: list[list[Transition]], actions: list[Tensor], orders: list[list[int]], others: dict[int, Any]
+    ) -> None:
+        """One update. ``steps``: transitions by step and environment. ``others``: weight and network by neighbour."""
+        args, rows = self.args, [each for step in steps for each in step]
+        old = deepcopy(self.net)
         with torch.no_grad():
-            for parameter in learner.agent.policy.parameters():
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    return learners
+            values = [float(self.value(row.obs)) for row in rows]
+            following = [float(self.value(row.successor)) for row in rows]
+            logprobs = [float(self.policy(r.obs, r.mask).log_prob(a)) for r, a in zip(rows, actions, strict=True)]
+        advantages = [0.0] * len(rows)
+        for env in range(args.num_envs):
+            own = range(env, len(rows), args.num_envs)
+            chain = [(rows[i], rows[i].reward, values[i], following[i]) for i in own]
+            found = advantages_of(chain, args.gamma, args.gae_lambda if args.gae else 1.0, True)
+            for i, advantage in zip(own, found, strict=True):
+                advantages[i] = advantage
+        settings = Settings(
+            args.learning_rate, args.clip_coef, args.use_clipping, args.clip_vloss, args.norm_adv, args.ent_coef,
+            args.vf_coef, 0.0, args.max_grad_norm,
+        )  # fmt: skip
+        size = len(rows) // args.num_minibatches
+        for order in orders:
+            assert sorted(order) == list(range(len(rows)))
+            for part in (order[start : start + size] for start in range(0, len(order), size)):
+                samples, extra = [], torch.zeros((), dtype=torch.float64)
+                for i in part:
+                    x, mask = rows[i].obs, rows[i].mask
+                    now, valid = self.policy(x, mask), self.valid(x, mask)
+                    sample = (now.log_prob(actions[i]), valid.entropy(), self.value(x))
+                    samples.append(Sample(*sample, logprobs[i], values[i], advantages[i], advantages[i] + values[i]))
+                    if not args.use_clipping:
+                        extra = extra + self.beta * kl_divergence(self.valid(x, mask, old), valid) / len(part)
+                    for weight, other in others.values():
+                        kl = kl_divergence(valid, self.valid(x, mask, other))
+                        extra = extra + args.penalty_coeff * weight * kl / len(part)
+                loss, _ = minibatch_loss(samples, extra, settings)
+                gradients = torch.autograd.grad(loss, self.adam.parameters)
+                norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
+                self.adam.step([g * min(1.0, args.max_grad_norm / (norm + 1e-6)) for g in gradients])
+        if not args.use_clipping:
+            pairs = [(self.valid(r.obs, r.mask, old), self.valid(r.obs, r.mask)) for r in rows]
+            with torch.no_grad():
+                kl = float(np.mean([float(kl_divergence(p, q)) for p, q in pairs]))
+            self.beta *= 2 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1
+            self.beta = max(self.beta, 0.01)
 
 
-def exchange_once(learners: list[Any], round_: int = 0) -> None:
-    vectors = [learner.outgoing() for learner in learners]
-    for learner in learners:
-        learner.receive(round_, vectors[learner.index], {j: vectors[j] for j in learner.peers})
+class Spies:
+    """The initial networks of the agents, the orders of the minibatches and the noise of the Box actions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nets: list[Any] = []
+        self.orders: list[list[int]] = []
+        self.noise: list[Tensor] = []
+        plain_agent, plain_randperm, plain_randn = fed.Agent, torch.randperm, torch.randn
+
+        def agent(*args: Any) -> Any:
+            made = plain_agent(*args)
+            with torch.no_grad():  # policies that differ between states and agents
+                made.actor.net[-1].weight.mul_(100)
+                made.actor.net[-1].bias.normal_()
+            self.nets.append(deepcopy(made))
+            return made
+
+        def randperm(*args: Any, **options: Any) -> Tensor:
+            order = plain_randperm(*args, **options)
+            self.orders.append(order.tolist())
+            return order
+
+        def randn(*args: Any, **options: Any) -> Tensor:
+            self.noise.append(plain_randn(*args, **options))
+            return self.noise[-1]
+
+        monkeypatch.setattr(fed, "Agent", agent)
+        monkeypatch.setattr(torch, "randperm", randperm)
+        monkeypatch.setattr(torch, "randn", randn)
 
 
-def neighbour_kl(learner: Any, obs: torch.Tensor) -> float:
-    """Mean KL to the only neighbour."""
-    (vector,) = learner.neighbours.values()
-    with torch.no_grad():
-        return float(learner.kl(learner.agent.policy(obs), learner.neighbour_dist(vector, obs)).mean())
+def journals(scripts: list[Script], args: Any, index: int, iteration: int) -> list[list[Transition]]:
+    """What agent ``index`` experienced in an iteration, by step and environment."""
+    own = scripts[index * args.num_envs : (index + 1) * args.num_envs]
+    by_env = [[t for t in transitions(each.journal, False) if t is not None] for each in own]
+    rows = slice(iteration * args.num_steps, (iteration + 1) * args.num_steps)
+    return [list(step) for step in zip(*(env[rows] for env in by_env), strict=True)]
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_update_moves_the_policy_towards_its_neighbour_and_leaves_the_neighbour_unchanged(env_id: str) -> None:
-    learner, other = pair_of_learners(env_id=env_id, penalty_coeff=100.0, vf_coef=0.0, ent_coef=0.0)
-    exchange_once([learner, other])
-    learner.collect()
-    obs = learner.batch.obs
-    frozen, before = learner.neighbours[1].clone(), neighbour_kl(learner, obs)
-    learner.learn()
-    assert neighbour_kl(learner, obs) < before
-    assert torch.equal(learner.neighbours[1], frozen)
-    assert torch.equal(other.outgoing(), frozen)
+CASES: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "without_clips": {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 100.0, "vf_coef": 0.9, "gae": False},
+    "masked_kl_penalty": {"env_id": "FederatedMasked-v0", "use_clipping": False, "kl_target": 1e-4},
+    "loose_kl_target": {"use_clipping": False, "kl_target": 10.0, "kl_coef": 0.015},
+    "box": {"env_id": "FederatedBox-v0"},
+    "box_kl_penalty": {"env_id": "FederatedBox-v0", "use_clipping": False, "gamma": 0.7},
+    "frozen_neighbours": {"local_updates": 2},
+    "averaged": {"average_weights": True},
+    "alone": {"use_comm_penalty": False},
+}
 
 
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_gradient_step_decreases_the_penalty(env_id: str) -> None:
-    learner, other = pair_of_learners(env_id=env_id)
-    exchange_once([learner, other])
-    learner.collect()
-    obs = learner.batch.obs
-    target = learner.neighbour_dist(learner.neighbours[1], obs)
-    assert not target.requires_grad
-    penalty = learner.kl(learner.agent.policy(obs), target).mean()
-    penalty.backward()
-    gradients = [parameter.grad for parameter in learner.agent.policy.parameters()]
-    assert all(gradient is not None for gradient in gradients)
-    assert all(parameter.grad is None for parameter in learner._neighbour_policy.parameters())
-    with torch.no_grad():
-        for parameter in learner.agent.policy.parameters():
-            parameter -= 1e-3 * parameter.grad
-    assert neighbour_kl(learner, obs) < penalty.item()
-
-
-def test_penalty_is_weighted_by_the_matrix() -> None:
-    args = small(n_agents=3, penalty_coeff=2.0, update_epochs=1, num_minibatches=1)
-    matrix = np.array([[0.0, 3.0, 5.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    learners = [fed.Learner(args, i, matrix, CPU) for i in range(3)]
-    with torch.no_grad():
-        for learner in learners:
-            learner.agent.policy.net[-1].bias.copy_(torch.tensor([0.0, float(learner.index)]))
-    exchange_once(learners)
-    learners[0].collect()
-    obs = learners[0].batch.obs
-    p = learners[0].agent.policy(obs)
-    by_hand = sum(w * learners[0].kl(p, learners[j].agent.policy(obs)).mean() for j, w in ((1, 3.0), (2, 5.0)))
-    metrics = learners[0].learn()
-    assert metrics["losses/comm_kl"] == pytest.approx(by_hand.item(), rel=1e-5)
-    terms = [
-        abs(metrics["losses/policy_loss"]),
-        args.ent_coef * metrics["losses/entropy"],
-        args.vf_coef * metrics["losses/value_loss"],
-        2.0 * by_hand.item(),
-    ]
-    fractions = [metrics[f"charts/loss_fractions/{name}"] for name in ("policy", "entropy", "value", "comm_penalty")]
-    assert fractions == pytest.approx([term / sum(terms) for term in terms], rel=1e-4)
-    assert sum(fractions) == pytest.approx(1)
-
-
-def test_adaptive_kl_penalty_replaces_clipping() -> None:
-    learner, _ = pair_of_learners(use_clipping=False, adaptive_kl_target=1e-9, learning_rate=1e-2)
-    metrics = learner.iterate()
-    assert metrics["losses/kl_after_update"] > 1.5e-9
-    assert learner.beta == 2.0
-    fractions = [value for key, value in metrics.items() if key.startswith("charts/loss_fractions/")]
-    assert len(fractions) == 5
-    assert sum(fractions) == pytest.approx(1)
-
-
-def test_target_kl_stops_the_update_after_one_epoch() -> None:
-    metrics = pair_of_learners(target_kl=1e-12, update_epochs=4, learning_rate=1e-2)[0].iterate()
-    assert metrics["charts/updates"] == 2  # one epoch of two minibatches
-
-
-def test_returns_without_gae_are_discounted_rewards() -> None:
-    learner, _ = pair_of_learners(gae=False, gamma=0.5)
-    learner.collect()
-    # Every reward of CartPole is 1. Episodes this short end by termination, where the return is 1.
-    returns = learner.batch.returns.view(learner.args.num_steps, learner.args.num_envs)
-    continues = (returns[:-1] - (1 + 0.5 * returns[1:])).abs() < 1e-5
-    ends = (returns[:-1] - 1).abs() < 1e-5
-    assert bool((continues | ends).all())
-    assert bool(ends.any())
-    assert float(continues.float().mean()) > 0.8
-
-
-# Exchanges
-
-
-def test_zero_matrix_equals_independent_ppo_bit_for_bit(tmp_path: Path) -> None:
-    zeros = tmp_path / "zeros.json"
-    zeros.write_text('{"comm_matrix": [[0, 0], [0, 0]]}')
-    args = small(run_dir=tmp_path / "run", comm_matrix_config=zeros)
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_after_iterations_equal_the_reference(
+    case: str, iterations: int, scripts: list[Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"env_id": "FederatedDiscrete-v0"} | CASES[case] | {"total_timesteps": 12 * iterations}
+    args, spies = args_of(tmp_path, **changes), Spies(monkeypatch)
     fed.train(args)
-    for i in range(2):
-        alone = fed.Learner(replace(args, use_comm_penalty=False), i, np.zeros((2, 2)), CPU)
-        for _ in range(args.num_iterations):
-            alone.iterate()
-        together = load_checkpoint(tmp_path / "run" / f"agent_{i}" / "checkpoint.pt", "ppo_federated")
-        alone.round, alone.published = together["round"], alone.outgoing()
-        assert differences(together, alone.state()) == []
-    lone = small(run_dir=tmp_path / "lone", n_agents=1)
-    fed.train(lone)
-    saved = [load_checkpoint(tmp_path / run / "agent_0" / "checkpoint.pt", "ppo_federated") for run in ("run", "lone")]
-    assert differences(*saved) == []
+    agents = [Slow(net, args) for net in spies.nets]
+    published = [deepcopy(agent.net) for agent in agents]
+    orders, noise = iter(spies.orders), iter(spies.noise)
+    for iteration in range(iterations):
+        for i, agent in enumerate(agents):
+            agent.adam.learning_rate = args.learning_rate * (1 - iteration / iterations)
+            steps = journals(scripts, args, i, iteration)
+            actions = []
+            for step in steps:
+                drawn = next(noise) if "Box" in args.env_id else None
+                for env, row in enumerate(step):
+                    assert row.mask is None or row.mask[row.action]
+                    action = torch.as_tensor(row.action)
+                    if drawn is not None:
+                        policy = agent.policy(row.obs, None).base_dist
+                        action = (policy.loc + policy.scale * drawn[env]).detach()
+                        # From −1 … 1 to the range of the space, and clipped to it.
+                        played = np.clip(action.numpy() * [2, 1.5] + [0, 1.5], [-2, 0], [2, 3])
+                        np.testing.assert_allclose(row.action, played, atol=1e-5)
+                    actions.append(action)
+            others = {j: (MATRIX[i, j], published[j]) for j in range(3) if j != i and MATRIX[i, j]}
+            own_orders = [next(orders) for _ in range(args.update_epochs)]
+            agent.learn(steps, actions, own_orders, others if args.use_comm_penalty else {})
+        if (iteration + 1) % args.local_updates == 0:
+            published = [deepcopy(agent.net) for agent in agents]
+        if args.average_weights:
+            for i, agent in enumerate(agents):
+                weights = [MATRIX[i, j] or float(i == j) for j in range(3)]
+                nets = [list(net.parameters()) for net in published]
+                for k, parameter in enumerate(agent.net.parameters()):
+                    total = sum(w * net[k].detach() for w, net in zip(weights, nets, strict=True))
+                    parameter.data = total / sum(weights)
+    for agent, first, found in zip(agents, spies.nets, members_of(tmp_path / "run"), strict=True):
+        assert found["kl_coef"] == pytest.approx(agent.beta)
+        assert first is agent.net
+        for name, weight in agent.net.state_dict().items():
+            torch.testing.assert_close(found["agent"][name].double(), weight, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_neighbours_are_frozen_between_exchanges() -> None:
-    learners = pair_of_learners(local_updates=3)
-    exchange_once(learners)
-    published = [learner.outgoing().clone() for learner in learners]
-    for _ in range(3):
-        for learner in learners:
-            learner.iterate()
-        assert torch.equal(learners[0].neighbours[1], published[1])
-        assert torch.equal(learners[1].neighbours[0], published[0])
-        assert not torch.equal(learners[1].outgoing(), published[1])
-    exchange_once(learners, 1)
-    assert torch.equal(learners[0].neighbours[1], learners[1].outgoing())
-
-
-def test_policy_with_nan_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    learner, other = pair_of_learners()
-    exchange_once([learner, other])
-    good = learner.neighbours[1]
-    learner.receive(1, learner.outgoing(), {1: torch.full_like(good, float("nan"))})
-    assert torch.equal(learner.neighbours[1], good)
-    assert "agent 1 published NaN or infinity; keeping its last policy" in caplog.text
-
-
-def test_only_the_policy_is_published_unless_weights_are_averaged() -> None:
-    learner = pair_of_learners()[0]
-    assert len(learner.outgoing()) == sum(p.numel() for p in learner.agent.policy.parameters())
-    averaging = pair_of_learners(average_weights=True)[0]
-    assert len(averaging.outgoing()) == sum(p.numel() for p in averaging.agent.parameters())
-
-
-def test_average_weights_uses_the_rows_and_the_diagonal() -> None:
-    args = small(n_agents=3, average_weights=True)
-    matrix = np.array([[2.0, 1.0, 1.0], [0.0, 0.0, 3.0], [0.0, 0.0, 0.0]])
-    learners = [fed.Learner(args, i, matrix, CPU) for i in range(3)]
-    a, b, c = (learner.outgoing() for learner in learners)
-    exchange_once(learners)
-    torch.testing.assert_close(learners[0].outgoing(), (2 * a + b + c) / 4)
-    torch.testing.assert_close(learners[1].outgoing(), (b + 3 * c) / 4)
-    assert torch.equal(learners[2].outgoing(), c)
-
-
-def test_common_init_gives_all_agents_the_same_weights() -> None:
-    vectors = [fed.Learner(small(common_init=True), i, PAIR, CPU).outgoing() for i in range(2)]
-    assert torch.equal(*vectors)
-    vectors = [fed.Learner(small(), i, PAIR, CPU).outgoing() for i in range(2)]
-    assert not torch.equal(*vectors)
-
-
-def test_creating_a_learner_does_not_change_the_global_rng() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    fed.Learner(small(), 0, PAIR, CPU)
-    assert torch.equal(torch.rand(3), expected)
-
-
-# Environments
-
-
-def test_continuous_actions_are_clipped_for_the_environment_but_not_for_learning() -> None:
-    learner, _ = pair_of_learners(env_id="Pendulum-v1")
+def test_actions_are_samples_of_the_policy(
+    scripts: list[Script], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frequencies of the actions within 4 standard deviations of their probabilities."""
+    changes = {"env_id": "FederatedDiscrete-v0", "num_steps": 150, "total_timesteps": 300, "update_epochs": 1}
+    args, spies = args_of(tmp_path, **changes, n_agents=1, comm_matrix_config=None), Spies(monkeypatch)
+    fed.train(args)
+    agent = Slow(spies.nets[0], args)
+    rows = [row for step in journals(scripts, args, 0, 0) for row in step]
     with torch.no_grad():
-        learner.agent.policy.logstd.fill_(2.0)
-    learner.collect()
-    assert learner.batch.actions.abs().max() > 2.0
-    played = np.array(learner.envs.envs[0].actions)
-    assert np.abs(played).max() == 2.0
+        p = torch.stack([agent.policy(row.obs, None).probs for row in rows]).numpy()
+    chosen = np.eye(4)[[int(row.action) for row in rows]]
+    assert p.max() > 0.5
+    assert (np.abs((chosen - p).sum(0)) < 4 * np.sqrt((p * (1 - p)).sum(0))).all()
 
 
-def test_agents_training_and_evaluation_use_different_seeds() -> None:
-    starts = []
-    for agent in range(2):
-        for purpose in (fed.TRAINING, fed.EVALUATION):
-            envs = fed.make_envs(small(), agent, 2, purpose)
-            envs.reset()
-            starts.append(envs.obs)
-    rows = np.concatenate(starts)
-    assert len(np.unique(rows, axis=0)) == len(rows)
+# Runs
 
 
-# Arguments
+class Crash(Exception):
+    """Simulates the end of the process."""
 
 
-def test_booleans_can_be_written_in_four_ways() -> None:
-    given = [
-        "--use-clipping=False",
-        "--anneal-lr",
-        "False",
-        "--no-gae",
-        "--capture-video",
-        "--norm-adv",
-        "True",
-        "--track",
-    ]
-    args = fed.parse_args(fed.Args, argv=[*given, "--comm-coeff=10", "--target-kl", "0.02", "--no_clip_vloss"])
-    assert (args.use_clipping, args.anneal_lr, args.gae, args.clip_vloss) == (False, False, False, False)
-    assert (args.capture_video, args.norm_adv, args.track) == (True, True, True)
-    assert (args.penalty_coeff, args.target_kl) == (10.0, 0.02)
+@pytest.mark.parametrize("cut", [1, 3])
+def test_resumed_run_is_bit_identical(cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash between two exchanges, when the coefficients of the KL penalty are not those of the start."""
+    changes = {"env_id": "gpu_allocation_v0", "use_clipping": False, "kl_target": 2e-3, "local_updates": 2}
+    changes |= {"total_timesteps": 12 * 5, "num_envs": 3, "num_steps": 4}
+    fed.train(args_of(tmp_path, **changes, run_dir=tmp_path / "whole"))
+    checkpoint = Run.checkpoint
+
+    def dying(self: Run, **state: Any) -> None:
+        checkpoint(self, **state)
+        if self.iteration == cut:
+            raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "checkpoint", dying)
+        with pytest.raises(Crash):
+            fed.train(args_of(tmp_path, **changes))
+    assert {member["kl_coef"] for member in members_of(tmp_path / "run")} != {1.0}
+    torch.manual_seed(99)
+    fed.train(args_of(tmp_path, **changes, resume=True))
+    assert same(members_of(tmp_path / "whole"), members_of(tmp_path / "run"))
 
 
-def test_defaults_are_the_documented_ones() -> None:
-    args = fed.parse_args(fed.Args, argv=[])
-    assert (args.n_agents, args.local_updates, args.num_envs, args.num_steps) == (2, 16, 4, 128)
-    assert (args.num_minibatches, args.update_epochs, args.use_comm_penalty, args.penalty_coeff) == (4, 4, True, 1.0)
-    assert (args.use_clipping, args.clip_coef, args.ent_coef, args.vf_coef) == (True, 0.2, 0.01, 0.5)
-    assert (args.gamma, args.gae_lambda, args.max_grad_norm, args.learning_rate) == (0.99, 0.95, 0.5, 2.5e-4)
-    assert (args.anneal_lr, args.gae, args.norm_adv, args.clip_vloss, args.target_kl) == (True, True, True, True, None)
-    assert (args.env_id, args.average_weights) == ("CartPole-v1", False)
+@pytest.mark.slow
+def test_torchrun_gives_the_same_numbers_after_a_killed_rank(tmp_path: Path) -> None:
+    """One process per agent. A rank is killed, torchrun starts all again, and the result is that of one process."""
+    changes = {"env_id": "gpu_allocation_v0", "total_timesteps": 12 * 100, "n_agents": 2, "comm_matrix_config": "pair"}
+    fed.train(args_of(tmp_path, **changes | {"comm_matrix_config": Path("pair"), "run_dir": tmp_path / "whole"}))
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | changes).items()]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+        str(TRAINER), *flags, "--run-dir", str(tmp_path / "cut"),
+    ]  # fmt: skip
+    launcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while not (tmp_path / "cut" / "checkpoint.pt").exists():
+            assert launcher.poll() is None, launcher.communicate()
+            time.sleep(0.02)
+        ranks = [each for each in psutil.Process(launcher.pid).children() if each.environ().get("RANK") == "1"]
+        ranks[0].kill()
+        stdout, stderr = launcher.communicate()
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+    assert launcher.returncode == 0, stderr
+    assert same(members_of(tmp_path / "whole"), members_of(tmp_path / "cut"))
+    assert json.loads(stdout.splitlines()[-1].removeprefix("result "))["n_agents"] == 2
+
+
+def test_logs_results_and_models_of_a_run(tmp_path: Path) -> None:
+    changes = {"env_id": "CartPole-v1", "total_timesteps": 12 * 4, "local_updates": 2, "eval_episodes": 2}
+    result = fed.train(args_of(tmp_path, **changes, save_model=True, eval_interval=2))
+    assert result["steps"] == 3 * 12 * 4
+    assert result["mean_return"] == pytest.approx(np.mean(list(result["mean_returns"].values())))
+    run = tmp_path / "run"
+    assert read_scalars(run, "losses/policy_loss")[0] == [36, 72, 108, 144]
+    for i in range(3):
+        own = run / f"agent_{i}"
+        steps, value_loss = read_scalars(own, "losses/value_loss")
+        assert steps == [12, 24, 36, 48]
+        terms = ("policy", "entropy", "value", "kl_penalty", "comm_penalty")
+        fractions = {name: read_scalars(own, f"charts/loss_fractions/{name}")[1] for name in terms}
+        assert np.sum(list(fractions.values()), 0) == pytest.approx([1.0] * 4)
+        total = np.abs(read_scalars(own, "losses/policy_loss")[1]) / fractions["policy"]
+        assert np.array(value_loss) * 0.5 / total == pytest.approx(fractions["value"], rel=1e-4)
+        penalty = 0.7 * np.array(read_scalars(own, "losses/comm_kl")[1]) / total
+        assert penalty == pytest.approx(fractions["comm_penalty"], rel=1e-3)
+        assert read_scalars(own, "eval/mean_return")[0] == [24]
+        for j in {0, 1, 2} - {i}:
+            assert read_scalars(own, f"charts/kl_{i}_{j}")[0] == [24, 48]
+    model = load_checkpoint(run / "model.pt", "ppo_federated-model")
+    for i, member in enumerate(members_of(run)):
+        assert same(dict(model[f"agent_{i}"]), dict(member["agent"]))
+
+
+def test_agents_differ_unless_their_weights_are_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for averaged in (False, True):
+        nets: list[Any] = []
+        plain = fed.Agent
+
+        def agent(*given: Any, plain: Any = plain, nets: list[Any] = nets) -> Any:
+            nets.append(plain(*given))
+            return deepcopy(nets[-1])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(fed, "Agent", agent)
+            folder = tmp_path / str(averaged)
+            fed.train(args_of(folder, env_id="CartPole-v1", average_weights=averaged, total_timesteps=12))
+        assert same(nets[0].state_dict(), nets[1].state_dict()) == averaged
+
+
+def test_edge_nodes_have_mixes_of_their_own() -> None:
+    for i, mix in enumerate(edge_mixes(3)):
+        envs = fed.make_envs("gpu_allocation_v0", i, 2)
+        assert envs.unwrapped.batch.mixes == [mix, mix]
+        assert envs.single_observation_space.shape == (19,)
+
+
+# Flags
+
+
+def test_commands_of_the_seed_are_understood() -> None:
+    """Document 003, word by word."""
+    common = ["--total-timesteps=1000000", "--n-agents=4", "--local-updates=16", "--num-envs=4"]
+    common += ["--comm-matrix-config=comm_matrices/4_agents.json", "--use-clipping=True"]
+    first = ["--total-timesteps=500000", "--n-agents=2", "--local-updates=16", "--num-envs=4"]
+    args = parse_args(fed.Args, argv=[*first, "--exp-description=n_agents = 2, local-updates=16", "--comm-coeff=10"])
+    assert (args.total_timesteps, args.n_agents, args.penalty_coeff) == (500_000, 2, 10.0)
+    assert args.exp_description == "n_agents = 2, local-updates=16"
+    args = parse_args(fed.Args, argv=common)
+    assert (args.use_clipping, args.vf_coef, args.num_steps, args.local_updates) == (True, 0.5, 128, 16)
+    weights = fed.load_matrix(args.comm_matrix_config, args.n_agents, fed.MATRICES).tolist()
+    assert weights == [[0, 100, 0, 0], [100, 0, 0, 0], [0, 0, 0, 100], [0, 0, 100, 0]]
+    assert parse_args(fed.Args, argv=[*common, "--vf-coef=0.001"]).vf_coef == 0.001
 
 
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("flag", "complaint"),
     [
-        ({"n_agents": 0}, "--n-agents is 0: expected 1 or more"),
-        ({"num_minibatches": 3}, "--num-minibatches is 3: expected a divisor of 64"),
-        ({"total_timesteps": 0}, "--total-timesteps is 0: expected 1 or more"),
-        ({"penalty_coeff": -1.0}, "--penalty-coeff is -1.0: expected 0 or more"),
-        ({"penalty_coeff": float("nan")}, "--penalty-coeff is nan"),
-        ({"learning_rate": 0.0}, "--learning-rate is 0.0: expected more than 0"),
-        ({"gamma": 1.5}, "--gamma is 1.5: expected 0 … 1"),
-        ({"target_kl": -0.1}, "--target-kl is -0.1: expected more than 0"),
-        ({"local_updates": 0}, "--local-updates is 0: expected 1 or more"),
-        ({"num_minibatches": 64}, "--norm-adv needs 2 or more transitions"),
-        ({"comm_matrix_config": Path("nowhere.json")}, "no such file. Bundled matrices: .*pair"),
-        ({"comm_matrix_config": Path("ring")}, "with --n-agents 2, agents are 0 … 1"),
-        ({"env_id": "CartPoll-v1"}, "CartPoll"),
-        ({"env_options": "[1]"}, "--env-options is .1.: expected a JSON object"),
-        ({"env_options": "{"}, "--env-options '{' is not JSON"),
+        ("--n-agents=0", "--n-agents is 0: expected at least 1"),
+        ("--local-updates=0", "--local-updates is 0: expected at least 1"),
+        ("--comm-coeff=-1", "--penalty-coeff is -1.0: expected at least 0"),
     ],
 )
-def test_invalid_arguments_are_rejected_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], complaint: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, TypeError, FileNotFoundError, gym.error.Error), match=complaint):
-        fed.train(small(**changes))
-    assert not list(tmp_path.iterdir())
+def test_bad_flags_are_one_line(flag: str, complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(fed.Args, argv=[flag], ranges=fed.RANGES)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {complaint}\n"
 
 
-def test_command_line_reports_an_error_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(TRAINER), "--n-agents", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 1
-    assert done.stderr == "ppo_federated.py: --n-agents is 0: expected 1 or more\n"
-    assert not done.stdout
-
-
-class Masked(gym.Env[Any, Any]):
-    """Three actions, of which one is invalid in each step. Playing it raises an error."""
-
-    observation_space = gym.spaces.Dict(x=gym.spaces.Box(0, 1, (2,)), action_mask=gym.spaces.Box(0, 1, (3,), np.int8))
-    action_space = gym.spaces.Discrete(3, start=4)
-
-    def observe(self) -> dict[str, np.ndarray]:
-        mask = np.ones(3, np.int8)
-        mask[self.count % 3] = 0
-        return {"x": np.full(2, self.count / 8, np.float32), "action_mask": mask}
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        self.count = 0
-        return self.observe(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        assert action - 4 != self.count % 3, "the action is invalid"
-        self.count += 1
-        return self.observe(), 1.0, False, self.count == 7, {}
-
-
-def test_invalid_actions_are_masked_in_rollouts_updates_and_evaluation(tmp_path: Path) -> None:
-    gym.register("FederatedMasked-v0", Masked)
-    try:
-        learners = pair_of_learners(env_id="FederatedMasked-v0")
-        exchange_once(learners)
-        learner = learners[0]
-        learner.collect()
-        batch = learner.batch
-        invalid = (batch.obs[:, 0] * 8).round().long() % 3
-        assert torch.equal((~batch.masks).int().argmax(-1), invalid)
-        assert not (batch.actions == invalid).any()
-        known = torch.distributions.Categorical(logits=batch.dist)
-        torch.testing.assert_close(batch.logprobs, known.log_prob(batch.actions))
-        assert float(known.probs[~batch.masks].sum()) == 0.0
-        other = learner.neighbour_dist(learner.neighbours[1], batch.obs, batch.masks)
-        assert bool((other[~batch.masks] == fed.MASKED_LOGIT).all())
-        assert all(math.isfinite(value) for key, value in learner.learn().items() if "explained" not in key)
-        assert len(learner.evaluate()) == learner.args.eval_episodes
-        state = learner.state()
-        assert torch.equal(state["next_masks"], torch.from_numpy(learner.envs.masks))
-    finally:
-        del gym.registry["FederatedMasked-v0"]
-
-
-def test_documented_matrix_of_four_agents_is_bundled() -> None:
-    matrix = load_matrix(Path("comm_matrices/4_agents.json"), 4, fed.BUNDLED_MATRICES)
-    assert matrix.tolist() == [[0, 100, 0, 0], [100, 0, 0, 0], [0, 0, 0, 100], [0, 0, 100, 0]]
+def test_one_process_per_agent_is_required(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fed, "init_distributed", lambda *_: World(0, 2))
+    with pytest.raises(FlagError, match="--n-agents is 3, but torchrun started 2 processes"):
+        fed.train(args_of(tmp_path))

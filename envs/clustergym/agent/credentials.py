@@ -17,7 +17,6 @@ OTHERS = 0o007
 class BearerTokens:
     """The tokens of one role: every line of the file is one. The file is read again when it changes.
 
-    To rotate a token without an interruption, add the new one as a line, update the clients, and remove the old line.
     A token that disappears from the file is accepted for ``overlap_s`` more seconds, because Kubernetes updates the
     Secrets of agents and clients at different times.
     """
@@ -26,8 +25,8 @@ class BearerTokens:
         self.path, self.overlap_s, self.clock = path, overlap_s, clock
         self.problem: str | None = None
         """Why the file cannot be used. The tokens of its last valid version are accepted."""
-        self._tokens: set[bytes] = set()
-        self._old: dict[bytes, float] = {}
+        self._until: dict[bytes, float] = {}
+        """Accepted tokens, and until when; infinity while they are in the file."""
         self._file_version: tuple[int, int, int] | None = None
         self._read()
 
@@ -49,11 +48,11 @@ class BearerTokens:
         tokens = {line.strip().encode() for line in text.splitlines() if line.strip()}
         if not tokens:
             raise ValueError(f"token file {path} is empty: expected a token")
-        now = self.clock()
-        self._old |= dict.fromkeys(self._tokens - tokens, now + self.overlap_s)
-        if self._tokens:
-            log.info("token file %s was read again: %d token(s)", path, len(tokens))
-        self._tokens, self._file_version = tokens, file_version
+        end = self.clock() + self.overlap_s
+        old = {token: min(until, end) for token, until in self._until.items()}
+        self._until = old | dict.fromkeys(tokens, float("inf"))
+        self._file_version = file_version
+        log.info("token file %s was read: %d token(s)", path, len(tokens))
 
     def refresh(self) -> None:
         """Read the file if it has changed. A file that cannot be used does not remove the tokens."""
@@ -64,20 +63,14 @@ class BearerTokens:
             if str(error) != self.problem:
                 log.error("%s; the old tokens stay valid", error)
             self.problem = str(error)
-        now = self.clock()
-        self._old = {token: until for token, until in self._old.items() if until > now}
 
     def accepts(self, header: bytes) -> bool:
         """Check an Authorization header in constant time."""
-        if not header.startswith(b"Bearer "):
-            return False
-        given, now = header[7:], self.clock()
+        given, now = header.removeprefix(b"Bearer "), self.clock()
         found = False
-        for token in self._tokens:
-            found |= hmac.compare_digest(given, token)
-        for token, until in self._old.items():
+        for token, until in self._until.items():
             found |= hmac.compare_digest(given, token) and now < until
-        return found
+        return found and header.startswith(b"Bearer ")
 
 
 class Access:

@@ -1,8 +1,7 @@
-"""The learner process: reads experiences from the store and replaces the checkpoint after each update."""
+"""The learner process: reads experiences from the store and adds a version of the policy after each update."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -10,26 +9,22 @@ import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clustergym.agent.database import connect, exclusive_lock
 from clustergym.agent.logs import setup_logging
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.versions import LEARNER_LOCK_NAME, handle_request, keep_version, load_or_restore, save_version
+from clustergym.agent.store import connect
+from clustergym.agent.versions import State, add_version, load_newest, newest_version
 
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
-
-
-NUMBERS = ("through", "skipped")
-"""Fields of :class:`Experiences` that are no tensors."""
 
 
 @dataclass
@@ -40,93 +35,63 @@ class Experiences:
     actions: Tensor
     logprobs: Tensor
     rewards: Tensor
-    """Rewards of the sampled actions; estimated where the pod got something else (shadow mode, rails)."""
-    values: Tensor
-    """V(obs) when the decisions were made."""
+    """Rewards of the sampled actions; estimated where the pod got something else."""
     next_obs: Tensor
     """Observations when the feedback arrived."""
-    dones: Tensor
-    """Always false, because a node has no episodes."""
     through: int
-    """Sequence number of the last feedback."""
-    skipped: int = 0
-    """Number of experiences before ``through`` that were left out because their policy is too old."""
-
-    def to(self, device: torch.device) -> Experiences:
-        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if name not in NUMBERS}
-        return replace(self, **moved)
+    """Number of the last feedback."""
 
 
-State = dict[str, Any]
-"""Content of a checkpoint. The server reads ``version`` and ``learned_through``; the rest belongs to the policy."""
 LearnOnce = Callable[[State, Experiences], tuple[State, dict[str, float]]]
-"""Returns the state after one update, and metrics for the log."""
+"""Returns the state after one update, and metrics. ``version`` and ``learned_through`` are set by the learner."""
 
 
-class MetricLogger(Protocol):
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Log values of one step."""
+def read_experiences(connection: sqlite3.Connection, state: State, settings: ServerSettings) -> Experiences | None:
+    """The next batch that has not been learned from, or None if there are not enough experiences yet.
 
-
-OpenLogger = Callable[[int], contextlib.AbstractContextManager[MetricLogger]]
-"""Opens the log of a run whose policy has this version."""
-# The first columns of the rows that ExperienceReader keeps.
-SEQ, VERSION = range(2)
-
-
-class ExperienceReader:
-    """Reads experiences from the store in the order of their feedback.
-
-    Each call reads only feedback that is new since the last one, so that its time does not grow with the store. Until
-    a batch is full, its rows wait in memory. Decisions of policies that are too old are left out, so that they cannot
-    fill a batch. They never become recent again.
+    Decisions of policies that are too old are left out. They never become recent again.
     """
-
-    def __init__(self, connection: sqlite3.Connection, settings: ServerSettings) -> None:
-        self.connection, self.settings = connection, settings
-        self._read_through = 0
-        self._waiting: list[tuple[Any, ...]] = []
-
-    def newest(self) -> int:
-        """Number of the newest feedback."""
-        (seq,) = self.connection.execute("SELECT coalesce(max(seq), 0) FROM feedback").fetchone()
-        return int(seq)
-
-    def read(self, learned_through: int, version: int) -> Experiences | None:
-        """The next batch that has not been learned from, or None if there are not enough experiences yet."""
-        oldest, newest = version - self.settings.max_policy_lag, self.newest()
-        self._waiting = [row for row in self._waiting if row[SEQ] > learned_through and row[VERSION] >= oldest]
-        missing = self.settings.max_batch - len(self._waiting)
-        rows = self.connection.execute(
-            "SELECT f.seq, a.version, a.obs, a.action, a.log_prob, f.advised_reward, a.value, f.next_obs, f.done "
-            "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
-            "WHERE f.seq > ? AND f.seq <= ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
-            (max(learned_through, self._read_through), newest, oldest, missing),
-        ).fetchall()
-        self._waiting += rows
-        if len(rows) < missing:
-            self._read_through = max(newest, self._read_through)
-        elif rows:
-            self._read_through = rows[-1][SEQ]
-        if len(self._waiting) < self.settings.batch_size:
-            return None
-        seqs, _, obs, actions, logprobs, rewards, values, next_obs, dones = zip(*self._waiting, strict=True)
-        through = seqs[-1]
-        (waiting,) = self.connection.execute(
-            "SELECT count(*) FROM feedback WHERE seq > ? AND seq <= ? AND learnable", (learned_through, through)
-        ).fetchone()
-        return Experiences(
-            obs=_stack(obs), actions=_stack(actions), logprobs=torch.tensor(logprobs), rewards=torch.tensor(rewards),
-            values=torch.tensor(values), next_obs=_stack(next_obs), dones=torch.tensor(dones, dtype=torch.bool),
-            through=through, skipped=max(waiting - len(self._waiting), 0),
-        )  # fmt: skip
+    rows = connection.execute(
+        "SELECT f.seq, a.obs, a.action, a.log_prob, f.sampled_reward, f.next_obs "
+        "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
+        "WHERE f.seq > ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
+        (state["learned_through"], state["version"] - settings.max_policy_lag, settings.max_batch),
+    ).fetchall()
+    if len(rows) < settings.batch_size:
+        return None
+    seqs, obs, actions, logprobs, rewards, next_obs = zip(*rows, strict=True)
+    return Experiences(
+        _stack(obs), _stack(actions), torch.tensor(logprobs), torch.tensor(rewards), _stack(next_obs), seqs[-1]
+    )
 
 
 def _stack(rows: Sequence[bytes]) -> Tensor:
     return torch.from_numpy(np.stack([np.frombuffer(row, np.float32) for row in rows]))
 
 
-def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: OpenLogger, parent_pid: int) -> None:
+def learn(
+    connection: sqlite3.Connection, settings: ServerSettings, learn_once: LearnOnce, state: State | None = None
+) -> State:
+    """Make one update if there are enough experiences. Its version and what it has learned from are one row.
+
+    So a crash neither loses an experience nor learns from one twice. Returns the newest version; ``state`` is that of
+    the last call.
+    """
+    if state is None or newest_version(connection) != state["version"]:
+        state = load_newest(connection)
+    batch = read_experiences(connection, state, settings)
+    if batch is None:
+        return state
+    after, metrics = learn_once(state, batch)
+    after = after | {"version": state["version"] + 1, "learned_through": batch.through}
+    if not add_version(connection, after, "update", state["version"], metrics):
+        return load_newest(connection)  # a rollback came first
+    reward = float(batch.rewards.mean())
+    log.info("version %d: %d experiences, mean reward %.3f", after["version"], len(batch.rewards), reward)
+    return after
+
+
+def run_learner(settings: ServerSettings, learn_once: LearnOnce, parent_pid: int) -> None:
     """Main function of the learner process. The process ends when its parent ends, even if the parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,34 +99,23 @@ def run_learner(settings: ServerSettings, learn_once: LearnOnce, open_logger: Op
     # Requests have priority over learning.
     os.nice(19)
     torch.set_num_threads(1)
-    with exclusive_lock(settings.store / LEARNER_LOCK_NAME, wait=True), contextlib.ExitStack() as stack:
-        state = load_or_restore(settings.store)
-        reader = ExperienceReader(connect(settings.store, settings.durability), settings)
-        logger = None
-        keep_version(settings.store, state["version"])
-        while os.getppid() == parent_pid:
-            state = handle_request(settings.store, state, reader.newest())
-            batch = reader.read(state["learned_through"], state["version"])
-            if batch is not None:
-                first_version = state["version"]
-                state, metrics = learn_once(state, batch)
-                save_version(settings.store, state)
-                log.info(
-                    "version %d: %d experiences, mean reward %.3f",
-                    state["version"], len(batch.rewards), float(batch.rewards.mean()),
-                )  # fmt: skip
-                # TensorBoard takes longer to load than an update takes: open it when there is something to log.
-                logger = logger or stack.enter_context(open_logger(first_version))
-                logger.scalars(metrics, state["version"])
-            time.sleep(settings.update_interval_s)
+    state: State | None = None
+    while os.getppid() == parent_pid:
+        # A new connection each time: the file may have been replaced.
+        try:
+            with closing(connect(settings.store)) as connection:
+                state = learn(connection, settings, learn_once, state)
+        except sqlite3.Error as error:
+            log.warning("the store cannot be used: %s", error)
+        time.sleep(settings.update_interval_s)
 
 
 class LearnerProcess:
     """Starts the learner process and restarts it if it dies."""
 
-    def __init__(self, settings: ServerSettings, learn_once: LearnOnce, open_logger: OpenLogger) -> None:
-        self._arguments = settings, learn_once, open_logger, os.getpid()
-        self._backoff_s, self._restart_at = 1.0, 0.0
+    def __init__(self, settings: ServerSettings, learn_once: LearnOnce) -> None:
+        self._arguments = settings, learn_once, os.getpid()
+        self._backoff_s = 1.0
         self._start()
 
     def _start(self) -> None:
@@ -176,16 +130,15 @@ class LearnerProcess:
 
     def restart_if_dead(self) -> bool:
         """Restart a dead process; wait longer each time while it dies within a minute. True if it was restarted."""
-        now = time.monotonic()
-        if self.alive or now < self._restart_at:
+        ran_s = time.monotonic() - self._started_at
+        if self.alive or ran_s < self._backoff_s:
             return False
-        self._backoff_s = 1.0 if now - self._started_at > 60 else min(2 * self._backoff_s, 60.0)
-        self._restart_at = now + self._backoff_s
+        self._backoff_s = 1.0 if ran_s > 60 else min(2 * self._backoff_s, 60.0)
         log.error("the learner process ended with exit code %s and is restarted", self._process.exitcode)
         self._start()
         return True
 
     def stop(self) -> None:
-        # Killing it is safe: checkpoints are written atomically.
+        # Killing it is safe: an update is one transaction.
         self._process.kill()
         self._process.join()

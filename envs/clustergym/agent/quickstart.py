@@ -23,9 +23,8 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def find_script() -> Path:
-    """The agent's program: in the checkout, in the wheel, or in the container image."""
+    """The agent's program: in the checkout, or in the wheel."""
     places = [PACKAGE.parents[1] / "cleanrl_ppo" / SCRIPT_NAME, PACKAGE / "agent" / SCRIPT_NAME]
-    places.append(Path(sys.prefix) / "agent.py")
     for place in places:
         if place.is_file():
             return place
@@ -72,7 +71,7 @@ def run(store: Path, port: int, pods: int, pods_per_s: float, shadow: bool, cons
         httpx.Client(base_url=url, trust_env=False) as client,
     ):
         wait_until_ready(client, process, store)
-        console.print(f"status page: {url}/ui   API: {url}/docs   metrics: {url}/metrics   Ctrl-C ends it")
+        console.print(f"status page: {url}/ui   metrics: {url}/metrics   Ctrl-C ends it")
         node, begin = SimulatedNode(1, 10**8, "quickstart"), time.monotonic()
         for i in range(pods) if pods else count():
             time.sleep(max(0.0, begin + i / pods_per_s - time.monotonic()))

@@ -1,9 +1,10 @@
-"""Limits on every grant, whoever decides: peaks, a floor, small steps, and the bounds of the workload."""
+"""Limits on every grant, whoever decides: the owner's peaks, a floor, and the bounds of the workload."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from clustergym.agent.owners import OwnerState
 from clustergym.gpu_allocation.space import MIN_CORES, MIN_MEMORY_MB
@@ -19,18 +20,21 @@ class RailSettings:
     """The margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
     floor: float = 0.1
     """A grant is at least this share of the request."""
-    step: float = 0.1
-    """A grant is at most this share of the request below the last one of the owner."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Limits that the workload sets for itself. Above the request they have no effect."""
+class Amounts(NamedTuple):
+    """A share of a GPU."""
 
-    min_cores: float = 0.0
-    max_cores: float = math.inf
-    min_memory_mb: float = 0.0
-    max_memory_mb: float = math.inf
+    cores: float
+    """% of the GPU."""
+    memory_mb: float
+
+
+class Limited(NamedTuple):
+    """Amounts after rails or bounds, and the names of those that changed them."""
+
+    amounts: Amounts
+    limits: tuple[str, ...]
 
 
 RARE_PODS = 50.0
@@ -48,47 +52,36 @@ def sensitive_floor(peak: float, pods: float, margin: float) -> float:
     return min(peak * margin * (1.0 + RARE_PODS / pods), 1.0) if pods > 0 else 1.0
 
 
-def limit(
-    cores: float,
-    memory_mb: float,
-    requested_cores: float,
-    requested_memory_mb: float,
-    sensitive: bool,
-    owner: OwnerState,
-    last_share: float,
-    last_memory_share: float,
-    settings: RailSettings,
-) -> tuple[float, float]:
-    """Raise a proposal (cores %, memory MB) to what the rails demand; never above the request.
-
-    Args:
-        cores: proposed cores, %.
-        memory_mb: proposed memory, MB.
-        requested_cores: requested cores, %.
-        requested_memory_mb: requested memory, MB.
-        sensitive: whether the pod is latency-sensitive.
-        owner: state of the pod's owner.
-        last_share: share of the request that the last pod of the owner was granted, with feedback or without.
-        last_memory_share: the same for memory.
-        settings: the rails.
-    """
-    share = max(settings.floor, owner.peak_need * settings.cores_margin, max(last_share, owner.share) - settings.step)
-    memory_share = max(settings.floor, max(last_memory_share, owner.memory_share) - settings.step)
+def apply_rails(
+    proposal: Amounts, requested: Amounts, sensitive: bool, owner: OwnerState, settings: RailSettings
+) -> Limited:
+    """Raise a proposal to what the rails demand; never above the request."""
+    rails = {
+        "floor": Amounts(settings.floor * requested.cores, settings.floor * requested.memory_mb),
+        "smallest grant": Amounts(MIN_CORES, MIN_MEMORY_MB),
+        "largest need": Amounts(
+            settings.cores_margin * owner.peak_need * requested.cores, settings.memory_margin * owner.peak_memory_mb
+        ),
+    }
     if sensitive:
-        share = max(share, sensitive_floor(owner.peak_need, owner.active, settings.margin_sensitive))
-        memory_share = max(
-            memory_share, sensitive_floor(owner.peak_memory_share, owner.pods, settings.margin_sensitive)
+        margin = settings.margin_sensitive
+        rails["margin for latency-sensitive pods"] = Amounts(
+            sensitive_floor(owner.peak_need, owner.active, margin) * requested.cores,
+            sensitive_floor(owner.peak_memory_share, owner.evidence, margin) * requested.memory_mb,
         )
-    floor_mb = max(memory_share * requested_memory_mb, owner.peak_memory_mb * settings.memory_margin)
-    cores = max(cores, float(math.ceil(share * requested_cores - 1e-9)), MIN_CORES)
-    memory_mb = max(memory_mb, float(math.ceil(floor_mb - 1e-9)), MIN_MEMORY_MB)
-    return min(cores, requested_cores), min(memory_mb, requested_memory_mb)
+    found, limits = [], []
+    for i, unit in enumerate(("cores", "memory")):
+        name, least = max(((name, rail[i]) for name, rail in rails.items()), key=lambda one: one[1])
+        least = min(float(math.ceil(least - 1e-9)), requested[i])
+        if least > proposal[i]:
+            limits.append(f"rail on {unit}: {name}")
+        found.append(min(max(proposal[i], least), requested[i]))
+    return Limited(Amounts(*found), tuple(limits))
 
 
-def bound(
-    cores: float, memory_mb: float, requested_cores: float, requested_memory_mb: float, bounds: Bounds
-) -> tuple[float, float]:
-    """Apply the workload's own limits; never above the request, and never 0."""
-    cores = min(max(min(cores, bounds.max_cores), bounds.min_cores), requested_cores)
-    memory_mb = min(max(min(memory_mb, bounds.max_memory_mb), bounds.min_memory_mb), requested_memory_mb)
-    return cores, memory_mb
+def apply_bounds(amounts: Amounts, requested: Amounts, least: Amounts, most: Amounts) -> Limited:
+    """Apply the workload's own limits; never above the request. Where they contradict, ``least`` counts."""
+    rows = amounts, least, most, requested
+    found = [min(max(min(a, high), low), limit) for a, low, high, limit in zip(*rows, strict=True)]
+    names = (f"bound on {unit}" for unit, a, b in zip(("cores", "memory"), found, amounts, strict=True) if a != b)
+    return Limited(Amounts(*found), tuple(names))

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
-import signal
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from clustergym.agent.clock import DAY_S
-from clustergym.agent.database import DATABASE_NAME, exclusive_lock, set_aside_if_corrupt
-from clustergym.agent.learner import LearnerProcess, LearnOnce, OpenLogger, State
+from clustergym.agent.learner import LearnerProcess, LearnOnce
+from clustergym.agent.policy import Policy
 from clustergym.agent.settings import ServerSettings
-from clustergym.agent.store import Store
+from clustergym.agent.store import DATABASE_NAME, Store, exclusive_lock, set_aside_if_corrupt
 from clustergym.agent.telemetry import Telemetry
-from clustergym.agent.versions import CHECKPOINT_KIND, load_or_restore, read_champion, version_path
-from clustergym.common.checkpoints import CHECKPOINT_NAME, CheckpointError, load_checkpoint, save_checkpoint
+from clustergym.agent.versions import State, add_version, load_newest, newest_version
 from clustergym.common.extras import require
 from clustergym.common.tls import CertificateReloader
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from clustergym.agent.connections import ConnectionPool
-    from clustergym.agent.service import Policy, Service
+    from clustergym.agent.service import Service
 
 log = logging.getLogger(__name__)
 
 
 def serve(
-    settings: ServerSettings,
-    *,
-    seed: int,
-    resume: bool,
-    initial_state: Callable[[], State],
-    make_policy: Callable[[State], Policy],
-    learn_once: LearnOnce,
-    open_logger: OpenLogger,
+    settings: ServerSettings, *, seed: int, resume: bool, initial_state: Callable[[], State], learn_once: LearnOnce
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -51,16 +39,13 @@ def serve(
         settings: flags of the server.
         seed: seed of exploration. A restarted server explores with other numbers.
         resume: whether to accept a store that has been used.
-        initial_state: makes the content of the first checkpoint.
-        make_policy: makes the policy from the content of a checkpoint.
-        learn_once: one update. It runs in the learner process, so it must be picklable, as must ``open_logger``.
-        open_logger: opens the log of the learner process.
+        initial_state: makes the first version of the policy.
+        learn_once: one update. It runs in the learner process, so it must be picklable.
     """
     for module in ("fastapi", "prometheus_client", "uvicorn"):
         require(module, "agent")
 
     from clustergym.agent.api import create_app
-    from clustergym.agent.connections import ConnectionLimits, ConnectionPool, Loop, listen, reserve_files
     from clustergym.agent.credentials import Access
     from clustergym.agent.service import Service
 
@@ -69,127 +54,119 @@ def serve(
     access = Access(
         settings.token_file, settings.webhook_token_file, settings.collector_token_file, settings.token_overlap_s
     )
-    reserve_files(settings.max_connections)
-    pool = ConnectionPool(ConnectionLimits(settings.max_connections, settings.read_timeout_s, settings.write_timeout_s))
     os.umask(0o077)
     settings.store.mkdir(parents=True, exist_ok=True)
-    checkpoint = settings.store / CHECKPOINT_NAME
     with exclusive_lock(settings.store / "agent.lock"), contextlib.ExitStack() as stack:
         if not resume and (settings.store / DATABASE_NAME).exists():
             raise ValueError(f"{settings.store} has been used: drop --no-resume to resume it, or use another --store")
-        listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port, pool)))
-        if not checkpoint.exists():
-            save_checkpoint(checkpoint, CHECKPOINT_KIND, initial_state())
-        state = load_or_restore(settings.store)
+        listener = stack.enter_context(listen(settings.host, settings.port))
         aside = set_aside_if_corrupt(settings.store)
-        store = Store(
-            settings.store, settings.durability, DAY_S * settings.retention_days, settings.accept_clock_jump,
-            settings.guard_settings,
-        )  # fmt: skip
-        store.number_feedback_after(state["learned_through"])
+        store = Store(settings.store)
+        stack.callback(store.close)
+        if newest_version(store.connection) is None:
+            start = initial_state() | {"version": 0, "learned_through": 0}
+            add_version(store.connection, start, "initial", None, {})
         telemetry = Telemetry(settings.gpus, settings.telemetry_s)
         stack.callback(telemetry.stop)
         learner = None
         if settings.explore != "off":
-            learner = LearnerProcess(settings, learn_once, open_logger)
+            learner = LearnerProcess(settings, learn_once)
             stack.callback(learner.stop)
-        service = Service(settings, store, telemetry, make_policy(state), learner, access, pool, seed)
-        service.champion = load_champion(settings.store, make_policy) or service.policy
+        policy = Policy(load_newest(store.connection))
+        service = Service(settings, store, telemetry, policy, learner, access, seed)
         if aside is not None:
             service.task_problems["store"] = f"the database was corrupt at the start and is now {aside}"
-
-        @contextlib.asynccontextmanager
-        async def lifespan(_: Any) -> AsyncIterator[None]:
-            follow = PolicyFollower(service, checkpoint, make_policy)
-            tasks = [
-                asyncio.create_task(repeat(service, "policy", 0.25, follow)),
-                asyncio.create_task(repeat(service, "credentials", 0.25, lambda: refresh_credentials(service))),
-                asyncio.create_task(repeat(service, "maintenance", 1.0, lambda: run_maintenance(service))),
-            ]
-            yield
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            store.close()
-
-        config = make_config(settings, create_app(service, lifespan), pool)
-        if config.ssl is not None and settings.tls_cert is not None and settings.tls_key is not None:
-            service.certificate = CertificateReloader(
-                config.ssl, settings.tls_cert, settings.tls_key, settings.client_ca
-            )
-        Loop.handshake_timeout_s = settings.read_timeout_s
-        # Objects made so far live as long as the process: exclude them from garbage collection.
-        gc.collect()
-        gc.freeze()
-        log.info("listening on %s, port %s", settings.host, listener.getsockname()[1])
-        run(config, listener)
+        run(service, create_app, listener)
 
 
-def load_champion(store: Path, make_policy: Callable[[State], Policy]) -> Policy | None:
-    """The last good version of the policy, or None if it is not known any more."""
-    version = read_champion(store)
-    if version is None:
-        return None
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a port that is in use is an error before anything else starts."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    listener = socket.socket(family, kind, proto)
     try:
-        return make_policy(load_checkpoint(version_path(store, version), CHECKPOINT_KIND))
-    except (FileNotFoundError, CheckpointError) as error:
-        log.warning("the last good version cannot be loaded, the newest takes its place: %s", error)
-        return None
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+    return listener
 
 
-def make_config(settings: ServerSettings, app: Any, pool: ConnectionPool) -> uvicorn.Config:
-    """The configuration of uvicorn."""
+def run(service: Service, create_app: Callable[..., Any], listener: socket.socket) -> None:
+    """Serve until a signal arrives."""
     import uvicorn
 
-    from clustergym.agent.connections import BACKLOG, make_protocol
+    settings = service.settings
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(repeat(service, name, interval_s, task))
+            for name, interval_s, task in (
+                ("policy", 0.25, lambda: follow_policy(service)),
+                ("credentials", 0.25, lambda: refresh_credentials(service)),
+                ("maintenance", 1.0, lambda: run_maintenance(service)),
+                ("connections", settings.read_timeout_s, silent),
+            )
+        ]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     config = uvicorn.Config(
-        app,
-        http=make_protocol(pool),
-        ws="none",
-        backlog=BACKLOG,
-        access_log=False,
-        log_config=None,
-        timeout_graceful_shutdown=10,
-        timeout_keep_alive=75,
-        server_header=False,
-        proxy_headers=False,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
+        create_app(service, lifespan), http="h11", ws="none", backlog=128, access_log=False, log_config=None,
+        limit_concurrency=settings.max_connections, timeout_graceful_shutdown=10, timeout_keep_alive=75,
+        server_header=False, proxy_headers=False, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         ssl_ca_certs=None if settings.client_ca is None else str(settings.client_ca),
         ssl_cert_reqs=ssl.CERT_NONE if settings.client_ca is None else ssl.CERT_REQUIRED,
-    )
+    )  # fmt: skip
     config.load()
-    if config.ssl is not None:
+    if config.ssl is not None and settings.tls_cert is not None and settings.tls_key is not None:
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-    return config
+        service.certificate = CertificateReloader(config.ssl, settings.tls_cert, settings.tls_key, settings.client_ca)
+    server = uvicorn.Server(config)
+    silent = SilentConnections(server)
+    log.info("listening on %s, port %s", settings.host, listener.getsockname()[1])
+    # After its shutdown, uvicorn raises the signal again: what follows the server must run.
+    with contextlib.suppress(KeyboardInterrupt), terminated_like_interrupted():
+        server.run(sockets=[listener])
 
 
-def run(config: uvicorn.Config, listener: Any) -> None:
-    """Serve until a signal arrives. SIGTERM and SIGINT let this function return, even if they repeat."""
-    import uvicorn
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Any:
+    """SIGTERM raises KeyboardInterrupt where nothing else handles it."""
+    import signal
 
-    from clustergym.agent.connections import Loop
-
-    class Server(uvicorn.Server):
-        """Does not raise signals again after the shutdown: what follows the server must run."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Any:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: setattr(self, "should_exit", True))
-            yield
-
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        runner.run(Server(config).serve(sockets=[listener]))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
-async def repeat(service: Service, name: str, interval_s: float, task: Callable[[], Awaitable[None]]) -> None:
+class SilentConnections:
+    """Closes connections that have not sent a complete head of a request between two calls: uvicorn waits for ever."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self.server = server
+        self._seen: set[Any] = set()
+
+    def __call__(self) -> None:
+        silent = {one for one in self.server.server_state.connections if getattr(one, "cycle", None) is None}
+        for connection in silent & self._seen:
+            connection.transport.abort()
+        self._seen = silent
+
+
+async def repeat(service: Service, name: str, interval_s: float, task: Callable[[], None]) -> None:
     """Run a task repeatedly. A failure is logged, counted and shown by /readyz until the task succeeds."""
     while True:
         await asyncio.sleep(interval_s)
         try:
-            await task()
+            task()
             service.task_problems.pop(name, None)
         except Exception as error:  # any error: the next run may succeed
             problem = f"{type(error).__name__}: {error}"
@@ -199,44 +176,27 @@ async def repeat(service: Service, name: str, interval_s: float, task: Callable[
             service.metrics.task_failures.labels(name).inc()
 
 
-class PolicyFollower:
-    """Loads new versions of the policy. A file that cannot be loaded is tried again; the old policy stays."""
-
-    def __init__(self, service: Service, checkpoint: Path, make_policy: Callable[[State], Policy]) -> None:
-        self.service, self.checkpoint, self.make_policy = service, checkpoint, make_policy
-        self._loaded = checkpoint.stat().st_mtime_ns
-        self._rollback_id = load_checkpoint(checkpoint, CHECKPOINT_KIND).get("rollback_id")
-
-    async def __call__(self) -> None:
-        newest = self.checkpoint.stat().st_mtime_ns
-        if newest != self._loaded:
-            state = load_checkpoint(self.checkpoint, CHECKPOINT_KIND)
-            self.service.policy = self.make_policy(state)
-            self._loaded = newest
-            if self.service.champion is None or state.get("rollback_id") != self._rollback_id:
-                # After a rollback, the version with the old weights is the one to compare with.
-                self._rollback_id = state.get("rollback_id")
-                self.service.accept_version()
+def follow_policy(service: Service) -> None:
+    """Use the newest version of the policy. One that cannot be read is reported, and the old policy stays."""
+    newest = newest_version(service.store.connection)
+    if newest is not None and newest != service.policy.version:
+        service.policy = Policy(load_newest(service.store.connection))
 
 
-async def refresh_credentials(service: Service) -> None:
-    """Read the token file and the certificate again if they have changed."""
+def refresh_credentials(service: Service) -> None:
+    """Read the token files and the certificate again if they have changed."""
     service.access.refresh()
     if service.certificate is not None:
         service.certificate.check()
 
 
-async def run_maintenance(service: Service) -> None:
-    """Restart a dead learner process, look whether the store is back, shrink its log, delete old rows."""
-    if service.store.recover() and service.learner is not None:
-        service.learner.stop()  # it has the old database open, and is restarted
+def run_maintenance(service: Service) -> None:
+    """Restart a dead learner process, look whether the store is back, delete old rows."""
     if service.learner is not None and service.learner.restart_if_dead():
         service.metrics.learner_restarts.inc()
-    store = service.store
-    if store.problem is not None:
-        return
-    await store.shrink_log()
-    oldest_s = store.clock.now() - DAY_S * service.settings.retention_days
-    while store.delete_before(oldest_s):
-        # 2,000 rows per second: faster than rows can come. A batch takes half a millisecond, so requests hardly wait.
-        await asyncio.sleep(0.025)
+    service.store.recover()
+    if service.store.problem is None:
+        # Up to 1,000 per second: more than can come. A hundred take about a millisecond.
+        for _ in range(10):
+            if not service.store.delete_old(service.settings.keep_allocations):
+                break

@@ -19,7 +19,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     """Address to listen on. Any address other than loopback requires --token-file or --client-ca."""
     store: Path = Path("runs/ppo_gpu_alloc_online")
-    """Folder for the database and the checkpoint. An existing store is resumed."""
+    """Folder for the database. An existing store is resumed."""
     token_file: Path | None = None
     """File with the bearer tokens of the operator, who may do everything, one per line. It is read again when it
     changes, and must not be readable by every user."""
@@ -38,18 +38,18 @@ class ServerSettings:
     max_body_bytes: int = 16_384
     """Maximum size of a request body."""
     max_connections: int = 512
-    """Maximum number of open connections. If there are more, the one that has been idle longest is closed."""
+    """Maximum number of open connections. Requests on further ones are answered 503."""
     read_timeout_s: float = 5.0
-    """Maximum seconds for a client to send a request, and for a TLS handshake."""
-    write_timeout_s: float = 10.0
-    """Maximum seconds for which a client may leave an answer unread."""
+    """Maximum seconds for a client to send its first request, and the body of each."""
 
     explore: Literal["off", "best-effort", "all"] = "best-effort"
-    """Pods whose allocations are sampled and learned from. All other pods get the mean action. off: no learning."""
+    """Pods that get a sampled action when the policy decides; other pods get the most probable one. While the rule
+    decides, samples are only scored, so every pod is learned from. off: no learning."""
     shadow: bool = False
     """Decide, score and learn, but grant every request in full."""
     rails: bool = True
-    """Limit every grant, and let an owner's pods be decided by the VPA rule or get their request if QoS drops."""
+    """Limit every grant, and let the VPA rule decide until a test says that the policy is better. Without, the policy
+    decides about every pod."""
     memory_margin: float = RailSettings.memory_margin
     """Rail: a grant is at least the owner's peak memory × this."""
     cores_margin: float = RailSettings.cores_margin
@@ -58,17 +58,13 @@ class ServerSettings:
     """Rail: the margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
     grant_floor: float = RailSettings.floor
     """Rail: a grant is at least this share of the request."""
-    grant_step: float = RailSettings.step
-    """Rail: a grant is at most this share of the request below the owner's last one."""
     qos_guard: float = GuardSettings.qos
-    """Rail: fall back if the running QoS of an owner's latency-sensitive pods is below this."""
+    """Rail: an owner's pods get their request if the running QoS of latency-sensitive pods is below this."""
     qos_guard_best_effort: float = GuardSettings.qos_best_effort
     """Rail: the same for best-effort pods."""
     warmup_pods: int = GuardSettings.warmup_pods
-    """Rail: the first pods of an owner get their request."""
-    auto_rollback: bool = True
-    """Go back to the last good version of the policy if a sequential test finds the new ones worse."""
-    ttl_s: float = 86_400.0
+    """Rail: the first pods of an owner get their request. Ten minutes of a running pod count like a pod."""
+    ttl_s: float = 7 * 86_400.0
     """Feedback is expired if it arrives more than this many seconds after the allocation."""
     min_run_s: float = 0.0
     """Final feedback that arrives earlier than this after the allocation is ignored: the pod cannot have run."""
@@ -76,27 +72,21 @@ class ServerSettings:
     """Seconds between two samples of the GPU load. 0: sample at each request."""
     gpus: tuple[int, ...] = ()
     """Indices of the shared GPUs. Default: all GPUs of the node."""
-    durability: Literal["process", "power"] = "process"
-    """What an answered request survives: process is a killed process, power also a power failure (with fsync)."""
-    retention_days: float = 30.0
-    """Allocations older than this are deleted from the store."""
-    accept_clock_jump: bool = False
-    """Trust the system clock even if it is far from the last time in the store."""
+    keep_allocations: int = 1_000_000
+    """Older allocations than so many are deleted from the store."""
 
     batch_size: int = 32
     """Number of experiences that an update waits for."""
     max_batch: int = 1024
     """Maximum number of experiences in one update."""
     max_policy_lag: int = 16
-    """Feedback is stale if its policy is more than this many updates old: it is stored, but not learned from."""
+    """Decisions of a policy that is more than this many updates old are not learned from."""
     update_interval_s: float = 0.2
     """Seconds between two checks for new experiences, and minimum seconds between two updates."""
 
     @property
     def rail_settings(self) -> RailSettings:
-        return RailSettings(
-            self.memory_margin, self.cores_margin, self.margin_sensitive, self.grant_floor, self.grant_step
-        )
+        return RailSettings(self.memory_margin, self.cores_margin, self.margin_sensitive, self.grant_floor)
 
     @property
     def guard_settings(self) -> GuardSettings:
@@ -116,19 +106,14 @@ class ServerSettings:
             raise ValueError("--webhook-token-file and --collector-token-file need --token-file, that of the operator")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}: expected 0 to 65535")
-        check_positive(
-            self, "ttl_s", "batch_size", "max_body_bytes", "retention_days", "update_interval_s", "max_connections",
-            "read_timeout_s", "write_timeout_s",
-        )  # fmt: skip
-        for name in ("grant_floor", "grant_step", "qos_guard", "qos_guard_best_effort"):
+        for name in (
+            "ttl_s", "batch_size", "max_body_bytes", "keep_allocations", "update_interval_s", "max_connections",
+            "read_timeout_s",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: expected more than 0")
+        for name in ("grant_floor", "qos_guard", "qos_guard_best_effort"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}: expected 0 to 1")
         if self.max_batch < self.batch_size:
             raise ValueError(f"--max-batch {self.max_batch} is less than --batch-size {self.batch_size}")
-
-
-def check_positive(settings: object, *names: str) -> None:
-    """Raise ValueError if one of these settings is not greater than 0."""
-    for name in names:
-        if getattr(settings, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(settings, name)}: expected more than 0")

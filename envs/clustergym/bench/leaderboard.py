@@ -91,8 +91,6 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
         ("balancedness", "balance", "{:.3f}"),
         ("inter_node_mb", "MB between nodes", "{:.2f}"),
         ("moves", "moves", "{:.1f}"),
-        ("evolution_balancedness", "slot balance", "{:.3f}"),
-        ("evolution_combined", "evolution score", "{:.2f}"),
     ],
     "allocation": [
         ("reward", "reward", "{:.4f}"),
@@ -231,11 +229,10 @@ checked: [what we got wrong](what-we-got-wrong.md#a-benchmark-that-could-be-chea
 
 A score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap.
 Placement: the share of the time of a forward pass, migration included, that is saved compared with EPLB on the same
-traffic. Entries that see the future are bounds and have no place. `slot balance` and `evolution score` are those of the
-public EPLB evolution benchmark (abmfy/eplb-openevolve), which counts neither communication nor migration.
-`openevolve-initial` is its first program; `shinka-1` and `shinka-2` are evolved programs
-(Ruiying-Ma/berkeley-cs294-196-f25-shinka). `ppo` is one seed of `ppo_gpu_alloc.py`. Decision times were measured beside
-other programs: compare them with each other only.
+traffic. Entries that see the future are bounds and have no place.
+`openevolve-initial` is the first program of the public EPLB evolution benchmark (abmfy/eplb-openevolve); `shinka-1` and
+`shinka-2` are evolved programs (Ruiying-Ma/berkeley-cs294-196-f25-shinka). `ppo` is one seed of `ppo_gpu_alloc.py`.
+Decision times were measured beside other programs: compare them with each other only.
 
 """
 

@@ -23,19 +23,8 @@ from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.planners.base import Planner
-from clustergym.planners.evaluation import Result, compile_on, deal_streams, evaluate_planner, teach
-from clustergym.planners.registry import make_planner, planner_class
-
-EVOLUTION_SECONDS = 0.02
-"""Decision time that gets a speed score of 1 in the public EPLB evolution benchmark."""
-
-
-def evolution_speed(seconds: float) -> float:
-    """Speed score of a decision for all layers, at most 1.
-
-    The public evaluator times its own Python loops too, which keep its score below 1. Here only the decision is timed.
-    """
-    return min(1.0, EVOLUTION_SECONDS / max(seconds, 1e-9))
+from clustergym.planners.evaluation import Policy, Result, compile_on, evaluate_planner, evaluate_policy, teach
+from clustergym.planners.registry import make_planner
 
 
 @dataclass
@@ -97,27 +86,17 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
     else:
         result = run(_planner(entry, simulator, task.seed), entry.name)
     totals, reference = np.array(result.stream_totals_us), np.array(eplb.stream_totals_us)
-    seconds = result.decision_ms / 1e3 * test.n_layers
-    measured = entry.kind != "agent"
     metrics: dict[str, float | None] = {
         "total_us": result.total_us,
         "served_us": result.served_us,
         "migration_us": result.migration_us,
-        "balancedness": result.balancedness if measured else None,
-        "inter_node_mb": result.inter_node_mb if measured else None,
-        "moves": result.moves if measured else None,
+        "balancedness": result.balancedness,
+        "inter_node_mb": result.inter_node_mb,
+        "moves": result.moves,
         "decision_ms": result.decision_ms,
         "reused": result.reused,
         "failed": len(failures) / max(1, calls),
     }
-    if measured:
-        # The figures of the public EPLB evolution benchmark. It decides for all layers at once.
-        speed = evolution_speed(seconds)
-        metrics |= {
-            "evolution_balancedness": result.slot_balancedness,
-            "evolution_speed": speed,
-            "evolution_combined": (result.slot_balancedness + speed) / 2,
-        }
     return Played(
         scores=(1 - totals / reference).tolist(),
         metrics=metrics,
@@ -129,45 +108,34 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
 
 def _planner(entry: Entry, simulator: Simulator, seed: int) -> Planner:
     if entry.kind == "checkpoint":
-        return make_planner("policy", simulator, seed=seed, checkpoint=entry.target)
-    options = {"checkpoint": "pretrained"} if planner_class(entry.target).takes_checkpoint else {}
-    return make_planner(entry.target, simulator, seed=seed, **options)
+        raise ValueError(f"{entry.target}: a placement policy acts in the environment: submit it with --agent")
+    return make_planner(entry.target, simulator, seed=seed)
 
 
 def play_agent(task: PlacementTask, entry: Entry, simulator: Simulator) -> tuple[Result, list[str], int]:
     """Let a ``predict(obs)`` function play the environment on the streams that planners get."""
-    protocol, test = task.protocol, task.protocol.parts(task.load())[1]
-    deals = deal_streams(test, simulator.n_gpus, protocol)
-    infos, seconds, failures, calls = [], 0.0, [], 0
+    failures: list[str] = []
+    calls = 0
     with LimitedFunction(entry.target, "agent", simulator_options(simulator), task.limits) as function:
         _start(function, entry)
-        for seed, part in enumerate(deals.parts, task.seed):
-            env = gymnasium.make(
-                "MoEPlacement-v0", trace=part, split="all", cluster=simulator.cluster, model=simulator.model,
-                profile=task.profile, intervals=task.intervals, tokens_per_rank=task.tokens_per_rank,
-                sampled_passes=task.sampled_passes, passes_per_interval=task.passes_per_interval,
-                ops_per_layer=task.ops_per_layer, schedule=task.schedule, drift_rate=task.drift_rate, start="eplb",
-                allow_reuse=False, compare_eplb=False,
-            )  # fmt: skip
-            obs, info = env.reset(seed=seed)
-            ended = False
-            while not ended:
+
+        def policy_of(env: gymnasium.Env[Any, Any]) -> Policy:
+            def act(obs: Any) -> Any:
+                nonlocal calls
                 action, failure = _predict(function, obs, env.action_space, env.unwrapped.noop_action())  # type: ignore[attr-defined]
-                calls, seconds = calls + 1, seconds + function.seconds
+                calls += 1
                 if failure:
                     failures.append(failure)
                     if len(failures) > 10 and len(failures) > calls / 2:
                         raise ValueError(f"agent {entry.name}: most actions fail, the last one: {failure}")
-                obs, _, terminated, truncated, info = env.step(action)
-                ended = terminated or truncated
-            infos.append(info)
-            env.close()
-    totals = [float(info["time_us"]) for info in infos]
-    decisions = task.streams * task.intervals * test.n_layers
-    result = Result(
-        entry.name, float(np.mean([i["served_us"] for i in infos])), float(np.mean([i["migration_us"] for i in infos])),
-        float(np.mean(totals)), 0.0, 0.0, 0.0, 0.0, 0.0, 1e3 * seconds / decisions, 0.0, deals.groups, totals,
-    )  # fmt: skip
+                return action
+
+            return act
+
+        test = task.protocol.parts(task.load())[1]
+        result = evaluate_policy(
+            policy_of, entry.name, simulator, test, task.protocol, ops_per_layer=task.ops_per_layer
+        )  # fmt: skip
     return result, failures, calls
 
 

@@ -23,7 +23,8 @@ from clustergym.gpu_allocation.workload import Workload
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, Protocol
+from clustergym.planners.evaluation import Protocol
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN
 from clustergym.traces import SyntheticConfig, synthetic_trace
 from clustergym.traces.token_trace import TokenTrace
 

@@ -26,16 +26,17 @@ COMMANDS = {
     "verify": ("verify", "check a plan file against the rules of its engine, the model and the cluster"),
     "diff": ("diff", "what it takes to change from one plan to another: moves, bytes, seconds"),
     "demo": ("demo", "write one HTML page: a trace, all planners, time per layer, placement before and after"),
-    "export": ("export", "write a trained placement policy as ONNX, safetensors and JSON"),
     "models": ("models", "list the models, or explain one: a preset, a config.json or a YAML file"),
     "clusters": ("clusters", "list GPU types and clusters with their figures, or explain one"),
     "bench": ("bench", "run planners and agents on frozen suites, compare them, make the leaderboard"),
     "sweep": ("sweep", "run a wandb sweep file with Ray Tune, several seeds per configuration"),
-    "agent": ("agent", "try the allocation agent on a laptop, roll back its policy"),
+    "agent": ("agent", "serve the allocation agent, try it on a laptop, roll back its policy"),
     "webhook": ("webhook", "admission webhooks that right-size GPU pods in Kubernetes"),
     "collector": ("collector", "report to the allocation agents what the pods of a node used"),
 }
 """Command → (module, what it does)."""
+REMOVED = {"export": "a trained policy is used where it acts: give its checkpoint to cleanrl_ppo/ppo_moe_marl.py"}
+"""Commands of earlier versions, and what to use instead."""
 
 
 def module_of(argv: list[str]) -> str:
@@ -76,9 +77,16 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         _overview(console)
         return 0 if argv else 2
+    if argv[0] in REMOVED:
+        return fail(f"the command {argv[0]!r} was removed: {REMOVED[argv[0]]}")
     if argv[0] not in COMMANDS:
         return fail(f"unknown command {argv[0]!r}; the commands are: {', '.join(COMMANDS)}")
     try:
+        if argv[:2] == ["agent", "serve"]:
+            # The trainer is a program of its own, with its own flags.
+            from clustergym.agent.quickstart import find_script
+
+            os.execv(sys.executable, [sys.executable, str(find_script()), *argv[2:]])
         check_trace(argv)
         module = import_module(f"clustergym.cli.{module_of(argv)}")
         args = tyro.cli(module.Command, args=argv[1:], prog=f"clustergym {argv[0]}")

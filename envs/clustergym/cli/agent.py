@@ -1,7 +1,8 @@
-"""``clustergym agent``: try the allocation agent on a laptop, and roll back its policy."""
+"""``clustergym agent``: serve the allocation agent, try it on a laptop, and roll back its policy."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,8 @@ class Rollback:
 
     store: Path
     """Folder of the agent's store."""
-    to: int | None = None
-    """Version to go back to. Default: the last one that passed the test against its predecessor."""
+    to: int
+    """Version to go back to."""
 
 
 @dataclass
@@ -47,6 +48,8 @@ class Versions:
 
     store: Path
     """Folder of the agent's store."""
+    export: Path | None = None
+    """Write the newest one to this file (model.pt) for clustergym eval --task gpu-allocation --checkpoint."""
 
 
 def run_quickstart(args: Quickstart, console: Console, line: str) -> None:
@@ -58,23 +61,28 @@ def run_quickstart(args: Quickstart, console: Console, line: str) -> None:
 
 
 def run_rollback(args: Rollback, console: Console, line: str) -> None:
-    from clustergym.agent.versions import operator_rollback
+    from clustergym.agent.versions import open_store, roll_back
 
-    console.print(escape(operator_rollback(args.store, args.to)))
+    with open_store(args.store) as connection:
+        new = roll_back(connection, args.to)
+    console.print(escape(f"version {new} has the weights of version {args.to}"))
 
 
 def run_versions(args: Versions, console: Console, line: str) -> None:
-    from clustergym.agent.versions import CHECKPOINT_KIND, kept_versions, read_champion, version_path
-    from clustergym.common.checkpoints import CHECKPOINT_NAME, load_checkpoint
+    from clustergym.agent.versions import kept_versions, load_newest, open_store
+    from clustergym.common.checkpoints import save_checkpoint
 
-    current = load_checkpoint(args.store / CHECKPOINT_NAME, CHECKPOINT_KIND)["version"]
-    good = read_champion(args.store)
-    table = Table("version", "experiences", "rolled back to", "")
-    for version in kept_versions(args.store):
-        state = load_checkpoint(version_path(args.store, version), CHECKPOINT_KIND)
-        notes = [text for text, is_it in (("in use", version == current), ("last good", version == good)) if is_it]
-        table.add_row(str(version), str(state["experiences"]), str(state.get("rolled_back_to", "")), ", ".join(notes))
-    console.print(table)
+    with open_store(args.store) as connection:
+        table = Table("version", "since", "what", "reward of its experiences")
+        for one in kept_versions(connection):
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.created_s))
+            reward = one.metrics.get("reward")
+            table.add_row(str(one.version), since, one.note, "" if reward is None else f"{reward:.3f}")
+        console.print(table)
+        if args.export is not None:
+            state = load_newest(connection)
+            content = {"agent": state["agent"], "statistics": state["statistics"], "args": {"norm_obs": True}}
+            save_checkpoint(args.export, "ppo_gpu_alloc-model", content)
 
 
 RUN: dict[type, Callable[..., None]] = {Quickstart: run_quickstart, Rollback: run_rollback, Versions: run_versions}
@@ -83,7 +91,8 @@ RUN: dict[type, Callable[..., None]] = {Quickstart: run_quickstart, Rollback: ru
 
 @dataclass
 class Command:
-    """Try the allocation agent on a laptop, and roll back its policy."""
+    """Try the allocation agent on a laptop, and roll back its policy. ``clustergym agent serve`` runs it: its flags are
+    those of ppo_gpu_alloc_online.py."""
 
     command: Annotated[
         Annotated[Quickstart, tyro.conf.subcommand("quickstart", prefix_name=False)]

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from clustergym.bench.entries import parse_entries
-from clustergym.bench.evolution import evaluate_on_loads, load_windows
 from clustergym.bench.leaderboard import markdown, page, plot_pareto, rows_of, table_cells
 from clustergym.bench.results import bundle, collect
 from clustergym.bench.running import Unit, run_suite, suite_of, tasks_of
@@ -59,11 +58,6 @@ class Run:
     """Fewer tasks, streams and intervals: minutes on two cores. Not for the leaderboard."""
     task: list[str] = field(default_factory=list)
     """Run only these tasks; by default all."""
-    loads: Path | None = None
-    """Instead of a suite, score on a load history as the public EPLB evolution benchmark does (expert-load.json, or a
-    .npz file of clustergym trace import)."""
-    window: int = 100
-    """Steps of a window with --loads."""
     folder: Path = RUNS
     """Folder for the result files."""
     executor: Literal["local", "ray"] = "local"
@@ -131,9 +125,6 @@ def run_list(args: List, console: Console, line: str) -> None:
 
 
 def run_run(args: Run, console: Console, line: str) -> None:
-    if args.loads is not None:
-        run_on_loads(args, console)
-        return
     suite = suite_of(args.suite, args.quick)
     entries = parse_entries(suite.tasks[0].kind, args.planner, args.agent, args.checkpoint, args.label)
     executor = make_executor(args.executor, args.jobs, args.address)
@@ -161,33 +152,6 @@ def run_run(args: Run, console: Console, line: str) -> None:
     console.print(escape(f"results: {args.folder / suite.name}"), highlight=False, soft_wrap=True)
     if not found:
         raise ValueError("no entry has a result")
-
-
-def run_on_loads(args: Run, console: Console) -> None:
-    assert args.loads is not None
-    windows = load_windows(args.loads, args.window)
-    entries = parse_entries("placement", args.planner, args.agent, args.checkpoint, args.label)
-    table = Table(
-        "entry", "balancedness", "speed", "combined", "decision ms", "moves", "GB moved", "failed",
-        title=f"{len(windows)} windows of {args.window} steps: plan on one, score on the next",
-    )  # fmt: skip
-    document = []
-    for entry in entries:
-        try:
-            score = evaluate_on_loads(entry, windows)
-        except ValueError as error:
-            console.print(escape(f"{entry.name}: {error}"), style="red", highlight=False, soft_wrap=True)
-            continue
-        document.append(score.as_dict())
-        table.add_row(
-            escape(entry.name), f"{score.balancedness:.4f}", f"{score.speed:.3f}", f"{score.combined:.4f}",
-            f"{1e3 * score.decision_s:.2f}", f"{score.moves:.1f}", f"{score.migration_gb:.1f}", f"{score.failed:.0%}",
-        )  # fmt: skip
-    console.print(table)
-    path = args.folder / "evolution.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps({"loads": str(args.loads), "entries": document}, indent=2) + "\n")
-    console.print(escape(f"results: {path}"), highlight=False, soft_wrap=True)
 
 
 def print_table(found: dict[str, dict[str, dict[str, object]]], suite: Suite, console: Console) -> None:

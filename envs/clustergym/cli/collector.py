@@ -65,12 +65,11 @@ def run(args: Command, console: Console, line: str) -> None:
     for module in ("fastapi", "httpx", "prometheus_client", "uvicorn"):
         require(module, "agent")
     from clustergym.agent.collector.collect import Collector
-    from clustergym.agent.collector.http import Fetcher
     from clustergym.agent.collector.quality import Prometheus, read_queries
     from clustergym.agent.collector.server import serve
     from clustergym.agent.collector.usage import MetricsPage, Nvml, UsageSource
     from clustergym.common.logs import configure_logging
-    from clustergym.kubernetes.clients import ApiServer, is_name
+    from clustergym.kubernetes.clients import ApiServer, Client, is_name
 
     agents = {"node": args.agent_url, "recommender": args.recommender_url}
     urls = {name: url.rstrip("/") for name, url in agents.items() if url is not None}
@@ -90,19 +89,19 @@ def run(args: Command, console: Console, line: str) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     source: UsageSource
     if args.metrics_url is not None:
-        source = MetricsPage(Fetcher(timeout_s=5.0), args.metrics_url)
+        source = MetricsPage(Client(), args.metrics_url)
     else:
         source = Nvml(args.proc)
     prometheus = None
     if args.prometheus_url is not None and args.qos_queries is not None:
-        fetcher = Fetcher(6.0, args.prometheus_token_file, args.prometheus_ca)
-        prometheus = Prometheus(fetcher, args.prometheus_url, read_queries(args.qos_queries))
+        client = Client(args.prometheus_token_file, args.prometheus_ca, timeout_s=6.0)
+        prometheus = Prometheus(client, args.prometheus_url, read_queries(args.qos_queries))
     collector = Collector(
         args.node,
         ApiServer.in_cluster(args.api_server, args.api_token_file, args.api_ca),
         source,
         prometheus,
-        Fetcher(5.0, args.agent_token_file, args.agent_ca),
+        Client(args.agent_token_file, args.agent_ca),
         urls,
         args.interval_s,
         args.report_s,

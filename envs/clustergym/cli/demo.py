@@ -24,10 +24,10 @@ from clustergym.plans.report.tables import gain_sentence, results_table
 from clustergym.traces import TokenTrace
 
 PLANNERS = (
-    "static", "round-robin", "eplb", "eplb-hierarchical", "incremental", "flashlb", "swift", "hot-everywhere",
-    "co-occurrence", "affinity-groups", "bottleneck-8", "anneal-max", "anneal", "policy", "oracle",
+    "static", "round-robin", "eplb", "eplb-hierarchical", "flashlb", "swift", "hot-everywhere", "co-occurrence",
+    "affinity-groups", "greedy", "anneal", "oracle",
 )  # fmt: skip
-"""Planners of the plot: one of each family, without those that take very long."""
+"""Planners of the plot."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from clustergym.common.files import write_atomically
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
-from clustergym.planners.evaluation import UNSEEN_SPLITS, Protocol, Result, compare, deal_streams
+from clustergym.planners.evaluation import Protocol, Result, compare, deal_streams
 from clustergym.planners.registry import PLANNERS, planner_class
 from clustergym.plans.report.plots import plot_results
 from clustergym.plans.report.tables import results_table
@@ -48,14 +48,10 @@ class Command:
     phase: Literal["decode", "prefill"] | None = None
     """Serve this phase instead of the profile's."""
     planner: list[str] = field(default_factory=lambda: ["all"])
-    """One or more of static, round-robin, eplb-once, eplb, eplb-hierarchical, eplb-ema, eplb-threshold, incremental,
-    flashlb, swift, hot-everywhere, grouping, co-occurrence, affinity-groups, random-best, bottleneck, bottleneck-8,
-    swap-greedy, anneal-max, anneal, anneal-4, anneal-robust, anneal-learned (learns from the train split: give --split
-    test), policy, policy-guided, forecast (sees other tokens of the next domains), oracle (sees the next passes) and
-    exact (small instances only). 'all' means all but exact, and anneal-learned only with --split validation or
-    test."""
-    checkpoint: str = "pretrained"
-    """Policy of the planners 'policy' and 'policy-guided': a policy.pt file, a run folder, or 'pretrained'."""
+    """One or more of static, round-robin, eplb, eplb-hierarchical, flashlb, swift, hot-everywhere, co-occurrence,
+    affinity-groups, greedy and anneal (with --split validation or test they learn from the train split), forecast (sees
+    other tokens of the next domains), oracle (sees the next passes) and exact (small instances only). 'all' means all
+    but exact."""
     schedule: str = "drift"
     """stationary: plan once on one part of the trace, serve the rest. drift, switch, replay: plan after each
     interval."""
@@ -75,7 +71,7 @@ class Command:
     allow_reuse: bool = False
     """Serve tokens again when a stream has used up its sequences. The table says how many."""
     split: Literal["train", "validation", "test", "all"] = "all"
-    """Part of the trace to serve. A policy is trained on 'train' of its traces."""
+    """Part of the trace to serve. Planners may learn from 'train'."""
     holdout: float = 0.5
     """Share of the tokens of each domain that is served and never planned on, with the stationary schedule."""
     plan_passes: int = 32
@@ -98,18 +94,11 @@ class Command:
     """Write a plot to this file (.png, .svg or .pdf)."""
 
 
-def planner_names(args: Command, stay: bool) -> list[str]:
+def planner_names(args: Command) -> list[str]:
     if args.planner == ["all"]:
-        kinds = {name: planner_class(name) for name in PLANNERS}
-        taught = args.split in UNSEEN_SPLITS
-        return [
-            name
-            for name, kind in kinds.items()
-            if not kind.small_only and not (kind.layers_alone and stay) and (taught or not kind.needs_training)
-        ]
+        return [name for name in PLANNERS if not planner_class(name).small_only]
     for name in args.planner:
-        if name not in PLANNERS:
-            raise ValueError(f"unknown planner {name!r}; expected 'all' or some of: {', '.join(PLANNERS)}")
+        planner_class(name)  # an error if there is none
     return args.planner
 
 
@@ -121,7 +110,7 @@ def run(args: Command, console: Console, line: str) -> None:
     profile = chosen_profile(args.profile, args.engine, args.phase)
     model = model_for(trace, args.model)
     simulator = Simulator(model, cluster, profile, args.passes_per_interval, args.migration)
-    names = planner_names(args, simulator.stay)
+    names = planner_names(args)
     traffic = Traffic(
         profile.phase, args.tokens_per_rank, args.passes, args.schedule, args.drift_rate, args.rank_imbalance,
         args.allow_reuse,
@@ -148,9 +137,6 @@ def run(args: Command, console: Console, line: str) -> None:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    options: dict[str, dict[str, object]] = {
-        name: {"checkpoint": args.checkpoint} for name in names if planner_class(name).takes_checkpoint
-    }
     found: list[Result] = []
 
     def write_results() -> None:
@@ -195,7 +181,7 @@ def run(args: Command, console: Console, line: str) -> None:
                 write_results()
 
         results = compare(
-            trace, simulator, names, protocol, options=options, done=done,
+            trace, simulator, names, protocol, done=done,
             progress=lambda name: bar.update(task, description=name),
         )  # fmt: skip
     title = f"{trace.name} on {cluster.name}, {profile.name}, {args.schedule}"

@@ -25,7 +25,7 @@ from clustergym.common.interrupts import ctrl_c_requests_stop
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster
 from clustergym.moe_placement.streams import Traffic
-from clustergym.planners.registry import PLANNERS, planner_class
+from clustergym.planners.registry import planner_class
 from clustergym.plans.engines import (
     EnginePlan,
     PlanChange,
@@ -73,9 +73,6 @@ class Command:
     planner: str | None = None
     """A planner of ``clustergym eval``, for example anneal, eplb or flashlb; by default the one that is best for the
     profile in our measurements (for counts: eplb)."""
-    checkpoint: Path | None = None
-    """Policy of the planners 'policy' and 'policy-guided': a policy.pt file or a run folder; by default the pretrained
-    policy."""
     model: str | None = None
     """Model preset; by default the model that the trace names."""
     cluster: str = "h800-4x4"
@@ -85,9 +82,9 @@ class Command:
     share: float = 0.75
     """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     seconds: float = 30.0
-    """Time budget in seconds of planners that take one: the anneal planners and policy-guided."""
+    """Time budget of anneal in seconds."""
     iterations: int | None = None
-    """Steps per layer of these planners instead of --seconds. The same seed then gives the same plan on any machine."""
+    """Steps of anneal per layer instead of --seconds. The same seed then gives the same plan on any machine."""
     live: Annotated[Path | None, tyro.conf.arg(name="from", metavar="PLAN")] = None
     """The plan that is served now. Planners start from it, and it is kept if no gain over it is shown."""
     max_moves: int | None = None
@@ -153,11 +150,6 @@ def check_arguments(args: Command, name: str) -> None:
     planner = planner_class(name)
     if planner.needs_future or planner.needs_mixture or planner.small_only:
         raise ValueError(f"planner {name!r} is for comparison only: it makes no plan to load")
-    if planner.needs_training:
-        raise ValueError(f"planner {name!r} plans again and again; for one plan, give 'anneal' all past traffic")
-    if args.checkpoint is not None and not planner.takes_checkpoint:
-        takers = " and ".join(other for other in PLANNERS if planner_class(other).takes_checkpoint)
-        raise ValueError(f"--checkpoint is for the planners {takers}, not for {name!r}")
     if args.live is None and (args.max_moves is not None or args.migration_budget is not None):
         raise ValueError("--max-moves and --migration-budget need the live plan: give --from PLAN")
     if args.iterations is not None and args.iterations < 1:
@@ -296,7 +288,7 @@ def run_phase(args: Command, console: Console, line: str) -> None:
         plan = make_plan(
             trace, simulator, planner, traffic=traffic, sizes=sizes, seconds=args.seconds, iterations=args.iterations,
             force=args.force, live=None if live is None else live.placement, limit=limit, progress=shown.begin,
-            stop=stop, options={} if args.checkpoint is None else {"checkpoint": args.checkpoint},
+            stop=stop,
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
     write_plan(args.output, chosen, args.engine)

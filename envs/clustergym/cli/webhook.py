@@ -1,4 +1,4 @@
-"""``clustergym webhook``: the admission webhooks, and certificates for a first installation."""
+"""``clustergym webhook``: the admission webhook, and certificates for a first installation."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from clustergym.common.extras import require
 
 @dataclass
 class Command:
-    """Right-size GPU pods in Kubernetes. Namespaces opt in with the label clustergym.io/mode (Off, Initial or Auto),
-    their pods with the label clustergym.io/allocate=true. The pod webhook asks the recommender before a pod is
-    scheduled. The binding webhook asks the agent of the node. Every failure admits the pod.
+    """Right-size GPU pods in Kubernetes. Namespaces opt in with the label clustergym.io/mode (Off or Initial),
+    their pods with the label clustergym.io/allocate=true. The agent of its node decides about a new pod that names
+    its node, the recommender about every other pod. Every failure admits the pod.
 
     Example: clustergym webhook --cert tls.crt --key tls.key --client-ca client-ca.crt --agent-token-file token
     """
@@ -46,7 +46,7 @@ class Command:
     reload_s: float = 10.0
     """Seconds between two checks for a new certificate."""
     recommender_url: str | None = None
-    """URL of the agent that is asked before a pod is scheduled. None: only the agents of the nodes are asked."""
+    """URL of the agent that is asked about pods that do not name their node. None: they get their request."""
     agent_url: str = "http://{ip}:8080"
     """URL of the agent on a node. {ip} is the InternalIP of the node, {node} its name."""
     agent_token_file: Path | None = None
@@ -76,7 +76,7 @@ def run(args: Command, console: Console, line: str) -> None:
     from clustergym.kubernetes.certificates import make_certificates
     from clustergym.kubernetes.clients import Agents, ApiServer
     from clustergym.kubernetes.names import BACKENDS
-    from clustergym.kubernetes.server import Listen, Webhooks, serve
+    from clustergym.kubernetes.server import Listen, Webhook, serve
 
     if args.make_certs is not None:
         make_certificates(args.make_certs, list(args.cert_host))
@@ -113,6 +113,6 @@ def run(args: Command, console: Console, line: str) -> None:
     agents = Agents(args.agent_url, *credentials)
     recommender = None if args.recommender_url is None else Agents(args.recommender_url, *credentials)
     api = ApiServer.in_cluster(args.api_server, args.api_token_file, args.api_ca)
-    webhooks = Webhooks(BACKENDS[args.backend], args.deadline_s, api, agents, recommender, args.cert)
+    webhook = Webhook(BACKENDS[args.backend], args.deadline_s, api, agents, recommender, args.cert)
     listen = Listen(args.host, *ports, args.cert, args.key, args.client_ca, args.reload_s)
-    asyncio.run(serve(webhooks, listen))
+    asyncio.run(serve(webhook, listen))

@@ -16,8 +16,13 @@ def one_of(value: str, allowed: Sequence[str], what: str) -> int:
     return list(allowed).index(value)
 
 
-def config_from(kind: type[Config], options: dict[str, Any]) -> Config:
-    """Keyword arguments as a configuration, a dataclass. A ``TypeError`` names an unknown one."""
+def config_from(kind: type[Config], options: dict[str, Any], removed: dict[str, str] | None = None) -> Config:
+    """Keyword arguments as a configuration, a dataclass. A ``TypeError`` names an unknown one.
+
+    ``removed`` says of arguments of earlier versions what to use instead.
+    """
+    for name in (removed or {}).keys() & options.keys():
+        raise TypeError(f"argument {name!r} was removed: {(removed or {})[name]}")
     known = sorted(f.name for f in fields(kind))  # type: ignore[arg-type]
     unknown = sorted(set(options) - set(known))
     if unknown:

@@ -60,7 +60,7 @@ class AllocationConfig:
     number."""
     reward: Literal["room", "seed"] = "room"
     """room: efficiency, QoS and penalties, minus a penalty for the time that the next pod waits for room. seed: without
-    the waiting time, so that an allocation has hardly any effect on later rewards."""
+    the waiting time, so that an allocation has hardly any effect on later rewards; fair shares as in compute_reward."""
     node_spread: float = 0.0
     """How much nodes differ in over-asking: standard deviation of the logit of the needed part of a request. The public
     traces say nothing about it: schedulers do not sort pods by what they need."""

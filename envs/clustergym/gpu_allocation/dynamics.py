@@ -300,7 +300,7 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> float:
     oom = memory < ask[ASK_NEED_MB]
     usage = 0.0 if oom else pod[POD_USAGE]
     met = pod[POD_MET] > 0.5
-    efficiency, qos, monopoly, under = score(cores, usage, met, n)
+    efficiency, qos, monopoly, under = score(cores, usage, met, n + r.with_room)
     out[OUTCOME_REWARD] = efficiency + qos + monopoly + under
     out[OUTCOME_EFFICIENCY], out[OUTCOME_QOS] = efficiency, qos
     out[OUTCOME_MONOPOLY], out[OUTCOME_UNDER_ALLOCATION] = monopoly, under
@@ -418,7 +418,7 @@ def oracle_range(first: int, end: int, s: State, r: Rules, action: Floats) -> No
             pod[POD_CORES] = cores
             characterise(pod, ask, r.apps)
             measure(pods, n + 1)
-            efficiency, qos, monopoly, under = score(cores, pod[POD_USAGE], pod[POD_MET] > 0.5, n + 1)
+            efficiency, qos, monopoly, under = score(cores, pod[POD_USAGE], pod[POD_MET] > 0.5, n + 1 + r.with_room)
             value = efficiency + qos + monopoly + under
             if value > best + 1e-6:
                 best, chosen = value, level * unit

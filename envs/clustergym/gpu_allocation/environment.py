@@ -209,16 +209,17 @@ class GPUAllocationEnv(Copying, Rendering, gymnasium.Env[Floats, Floats]):
     | 18 | memory / 32768 MB that this pod uses if it uses the largest part of its request that they used |
 
     ## Rewards
-    The sum of five terms, each also in `info` (`clustergym.gpu_allocation.compute_reward` has the first four):
+    The sum of five terms, each also in `info`:
 
     * efficiency: `0.5 · usage / allocation`
     * QoS: +1 if the pod meets its objective, −0.5 if not
-    * monopoly: −0.3 if the pod gets more than 1.5 times the fair share 100 / pods
+    * monopoly: −0.3 if the pod gets more than 1.5 times the fair share 100 / pods, this pod included
     * under-allocation: −0.2 below 10 %
     * room: `−0.5 · wait / (wait + 440 s)`, where `wait` is how long the next pod waits until its request fits
 
-    With `reward="seed"`, the last term is left out. Then memory only matters if there is too little of it, and a
-    decision has hardly any effect on later rewards.
+    With `reward="seed"`, the last term is left out, and the fair share is that of the pods that the state shows, as in
+    `compute_reward`. Then memory only matters if there is too little of it, and a decision has hardly any effect on
+    later rewards.
 
     A pod meets its objective if it keeps up with its requests, has enough memory and, if it is latency-sensitive, its
     latency is at most half its SLO. A pod with too little memory is killed at once, without any usage. The pod is

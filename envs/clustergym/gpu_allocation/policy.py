@@ -1,8 +1,9 @@
-"""Trained allocation policies, loaded from checkpoints of ``ppo_gpu_alloc.py`` and ``ppo_lstm.py``."""
+"""Trained allocation policies, loaded from checkpoints of ``ppo_gpu_alloc.py`` and ``ppo_gpu_alloc_lstm.py``."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, action_for
 
 MIN_SHARES = (0.1, 0.5)
 """Smallest shares of the requested cores and memory that a categorical policy can choose."""
-KINDS = ("ppo_gpu_alloc", "ppo_lstm", "ppo_gpu_alloc-model", "ppo_lstm-model")
+KINDS = ("ppo_gpu_alloc", "ppo_gpu_alloc-model", "ppo_gpu_alloc_lstm", "ppo_gpu_alloc_lstm-model")
 OBS_CLIP = 10.0
 
 
@@ -34,6 +35,21 @@ def share_actions(obs: Tensor, chosen: Tensor, levels: int) -> Tensor:
     return torch.from_numpy(np.stack(action_for(cores, memory), 1).clip(0.0, 1.0)).float()
 
 
+def read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor] | None]:
+    """Read a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_gpu_alloc_lstm.py``.
+
+    Returns:
+        The arguments of the trainer, the state dict of its network, and the running ``mean`` and ``var`` of the
+        observations, None if they were not normalised.
+    """
+    try:
+        state = load_checkpoint(Path(path), KINDS)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} holds no allocation policy: {error}") from error
+    parts = state.get("shared", state)  # a checkpoint has more than the model
+    return state["args"], parts["agent"], parts["statistics"] if state["args"]["norm_obs"] else None
+
+
 class AllocationPolicy:
     """The most probable action of a trained policy. The statistics of the observations stay as they were saved.
 
@@ -46,6 +62,13 @@ class AllocationPolicy:
         self.recurrent = "lstm.weight_ih_l0" in agent
         self.levels = 0
         """Number of shares that a categorical policy chooses from; 0 for a Gaussian one."""
+        # New layers draw random weights. The random numbers of a training stay as they are.
+        with torch.random.fork_rng(devices=[]):
+            self._make_layers(agent)
+        self.statistics = statistics
+        self.state: tuple[Tensor, Tensor] | None = None
+
+    def _make_layers(self, agent: dict[str, Tensor]) -> None:
         if self.recurrent:
             hidden, self.n_features = agent["encoder.0.weight"].shape
             self.encoder = nn.Sequential(nn.Linear(self.n_features, hidden), nn.ReLU())
@@ -62,8 +85,6 @@ class AllocationPolicy:
                 nn.Linear(hidden, outputs), nn.Identity() if self.levels else nn.Sigmoid(),
             )  # fmt: skip
         self._load(self.actor, agent, "actor.")
-        self.statistics = statistics
-        self.state: tuple[Tensor, Tensor] | None = None
 
     @staticmethod
     def _load(module: nn.Module, agent: dict[str, Tensor], prefix: str) -> None:
@@ -72,13 +93,9 @@ class AllocationPolicy:
 
     @classmethod
     def load(cls, path: str | Path) -> AllocationPolicy:
-        """Load a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_lstm.py``."""
-        try:
-            state = load_checkpoint(Path(path), KINDS)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path} holds no allocation policy: {error}") from error
-        statistics = state["rollouts"]["statistics"] if "rollouts" in state else state["statistics"]
-        return cls(state["agent"], statistics if state["args"]["norm_obs"] else None)
+        """Load a checkpoint.pt or model.pt of ``ppo_gpu_alloc.py`` or ``ppo_gpu_alloc_lstm.py``."""
+        _, agent, statistics = read_policy(path)
+        return cls(agent, statistics)
 
     def reset(self) -> None:
         """Clear the recurrent state before new episodes."""

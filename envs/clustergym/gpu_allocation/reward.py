@@ -35,10 +35,11 @@ class RewardTerms(NamedTuple):
 
 def score(cores: float, usage: float, qos_met: bool, running_pods: int) -> tuple[float, float, float, float]:
     """The four terms of :class:`RewardTerms`, without checks. The usage must not exceed the cores."""
+    sharing = max(running_pods - 1, 1)  # the pods that the state showed, before this one
     return (
         EFFICIENCY_WEIGHT * usage / cores if cores > 0.0 else 0.0,
         QOS_MET if qos_met else QOS_MISSED,
-        -MONOPOLY_PENALTY if cores > MONOPOLY_FACTOR * 100.0 / running_pods else 0.0,
+        -MONOPOLY_PENALTY if cores > MONOPOLY_FACTOR * 100.0 / sharing else 0.0,
         -UNDER_PENALTY if cores < UNDER_PERCENT else 0.0,
     )
 
@@ -62,7 +63,7 @@ def reward_terms(
 
     >>> terms = reward_terms(60, 3000, 55, True, 3)
     >>> round(terms.efficiency, 4), terms.qos, terms.monopoly, terms.under_allocation
-    (0.4583, 1.0, -0.3, 0.0)
+    (0.4583, 1.0, 0.0, 0.0)
     """
     numbers = {
         "allocated_cores": (allocated_cores, 100.0),
@@ -89,18 +90,16 @@ def compute_reward(
             which is a QoS miss.
         actual_usage: % of the GPU (not of the allocation) that the pod used; at most the allocation counts.
         qos_met: whether the pod met its objective.
-        running_pods: pods on the GPU including this one. The fair share is 100 / running_pods; more than 1.5 times the
-            fair share is a monopoly.
+        running_pods: pods on the GPU including this one, as feedback reports them. The fair share is that of the pods
+            that the state showed before this one was admitted, 100 / (running_pods − 1), or 100 without others. More
+            than 1.5 times the fair share is a monopoly.
 
-    With three pods the fair share is 33.3 %. An allocation of 60 % is more than 1.5 times that (50 %), with two pods
-    it is not:
+    With two pods in the state, the fair share is 50 %. An allocation of 60 % is not more than 1.5 times that, with
+    three pods it is:
 
-    >>> round(compute_reward(60, 3000, 55, True, 3), 4)
-    1.1583
-    >>> round(compute_reward(60, 3000, 55, True, 2), 4)
-    1.4583
-
-    The document that defines the task (its example ``compute_reward(60, 3000, 55 %, true, 3) = 1.46``) leaves out the
-    penalty that its own table demands. This function follows the table.
+    >>> round(compute_reward(60, 3000, 55, True, 3), 2)
+    1.46
+    >>> round(compute_reward(60, 3000, 55, True, 4), 2)
+    1.16
     """
     return reward_terms(allocated_cores, allocated_memory_mb, actual_usage, qos_met, running_pods).total

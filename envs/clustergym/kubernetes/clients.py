@@ -1,9 +1,8 @@
-"""Clients of the binding webhook: the API server for pods and nodes, and the agents for grants."""
+"""HTTP clients of webhook and collector: bounded answers, and errors that say who did not answer and why."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import ssl
@@ -14,8 +13,7 @@ from urllib.parse import quote
 import httpx
 
 from clustergym.kubernetes import names
-from clustergym.kubernetes.decisions import Grant
-from clustergym.kubernetes.requests import Bounds, GpuRequest
+from clustergym.kubernetes.messages import AllocateRequest, AllocateResponse
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MAX_RESPONSE_BYTES = 16 << 20
@@ -24,8 +22,6 @@ MAX_GRANT_BYTES = 64 << 10
 """Of an agent."""
 # Names become part of URLs: only Kubernetes names are allowed.
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-_ALLOCATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_POLICY_VERSION = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 class Unavailable(Exception):
@@ -44,49 +40,50 @@ def checked_name(name: Any, what: str) -> str:
     return str(name)
 
 
-def read_token(path: Path | None) -> str | None:
-    """Read a token. Read it for each request: Kubernetes rotates tokens in place."""
-    return None if path is None else path.read_text().strip()
+class Client:
+    """Requests with a size limit and, if given, a timeout and a bearer token. Nothing is decompressed."""
 
+    def __init__(
+        self, token_file: Path | None = None, ca_file: Path | None = None, certificate: Path | None = None,
+        key: Path | None = None, timeout_s: float = 5.0, max_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:  # fmt: skip
+        self.token_file, self.max_bytes = token_file, max_bytes
+        context = tls_context(ca_file, certificate, key)
+        self._client = httpx.AsyncClient(verify=context, trust_env=False, timeout=timeout_s)
 
-def is_allocation_id(text: Any) -> bool:
-    """Whether this can be the id of an allocation."""
-    return isinstance(text, str) and _ALLOCATION_ID.fullmatch(text) is not None
+    async def send(self, method: str, url: str, what: str, **options: Any) -> tuple[int, bytes]:
+        """Status and body of the response. Raises :class:`Unavailable`."""
+        headers = {"Accept-Encoding": "identity"}
+        if self.token_file is not None:
+            # Read for each request: Kubernetes rotates tokens in place.
+            headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
+        try:
+            async with self._client.stream(method, url, headers=headers, **options) as response:
+                body = bytearray()
+                async for chunk in response.aiter_raw():
+                    body += chunk
+                    if len(body) > self.max_bytes:
+                        raise Unavailable(f"{what} sent more than {self.max_bytes} bytes")
+                return response.status_code, bytes(body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unavailable(f"{what} cannot be reached ({type(error).__name__})") from error
 
+    async def content(self, method: str, url: str, what: str, **options: Any) -> bytes:
+        """The body of a response with status 200. Raises :class:`Unavailable`."""
+        status, body = await self.send(method, url, what, **options)
+        if status != 200:
+            raise Unavailable(f"{what} answered {status}: {body[:200].decode(errors='replace')}")
+        return body
 
-async def send(
-    client: httpx.AsyncClient, method: str, url: str, token: str | None, what: str, max_bytes: int, **options: Any
-) -> tuple[int, bytes]:
-    """Send a request and return status and body of the response. Raises :class:`Unavailable`.
+    async def json(self, method: str, url: str, what: str, **options: Any) -> Any:
+        """The JSON of a response with status 200. Raises :class:`Unavailable`."""
+        try:
+            return json.loads(await self.content(method, url, what, **options))
+        except (ValueError, RecursionError):
+            raise Unavailable(f"{what} sent a response that is not JSON") from None
 
-    Nothing is decompressed: a small response could become a large one.
-    """
-    headers = {"Accept-Encoding": "identity"}
-    if token is not None:
-        headers["Authorization"] = f"Bearer {token}"
-    try:
-        async with client.stream(method, url, headers=headers, **options) as response:
-            body = bytearray()
-            async for chunk in response.aiter_raw():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise Unavailable(f"{what} sent more than {max_bytes} bytes")
-            return response.status_code, bytes(body)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise Unavailable(f"{what} cannot be reached ({type(error).__name__})") from error
-
-
-async def _request(
-    client: httpx.AsyncClient, method: str, url: str, token: str | None, what: str, max_bytes: int, **options: Any
-) -> Any:
-    """Send a request and return the JSON of the response. Raises :class:`Unavailable` if the status is not 200."""
-    status, body = await send(client, method, url, token, what, max_bytes, **options)
-    if status != 200:
-        raise Unavailable(f"{what} answered {status}")
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise Unavailable(f"{what} sent a response that is not JSON") from None
+    async def close(self) -> None:
+        await self._client.aclose()
 
 
 def tls_context(ca_file: Path | None, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
@@ -97,11 +94,10 @@ def tls_context(ca_file: Path | None, certificate: Path | None = None, key: Path
 
 
 class ApiServer:
-    """Reads pods and nodes."""
+    """Reads nodes for the webhook, pods and namespaces for the collector."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
-        self.url, self.token_file = url.rstrip("/"), token_file
-        self._client = httpx.AsyncClient(verify=tls_context(ca_file), trust_env=False)
+        self.url, self.client = url.rstrip("/"), Client(token_file, ca_file)
 
     @classmethod
     def in_cluster(cls, url: str | None, token_file: Path | None, ca_file: Path | None) -> ApiServer:
@@ -117,15 +113,10 @@ class ApiServer:
 
     async def _get(self, path: str, what: str) -> dict[str, Any]:
         what = f"the API server ({what})"
-        token = read_token(self.token_file)
-        found = await _request(self._client, "GET", self.url + path, token, what, MAX_RESPONSE_BYTES)
+        found = await self.client.json("GET", self.url + path, what)
         if not isinstance(found, dict):
             raise Unavailable(f"{what} did not send an object")
         return found
-
-    async def pod(self, namespace: str, name: str) -> dict[str, Any]:
-        namespace, name = checked_name(namespace, "the namespace"), checked_name(name, "the pod's name")
-        return await self._get(f"/api/v1/namespaces/{namespace}/pods/{name}", f"pod {namespace}/{name}")
 
     async def pods_on(self, node: str) -> list[dict[str, Any]]:
         """The pods of a node that opted in, from the cache of the API server."""
@@ -151,69 +142,32 @@ class ApiServer:
         return f"[{address}]" if ":" in address else str(address)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self.client.close()
 
 
 class Agents:
     """The allocation agents: one per node, or one for the cluster that recommends before the node is known."""
 
     def __init__(
-        self,
-        url: str,
-        token_file: Path | None,
-        ca_file: Path | None = None,
-        certificate: Path | None = None,
+        self, url: str, token_file: Path | None, ca_file: Path | None = None, certificate: Path | None = None,
         key: Path | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         try:
             url.format(ip="127.0.0.1", node="node")
         except (KeyError, IndexError, ValueError):
             raise ValueError(f"agent URL {url!r}: expected a URL, possibly with {{ip}} or {{node}}") from None
-        self.url, self.token_file = url.rstrip("/"), token_file
-        self._client = httpx.AsyncClient(verify=tls_context(ca_file, certificate, key), trust_env=False)
+        self.url = url.rstrip("/")
+        self.client = Client(token_file, ca_file, certificate, key, max_bytes=MAX_GRANT_BYTES)
 
-    @property
-    def needs_address(self) -> bool:
-        return "{ip}" in self.url
-
-    async def allocate(
-        self, request: GpuRequest, bounds: Bounds, request_id: str, *, node: str = "", address: str = "",
-        shadow: bool = False,
-    ) -> Grant:  # fmt: skip
-        """Ask for a grant. A repeated request id gets the same allocation.
-
-        Args:
-            request: what the pod requests.
-            bounds: what it may be granted. Agents that do not know bounds ignore them, so the caller applies them too.
-            request_id: identifies the question.
-            node: name of the node; empty for the recommender.
-            address: address of the node, if the URL contains ``{ip}``.
-            shadow: the pod will run with its request; the answer is what it would be granted.
-        """
-        what = f"the agent on {checked_name(node, 'node')}" if node else "the recommender"
+    async def allocate(self, request: AllocateRequest, node: str = "", address: str = "") -> AllocateResponse:
+        """Ask the agent of a node, or the recommender without one. A repeated request id gets the same allocation."""
+        what = f"the agent on {node}" if node else "the recommender"
         url = self.url.format(ip=address, node=node) + "/allocate"
-        body = {
-            "owner": request.owner, "cores": request.cores, "memory": request.memory_mb,
-            "qos_class": request.qos_class, "request_id": request_id, "shadow": shadow,
-            "min_cores": bounds.min_cores, "max_cores": bounds.max_cores,
-            "min_memory": bounds.min_memory_mb, "max_memory": bounds.max_memory_mb,
-        }  # fmt: skip
-        token = read_token(self.token_file)
-        found = await _request(self._client, "POST", url, token, what, MAX_GRANT_BYTES, json=body)
+        body = await self.client.content("POST", url, what, json=request.model_dump())
         try:
-            cores = float(found.get("recommended_cores", found["cores"]) if shadow else found["cores"])
-            memory = float(found.get("recommended_memory", found["memory"]) if shadow else found["memory"])
-            grant = Grant(str(found["allocation_id"]), cores, memory, str(found["policy_version"]))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise Unavailable(f"{what} did not send an allocation") from None
-        if not (
-            is_allocation_id(grant.allocation_id)
-            and _POLICY_VERSION.fullmatch(grant.policy_version)
-            and math.isfinite(cores)
-            and math.isfinite(memory)
-        ):
-            raise Unavailable(f"{what} sent an invalid allocation")
-        return grant
+            return AllocateResponse.model_validate_json(body)
+        except ValueError:
+            raise Unavailable(f"{what} sent an invalid allocation") from None
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self.client.close()

@@ -32,16 +32,18 @@ QOS_QUERY = f"{DOMAIN}/qos-query"
 QOS_OBJECTIVE = f"{DOMAIN}/qos-objective"
 """The objective is met while the value of the query is at most this number."""
 
-# Annotations that the webhooks set on a pod.
+# Annotations that the webhook sets on a pod.
 REQUESTED_CORES, REQUESTED_MEMORY = f"{DOMAIN}/requested-cores", f"{DOMAIN}/requested-memory"
 """What the author of the pod requested."""
 RECOMMENDED_CORES, RECOMMENDED_MEMORY = f"{DOMAIN}/recommended-cores", f"{DOMAIN}/recommended-memory"
-RECOMMENDATION_ID = f"{DOMAIN}/recommendation-id"
-"""Allocation of the recommender, which decides when the pod is created."""
 BACKEND = f"{DOMAIN}/backend"
 STATUS = f"{DOMAIN}/status"
 ALLOCATION_ID = f"{DOMAIN}/allocation-id"
-"""Allocation of the agent of the node, which decides when the pod is bound."""
+"""Allocation of the agent that was asked."""
+AGENT = f"{DOMAIN}/agent"
+"""Which agent was asked: node or recommender."""
+DECIDED_BY = f"{DOMAIN}/decided-by"
+"""Who decided, the rule or the policy, and why."""
 POLICY_VERSION = f"{DOMAIN}/policy-version"
 GRANTED_CORES = f"{DOMAIN}/granted-cores"
 GRANTED_MEMORY = f"{DOMAIN}/granted-memory"
@@ -56,9 +58,9 @@ KAI_FRACTION = "gpu-fraction"
 KAI_MEMORY = "gpu-memory"
 KAI_CONTAINER = "gpu-fraction-container-name"
 
-Mode = Literal["Off", "Initial", "Auto"]
+Mode = Literal["Off", "Initial"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""Off: recommend only. Initial: grant when the pod is created. Auto: also when it is bound to a node."""
+"""Off: recommend only. Initial: grant when the pod is created."""
 
 PROTECTED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease"})
 

@@ -58,11 +58,6 @@ class Bounds:
             max(self.min_memory_mb, min(memory_mb, self.max_memory_mb)),
         )
 
-    def capped(self, cores: float, memory_mb: float) -> Bounds:
-        """The bounds with a smaller maximum."""
-        max_cores, max_memory = min(self.max_cores, cores), min(self.max_memory_mb, memory_mb)
-        return Bounds(min(self.min_cores, max_cores), max_cores, min(self.min_memory_mb, max_memory), max_memory)
-
 
 class PodContainer(NamedTuple):
     """A container of a pod. Ordinary init containers are not ``concurrent``: they run alone, before the others."""
@@ -136,6 +131,23 @@ def owner_of(pod: Pod, namespace: str) -> str:
             # A generated name is not known yet when the pod is created, and pods with one prefix belong together.
             chosen = f"Pod/{metadata.get('generateName') or metadata.get('name') or 'unnamed'}"
     return f"{namespace}/{chosen}"[:MAX_OWNER_LENGTH]
+
+
+def node_of(pod: Pod) -> str | None:
+    """The node that a new pod names: by its name, by a selector, or as the controller of a DaemonSet does."""
+    spec = pod.get("spec") or {}
+    found = spec.get("nodeName") or (spec.get("nodeSelector") or {}).get("kubernetes.io/hostname")
+    if found:
+        return str(found)
+    affinity = ((spec.get("affinity") or {}).get("nodeAffinity") or {}).get(
+        "requiredDuringSchedulingIgnoredDuringExecution"
+    ) or {}
+    terms = affinity.get("nodeSelectorTerms") or []
+    fields = [field for term in terms for field in term.get("matchFields") or []]
+    if len(terms) == len(fields) == 1 and fields[0].get("key") == "metadata.name" and fields[0].get("operator") == "In":
+        values = fields[0].get("values") or []
+        return str(values[0]) if len(values) == 1 else None
+    return None
 
 
 def selected_containers(pod: Pod, backend: Backend) -> tuple[list[PodContainer], bool]:
@@ -250,4 +262,5 @@ def mode_of(pod: Pod, namespace_mode: Mode) -> Mode:
     for mode in names.MODES:
         if mode == chosen:
             return mode
-    raise NotManageable(f"annotation {names.MODE} is {chosen!r}: expected {', '.join(names.MODES)}")
+    gone = "; Auto went with the binding webhook: use Initial" if chosen == "Auto" else ""
+    raise NotManageable(f"annotation {names.MODE} is {chosen!r}: expected {', '.join(names.MODES)}{gone}")

@@ -1,4 +1,4 @@
-"""The HTTPS server of the webhooks, and plain ports for health and metrics. Every failure admits the pod."""
+"""The HTTPS server of the webhook, and plain ports for health and metrics. Every failure admits the pod."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import datetime
 import logging
 import resource
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,15 +21,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from clustergym.common.tls import CertificateReloader
 from clustergym.kubernetes import certificates, decisions
 from clustergym.kubernetes.clients import Agents, ApiServer, Unavailable, checked_name
-from clustergym.kubernetes.decisions import Decision, PodPlan, as_warnings, request_decision
-from clustergym.kubernetes.names import MODES, PROTECTED_NAMESPACES, Backend, Mode
+from clustergym.kubernetes.decisions import Decision, PodPlan, as_warnings
+from clustergym.kubernetes.messages import AllocateRequest, AllocateResponse
+from clustergym.kubernetes.names import MODES, Backend, Mode
 from clustergym.kubernetes.pages import BackgroundServer, Page, pages_app
 from clustergym.kubernetes.review import BadReview, Review, duration_s, make_response, parse
 
 log = logging.getLogger(__name__)
-
-Decide = Callable[[Review, float], Awaitable[Decision]]
-"""Decides on a review within a number of seconds."""
 
 MAX_BODY_BYTES = 3 << 20
 """The API server limits requests to 3 MB and objects to 1.5 MB. A review of a new object contains it once."""
@@ -60,8 +58,8 @@ class ByteBudget:
                 self._changed.notify_all()
 
 
-class Webhooks:
-    """Both webhooks and their metrics. A decision takes at most ``deadline_s`` seconds."""
+class Webhook:
+    """The webhook and its metrics. A decision takes at most ``deadline_s`` seconds."""
 
     def __init__(
         self,
@@ -78,12 +76,11 @@ class Webhooks:
         self.api, self.agents, self.recommender = api, agents, recommender
         self.registry = CollectorRegistry()
         self.decisions = Counter(
-            "clustergym_webhook_decisions", "Reviews by outcome", ("webhook", "outcome"), registry=self.registry
+            "clustergym_webhook_decisions", "Reviews by outcome", ("outcome",), registry=self.registry
         )
         self.seconds = Histogram(
             "clustergym_webhook_seconds",
             "Time of a decision",
-            ("webhook",),
             buckets=(0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5),
             registry=self.registry,
         )
@@ -102,31 +99,46 @@ class Webhooks:
         expiry.set_function(lambda: certificates.expiry(certificate).timestamp())
 
     async def pods(self, namespace_mode: Mode, review: Review, deadline_s: float) -> Decision:
-        """The pod webhook."""
+        """Decide on a new pod. The agent gets 90 % of the time; the rest is left to report that it did not respond."""
         if review.resource != "pods" or review.operation != "CREATE":
             return Decision("not-ours")
         plan = decisions.plan_pod(review.object, review.namespace, self.backend, namespace_mode)
         if isinstance(plan, Decision):
             return plan
-        if self.recommender is None or not plan.is_new:
+        if not plan.is_new or (plan.node is None and self.recommender is None):
             return decisions.admit_pod(review.object, plan)
         if review.dry_run:
-            # The recommender would store an allocation, and a dry run must not store anything.
+            # The agent would store an allocation, and a dry run must not store anything.
             return decisions.admit_pod(review.object, plan, problem="not decided in a dry run")
         try:
             async with asyncio.timeout(0.9 * deadline_s):
-                grant = await self.recommender.allocate(
-                    plan.request, plan.bounds, review.uid[:128], shadow=plan.mode == "Off"
-                )
+                answer = await self.ask(plan, review.uid[:128])
         except Unavailable as error:
             return decisions.admit_pod(review.object, plan, problem=str(error))
         except TimeoutError:
-            return decisions.admit_pod(review.object, plan, problem="the recommender did not respond in time")
-        self._count(plan, grant.cores, grant.memory_mb)
-        return decisions.admit_pod(review.object, plan, grant)
+            who = "the recommender" if plan.node is None else f"the agent on {plan.node[:64]}"
+            return decisions.admit_pod(review.object, plan, problem=f"{who} did not respond in time")
+        self._count(plan, answer)
+        return decisions.admit_pod(review.object, plan, answer)
 
-    def _count(self, plan: PodPlan, cores: float, memory_mb: float) -> None:
-        recommended_cores, recommended_memory = plan.bounds.clamp(cores, memory_mb)
+    async def ask(self, plan: PodPlan, request_id: str) -> AllocateResponse:
+        """The answer of the agent of the pod's node, or of the recommender."""
+        request, bounds = plan.request, plan.bounds
+        message = AllocateRequest(
+            owner=request.owner, cores=request.cores, memory=request.memory_mb, qos_class=request.qos_class,
+            request_id=request_id, shadow=plan.mode == "Off", min_cores=bounds.min_cores, max_cores=bounds.max_cores,
+            min_memory=bounds.min_memory_mb, max_memory=bounds.max_memory_mb,
+        )  # fmt: skip
+        if plan.node is None:
+            assert self.recommender is not None
+            return await self.recommender.allocate(message)
+        node = checked_name(plan.node, "the node's name")
+        address = await self.api.node_address(node) if "{ip}" in self.agents.url else ""
+        return await self.agents.allocate(message, node, address)
+
+    def _count(self, plan: PodPlan, answer: AllocateResponse) -> None:
+        amounts = answer.recommended_cores, answer.recommended_memory
+        recommended_cores, recommended_memory = plan.bounds.clamp(*amounts)
         for name, amount in (
             ("requested_cores_percent", plan.request.cores),
             ("recommended_cores_percent", recommended_cores),
@@ -135,59 +147,27 @@ class Webhooks:
         ):
             self.amounts[name].labels(plan.mode).inc(amount)
 
-    async def bindings(self, review: Review, deadline_s: float) -> Decision:
-        """The binding webhook. The agent gets 90 % of the time; the rest is left to report that it did not respond."""
-        agent_deadline = asyncio.get_running_loop().time() + 0.9 * deadline_s
-        if review.resource not in ("pods/binding", "bindings") or review.operation != "CREATE":
-            return Decision("not-ours")
-        if review.namespace in PROTECTED_NAMESPACES:
-            return Decision("not-opted-in")
-        binding = review.object
-        target = binding.get("target") or {}
-        if target.get("kind") not in (None, "", "Node"):
-            return Decision("not-ours")
-        name = review.name or (binding.get("metadata") or {}).get("name", "")
-        pod = await self.api.pod(review.namespace, name)
-        plan = decisions.plan_binding(pod, review.namespace)
-        if plan is None:
-            return Decision("nothing-to-ask")
-        if review.dry_run:
-            # The agent would store an allocation, and a dry run must not store anything.
-            return Decision("dry-run")
-        node = checked_name(target.get("name"), "the node's name")
-        try:
-            async with asyncio.timeout_at(agent_deadline):
-                address = await self.api.node_address(node) if self.agents.needs_address else ""
-                request_id = f"{(pod.get('metadata') or {}).get('uid', '')}@{node}"[:128]
-                grant = await self.agents.allocate(plan.request, plan.bounds, request_id, node=node, address=address)
-        except Unavailable as error:
-            return request_decision(binding, "agent-unavailable", str(error))
-        except TimeoutError:
-            reason = f"the agent on {node} did not respond within {deadline_s:g} s"
-            return request_decision(binding, "deadline", reason)
-        return decisions.grant_decision(binding, plan, grant)
-
     def deadline_s(self, timeout: str | None) -> float:
         """Time for a decision: at most 80 % of the time that the API server waits (``?timeout=3s``)."""
         timeout_s = duration_s(timeout) if timeout else None
         return self.max_deadline_s if timeout_s is None else min(self.max_deadline_s, 0.8 * timeout_s)
 
-    async def decide(self, webhook: str, decide: Decide, review: Review, deadline_s: float) -> Decision:
-        """Decide within the deadline, count and log the outcome. If that fails, admit the object unchanged."""
-        with self.seconds.labels(webhook).time():
+    async def decide(self, mode: Mode, review: Review, deadline_s: float) -> Decision:
+        """Decide within the deadline, count and log the outcome. If that fails, admit the pod unchanged."""
+        with self.seconds.time():
             try:
                 async with asyncio.timeout(deadline_s):
-                    decision = await decide(review, deadline_s)
+                    decision = await self.pods(mode, review, deadline_s)
             except TimeoutError:
                 decision = _unchanged("deadline", f"no decision within {deadline_s:g} s")
             except Unavailable as error:
                 decision = _unchanged("unavailable", str(error))
             except Exception:
                 # Fail open: a bug must not prevent pods from starting.
-                log.exception("%s %s/%s: admitted unchanged", webhook, review.namespace, review.name)
+                log.exception("%s/%s: admitted unchanged", review.namespace, review.name)
                 decision = _unchanged("error", "internal error")
-        self.decisions.labels(webhook, decision.outcome).inc()
-        log.info("%s %s/%s: %s", webhook, review.namespace, review.name or "(generated)", decision.outcome)
+        self.decisions.labels(decision.outcome).inc()
+        log.info("%s/%s: %s", review.namespace, review.name or "(generated)", decision.outcome)
         return decision
 
     async def close(self) -> None:
@@ -211,59 +191,46 @@ def body_length(request: Request) -> int:
     return int(length)
 
 
-def create_app(webhooks: Webhooks) -> FastAPI:
+def create_app(webhook: Webhook) -> FastAPI:
     """The FastAPI application that the API server calls. It serves nothing else."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await webhooks.close()
+        await webhook.close()
 
-    app = FastAPI(title="clustergym webhooks", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    budget = ByteBudget(MAX_BODIES_BYTES)
+    app = FastAPI(title="clustergym webhook", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    budget, modes = ByteBudget(MAX_BODIES_BYTES), {mode.lower(): mode for mode in MODES}
 
-    async def respond(webhook: str, decide: Decide, request: Request, timeout: str | None) -> Response:
-        deadline_s, started_s = webhooks.deadline_s(timeout), asyncio.get_running_loop().time()
+    @app.post("/mutate/pods/{mode}")
+    async def mutate_pods(mode: str, request: Request, timeout: str | None = None) -> Response:
+        """AdmissionReviews of new pods. The path has the mode of the pod's namespace."""
+        if mode not in modes:
+            raise HTTPException(404, f"no such path; the modes are {', '.join(modes)}")
+        deadline_s, started_s = webhook.deadline_s(timeout), asyncio.get_running_loop().time()
         size = body_length(request)
         try:
             async with asyncio.timeout(deadline_s) as waiting, budget.hold(size):
                 review = parse(await request.body())
                 waiting.reschedule(None)
                 left_s = max(started_s + deadline_s - asyncio.get_running_loop().time(), 0.05)
-                decision = await webhooks.decide(webhook, decide, review, left_s)
+                decision = await webhook.decide(modes[mode], review, left_s)
                 return JSONResponse(make_response(review.uid, decision))
         except BadReview as error:
-            webhooks.decisions.labels(webhook, "bad-review").inc()
+            webhook.decisions.labels("bad-review").inc()
             raise HTTPException(400, str(error)) from None
         except TimeoutError:
-            webhooks.decisions.labels(webhook, "busy").inc()
+            webhook.decisions.labels("busy").inc()
             raise HTTPException(503, "busy: the body was not read in time", {"Connection": "close"}) from None
-
-    def pods_of(mode: Mode) -> Decide:
-        return lambda review, deadline_s: webhooks.pods(mode, review, deadline_s)
-
-    modes = {mode.lower(): pods_of(mode) for mode in MODES}
-
-    @app.post("/mutate/pods/{mode}")
-    async def mutate_pods(mode: str, request: Request, timeout: str | None = None) -> Response:
-        """The pod webhook, for AdmissionReviews of new pods. The path has the mode of the pod's namespace."""
-        if mode not in modes:
-            raise HTTPException(404, f"no such path; the modes are {', '.join(modes)}")
-        return await respond("pods", modes[mode], request, timeout)
-
-    @app.post("/mutate/bindings")
-    async def mutate_bindings(request: Request, timeout: str | None = None) -> Response:
-        """The binding webhook, for AdmissionReviews of new bindings."""
-        return await respond("bindings", webhooks.bindings, request, timeout)
 
     return app
 
 
-def health_pages(webhooks: Webhooks) -> dict[str, Page]:
+def health_pages(webhook: Webhook) -> dict[str, Page]:
     def ready() -> Response:
         """Not ready if the certificate has expired or cannot be read."""
         try:
-            expiry = certificates.expiry(webhooks.certificate)
+            expiry = certificates.expiry(webhook.certificate)
         except (OSError, ValueError) as error:
             return PlainTextResponse(f"the serving certificate cannot be read: {error}", 503)
         if expiry < datetime.datetime.now(datetime.UTC):
@@ -273,8 +240,8 @@ def health_pages(webhooks: Webhooks) -> dict[str, Page]:
     return {"/healthz": lambda: PlainTextResponse("ok"), "/readyz": ready}
 
 
-def metrics_pages(webhooks: Webhooks) -> dict[str, Page]:
-    return {"/metrics": lambda: Response(generate_latest(webhooks.registry), media_type=CONTENT_TYPE_LATEST)}
+def metrics_pages(webhook: Webhook) -> dict[str, Page]:
+    return {"/metrics": lambda: Response(generate_latest(webhook.registry), media_type=CONTENT_TYPE_LATEST)}
 
 
 @dataclass(frozen=True)
@@ -291,14 +258,14 @@ class Listen:
     reload_s: float
 
 
-async def serve(webhooks: Webhooks, listen: Listen) -> None:
+async def serve(webhook: Webhook, listen: Listen) -> None:
     """Serve until a signal arrives, and check for rotated certificates every ``reload_s`` seconds."""
     # A connection without a client certificate uses a file until its handshake fails: allow as many as the system does.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     common: dict[str, Any] = {"host": listen.host, "access_log": False, "log_config": None, "ws": "none"}
     config = uvicorn.Config(
-        create_app(webhooks),
+        create_app(webhook),
         port=listen.port,
         ssl_certfile=str(listen.certificate),
         ssl_keyfile=str(listen.key),
@@ -317,8 +284,8 @@ async def serve(webhooks: Webhooks, listen: Listen) -> None:
             uvicorn.Config(pages_app(pages), port=port, lifespan="off", limit_concurrency=64, **common)
         )
         for port, pages in (
-            (listen.health_port, health_pages(webhooks)),
-            (listen.metrics_port, metrics_pages(webhooks)),
+            (listen.health_port, health_pages(webhook)),
+            (listen.metrics_port, metrics_pages(webhook)),
         )
     ]  # fmt: skip
 

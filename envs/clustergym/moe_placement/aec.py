@@ -17,15 +17,14 @@ NOBODY = -1
 class MoEPlacementAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
     """The placement task for two agents in turn: `expert` picks an expert, then `gpu`, which sees it, a node.
 
-    Made by ``moe_placement_v0.env(conditional=True)``. Observations are those of :class:`MoEPlacementParallelEnv`, and
-    `gpu` has one more key, `chosen` (E,): 1 for the expert that was chosen (all 0 while `expert` is to move). Its
-    `action_mask` is exact then: it has all nodes that are legal with this expert, and no other. The mask of `expert`
-    has the experts with at least one operation that changes something. An agent that samples from the masks never plays
-    an illegal action. Both agents get the reward of the pair.
+    Made by ``moe_placement_v0.env()``. Observations are those of :class:`MoEPlacementParallelEnv`, and `gpu` has one
+    more key, `chosen` (E,): 1 for the expert that was chosen (all 0 while `expert` is to move). Its `action_mask` is
+    exact then: it has all nodes that are legal with this expert, and no other. An agent that samples from the masks
+    never plays an illegal action. Both agents get the reward of the pair.
 
     ```python
     >>> from clustergym import moe_placement_v0
-    >>> env = moe_placement_v0.env(conditional=True, cluster="h800-2x4")
+    >>> env = moe_placement_v0.env(cluster="h800-2x4")
     >>> env.reset(seed=1)
     >>> for agent in env.agent_iter(4):
     ...     observation, reward, termination, truncation, info = env.last()
@@ -39,8 +38,6 @@ class MoEPlacementAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         AECEnv.__init__(self)
-        if options.get("observation", "full") != "full":
-            raise ValueError("conditional=True has the full observation: its masks are part of it")
         self._pair = MoEPlacementParallelEnv(**options)
         self.batch, self.render_mode = self._pair.batch, self._pair.render_mode
         self._chosen = NOBODY
@@ -61,12 +58,11 @@ class MoEPlacementAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
         return self.action_spaces[agent]
 
     def observe(self, agent: str) -> dict[str, npt.NDArray[Any]]:
-        seen: dict[str, npt.NDArray[Any]] = self._pair._observation(agent)
+        seen = self._pair.observation(agent, None if self._chosen == NOBODY else self._chosen)
         if agent == "gpu":
             seen["chosen"] = np.zeros(self.batch.n_experts, np.int8)
             if self._chosen != NOBODY:
                 seen["chosen"][self._chosen] = 1
-                seen["action_mask"] = seen["joint_mask"][self._chosen].copy()
         return seen
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
@@ -115,7 +111,7 @@ class MoEPlacementAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
                 setattr(self, name, value.copy() if hasattr(value, "copy") else value)
 
     def state(self) -> npt.NDArray[np.float32]:
-        """All that both agents see, without the pair matrices, as one vector."""
+        """All arrays that both agents see, but the mask, as one vector."""
         return self._pair.state()
 
     def render(self) -> npt.NDArray[np.uint8] | None:

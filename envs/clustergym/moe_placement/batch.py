@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,15 @@ from clustergym.common.choices import one_of
 from clustergym.common.compiling import warn_while_compiling
 from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, N_COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.cost import add_links
-from clustergym.moe_placement.kernels.observation import N_EXPERT_FEATURES, N_GPU_FEATURES, N_LOAD_FEATURES, N_PROGRESS
+from clustergym.moe_placement.kernels.eplb import eplb_slots
+from clustergym.moe_placement.kernels.lookahead import PERCENT
+from clustergym.moe_placement.kernels.observation import (
+    N_CONTEXT,
+    N_EXPERT_FEATURES,
+    N_GPU_FEATURES,
+    N_LOAD_FEATURES,
+    N_PAIR_FEATURES,
+)
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
     LAST_KIND,
@@ -41,12 +49,12 @@ from clustergym.moe_placement.kernels.state import (
 )
 from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
-from clustergym.moe_placement.simulator import Placement, Simulator, norm_log2, zeros_of
+from clustergym.moe_placement.simulator import Simulator, zeros_of
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, model_for
-from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets
+from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets, layer_first
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
-from clustergym.traces.token_trace import DEFAULT_TRACE, TokenTrace, bundled_traces
+from clustergym.traces.token_trace import TokenTrace, bundled_traces
 
 # Intervals over which the time of the static placement, the unit of rewards, is averaged.
 _STATIC_INTERVALS = 4
@@ -56,7 +64,7 @@ _STATIC_INTERVALS = 4
 class PlacementConfig:
     """Everything that makes one placement task; the environments take these as keyword arguments."""
 
-    trace: str | TokenTrace = DEFAULT_TRACE
+    trace: str | TokenTrace = "tiny_moe_domains"
     """A :class:`~clustergym.TokenTrace`, a file, or the name of a bundled or generated trace."""
     split: str = "train"
     """Part of the trace, see ``clustergym.traces.splits``: ``train``, ``validation``, ``test`` or ``all``."""
@@ -78,7 +86,7 @@ class PlacementConfig:
     """Passes of an interval that are simulated and averaged; by default 4 in decode, 2 in prefill."""
     passes_per_interval: int = 1000
     """Forward passes between two placement decisions: moving an expert is paid once, serving that many times."""
-    ops_per_layer: int = 8
+    ops_per_layer: int = 16
     """Operations on each layer between two intervals."""
     schedule: str = "stationary"
     """How domains follow each other: ``stationary``, ``drift`` (mixture walk), ``switch``, ``replay``."""
@@ -94,22 +102,18 @@ class PlacementConfig:
     """Share of a background transfer's time by which it slows the passes down."""
     start: str = "static"
     """Placement at the start: ``static`` (experts in order) or ``eplb`` (EPLB on the first interval)."""
-    compare_eplb: bool = True
-    """Also serve every interval with EPLB's placement: the episode's information then has the time saved against it."""
-    memory: bool = False
-    """Observe what the look-ahead showed for each expert on this layer (``memory``), and mask experts that were chosen
-    and left alone since the placement last changed: the same look would show the same."""
+    illegal_penalty: float = 1.0
+    """Price of an illegal action, in units of the reward: percent of a layer's time."""
+    compare_eplb: bool = False
+    """At the end of an episode, also serve it with EPLB's placement: ``info`` then has the time saved against it."""
     mix_observed: bool = False
     """Observe the tokens of an interval dealt over its passes and ranks at random. Which rank had a token is chance,
     and the look-ahead then does not count it. The next interval, which is rewarded, is served as it comes."""
     lookahead: bool = False
-    """Observe what each of the E × 3·G operations would save on the observed interval. Exact, and slow."""
-    lookahead_norm: int = 0
-    """0: look-ahead in true time (the busiest GPU); p = 2, 4, 8, 16, 32: in the smooth p-norm over GPUs."""
+    """Nine more columns of ``pairs``: what PLACE, ADD and DELETE of every pair would save on the observed interval, in
+    percent of the layer's time: in the smooth 8-norm over GPUs, in true time, and in migration. Exact, and slow."""
     candidates: int = 0
-    """Propose so many operations at every step, tried exactly and best first (``PlacementBatch.candidates``)."""
-    reward_norm: int = 0
-    """As ``lookahead_norm``, for the reward. Only with 0 do the rewards add up to the time that was saved."""
+    """Propose so many operations at every step, tried exactly (``PlacementBatch.candidates``)."""
 
     @property
     def traffic(self) -> Traffic:
@@ -119,6 +123,16 @@ class PlacementConfig:
             phase, self.tokens_per_rank, self.sampled_passes, self.schedule, self.drift_rate, self.rank_imbalance,
             self.allow_reuse,
         )  # fmt: skip
+
+
+REMOVED_ARGUMENTS = {
+    "observation": "wrap the environment in FlattenObservation, or use MoEPlacementFlat-v0",
+    "memory": "a look-ahead writes nothing any more",
+    "lookahead_norm": "the look-ahead shows the smooth 8-norm and the true time",
+    "reward_norm": "rewards are in true time, and add up to the time saved",
+    "conditional": "moe_placement_v0.env() always shows the chosen expert; parallel_env() lets both choose at once",
+}
+"""Arguments of earlier versions → what to use instead."""
 
 
 @lru_cache(maxsize=8)
@@ -154,21 +168,13 @@ class PlacementBatch:
         config: the task.
         num_envs: B.
         device: ``"cpu"`` (numba, all cores) or a CUDA device (numba-cuda, the extra ``clustergym[cuda]``).
-        observe_only: for planners. There is no next interval; :meth:`load_placement` takes the place of :meth:`reset`.
     """
 
-    def __init__(
-        self,
-        config: PlacementConfig,
-        num_envs: int = 1,
-        device: str | torch.device = "cpu",
-        *,
-        observe_only: bool = False,
-    ) -> None:
+    def __init__(self, config: PlacementConfig, num_envs: int = 1, device: str | torch.device = "cpu") -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
         self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
-        self.observe_only, self._compiled = observe_only, False
+        self._compiled = False
         whole = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
         self.trace = split_trace(whole, config.split)
         self.model, self.traffic = model_for(self.trace, config.model), config.traffic
@@ -191,19 +197,17 @@ class PlacementBatch:
             if getattr(config, key) < least:
                 raise ValueError(f"{key} is {getattr(config, key)}: expected at least {least}")
         self.launcher = self._pick_launcher()
-        self._static_times = np.ones(self.n_layers)
-        if not observe_only:
-            # The first interval of an episode is only observed.
-            self.traffic.check(self.trace, self.n_gpus, config.intervals + 1)
-            with warn_while_compiling():
-                self._static_times = _static_times(self.trace, self.simulator, self.traffic)
+        # The first interval of an episode is only observed.
+        self.traffic.check(self.trace, self.n_gpus, config.intervals + 1)
+        with warn_while_compiling():
+            self._static_times = _static_times(self.trace, self.simulator, self.traffic)
         n_passes, tokens_per_rank = self.traffic.sizes
         self.rules_host = Rules(
             costs=self.simulator.costs(tokens_per_rank * self.n_gpus),
             topology=self.simulator.topology,
             static_us=float(self._static_times.sum()),
-            norm_log2=norm_log2(config.lookahead_norm),
-            reward_norm_log2=norm_log2(config.reward_norm),
+            reward_per_us=float(PERCENT / self._static_times.mean()),
+            illegal_penalty=float(config.illegal_penalty),
             n_passes=n_passes,
             phase=PHASES.index(self.traffic.phase),
             schedule=SCHEDULES.index(self.traffic.schedule),
@@ -212,8 +216,6 @@ class PlacementBatch:
             n_intervals=config.intervals,
             ops_per_layer=config.ops_per_layer,
             start_eplb=one_of(config.start, ("static", "eplb"), "start"),
-            compare_eplb=int(config.compare_eplb),
-            skip_spent=int(config.memory),
             mix_observed=int(config.mix_observed),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
@@ -242,26 +244,29 @@ class PlacementBatch:
         def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return zeros_of((batch, *shape), dtype, self.device)
 
-        passes = n_passes if self.observe_only else 2 * n_passes
-        self.sim = self.simulator.allocate(batch, passes, n_tokens, self.device)
+        self.sim = self.simulator.allocate(batch, 2 * n_passes, n_tokens, self.device)
         placement = (layers, gpus, slots)
         self.episode = {
+            "rows": zeros((config.intervals + 1, n_passes, n_tokens), torch.int32),
+            "rank_start": zeros((config.intervals + 1, n_passes, gpus + 1), torch.int32),
             "slots": zeros(placement, torch.int16),
             "first_slots": zeros(placement, torch.int16),
-            "eplb_slots": zeros(placement if config.compare_eplb else (1, 1, 1), torch.int16),
-            "start_us": zeros((layers,), torch.float64),
+            "future_us": zeros((layers, config.intervals), torch.float64),
             "load_average": zeros((layers, experts), torch.float32),
             "clock": zeros((N_CLOCKS,), torch.int32),
             "last_operation": zeros((N_LAST,), torch.int32),
             "times_us": zeros((N_TIMES,), torch.float64),
-            "spent": zeros((experts,), torch.int8),
             "int_scratch": zeros((3, experts), torch.int32),
             "float_scratch": zeros((experts + gpus,), torch.float64),
             "in_common": zeros((gpus, gpus), torch.int32),
             "gpu_pairs": zeros((gpus,), torch.int32),
+            "gpu_load": zeros((gpus,), torch.float32),
+            "coldest": zeros((gpus,), torch.int16),
+            "exchange": zeros((gpus, gpus, 2), torch.float32),
             "accepts": zeros((gpus + 1, gpus), torch.int8),
             "load_features": zeros((experts, N_LOAD_FEATURES), torch.float32),
-            "local_coactivation": zeros((experts,), torch.float64),
+            "used": zeros((experts,), torch.float32),
+            "group_coactivation": zeros((gpus, experts), torch.float32),
             "hot_coactivation": zeros((experts,), torch.float32),
         }
         self.episode["load_average"].fill_(-1.0)
@@ -275,33 +280,25 @@ class PlacementBatch:
             "rank_piece": zeros((gpus, 2), torch.int32),
             "orders": zeros((domains + 1, ORDER_ROUNDS + N_ROUNDS), torch.int64),
         }
-        self.buffers = {
+        pair_features = N_PAIR_FEATURES + (3 * N_PARTS if config.lookahead else 0)
+        self.obs = {
             "experts": zeros((experts, N_EXPERT_FEATURES), torch.float32),
-            "coactivation": zeros((experts, experts), torch.float32),
-            "affinity": zeros((experts, experts), torch.float32),
             "gpus": zeros((3 * gpus, N_GPU_FEATURES), torch.float32),
-            "traffic": zeros((gpus, gpus), torch.float32),
-            "placement": zeros((experts, gpus), torch.float32),
-            "progress": zeros((N_PROGRESS,), torch.float32),
-            "memory": zeros((experts, 2), torch.float32),
-            "expert_mask": zeros((experts,), torch.int8),
-            "gpu_mask": zeros((3 * gpus,), torch.int8),
-            "joint_mask": zeros((experts, 3 * gpus), torch.int8),
-            "lookahead": zeros((experts, 3 * gpus) if config.lookahead else (1, 1), torch.float32),
+            "pairs": zeros((experts, gpus, pair_features), torch.float32),
+            "expert_graph": zeros((experts, experts), torch.float32),
+            "gpu_graph": zeros((gpus, gpus), torch.float32),
+            "context": zeros((N_CONTEXT,), torch.float32),
+            "action_mask": zeros((experts, 3 * gpus), torch.int8),
         }
-        optional = {"lookahead": config.lookahead, "memory": config.memory}
-        self.obs = {name: tensor for name, tensor in self.buffers.items() if optional.get(name, True)}
+        self._all_experts = self._to_device(np.tile(np.arange(experts), (batch, 1)))
         choices = config.candidates + 1
-        features = config.candidates * N_CANDIDATE_FEATURES + gpus * N_COMPACT_GPU_FEATURES + N_PROGRESS
+        features = config.candidates * N_CANDIDATE_FEATURES + gpus * N_COMPACT_GPU_FEATURES + N_CONTEXT
         self.candidates = {} if choices == 1 else {
             "operations": zeros((choices, 2), torch.int64),
             "mask": zeros((choices,), torch.int8),
             "score": zeros((choices + 2 * gpus,), torch.float64),
             "compact": zeros((features,), torch.float32),
         }  # fmt: skip
-        if self.candidates:
-            name = self.launcher.__name__.rpartition(".")[2]
-            self._propose = import_module(f"clustergym.moe_placement.launchers.{name}_candidates").propose
         self.illegal = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
         cut = self.traffic.cut(self.trace)._replace(expert_sets=expert_sets(self.trace))
@@ -311,7 +308,7 @@ class PlacementBatch:
         stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
         topology = self.simulator.topology
         rules = self.rules_host._replace(topology=topology._replace(node_of=self._to_device(topology.node_of)))
-        obs = Observation(**{name: self._array(tensor) for name, tensor in self.buffers.items()})
+        obs = Observation(**{name: self._array(tensor) for name, tensor in self.obs.items()})
         self._state = (episode, sim, stream, obs, trace, rules)
 
     def observe_into(self, buffers: dict[str, tuple[Tensor, Any]]) -> None:
@@ -319,13 +316,10 @@ class PlacementBatch:
 
         With each tensor comes its memory as the launcher wants it: to ask for it at every step would take longer.
 
-        All but ``coactivation``, ``affinity`` and ``memory`` are written whole by each step; the first two only when an
-        environment reaches another layer. ``coactivation`` and ``memory`` are also read.
+        Each step writes all of them whole but ``expert_graph``, which it reads. That one is written when an environment
+        reaches another layer.
         """
-        for name, (tensor, _) in buffers.items():
-            self.buffers[name] = tensor
-            if name in self.obs:
-                self.obs[name] = tensor
+        self.obs |= {name: tensor for name, (tensor, _) in buffers.items()}
         episode, sim, stream, obs, trace, rules = self._state
         obs = obs._replace(**{name: array for name, (_, array) in buffers.items()})
         self._state = (episode, sim, stream, obs, trace, rules)
@@ -356,13 +350,13 @@ class PlacementBatch:
 
     @property
     def saved(self) -> Tensor:
-        """(B,) float64: the sum of the rewards of the episode so far."""
+        """(B,) float64: the time saved in the episode so far, as a share of the static placement's time."""
         return self.episode["times_us"][:, TIME_SAVED] / (self.rules_host.static_us * self.rules_host.n_intervals)
 
     @property
     def bytes_allocated(self) -> int:
         """Memory of all state and observation tensors."""
-        tensors = [*self.sim.values(), *self.episode.values(), *self.stream.values(), *self.buffers.values()]
+        tensors = [*self.sim.values(), *self.episode.values(), *self.stream.values(), *self.obs.values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def seed(self, seeds: npt.NDArray[np.int64]) -> None:
@@ -391,36 +385,46 @@ class PlacementBatch:
     def _look_around(self) -> None:
         """Fill the observation's look-ahead and the candidates. Few tasks ask for them, so the step is without."""
         if self.config.lookahead:
-            self.launcher.look_ahead_all(self._array(self.buffers["lookahead"]), self._state)
+            self.launcher.look_ahead(self._all_experts, N_PAIR_FEATURES, self._state[3].pairs, self._state)
         if self.candidates:
-            self._propose(*map(self._array, self.candidates.values()), self._state)
+            self.launcher.propose(*map(self._array, self.candidates.values()), self._state)
 
     def lookahead(self, experts: Tensor) -> Tensor:
         """(B, M, 3·G, parts): what each operation on ``experts`` (B, M) would save on the observed interval.
 
-        The parts are shares of the layer's time: saved in the smooth norm, truly saved, and migration (negative). The
-        observation's ``memory`` keeps the best of each expert.
+        The parts are percent of the layer's time: saved in the smooth 8-norm over GPUs, truly saved, and migration
+        (negative). Nothing changes by asking.
         """
-        parts = torch.empty((*experts.shape, 3 * self.n_gpus, N_PARTS), device=self.device)
+        batch, chosen = experts.shape
+        parts = torch.empty((batch, chosen, self.n_gpus, 3 * N_PARTS), device=self.device)
         with warn_while_compiling():
-            self.launcher.look_ahead(self._array(experts.contiguous()), self._array(parts), self._state)
-        return parts
+            self.launcher.look_ahead(self._array(experts.contiguous()), 0, self._array(parts), self._state)
+        by_node = parts.reshape(batch, chosen, self.n_gpus, 3, N_PARTS).transpose(2, 3)
+        return by_node.reshape(batch, chosen, 3 * self.n_gpus, N_PARTS)
 
-    def load_placement(self, placement: Placement, interval: Interval) -> None:
-        """For planners: environment b begins a visit to layer b mod L with this placement after this interval."""
-        arrays = [self._to_device(x) for x in (placement.astype(np.int16), interval.rows, interval.rank_start)]
-        with warn_while_compiling():
-            self.launcher.load_placement(*arrays, self._state)
-
-    def finish_layer(self, expert: Tensor, node: Tensor) -> None:
-        """For planners: the last operations (B,), (B,). ``episode["slots"]`` is up to date; no other layer begins."""
-        self.launcher.finish_layer(self._array(torch.stack([expert, node])), self._state)
+    def noop_nodes(self) -> Tensor:
+        """(B,) nodes that change nothing for expert 0: PLACE on a GPU that holds it."""
+        return self.sim["replicas"][:, 0, 0].long()
 
     def _changing(self) -> dict[str, Tensor]:
-        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.buffers}
+        parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.obs}
         parts["candidates"] = self.candidates
         named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
         return named | {"reward": self.reward, "illegal": self.illegal}
+
+    def eplb_us(self, index: int) -> float:
+        """µs of a layer and pass in environment ``index``'s episode if EPLB plans again before every interval."""
+        rows, starts = (self.episode[name][index].cpu().numpy() for name in ("rows", "rank_start"))
+        intervals = [Interval(layer_first(self.trace), *parts) for parts in zip(rows, starts, strict=True)]
+        before, total = self.episode["first_slots"][index].cpu().numpy().copy(), 0.0
+        ints, floats = np.zeros((3, self.n_experts), np.int32), np.zeros(self.n_experts + self.n_gpus)
+        for seen, served in pairwise(intervals):
+            plan = np.zeros_like(before)
+            for slots, load in zip(plan, seen.loads(self.n_experts).astype(np.float64), strict=True):
+                eplb_slots(slots, load, 1, 0, ints, floats)
+            total += float(self.simulator.evaluate(served, plan, before, check=False).total_us.mean())
+            before = plan
+        return total / self.config.intervals
 
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of everything that changes. :meth:`set_state` continues from it bit for bit."""
@@ -434,10 +438,10 @@ class PlacementBatch:
 
     def __getstate__(self) -> dict[str, Any]:
         arguments = (self.config, self.num_envs, str(self.device))
-        return {"arguments": arguments, "observe_only": self.observe_only, "state": self.get_state()}
+        return {"arguments": arguments, "state": self.get_state()}
 
     def __setstate__(self, content: dict[str, Any]) -> None:
-        self.__init__(*content["arguments"], observe_only=content["observe_only"])  # type: ignore[misc]
+        self.__init__(*content["arguments"])  # type: ignore[misc]
         self.set_state(content["state"])
 
     def link_copies(self, index: int) -> npt.NDArray[np.float64]:

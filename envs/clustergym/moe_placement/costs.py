@@ -141,7 +141,7 @@ TILED: dict[tuple[str, str], tuple[Tile, ...]] = {
 }
 """Constants by (kernel, model), for tiles of different sizes."""
 
-_START_US = {"dedup": (26.7, 39.5), "stay": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0)}
+_START_US = {"dedup": (26.7, 39.5), "per-expert": (11.7, 11.4), "allgather": (12.2, 11.0)}
 """Start of dispatch and of combine inside a node of 8 H100: DeepEP normal (wideep_deepep_normal_perf), DeepEP low
 latency (wideep_deepep_ll_perf), NCCL all-gather and reduce-scatter (nccl_perf)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import gymnasium
@@ -10,22 +11,34 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 
-from clustergym.common.choices import config_from, one_of
-from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
-from clustergym.moe_placement.kernels.observation import N_KINDS
+from clustergym.common.choices import config_from
+from clustergym.moe_placement.batch import REMOVED_ARGUMENTS, PlacementBatch, PlacementConfig
+from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT
+from clustergym.moe_placement.kernels.observation import (
+    EXPERT_FEATURES,
+    FIRST_OF_SOURCE,
+    GPU_FEATURES,
+    LAST_OF_SOURCE,
+    MOST_RATIO,
+    N_PAIR_FEATURES,
+)
 from clustergym.moe_placement.kernels.state import (
     CLOCK_DONE,
     CLOCK_INTERVAL,
     CLOCK_LAYER,
     CLOCK_OPERATION,
     CLOCK_REUSE,
+    LAST_EXPERT,
+    LAST_FROM,
     LAST_KIND,
+    LAST_LAYER,
+    LAST_NODE,
+    LAST_VICTIM,
     OP_ILLEGAL,
-    TIME_EPLB,
+    OP_NOTHING,
     TIME_MIGRATED,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
-    TIME_OPERATION,
     TIME_SERVED,
     TIME_START,
 )
@@ -36,44 +49,59 @@ ObsDict = dict[str, npt.NDArray[Any]]
 # Kinds in the order of state.OP_*, as words.
 OPERATIONS = ("nothing", "illegal", "place", "swap", "add", "delete")
 assert set(OPERATIONS) == set(KINDS)
-# Observations that change only when the agents walk to another layer.
-LAYER_KEYS = ("coactivation", "affinity")
+# The observation that changes only when the agents walk to another layer.
+LAYER_KEY = "expert_graph"
 # Keys of the info of every step.
-STEP_INFO = ("operation", "legal", "illegal_actions", "layer_time_us", "operation_reward")
-OBSERVATIONS = ("full", "compact")
-# Upper bound of the observation space. Features are ratios and shares, so none comes near it.
-LIMIT = 1e6
+STEP_INFO = ("no_op", "expert", "elapsed", "operation", "legal", "illegal_actions", "layer_time_us")
+
+
+def observation_bounds(batch: PlacementBatch) -> dict[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Lowest and highest value of each column of the observations that are not masks."""
+    n_experts, n_gpus, top_k = float(batch.n_experts), float(batch.n_gpus), float(batch.trace.top_k)
+    costs = batch.rules_host.costs
+    gpu = dict.fromkeys(GPU_FEATURES, (0.0, 1.0)) | {
+        "load": (0.0, n_gpus), "node_load": (0.0, n_gpus), "coldest_load": (0.0, n_gpus),
+        "hot_coactivation": (0.0, top_k),
+        "bandwidth_ratio": (0.0, max(1.0, costs.dispatch_intra_us / costs.dispatch_inter_us)),
+    }  # fmt: skip
+    expert = dict.fromkeys(EXPERT_FEATURES, (0.0, 1.0)) | {
+        "load": (0.0, n_experts), "load_average": (0.0, n_experts), "load_change": (-n_experts, n_experts),
+        "to_fetch": (0.0, n_gpus), "local_coactivation": (0.0, top_k),
+    }  # fmt: skip
+    expert |= {f"source_{name}": gpu[name] for name in GPU_FEATURES[FIRST_OF_SOURCE : LAST_OF_SOURCE + 1]}
+    near, load = (-top_k, top_k), (-n_gpus, n_gpus)
+    more = batch.obs["pairs"].shape[-1] - N_PAIR_FEATURES
+    columns: dict[str, list[tuple[float, float]]] = {
+        "experts": list(expert.values()),
+        "gpus": list(gpu.values()),
+        "pairs": [(0, 1), near, (0, 1), load, load, near, load, load, *[(-MOST_PERCENT, MOST_PERCENT)] * more],
+        "expert_graph": [(0, 1)],
+        "gpu_graph": [(0, 1)],
+        "context": [(0, 1), (0, 1), (0, 1), (0, MOST_RATIO), (0, 1), (0, MOST_RATIO)],
+    }
+    bounds = {}
+    for name, pairs in columns.items():
+        low, high = np.array(pairs, np.float32).T
+        bounds[name] = (low.copy(), high.copy())
+    return bounds
 
 
 def observation_spaces(batch: PlacementBatch) -> dict[str, spaces.Space[Any]]:
     """The space of each array of one environment's observation."""
-    return {
-        name: spaces.Box(0, 1, tensor.shape[1:], np.int8)
-        if tensor.dtype == torch.int8
-        else spaces.Box(-LIMIT, LIMIT, tensor.shape[1:], np.float32)
-        for name, tensor in batch.obs.items()
-    }
+    found: dict[str, spaces.Space[Any]] = {}
+    for name, (low, high) in observation_bounds(batch).items():
+        shape = tuple(batch.obs[name].shape[1:])
+        found[name] = spaces.Box(np.broadcast_to(low, shape).copy(), np.broadcast_to(high, shape).copy(), shape)
+    return found | {"action_mask": spaces.Box(0, 1, tuple(batch.obs["action_mask"].shape[1:]), np.int8)}
 
 
-def compact_observation(obs: ObsDict, n_gpus: int) -> npt.NDArray[np.float32]:
-    """(…, 9·E + 13·G + 6): features of experts and GPUs, and the progress, in one vector."""
-    parts = (obs["experts"], obs["gpus"][..., :n_gpus, N_KINDS:], obs["progress"])
-    lead = obs["progress"].shape[:-1]
-    return np.concatenate([part.reshape(*lead, -1) for part in parts], axis=-1)
-
-
-def compact_space(size: int) -> spaces.Box:
-    return spaces.Box(-LIMIT, LIMIT, (size,), np.float32)
-
-
-def product_masks(joint: npt.NDArray[np.int8], expert: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
+def product_masks(mask: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
     """(…, E + 3·G) masks of the two components of an action, of which every combination is legal.
 
-    A pair of masks cannot say "this node only for that expert". So nodes that are illegal for some expert of the mask
-    are left out: in general ADD and DELETE. The flat and the conditional environment have exact masks.
+    A pair of masks cannot say "this node only for that expert". So nodes that are illegal for some expert are left out:
+    in general ADD and DELETE. The flat environment and PettingZoo's have exact masks.
     """
-    experts = expert.astype(bool)
-    nodes = (joint.astype(bool) | ~experts[..., None]).all(-2)
+    experts, nodes = mask.any(-1), mask.all(-2)
     # Nothing is legal for all: allow no-ops and illegal actions, which change nothing, over an empty mask.
     nodes |= ~nodes.any(-1, keepdims=True)
     return np.concatenate([experts, nodes], axis=-1)
@@ -86,7 +114,9 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
         for name in ("slots", "slot_pairs", "held_before", "load", "kernel_us")
     }
     clock = batch.episode["clock"][index].tolist()
-    kind, expert, node, source, _, victim = batch.episode["last_operation"][index].tolist()
+    last_operation = batch.episode["last_operation"][index].tolist()
+    kind, expert, node = last_operation[LAST_KIND], last_operation[LAST_EXPERT], last_operation[LAST_NODE]
+    source, victim = last_operation[LAST_FROM], last_operation[LAST_VICTIM]
     times = batch.episode["times_us"][index].cpu().numpy()
     slots, n_passes, costs = sim["slots"], batch.rules_host.n_passes, batch.rules_host.costs
     pairs = np.where(slots >= 0, sim["slot_pairs"][:n_passes], 0).mean(0)
@@ -119,19 +149,24 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
     )
 
 
+def episode_steps(batch: PlacementBatch) -> int:
+    """Steps of an episode."""
+    return batch.config.intervals * batch.n_layers * batch.config.ops_per_layer
+
+
 class PlacementTask:
-    """What the Gymnasium and the PettingZoo environment share: one environment of a batch, and its picture."""
+    """What the Gymnasium and the PettingZoo environments share: one environment of a batch, and its picture."""
 
     render_mode: str | None
     batch: PlacementBatch
     _screen: Any = None
     _saved: list[float]
 
-    def _begin(self, render_mode: str | None, options: dict[str, Any], illegal_penalty: float = 0.0) -> None:
+    def _begin(self, render_mode: str | None, options: dict[str, Any]) -> None:
         if render_mode not in (None, "human", "rgb_array"):
             raise ValueError(f"unknown render_mode {render_mode!r}; expected None, 'human' or 'rgb_array'")
-        self.render_mode, self.illegal_penalty = render_mode, illegal_penalty
-        self.batch = PlacementBatch(config_from(PlacementConfig, options), 1)
+        self.render_mode = render_mode
+        self.batch = PlacementBatch(config_from(PlacementConfig, options, REMOVED_ARGUMENTS), 1)
         self._look()
         self._saved = []
         self._seeded = False
@@ -160,7 +195,7 @@ class PlacementTask:
             info |= {name: float(values[0]) for name, values in episode_info(self.batch).items()}
         if self.render_mode == "human":
             self._render()
-        return float(reward[0]) - (0.0 if info["legal"] else self.illegal_penalty), done, info
+        return float(reward[0]), done, info
 
     def noop_action(self) -> npt.NDArray[np.int64]:
         """An action that changes nothing: (expert, node)."""
@@ -168,9 +203,9 @@ class PlacementTask:
         return action
 
     def lookahead(self, expert: int) -> npt.NDArray[np.float32]:
-        """(3·G, 3) what each operation on ``expert`` would save on the observed interval, as shares of its time.
+        """(3·G, 3) what each operation on ``expert`` would save on the observed interval, in percent of its time.
 
-        Columns: in the smooth norm of ``lookahead_norm``, in true time, migration (negative).
+        Columns: in the smooth 8-norm over GPUs, in true time, migration (negative). Nothing changes by asking.
         """
         return self.batch.lookahead(torch.tensor([[expert]]))[0, 0].numpy()
 
@@ -213,21 +248,23 @@ class PlacementTask:
 
 def noop_actions(batch: PlacementBatch) -> npt.NDArray[np.int64]:
     """(B, 2) actions that change nothing: PLACE expert 0 on a GPU that holds it."""
-    nodes = batch.obs["placement"][:, 0].argmax(-1).cpu().numpy()
+    nodes = batch.noop_nodes().cpu().numpy()
     return np.stack([np.zeros_like(nodes), nodes], axis=1)
 
 
 def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
     """Arrays (B,) about the last operations."""
-    kind = batch.episode["last_operation"][:, LAST_KIND].cpu().numpy()
-    times = batch.episode["times_us"].cpu().numpy()
-    unit = batch.rules_host.static_us * batch.rules_host.n_intervals
+    last = batch.episode["last_operation"].cpu().numpy()
+    kind, expert, layer = last[:, LAST_KIND].copy(), last[:, LAST_EXPERT], last[:, LAST_LAYER]
+    exists = (expert >= 0) & (expert < batch.n_experts)
     return {
-        "operation": kind.copy(),
+        "no_op": kind == OP_NOTHING,
+        "expert": np.where(exists, layer.astype(np.int64) * batch.n_experts + expert, -1),
+        "elapsed": np.ones(len(last)),
+        "operation": kind,
         "legal": kind != OP_ILLEGAL,
         "illegal_actions": batch.illegal.cpu().numpy().copy(),
-        "layer_time_us": times[:, TIME_OBSERVED].copy(),
-        "operation_reward": times[:, TIME_OPERATION] / unit,
+        "layer_time_us": batch.episode["times_us"][:, TIME_OBSERVED].cpu().numpy().copy(),
     }
 
 
@@ -245,7 +282,9 @@ def episode_info(batch: PlacementBatch) -> dict[str, npt.NDArray[np.float64]]:
         "reused": batch.episode["clock"].cpu().numpy()[:, CLOCK_REUSE].astype(np.float64),
     }
     if batch.config.compare_eplb:
-        info |= {"eplb_us": mean_us[TIME_EPLB], "saved_vs_eplb": (mean_us[TIME_EPLB] - time_us) / unit}
+        done = batch.done.tolist()
+        eplb_us = np.array([batch.eplb_us(i) if over else 0.0 for i, over in enumerate(done)])
+        info |= {"eplb_us": eplb_us, "saved_vs_eplb": np.where(done, eplb_us - time_us, 0.0) / unit}
     return info
 
 
@@ -262,8 +301,6 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     `MoEPlacement-v0` is one walk over the layers (`intervals=1`, starting from the static placement, stationary
     traffic). `MoEPlacementDrift-v0` serves eight intervals whose mix of domains drifts, starting from EPLB.
-    `MoEPlacement-{size}-{profile}-{schedule}-v0` are the tasks of a ladder (`clustergym.ids`), with reference scores
-    below.
 
     The time of a layer is dispatch + compute + combine of a pass, counted exactly for every token and averaged over the
     sampled passes: the busiest link sets dispatch and combine, the slowest expert kernel sets compute. Receiving an
@@ -282,48 +319,52 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     PLACE moves the expert's replica on the busiest GPU. A full GPU gives its replica with fewest tokens in exchange. If
     g holds the expert already, nothing happens: this is the no-op (`noop_action()`).
     An illegal action does nothing; it never raises. It is marked in `info["legal"]`, counted in
-    `info["illegal_actions"]`, and costs `illegal_penalty` (default 0; otherwise rewards no longer add up to the time
-    saved).
+    `info["illegal_actions"]`, and costs `illegal_penalty`. An action may also be one number, expert · 3·G + node:
+    TorchRL, which finds the joint mask, acts so.
 
-    `action_masks()` returns a mask per component, of which every combination is legal. Such a pair cannot be exact: it
-    leaves out ADD and DELETE. `MoEPlacementFlat-v0` and the conditional PettingZoo environment have exact masks.
+    The observation's `action_mask` is exact. `action_masks()`, for sb3-contrib, returns a mask per component, of which
+    every combination is legal. Such a pair of masks leaves out ADD and DELETE.
 
     ## Observation Space
     A `Dict` of arrays about the interval that just ended and the layer that the agents work on. Counts and times are
-    means over the sampled passes.
+    means over the sampled passes. All bounds are finite.
 
     | key | shape | content |
     | --- | --- | --- |
-    | `experts` | (E, 9) | features of each expert |
-    | `coactivation` | (E, E) | P(column also used \\| row used) by one token; from at most 1024 tokens |
-    | `affinity` | (E, E) | P(column used in this layer \\| row used in the layer before); 0 in the first layer |
-    | `gpus` | (3·G, 16) | features of each node |
-    | `traffic` | (G, G) | time of the link from row to column, relative to the layer's |
-    | `placement` | (E, G) | 1 where the GPU holds the expert |
-    | `progress` | (6,) | where the agents are, and times of the layer |
-    | `expert_mask`, `gpu_mask` | (E,), (3·G,) | choices with at least one operation that changes something / is legal |
-    | `joint_mask` | (E, 3·G) | 1 where the pair is legal |
-    | `memory` | (E, 2) | with `memory=True`: the best that `lookahead(e)` showed on this layer, whether it was called |
-    | `lookahead` | (E, 3·G) | with `lookahead=True`: what each operation would save on the OBSERVED interval |
+    | `experts` | (E, 17) | features of each expert |
+    | `gpus` | (3·G, 17) | features of each node |
+    | `pairs` | (E, G, 8) | features of each expert on each GPU; with `lookahead=True` nine more |
+    | `expert_graph` | (E, E) | P(column also used \\| row used) by one token; from at most 1024 tokens |
+    | `gpu_graph` | (G, G) | time of the link from row to column, relative to the layer's |
+    | `context` | (6,) | where the agents are, and times of the layer |
+    | `action_mask` | (E, 3·G) | 1 where the pair is legal |
 
     * Columns of `experts`: load share × E, its moving average, change against that average, replicas / G, share of
-      tokens on its busiest replica, load of its busiest GPU / mean, replicas to receive, co-active experts on the same
-      GPU, is on the slowest GPU.
-    * Columns of `gpus`: the node's kind (3), pairs / mean, compute time, free slots, sent and received inside the node
-      and between nodes (4), active experts, co-activation with the hottest experts, is the slowest, load of its node /
-      mean, replicas to receive, inter/intra bandwidth.
-    * Entries of `progress`: layer, operation, interval (each as a fraction), layer time now / at the start, slowest
+      tokens on its busiest replica, replicas to receive, co-active experts on the same GPU, is on the slowest GPU.
+      Then of the GPU whose replica PLACE moves: load / mean, compute time, free slots, sent and received inside the
+      node and between nodes (4), load of its node / mean, is the slowest.
+    * Columns of `gpus`: the node's kind (3), the nine columns above, active experts, co-activation with the hottest
+      experts, replicas to receive, load of its coldest replica (0 with a free slot), inter/intra bandwidth.
+    * Columns of `pairs`, loads in units of the mean load of a GPU: the GPU holds a copy; co-activation with the experts
+      there less that on the source; source and GPU are on one node; load of the GPU after PLACE, and of the source,
+      both less the load of the busiest GPU now; how much closer the expert that is given in exchange comes to its
+      partners; how much PLACE lowers the higher load of source and GPU; the same for ADD or, where the GPU holds a
+      copy, for DELETE. Where it holds a copy, the columns about PLACE are 0. They estimate: the loads are those of the
+      observed passes, and replicas are taken to share tokens equally.
+    * With `lookahead=True`, for PLACE, ADD and DELETE: what the operation would save on the OBSERVED interval, tried
+      exactly, in percent of the layer's time: in the smooth 8-norm over GPUs, in true time, and in migration.
+    * Entries of `context`: layer, operation, interval (each as a fraction), layer time now / at the start, slowest
       kernel and migration / layer time.
-    * `affinity` is from at most 256 tokens unless the transport is `stay`.
-
-    With `observation="compact"` it is one vector of `experts`, the first G rows of `gpus` without their kind, and
-    `progress`: 790 numbers instead of 14,006 with 64 experts on 16 GPUs.
 
     ## Rewards
-    An operation earns what it saves on the next interval (served time and migration). When the agents reach a layer,
-    what earlier operations save on it in the new interval is credited. So the rewards of an episode add up to exactly
-    (`start_us` − `time_us`) / static time: the time saved per interval against serving with the start placement, in
-    units of the static placement's mean time. `info["operation_reward"]` is the operation's own part.
+    An operation earns what it saves on the next interval (served time and migration). Its effect lives on until the
+    layer is visited again, and longer where it is left alone. So the last operation of a visit also earns what the
+    visit saves on the later intervals of the episode, as if the layer stayed as it is. The visits that change it are
+    paid for the difference. Nothing is paid for what earlier visits did: a visit's rewards are its own.
+
+    The unit is one percent of the mean time of a layer under the static placement: rewards are about 1. The rewards of
+    an episode, without `illegal_penalty`, add up to exactly 100 · layers · `intervals` · `saved_vs_start`, the time
+    saved against serving with the start placement.
 
     ## Starting State
     A stream begins at a random place of the trace; the first interval has been served on the start placement (`start`).
@@ -331,14 +372,19 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
     how many intervals it can fill.
 
     ## Episode End
-    Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps. `info` then holds means per
-    layer and pass: `time_us` (= `served_us` + `migration_us`), `start_us` (start placement), `eplb_us` (EPLB planned
-    again before every interval, migration included), `saved_vs_start` (equals the return), `saved_vs_eplb`, and
-    `reused` (1 if the split was used up and tokens were served again, which only `allow_reuse=True` permits).
+    Terminates after `intervals` intervals: intervals × layers × `ops_per_layer` steps, which is the spec's
+    `max_episode_steps`. `info` then holds means per layer and pass: `time_us` (= `served_us` + `migration_us`),
+    `start_us` (start placement), `saved_vs_start` (a share of the static placement's time), and `reused` (1 if the
+    split was used up and tokens were served again, which only `allow_reuse=True` permits). With `compare_eplb=True`
+    also `eplb_us` (EPLB planned again before every interval, migration included) and `saved_vs_eplb`.
+
+    ## Info
+    Every step has `no_op` (the pair changed nothing, by choice), `expert` (layer × E + expert; -1 for an expert that
+    does not exist), `elapsed` (1: steps in which a discount counts), `operation`, `legal`, `illegal_actions` and
+    `layer_time_us`.
 
     ## Arguments
-    The fields of `clustergym.moe_placement.PlacementConfig`, `observation` (`"full"`, `"compact"`), `illegal_penalty`,
-    and `render_mode` (`"rgb_array"`, `"human"`).
+    The fields of `clustergym.moe_placement.PlacementConfig` and `render_mode` (`"rgb_array"`, `"human"`).
 
     ```python
     >>> import gymnasium
@@ -348,165 +394,39 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     ```
 
-    ## Reference Scores
-    Return in percent on the test split of `MoEPlacement-{task}-v0`; changing nothing (no-op) has 0. `random` plays
-    legal operations, `random-flat` the candidates of `MoEPlacementFlat`. The best of seven planners is named. The bound
-    is a search that sees the next interval, or where it says so the proven optimum for it. The search
-    fills all slots; the policy may leave some empty, so it can be above. Means over two to four episodes:
-    `clustergym.ids.REFERENCE_SCORES` names the file with all scores and their spread.
-
-    | task | random | random-flat | EPLB | policy | best planner | bound |
-    | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-    | `small-sglang-prefill-stationary` | -4.6 | 9.9 | 10.9 | 11.3 | 11.2 (`anneal`) | 12.1 (proven) |
-    | `small-sglang-prefill-drift` | -16.2 | -2.0 | 0.5 | 0.9 | 0.9 (`bottleneck-8`) | 1.6 |
-    | `small-sglang-prefill-switch` | -13.8 | -1.6 | 0.7 | 0.9 | 1.3 (`anneal`) | 2.9 |
-    | `small-sglang-prefill-replay` | -13.8 | 0.1 | 2.0 | 2.3 | 2.3 (`anneal`) | 3.2 |
-    | `small-sglang-decode-stationary` | -6.8 | 10.4 | 12.4 | 12.4 | 12.4 (`eplb`) | 12.9 (proven) |
-    | `small-sglang-decode-drift` | -18.3 | -1.7 | 0.7 | 0.6 | 0.8 (`bottleneck-8`) | 1.2 |
-    | `small-sglang-decode-switch` | -16.8 | -2.0 | -0.4 | -1.0 | 0.4 (`flashlb`) | 2.1 |
-    | `small-sglang-decode-replay` | -16.8 | -0.2 | 2.4 | 2.5 | 2.6 (`bottleneck-8`) | 3.1 |
-    | `small-vllm-stationary` | -4.8 | 7.0 | 8.8 | 8.8 | 8.9 (`flashlb`) | 9.2 (proven) |
-    | `small-vllm-drift` | -13.3 | -2.3 | 0.5 | 0.6 | 0.6 (`bottleneck-8`) | 0.8 |
-    | `small-vllm-switch` | -12.1 | -1.9 | -0.4 | -0.7 | 0.2 (`flashlb`) | 1.4 |
-    | `small-vllm-replay` | -12.4 | -0.9 | 1.7 | 1.8 | 1.8 (`anneal-max`) | 2.1 |
-    | `small-vllm-deepep-stationary` | -6.8 | 10.4 | 12.4 | 12.4 | 12.4 (`eplb`) | 12.9 (proven) |
-    | `small-vllm-deepep-drift` | -18.3 | -1.7 | 0.7 | 0.6 | 0.8 (`bottleneck-8`) | 1.2 |
-    | `small-vllm-deepep-switch` | -16.8 | -2.0 | -0.4 | -1.0 | 0.4 (`flashlb`) | 2.1 |
-    | `small-vllm-deepep-replay` | -16.8 | -0.2 | 2.4 | 2.5 | 2.6 (`bottleneck-8`) | 3.1 |
-    | `small-tensorrt-llm-stationary` | -5.0 | 7.6 | 9.0 | 9.4 | 9.4 (`anneal`) | 10.0 (proven) |
-    | `small-tensorrt-llm-drift` | -13.4 | -1.7 | 0.5 | 0.7 | 0.7 (`bottleneck-8`) | 1.2 |
-    | `small-tensorrt-llm-switch` | -12.2 | -1.8 | -0.3 | -0.7 | 0.2 (`flashlb`) | 1.9 |
-    | `small-tensorrt-llm-replay` | -12.5 | -0.4 | 1.7 | 2.0 | 2.0 (`anneal`) | 2.5 |
-    | `small-vllm-ascend-stationary` | -6.8 | 10.4 | 12.4 | 12.4 | 12.4 (`eplb`) | 12.9 (proven) |
-    | `small-vllm-ascend-drift` | -18.3 | -1.7 | 0.7 | 0.6 | 0.8 (`bottleneck-8`) | 1.2 |
-    | `small-vllm-ascend-switch` | -16.8 | -2.0 | -0.4 | -1.0 | 0.4 (`flashlb`) | 2.1 |
-    | `small-vllm-ascend-replay` | -16.8 | -0.2 | 2.4 | 2.5 | 2.6 (`bottleneck-8`) | 3.1 |
-    | `2x8-sglang-prefill-stationary` | 0.0 | 2.7 | 3.3 | 4.6 | 4.8 (`anneal`) | 9.2 |
-    | `2x8-sglang-prefill-drift` | -1.0 | 0.8 | -0.4 | 1.3 | 1.1 (`anneal-max`) | 5.2 |
-    | `2x8-sglang-prefill-switch` | -2.3 | 1.8 | 1.3 | 2.9 | 4.1 (`anneal-max`) | 10.1 |
-    | `2x8-sglang-prefill-replay` | -0.8 | 4.3 | 4.9 | 7.9 | 8.9 (`anneal-max`) | 14.8 |
-    | `2x8-sglang-decode-stationary` | 0.1 | 5.7 | 7.3 | 11.9 | 12.5 (`anneal`) | 14.0 |
-    | `2x8-sglang-decode-drift` | -1.2 | 1.2 | 0.4 | 5.8 | 6.2 (`anneal`) | 8.4 |
-    | `2x8-sglang-decode-switch` | -0.4 | 4.8 | 4.6 | 8.1 | 8.1 (`anneal`) | 19.5 |
-    | `2x8-sglang-decode-replay` | -1.1 | 6.3 | 6.8 | 10.2 | 12.8 (`anneal`) | 19.9 |
-    | `2x8-vllm-stationary` | -0.3 | 0.6 | 1.1 | 1.3 | 1.8 (`anneal`) | 4.9 |
-    | `2x8-vllm-drift` | -0.8 | -0.2 | -0.5 | 0.2 | 0.3 (`bottleneck-8`) | 0.7 |
-    | `2x8-vllm-switch` | -0.7 | 0.7 | 0.3 | 1.6 | 1.2 (`bottleneck-8`) | 3.9 |
-    | `2x8-vllm-replay` | -0.8 | 1.6 | 0.6 | 2.5 | 1.8 (`bottleneck-8`) | 4.4 |
-    | `2x8-vllm-deepep-stationary` | 0.0 | 6.0 | 8.4 | 8.7 | 8.9 (`anneal`) | 10.8 |
-    | `2x8-vllm-deepep-drift` | -1.9 | 0.8 | 0.7 | 1.6 | 1.7 (`flashlb`) | 4.0 |
-    | `2x8-vllm-deepep-switch` | -0.3 | 4.5 | 5.4 | 4.9 | 7.1 (`flashlb`) | 15.8 |
-    | `2x8-vllm-deepep-replay` | -0.7 | 5.8 | 8.0 | 8.4 | 10.4 (`anneal-max`) | 16.2 |
-    | `2x8-tensorrt-llm-stationary` | -0.2 | 1.8 | 3.0 | 3.3 | 3.7 (`anneal`) | 6.2 |
-    | `2x8-tensorrt-llm-drift` | -1.1 | 0.0 | -0.2 | 0.0 | 0.4 (`anneal-max`) | 1.9 |
-    | `2x8-tensorrt-llm-switch` | -0.9 | 1.1 | 1.3 | 1.5 | 2.1 (`flashlb`) | 6.7 |
-    | `2x8-tensorrt-llm-replay` | -0.8 | 2.4 | 2.7 | 3.8 | 3.4 (`anneal-max`) | 7.4 |
-    | `2x8-vllm-ascend-stationary` | -0.1 | 5.9 | 8.1 | 8.2 | 8.7 (`anneal`) | 10.6 |
-    | `2x8-vllm-ascend-drift` | -2.1 | 0.7 | 0.6 | 1.5 | 1.4 (`bottleneck-8`) | 3.8 |
-    | `2x8-vllm-ascend-switch` | -0.2 | 4.6 | 5.3 | 5.1 | 6.8 (`flashlb`) | 15.5 |
-    | `2x8-vllm-ascend-replay` | -0.9 | 5.8 | 7.9 | 8.7 | 9.5 (`anneal-max`) | 15.8 |
-    | `4x4-sglang-prefill-stationary` | 0.0 | 2.5 | 4.6 | 6.3 | 6.8 (`anneal`) | 11.9 |
-    | `4x4-sglang-prefill-drift` | -1.0 | 0.1 | 0.0 | 1.9 | 2.4 (`anneal`) | 6.7 |
-    | `4x4-sglang-prefill-switch` | -1.5 | 2.1 | 2.3 | 4.6 | 5.1 (`anneal-max`) | 11.8 |
-    | `4x4-sglang-prefill-replay` | -0.3 | 3.7 | 5.8 | 8.3 | 10.4 (`anneal-max`) | 16.6 |
-    | `4x4-sglang-decode-stationary` | 0.1 | 7.4 | 10.1 | 11.8 | 12.2 (`anneal`) | 14.4 |
-    | `4x4-sglang-decode-drift` | -1.8 | 1.0 | 1.1 | 3.5 | 4.0 (`anneal`) | 6.6 |
-    | `4x4-sglang-decode-switch` | -0.2 | 4.8 | 6.1 | 8.0 | 8.6 (`anneal`) | 20.6 |
-    | `4x4-sglang-decode-replay` | -0.6 | 7.1 | 9.1 | 11.2 | 12.9 (`anneal`) | 20.4 |
-    | `4x4-vllm-stationary` | -0.4 | 0.5 | 0.7 | 0.6 | 1.3 (`incremental`) | 4.0 |
-    | `4x4-vllm-drift` | -0.7 | -0.1 | -0.6 | 0.1 | 0.2 (`bottleneck-8`) | 0.5 |
-    | `4x4-vllm-switch` | -0.6 | 0.7 | 0.1 | 1.3 | 0.9 (`incremental`) | 3.3 |
-    | `4x4-vllm-replay` | -0.8 | 1.4 | 0.4 | 2.1 | 1.4 (`bottleneck-8`) | 3.7 |
-    | `4x4-vllm-deepep-stationary` | -0.1 | 6.5 | 10.0 | 10.2 | 10.4 (`incremental`) | 12.7 |
-    | `4x4-vllm-deepep-drift` | -2.3 | 1.0 | 1.0 | 1.7 | 2.1 (`flashlb`) | 4.7 |
-    | `4x4-vllm-deepep-switch` | -0.2 | 4.4 | 6.3 | 5.9 | 8.3 (`flashlb`) | 18.2 |
-    | `4x4-vllm-deepep-replay` | -0.8 | 6.5 | 9.3 | 10.1 | 10.4 (`anneal-max`) | 17.8 |
-    | `4x4-tensorrt-llm-stationary` | -0.2 | 1.6 | 3.1 | 4.3 | 5.1 (`anneal`) | 7.7 |
-    | `4x4-tensorrt-llm-drift` | -1.1 | -0.1 | -0.2 | 1.0 | 1.6 (`anneal`) | 3.3 |
-    | `4x4-tensorrt-llm-switch` | -0.9 | 0.9 | 1.3 | 2.0 | 2.1 (`flashlb`) | 7.9 |
-    | `4x4-tensorrt-llm-replay` | -0.8 | 2.3 | 2.6 | 4.1 | 4.2 (`anneal-max`) | 8.7 |
-    | `4x4-vllm-ascend-stationary` | -0.2 | 7.0 | 9.9 | 10.2 | 10.3 (`anneal-max`) | 12.6 |
-    | `4x4-vllm-ascend-drift` | -2.4 | 1.0 | 1.0 | 1.9 | 1.9 (`flashlb`) | 4.6 |
-    | `4x4-vllm-ascend-switch` | -0.1 | 3.9 | 6.2 | 6.8 | 8.3 (`flashlb`) | 18.0 |
-    | `4x4-vllm-ascend-replay` | -1.0 | 7.2 | 9.2 | 10.3 | 10.1 (`anneal`) | 17.6 |
-    | `4x8-sglang-prefill-stationary` | -0.5 | 2.8 | 4.7 | 5.5 | 6.4 (`anneal`) | 10.5 |
-    | `4x8-sglang-prefill-drift` | -0.7 | 0.3 | 0.2 | 1.8 | 2.0 (`anneal`) | 5.5 |
-    | `4x8-sglang-prefill-switch` | -0.9 | 2.6 | 5.6 | 8.7 | 9.2 (`anneal`) | 15.4 |
-    | `4x8-sglang-prefill-replay` | -0.7 | 2.8 | 7.2 | 8.5 | 10.6 (`anneal-max`) | 16.5 |
-    | `4x8-sglang-decode-stationary` | -0.2 | 5.9 | 10.0 | 11.8 | 12.4 (`anneal`) | 14.3 |
-    | `4x8-sglang-decode-drift` | -1.8 | 1.0 | 0.7 | 2.9 | 4.1 (`anneal`) | 6.1 |
-    | `4x8-sglang-decode-switch` | -4.7 | 2.1 | 5.2 | 6.5 | 6.5 (`flashlb`) | 20.4 |
-    | `4x8-sglang-decode-replay` | -4.8 | 3.4 | 10.3 | 11.8 | 13.3 (`anneal`) | 21.2 |
-    | `4x8-vllm-stationary` | -0.3 | 0.4 | 0.9 | 0.4 | 1.0 (`flashlb`) | 2.8 |
-    | `4x8-vllm-drift` | -0.7 | -0.2 | -0.4 | 0.0 | 0.1 (`bottleneck-8`) | 0.3 |
-    | `4x8-vllm-switch` | -1.4 | -0.1 | -0.1 | 0.2 | 0.3 (`bottleneck-8`) | 2.3 |
-    | `4x8-vllm-replay` | -1.5 | 0.5 | 0.6 | 0.8 | 0.9 (`flashlb`) | 2.7 |
-    | `4x8-vllm-deepep-stationary` | -0.3 | 5.9 | 10.2 | 10.2 | 10.2 (`flashlb`) | 12.6 |
-    | `4x8-vllm-deepep-drift` | -2.6 | 0.7 | 0.3 | 0.9 | 1.2 (`flashlb`) | 4.1 |
-    | `4x8-vllm-deepep-switch` | -4.8 | 2.1 | 5.0 | 4.9 | 6.3 (`flashlb`) | 18.1 |
-    | `4x8-vllm-deepep-replay` | -5.3 | 3.4 | 10.1 | 10.1 | 10.6 (`anneal`) | 18.8 |
-    | `4x8-tensorrt-llm-stationary` | -0.3 | 1.6 | 3.3 | 3.9 | 4.2 (`anneal`) | 5.3 |
-    | `4x8-tensorrt-llm-drift` | -1.0 | 0.0 | -0.2 | 0.2 | 0.7 (`anneal-max`) | 2.1 |
-    | `4x8-tensorrt-llm-switch` | -1.8 | 0.7 | 1.6 | 1.5 | 2.2 (`flashlb`) | 7.4 |
-    | `4x8-tensorrt-llm-replay` | -1.7 | 1.2 | 3.5 | 3.7 | 3.8 (`anneal-max`) | 7.8 |
-    | `4x8-vllm-ascend-stationary` | -0.3 | 5.8 | 10.1 | 10.2 | 10.3 (`flashlb`) | 12.4 |
-    | `4x8-vllm-ascend-drift` | -2.4 | 0.3 | 0.6 | 0.9 | 1.4 (`flashlb`) | 3.9 |
-    | `4x8-vllm-ascend-switch` | -4.6 | 1.8 | 5.6 | 5.5 | 6.4 (`flashlb`) | 18.0 |
-    | `4x8-vllm-ascend-replay` | -4.3 | 3.0 | 10.8 | 10.8 | 11.0 (`anneal-max`) | 18.7 |
-    | `deepseek-v3-sglang-prefill-stationary` | -0.4 | 0.1 | 0.1 | 2.3 | 3.5 (`anneal`) | 4.1 |
-    | `deepseek-v3-sglang-prefill-drift` | -0.6 | -0.2 | -1.5 | 0.7 | 2.7 (`anneal`) | 3.0 |
-    | `deepseek-v3-sglang-prefill-switch` | -0.5 | 0.0 | -1.1 | 1.2 | 2.4 (`anneal`) | 3.7 |
-    | `deepseek-v3-sglang-prefill-replay` | -0.5 | -0.1 | -1.2 | 1.2 | 2.9 (`anneal`) | 3.5 |
-    | `deepseek-v3-sglang-decode-stationary` | -0.6 | 4.3 | 9.7 | 12.9 | 13.8 (`anneal`) | 15.6 |
-    | `deepseek-v3-sglang-decode-drift` | -1.1 | 0.0 | -1.7 | 2.5 | 3.5 (`anneal`) | 4.9 |
-    | `deepseek-v3-sglang-decode-switch` | -1.6 | 0.2 | -2.6 | 2.8 | 1.9 (`flashlb`) | 6.0 |
-    | `deepseek-v3-sglang-decode-replay` | -1.5 | 0.5 | -1.1 | 3.4 | 4.1 (`anneal`) | 5.8 |
-    | `deepseek-v3-vllm-stationary` | -0.3 | 0.0 | -0.4 | 0.2 | 0.2 (`bottleneck-8`) | 3.6 |
-    | `deepseek-v3-vllm-drift` | -0.5 | -0.4 | -2.0 | 0.0 | 0.0 (`bottleneck-8`) | 0.0 |
-    | `deepseek-v3-vllm-switch` | -0.5 | -0.3 | -2.0 | 0.0 | 0.2 (`bottleneck-8`) | 0.2 |
-    | `deepseek-v3-vllm-replay` | -0.5 | -0.3 | -1.8 | 0.0 | 0.1 (`bottleneck-8`) | 0.2 |
-    | `deepseek-v3-vllm-deepep-stationary` | -0.6 | 4.8 | 9.5 | 9.8 | 10.2 (`anneal-max`) | 13.7 |
-    | `deepseek-v3-vllm-deepep-drift` | -1.3 | 0.1 | -1.8 | 0.7 | 0.7 (`bottleneck-8`) | 2.7 |
-    | `deepseek-v3-vllm-deepep-switch` | -1.9 | 0.2 | -2.6 | 0.4 | 1.4 (`incremental`) | 3.8 |
-    | `deepseek-v3-vllm-deepep-replay` | -1.9 | 0.3 | -0.8 | 1.8 | 1.7 (`incremental`) | 4.0 |
-    | `deepseek-v3-tensorrt-llm-stationary` | -0.4 | 0.2 | 1.2 | 2.2 | 3.9 (`anneal`) | 8.5 |
-    | `deepseek-v3-tensorrt-llm-drift` | -0.8 | -0.5 | -2.5 | 0.1 | 0.8 (`anneal`) | 1.4 |
-    | `deepseek-v3-tensorrt-llm-switch` | -0.9 | -0.4 | -2.7 | -0.2 | 0.3 (`bottleneck-8`) | 2.2 |
-    | `deepseek-v3-tensorrt-llm-replay` | -1.0 | -0.3 | -2.1 | 0.3 | 0.4 (`anneal`) | 1.8 |
-    | `deepseek-v3-vllm-ascend-stationary` | -0.4 | 4.7 | 11.0 | 11.2 | 11.2 (`flashlb`) | 15.7 |
-    | `deepseek-v3-vllm-ascend-drift` | -1.4 | -0.2 | -1.7 | 0.6 | 0.6 (`anneal`) | 2.3 |
-    | `deepseek-v3-vllm-ascend-switch` | -1.7 | 0.1 | -2.2 | 0.8 | 1.4 (`incremental`) | 3.6 |
-    | `deepseek-v3-vllm-ascend-replay` | -2.1 | 0.2 | -0.6 | 1.6 | 1.5 (`incremental`) | 3.5 |
-
-    `python benchmarks/reference_scores.py` measures the scores and writes this table.
-
     ## Version History
     * v0: initial version. Since 0.2.0: passes and intervals on balanced ranks; rewards add up to the time saved.
     """
 
     metadata = {"render_modes": ["human", "rgb_array"], "render_fps": 4}
+    _spec: Any = None
 
-    def __init__(
-        self, render_mode: str | None = None, observation: str = "full", illegal_penalty: float = 0.0, **options: Any
-    ) -> None:
-        one_of(observation, OBSERVATIONS, "observation")
-        self._compact = observation == "compact"
-        self._begin(render_mode, options, illegal_penalty)
+    def __init__(self, render_mode: str | None = None, **options: Any) -> None:
+        self._begin(render_mode, options)
         self.observation_space, self.action_space = self._spaces()
+
+    @property
+    def spec(self) -> Any:
+        """Gymnasium's spec. Its ``max_episode_steps`` is the length of an episode with this environment's options."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: Any) -> None:
+        self._spec = deepcopy(spec)
+        if spec is not None and spec.max_episode_steps is None:
+            self._spec.max_episode_steps = episode_steps(self.batch)
 
     def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         action = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
-        if self._compact:
-            return compact_space(compact_observation(self._views, self.batch.n_gpus).size), action
         return spaces.Dict(observation_spaces(self.batch)), action
 
     def _observe(self) -> Any:
-        if self._compact:
-            return compact_observation(self._views, self.batch.n_gpus)
         return {name: view.copy() for name, view in self._views.items()}
 
     def _operation(self, action: Any) -> tuple[int, int]:
         """The expert and the node that an action stands for."""
+        if np.ndim(action) == 0:
+            action = divmod(int(action), 3 * self.batch.n_gpus)
         return int(action[0]), int(action[1])
 
     def _mask_info(self) -> dict[str, Any]:
@@ -515,7 +435,7 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
         """(E + 3·G,) for sb3-contrib: what each component may be; see :func:`product_masks`."""
-        return product_masks(self._views["joint_mask"], self._views["expert_mask"])
+        return product_masks(self._views["action_mask"])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)

@@ -1,4 +1,4 @@
-"""The placement task with one discrete action: a choice among a few candidate operations."""
+"""The placement task with one discrete action: a choice among candidate operations."""
 
 from __future__ import annotations
 
@@ -9,28 +9,46 @@ import numpy.typing as npt
 import torch
 from gymnasium import spaces
 
-from clustergym.moe_placement.environment import MoEPlacementEnv, ObsDict, compact_space, observation_spaces
-from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES
-from clustergym.moe_placement.vector import MoEPlacementVectorEnv
+from clustergym.moe_placement.batch import PlacementBatch
+from clustergym.moe_placement.environment import MoEPlacementEnv, observation_bounds
+from clustergym.moe_placement.kernels.candidates import CANDIDATE_FEATURES, COMPACT_GPU_FEATURES
+from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT
+from clustergym.moe_placement.vector import Flags, MoEPlacementVectorEnv
 
-CANDIDATES = 8
+CANDIDATES = 32
 """Candidates that an environment proposes, if it is not told."""
+
+
+def _space(batch: PlacementBatch) -> spaces.Box:
+    """The observation space: features of candidates, of GPUs, and the context, one after another."""
+    n_experts, n_gpus = float(batch.n_experts), float(batch.n_gpus)
+    percent, load = (-MOST_PERCENT, MOST_PERCENT), (0.0, n_gpus)
+    candidate = dict.fromkeys(CANDIDATE_FEATURES, (0.0, 1.0)) | {
+        "saved": percent, "saved_smooth": percent, "migration": percent, "expert_load": (0.0, n_experts),
+        "load_change": (-n_experts, n_experts), "source_load": load, "target_load": load,
+    }  # fmt: skip
+    gpu = dict.fromkeys(COMPACT_GPU_FEATURES, (0.0, 1.0)) | {"load": load}
+    context = list(zip(*observation_bounds(batch)["context"], strict=True))
+    columns = [*candidate.values()] * batch.config.candidates + [*gpu.values()] * batch.n_gpus + context
+    low, high = np.array(columns, np.float32).T
+    return spaces.Box(low.copy(), high.copy(), low.shape)
 
 
 class MoEPlacementFlatEnv(MoEPlacementEnv):
     """
     ## Description
     The task of :class:`MoEPlacementEnv` with an action and an observation that any agent can use. At every step the
-    environment proposes `candidates` operations: those on experts of the GPU with the slowest kernel and of the GPU
-    with most traffic that promise most by a cheap estimate. Only these are tried, exactly, on the observed interval.
+    environment proposes `candidates` operations, chosen by a cheap estimate: half of them on the experts of the GPU
+    with the slowest kernel and of the GPU with most traffic, the others for other experts, at most one per replica.
+    Only these are tried, exactly, on the observed interval.
 
     ## Action Space
-    `Discrete(candidates + 1)`: 0 changes nothing, i applies the i-th candidate. Candidates are in the order of the time
-    that they would save on the OBSERVED interval, best first. The rewards are for the next interval.
+    `Discrete(candidates + 1)`: 0 changes nothing, i applies the i-th candidate. Candidates are in the order of expert
+    and node, which says nothing about their worth.
 
     The mask is exact and is in `info["action_mask"]` (int8, as Gymnasium's `sample` takes it) and `action_masks()`
     (bool, as sb3-contrib wants it). It leaves out candidates that do not exist. Choosing one does nothing, counts in
-    `info["illegal_actions"]`, and costs `illegal_penalty` (default 0).
+    `info["illegal_actions"]`, and costs `illegal_penalty`.
 
     ## Observation Space
     `Box(11·candidates + 6·G + 6)`, one after another:
@@ -40,10 +58,9 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
       ADD; is a DELETE; stays on the node; load of the expert / mean; its change; load / mean of the GPU that it leaves
       and of the one that it goes to
     * of each GPU: load / mean, compute time, free slots, traffic inside the node and between nodes, replicas to receive
-    * `progress` of :class:`MoEPlacementEnv`
+    * `context` of :class:`MoEPlacementEnv`
 
-    With 8 candidates and 16 GPUs these are 190 numbers. `observation="full"` is the `Dict` of :class:`MoEPlacementEnv`
-    with two more keys, `candidates` (candidates, 11) and `action_mask` (candidates + 1,).
+    With 32 candidates and 16 GPUs these are 454 numbers.
 
     ## Rewards, Starting State, Episode End
     As :class:`MoEPlacementEnv`.
@@ -63,16 +80,9 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
     * v0: initial version
     """
 
-    def __init__(
-        self,
-        render_mode: str | None = None,
-        observation: str = "compact",
-        illegal_penalty: float = 0.0,
-        candidates: int = CANDIDATES,
-        **options: Any,
-    ) -> None:
+    def __init__(self, render_mode: str | None = None, candidates: int = CANDIDATES, **options: Any) -> None:
         _check(candidates)
-        super().__init__(render_mode, observation, illegal_penalty, candidates=candidates, **options)
+        super().__init__(render_mode, candidates=candidates, **options)
 
     def _look(self) -> None:
         super()._look()
@@ -82,14 +92,10 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
         return {name: value for name, value in super().__getstate__().items() if name != "_proposed"}
 
     def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        n, full = self.batch.config.candidates, observation_spaces(self.batch)
-        observation = compact_space(self._proposed["compact"].size) if self._compact else _full_space(full, n)
-        return observation, spaces.Discrete(n + 1)
+        return _space(self.batch), spaces.Discrete(self.batch.config.candidates + 1)
 
     def _observe(self) -> Any:
-        if self._compact:
-            return self._proposed["compact"].copy()
-        return super()._observe() | _more(self._proposed["compact"], self._proposed["mask"])
+        return self._proposed["compact"].copy()
 
     def _operation(self, action: Any) -> tuple[int, int]:
         choice, operations = int(action), self._proposed["operations"]
@@ -112,23 +118,20 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
 class MoEPlacementFlatVectorEnv(MoEPlacementVectorEnv):
     """Many copies of :class:`MoEPlacementFlatEnv` in one batch; otherwise as :class:`MoEPlacementVectorEnv`."""
 
-    def __init__(
-        self, num_envs: int = 1, *, observation: str = "compact", candidates: int = CANDIDATES, **options: Any
-    ) -> None:
+    _returns_batch_obs = False
+
+    def __init__(self, num_envs: int = 1, *, candidates: int = CANDIDATES, **options: Any) -> None:
         _check(candidates)
-        super().__init__(num_envs, observation=observation, candidates=candidates, **options)
+        super().__init__(num_envs, candidates=candidates, **options)
 
     def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        n, full = self.batch.config.candidates, observation_spaces(self.batch)
-        observation = compact_space(self._compact_array().shape[1]) if self._compact else _full_space(full, n)
-        return observation, spaces.Discrete(n + 1)
+        return _space(self.batch), spaces.Discrete(self.batch.config.candidates + 1)
 
-    def _compact_array(self) -> npt.NDArray[np.float32]:
-        compact: npt.NDArray[np.float32] = self.batch.candidates["compact"].cpu().numpy().copy()
-        return compact
+    def _observe(self, layer_changed: bool) -> Any:
+        return self.batch.candidates["compact"].cpu().numpy().copy()
 
-    def _more_observations(self) -> ObsDict:
-        return _more(self._compact_array(), self.batch.candidates["mask"].cpu().numpy())
+    def _rows(self, where: Flags) -> list[Any]:
+        return list(self._observe(True)[where])
 
     def _operations(self, actions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         choice = torch.as_tensor(np.asarray(actions, dtype=np.int64), device=self.batch.device)
@@ -144,28 +147,12 @@ class MoEPlacementFlatVectorEnv(MoEPlacementVectorEnv):
         mask = self.batch.candidates["mask"].cpu().numpy().copy()
         return {"action_mask": mask, "_action_mask": np.ones(self.num_envs, bool)}
 
-    def action_masks(self) -> npt.NDArray[np.bool_]:
+    def action_masks(self) -> Flags:
         """(num_envs, candidates + 1) exact: the choices that exist."""
-        mask: npt.NDArray[np.bool_] = self.batch.candidates["mask"].cpu().numpy().astype(bool)
+        mask: Flags = self.batch.candidates["mask"].cpu().numpy().astype(bool)
         return mask
 
 
 def _check(candidates: int) -> None:
     if candidates < 1:
         raise ValueError(f"candidates is {candidates}: expected at least 1")
-
-
-def _full_space(full: dict[str, spaces.Space[Any]], candidates: int) -> spaces.Dict:
-    features = compact_space(N_CANDIDATE_FEATURES * candidates)
-    more: dict[str, spaces.Space[Any]] = {
-        "candidates": spaces.Box(features.low.reshape(candidates, -1), features.high.reshape(candidates, -1)),
-        "action_mask": spaces.Box(0, 1, (candidates + 1,), np.int8),
-    }
-    return spaces.Dict(full | more)
-
-
-def _more(compact: npt.NDArray[np.float32], mask: npt.NDArray[np.int8]) -> ObsDict:
-    """What the full observation has besides that of :class:`MoEPlacementEnv`."""
-    n = mask.shape[-1] - 1
-    features = compact[..., : n * N_CANDIDATE_FEATURES].reshape(*compact.shape[:-1], n, N_CANDIDATE_FEATURES)
-    return {"candidates": features.copy(), "action_mask": mask.copy()}

@@ -9,15 +9,7 @@ import numpy.typing as npt
 from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
-from clustergym.common.choices import one_of
-from clustergym.moe_placement.environment import (
-    LIMIT,
-    OBSERVATIONS,
-    PlacementTask,
-    compact_space,
-    observation_spaces,
-)
-from clustergym.moe_placement.kernels.observation import N_KINDS
+from clustergym.moe_placement.environment import PlacementTask, observation_spaces
 
 
 class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # type: ignore[misc]
@@ -25,16 +17,10 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
 
     Everything else is as in :class:`MoEPlacementEnv`, which documents the task. Both agents get the same reward.
 
-    The observation of `expert` has `experts`, `coactivation`, `affinity`, `placement`, `progress`, `action_mask` (E,).
-    The observation of `gpu` has `gpus`, `traffic`, `placement`, `progress`, `joint_mask` (E, 3·G) and `action_mask`
-    (3·G,). Options add `memory` and `lookahead`. `joint_mask[e]` is what `gpu` may do once `expert` has chosen e: a
-    policy that conditions the second choice on the first reads its row. Both masks are of choices with at least one
-    partner: a pair of allowed choices can be illegal. In ``moe_placement_v0.env(conditional=True)`` `gpu` sees what
-    `expert` has chosen, and its mask is exact. `state()` is one vector for a centralised critic.
-
-    With `observation="compact"` both observations are vectors, as SuperSuit wants them: `experts` or the first G rows
-    of `gpus` without their kind, then `progress`. The masks are then in `infos[agent]["action_mask"]`. `max_cycles`
-    truncates episodes. `illegal_penalty` is the price of an illegal pair.
+    Both agents see all arrays of :class:`MoEPlacementEnv`, where `joint_mask` (E, 3·G) says which pairs are legal.
+    `action_mask` is the agent's own: the experts (E,) or nodes (3·G,) that are legal with at least one choice of the
+    other. So a pair of allowed choices can be illegal. In ``moe_placement_v0.env()`` `gpu` sees what `expert` has
+    chosen, and both masks are exact. `state()` is one vector for a centralised critic. `max_cycles` truncates episodes.
 
     ```python
     >>> from clustergym import moe_placement_v0
@@ -53,40 +39,27 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
         "render_fps": 4,
     }
     possible_agents: ClassVar[list[str]] = ["expert", "gpu"]
-    _keys: ClassVar[dict[str, tuple[str, ...]]] = {
-        "expert": ("experts", "coactivation", "affinity", "placement", "progress", "memory"),
-        "gpu": ("gpus", "traffic", "placement", "progress", "joint_mask", "lookahead"),
-    }
-    _state_keys: ClassVar[tuple[str, ...]] = ("experts", "gpus", "traffic", "placement", "progress")
 
-    def __init__(
-        self,
-        render_mode: str | None = None,
-        observation: str = "full",
-        max_cycles: int | None = None,
-        illegal_penalty: float = 0.0,
-        **options: Any,
-    ) -> None:
-        one_of(observation, OBSERVATIONS, "observation")
+    def __init__(self, render_mode: str | None = None, max_cycles: int | None = None, **options: Any) -> None:
         if max_cycles is not None and max_cycles < 1:
             raise ValueError(f"max_cycles is {max_cycles}: expected at least 1")
-        self._begin(render_mode, options, illegal_penalty)
-        self._compact, self.max_cycles, self._cycles = observation == "compact", max_cycles, 0
-        self.observation_spaces = {agent: self._space(agent) for agent in self.possible_agents}
-        self.action_spaces = {
-            "expert": spaces.Discrete(self.batch.n_experts),
-            "gpu": spaces.Discrete(3 * self.batch.n_gpus),
+        self._begin(render_mode, options)
+        self.max_cycles, self._cycles = max_cycles, 0
+        sizes = {"expert": self.batch.n_experts, "gpu": 3 * self.batch.n_gpus}
+        shared = observation_spaces(self.batch)
+        shared["joint_mask"] = shared.pop("action_mask")
+        self.observation_spaces = {
+            agent: spaces.Dict({**shared, "action_mask": spaces.Box(0, 1, (size,), np.int8)})
+            for agent, size in sizes.items()
         }
-        size = sum(self._views[key].size for key in self._state_keys)
-        self.state_space = spaces.Box(-LIMIT, LIMIT, (size,), np.float32)
+        self.action_spaces = {agent: spaces.Discrete(size) for agent, size in sizes.items()}
+        boxes: list[Any] = [shared[key] for key in self._state_keys()]
+        low, high = (np.concatenate([getattr(box, end).ravel() for box in boxes]) for end in ("low", "high"))
+        self.state_space = spaces.Box(low, high, low.shape)
         self.agents: list[str] = []
 
-    def _space(self, agent: str) -> spaces.Space[Any]:
-        if self._compact:
-            return compact_space(self._vector(agent).size)
-        known = observation_spaces(self.batch)
-        mine = {key: known[key] for key in self._keys[agent] if key in known}
-        return spaces.Dict(mine | {"action_mask": known[f"{agent}_mask"]})
+    def _state_keys(self) -> list[str]:
+        return [key for key in self._views if key != "action_mask"]
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         return self.observation_spaces[agent]
@@ -94,25 +67,15 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
     def action_space(self, agent: str) -> spaces.Discrete:
         return self.action_spaces[agent]
 
-    def _vector(self, agent: str) -> npt.NDArray[np.float32]:
-        """The compact observation of an agent."""
-        gpus = self._views["gpus"][: self.batch.n_gpus, N_KINDS:]
-        mine = self._views["experts"] if agent == "expert" else gpus
-        return np.concatenate([mine.ravel(), self._views["progress"]])
-
-    def _observation(self, agent: str) -> Any:
-        if self._compact:
-            return self._vector(agent)
-        seen = {key: self._views[key].copy() for key in self._keys[agent] if key in self._views}
-        return seen | {"action_mask": self._views[f"{agent}_mask"].copy()}
+    def observation(self, agent: str, chosen: int | None = None) -> dict[str, npt.NDArray[Any]]:
+        """What an agent sees; ``gpu`` with an exact mask if the other agent has ``chosen`` an expert."""
+        seen = {key: view.copy() for key, view in self._views.items()}
+        joint = seen.pop("action_mask")
+        own = joint.max(1) if agent == "expert" else joint.max(0) if chosen is None else joint[chosen].copy()
+        return seen | {"joint_mask": joint, "action_mask": own}
 
     def _observe(self) -> dict[str, Any]:
-        return {agent: self._observation(agent) for agent in self.possible_agents}
-
-    def _infos(self, agents: list[str], info: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        if not self._compact:
-            return {agent: dict(info) for agent in agents}
-        return {agent: info | {"action_mask": self._views[f"{agent}_mask"].copy()} for agent in agents}
+        return {agent: self.observation(agent) for agent in self.possible_agents}
 
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
@@ -122,7 +85,7 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
         self.agents = self.possible_agents[:]
         self._cycles = 0
         self._reset(seed)
-        return self._observe(), self._infos(self.agents, {})
+        return self._observe(), {agent: {} for agent in self.agents}
 
     def step(
         self, actions: dict[str, int]
@@ -136,7 +99,7 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
             dict.fromkeys(agents, reward),
             dict.fromkeys(agents, done),
             dict.fromkeys(agents, cut),
-            self._infos(agents, info),
+            {agent: dict(info) for agent in agents},
         )
 
     def get_state(self) -> dict[str, Any]:
@@ -148,8 +111,8 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
         self._cycles, self.agents = state["cycles"], list(state["agents"])
 
     def state(self) -> npt.NDArray[np.float32]:
-        """All that both agents see, without the pair matrices, as one vector."""
-        return np.concatenate([self._views[key].ravel() for key in self._state_keys])
+        """All arrays that both agents see, but the mask, as one vector."""
+        return np.concatenate([self._views[key].ravel() for key in self._state_keys()])
 
     def render(self) -> npt.NDArray[np.uint8] | None:
         return self._render()

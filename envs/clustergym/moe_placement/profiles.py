@@ -14,11 +14,10 @@ from clustergym.common.choices import one_of
 PHASES = ("decode", "prefill")
 DECODE, PREFILL = range(2)
 
-TRANSPORTS = ("dedup", "per-expert", "allgather", "stay")
-DEDUP, PER_EXPERT, ALLGATHER, STAY = range(4)
+TRANSPORTS = ("dedup", "per-expert", "allgather")
+DEDUP, PER_EXPERT, ALLGATHER = range(3)
 """dedup: one copy per destination GPU, one per remote node (DeepEP normal). per-expert: one copy per expert (DeepEP low
-latency). allgather: every GPU gets every token. stay: deduplicated, and a token stays where its first expert ran
-(ExFlow)."""
+latency). allgather: every GPU gets every token."""
 
 DISPATCHES = ("rank-nearest", "random", "token-hash", "round-robin", "rank-mod", "local-hash", "lp")
 RANK_NEAREST, RANDOM, TOKEN_HASH, ROUND_ROBIN, RANK_MOD, LOCAL_HASH, LP = range(7)

@@ -17,18 +17,15 @@ from clustergym.common.threads import spread
 from clustergym.moe_placement.costs import MIGRATIONS, costs_of
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.cost import add_links, migration_time, pass_times, with_migration
-from clustergym.moe_placement.kernels.episode import locate
 from clustergym.moe_placement.kernels.passes import count_pass
 from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
-from clustergym.moe_placement.kernels.token_sets import copy_set
 from clustergym.moe_placement.profiles import (
     ALLGATHER,
     DEFAULT_PROFILE,
     DISPATCHES,
     LP,
     RANDOM,
-    STAY,
     TRANSPORTS,
     EngineProfile,
     get_profile,
@@ -145,8 +142,6 @@ class Simulator:
             dispatch=RANDOM if dispatch == LP else dispatch,
             deals_one_node=int(self.profile.deals_one_node),
         )
-        if self.stay and migration == "async":
-            raise ValueError("migration='async' does not work with transport 'stay': layers depend on each other")
         self._identity = (self.model, self.cluster, self.profile, passes_per_interval, self.background_share)
 
     def __eq__(self, other: object) -> bool:
@@ -154,11 +149,6 @@ class Simulator:
 
     def __hash__(self) -> int:
         return hash(self._identity)
-
-    @property
-    def stay(self) -> bool:
-        """Tokens stay where their first expert ran, so layers depend on each other."""
-        return self.topology.transport == STAY
 
     def spread_migration(self, passes_per_interval: int) -> Simulator:
         """The same simulator with another number of passes between two placement decisions."""
@@ -239,8 +229,7 @@ class Simulator:
     def _shapes(self, n_passes: int, n_tokens: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
         """Shape and type of each array of one simulation."""
         gpus, slots, experts, nodes = self.n_gpus, self.n_slots, self.n_experts, self.cluster.n_nodes
-        words, stay = -(-n_tokens // 64), self.stay
-        whole, less = ((gpus, words), (experts, words)) if stay else ((1, 1), (1, 1))
+        words = -(-n_tokens // 64)
         return {
             "rows": ((n_passes, n_tokens), np.int32),
             "rank_start": ((n_passes, gpus + 1), np.int32),
@@ -269,11 +258,6 @@ class Simulator:
             "moved_pairs": ((n_passes, 2), np.int32),
             "node_visitors": ((words,), np.uint64),
             "touched": ((gpus,), np.int8),
-            "origins": ((n_passes, *whole), np.uint64),
-            "first_uses": ((n_passes, *less), np.uint64),
-            "idle": ((n_passes, words), np.uint64),
-            "destinations": ((n_passes, *whole), np.uint64),
-            "return_copies": ((n_passes, 4, gpus), np.int32),
         }
 
     def count(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
@@ -293,11 +277,7 @@ class Simulator:
             state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology,
             self.interval_costs(interval),
         )  # fmt: skip
-        if self.stay:
-            # A layer begins where the one before left its tokens: layers are counted in order.
-            _count_range(0, interval.n_layers, *arguments)
-        else:
-            spread(_count_range, interval.n_layers, *arguments)
+        spread(_count_range, interval.n_layers, *arguments)
         return state
 
     def _served(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
@@ -397,11 +377,6 @@ def _count_range(first: Any, last: Any, state: Any, placement: Any, experts: Any
         set_first_placement(state, b, topology)
         set_placement(state, b, placement[b], topology)
         for w in range(state.rows.shape[1]):
-            if topology.transport == STAY:
-                if b > 0:
-                    for g in range(state.slots.shape[1]):
-                        copy_set(state.destinations[b - 1, w, g], state.destinations[b, w, g])
-                locate(state, b, w, b)
             count_pass(state, b, w, experts[b], topology, costs)
 
 

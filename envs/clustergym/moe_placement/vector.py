@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from copy import deepcopy
 from typing import Any
 
 import gymnasium
@@ -14,16 +15,14 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from clustergym.common.choices import config_from, one_of
-from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
+from clustergym.common.choices import config_from
+from clustergym.moe_placement.batch import REMOVED_ARGUMENTS, PlacementBatch, PlacementConfig
 from clustergym.moe_placement.environment import (
-    LAYER_KEYS,
-    OBSERVATIONS,
+    LAYER_KEY,
     STEP_INFO,
     ObsDict,
-    compact_observation,
-    compact_space,
     episode_info,
+    episode_steps,
     frame_of,
     noop_actions,
     observation_spaces,
@@ -64,15 +63,18 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     Environment i, seeded with s + i, plays exactly what a single environment seeded with s + i plays. Returned arrays
     are never written again while anybody holds them.
 
-    ``autoreset_mode`` is one of Gymnasium's: ``"SameStep"`` (default): where an episode ends, the observation returned
-    is the next episode's first, and ``info["final_obs"]`` and ``info["final_info"]`` hold the last of the old one.
-    ``"NextStep"``: the next step begins a new episode and ignores its action. ``"Disabled"``: call
+    ``autoreset_mode`` is one of Gymnasium's. ``"NextStep"`` (default): the step after the end of an episode begins a
+    new one and ignores its action. ``"SameStep"``: where an episode ends, the observation returned is the next
+    episode's first, and ``info["final_obs"]`` and ``info["final_info"]`` hold the last of the old one; what ``info``
+    says about an operation is always about the step that was made. ``"Disabled"``: call
     ``reset(options={"reset_mask": ended})``. ``max_episode_steps`` truncates episodes, as for a single environment.
 
     Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
     """
 
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 4, "autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 4, "autoreset_mode": AutoresetMode.NEXT_STEP}
+    _spec: Any = None
+    _returns_batch_obs = True
 
     def __init__(
         self,
@@ -80,9 +82,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         render_mode: str | None = None,
         device: str | torch.device = "cpu",
         max_episode_steps: int | None = None,
-        autoreset_mode: str | AutoresetMode = AutoresetMode.SAME_STEP,
-        observation: str = "full",
-        illegal_penalty: float = 0.0,
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         **options: Any,
     ) -> None:
         if max_episode_steps is not None and max_episode_steps < 1:
@@ -91,43 +91,44 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
             raise ValueError(
                 f"unknown render_mode {render_mode!r}; the vectorised environment has None and 'rgb_array'"
             )
-        one_of(observation, OBSERVATIONS, "observation")
         self.render_mode, self.max_episode_steps = render_mode, max_episode_steps
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
-        self.illegal_penalty, self._compact = illegal_penalty, observation == "compact"
-        self.batch = PlacementBatch(config_from(PlacementConfig, options), num_envs, device)
+        self.batch = PlacementBatch(config_from(PlacementConfig, options, REMOVED_ARGUMENTS), num_envs, device)
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = self._spaces()
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
-        on_host = self.batch.obs if self.batch.device.type == "cpu" and not self._compact else {}
-        self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
-        self._current: dict[str, Shared] = {}
-        self._step_keys = [name for name in self.batch.obs if name not in LAYER_KEYS]
+        self._make_recycled()
+        self._step_keys = [name for name in self.batch.obs if name != LAYER_KEY]
         self._copies: ObsDict = {}
         self._steps = np.zeros(num_envs, np.int64)
         self._ended = np.zeros(num_envs, bool)
         self._seeded = False
+
+    def _make_recycled(self) -> None:
+        # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
+        on_host = self.batch.obs if self.batch.device.type == "cpu" and self._returns_batch_obs else {}
+        self._recycled = {name: _Recycled(tensor, name == LAYER_KEY) for name, tensor in on_host.items()}
+        self._current: dict[str, Shared] = {}
+
+    @property
+    def spec(self) -> Any:
+        """Gymnasium's spec. Its ``max_episode_steps`` is the length of an episode with this environment's options."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: Any) -> None:
+        self._spec = deepcopy(spec)
+        if spec is not None:
+            self._spec.max_episode_steps = self.max_episode_steps or episode_steps(self.batch)
 
     # What an environment with other actions or observations changes
 
     def _spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """(observation space, action space) of one environment."""
         action = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
-        if self._compact:
-            return compact_space(self._compact_array().shape[1]), action
         return spaces.Dict(observation_spaces(self.batch)), action
-
-    def _compact_array(self) -> npt.NDArray[np.float32]:
-        """(num_envs, features) the compact observation, in memory of its own."""
-        arrays = {name: self.batch.obs[name].cpu().numpy() for name in ("experts", "gpus", "progress")}
-        return compact_observation(arrays, self.batch.n_gpus)
-
-    def _more_observations(self) -> ObsDict:
-        """Arrays of the full observation that are not in ``batch.obs``."""
-        return {}
 
     def _operations(self, actions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts and nodes (num_envs,) that the actions stand for."""
@@ -144,8 +145,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
 
     def action_masks(self) -> Flags:
         """(num_envs, E + 3·G) what each component of an action may be; see :func:`product_masks`."""
-        obs = self.batch.obs
-        return product_masks(obs["joint_mask"].cpu().numpy(), obs["expert_mask"].cpu().numpy())
+        return product_masks(self.batch.obs["action_mask"].cpu().numpy())
 
     def noop_actions(self) -> npt.NDArray[np.int64]:
         """(num_envs, 2) actions that change nothing."""
@@ -157,33 +157,28 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         """Let the next observation go to arrays without references; ``keep`` what the kernels need not write again."""
         fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
         for name, (_, tensor, _) in fresh.items():
-            if keep or name == "memory":
+            if keep:
                 tensor.copy_(self.batch.obs[name])
         self._current |= fresh
         self.batch.observe_into({name: shared[1:] for name, shared in fresh.items()})
 
     def _observe(self, layer_changed: bool) -> Any:
-        if self._compact:
-            return self._compact_array()
         if self._recycled:
-            return {name: self._current[name][0] for name in self.batch.obs} | self._more_observations()
-        names = [name for name in self.batch.obs if layer_changed or name not in LAYER_KEYS]
+            return {name: self._current[name][0] for name in self.batch.obs}
+        names = [name for name in self.batch.obs if layer_changed or name != LAYER_KEY]
         self._copies |= {name: self.batch.obs[name].cpu().numpy() for name in names}
-        for name in LAYER_KEYS:
-            self._copies[name].setflags(write=False)
-        return self._copies | self._more_observations()
+        self._copies[LAYER_KEY].setflags(write=False)
+        return dict(self._copies)
+
+    def _rows(self, where: Flags) -> list[Any]:
+        """The observation of each environment where ``where`` is true."""
+        arrays = {name: array[where] for name, array in self._observe(True).items()}
+        return [dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True)]
 
     def _final_observations(self, ended: Flags) -> npt.NDArray[Any]:
         """(num_envs,) the observation of each ended episode, None for the others."""
         final = np.full(self.num_envs, None, dtype=object)
-        if self._compact:
-            rows: Any = list(self._compact_array()[ended])
-        else:
-            arrays = self._observe(True)
-            if not ended.all():
-                arrays = {name: array[ended] for name, array in arrays.items()}
-            rows = [dict(zip(arrays, row, strict=True)) for row in zip(*arrays.values(), strict=True)]
-        for i, row in zip(np.flatnonzero(ended), rows, strict=True):
+        for i, row in zip(np.flatnonzero(ended), self._rows(ended), strict=True):
             final[i] = row
         return final
 
@@ -241,7 +236,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         _, reward, done = self.batch.step(expert, node)
         self._steps += 1
         infos: dict[str, Any] = dict(step_info(self.batch))
-        rewards, terminated = reward.cpu().numpy() - self.illegal_penalty * ~infos["legal"], done.cpu().numpy().copy()
+        rewards, terminated = reward.cpu().numpy().copy(), done.cpu().numpy().copy()
         truncated = np.zeros(self.num_envs, bool)
         if self.max_episode_steps is not None:
             truncated = self._steps >= self.max_episode_steps
@@ -267,14 +262,14 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         changed = any_again or bool(goes_on.any())
         self._renew(self._step_keys, keep=False)
         if changed:
-            self._renew(LAYER_KEYS, keep=not goes_on.all())
+            self._renew([LAYER_KEY], keep=not goes_on.all())
         return changed
 
     def _end(self, ended: Flags, terminated: Flags, infos: dict[str, Any], changed: bool) -> bool:
         """Add what is known about ended episodes to ``infos``. Returns whether what belongs to a layer has changed."""
         results: dict[str, Any] = {}
         for name in STEP_INFO:
-            results |= {name: np.where(ended, infos[name], 0).astype(infos[name].dtype), f"_{name}": ended.copy()}
+            results |= {name: infos[name].copy(), f"_{name}": ended.copy()}
         if terminated.any():
             for name, values in episode_info(self.batch).items():
                 results |= {name: np.where(terminated, values, 0.0), f"_{name}": terminated.copy()}
@@ -284,15 +279,8 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
             return changed
         infos |= {"final_obs": self._final_observations(ended), "final_info": results}
         infos |= {"_final_obs": ended.copy(), "_final_info": ended.copy()}
-        # The result of an ended episode's last step is in final_info; a new episode has no operation yet.
-        for name in STEP_INFO:
-            infos[name][ended] = 0
-            infos[f"_{name}"] = infos[f"_{name}"] & ~ended
-        if ended.all():
-            # The arrays are the last observations now.
-            self._renew(self.batch.obs, keep=False)
-        elif not changed:
-            self._renew(LAYER_KEYS, keep=True)
+        if not changed:
+            self._renew([LAYER_KEY], keep=not ended.all())
         self._begin(ended)
         return True
 
@@ -312,9 +300,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        on_host = self.batch.obs if self.batch.device.type == "cpu" and not self._compact else {}
-        self._recycled = {name: _Recycled(tensor, name in LAYER_KEYS) for name, tensor in on_host.items()}
-        self._current = {}
+        self._make_recycled()
         self._renew(self.batch.obs, keep=True)
 
     def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:

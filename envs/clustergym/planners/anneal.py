@@ -56,16 +56,11 @@ class Anneal(Search):
     traffic.
 
     Most steps are made on an estimate from loads and co-activation (:mod:`.kernels.surrogate`), the last ones on the
-    exact time of the observed tokens. Transport ``stay`` and dispatch ``lp`` have no estimate.
+    exact time of the observed tokens. With dispatch ``lp`` there is no estimate.
     """
 
     takes_seconds = True
 
-    norm: int = 8
-    """See :class:`Search`. The 8-norm generalizes better to the next passes than the true time."""
-    mix_tokens: int = 16384
-    """See :class:`Search`; less if ``seconds`` are few. 0 follows the chance of single passes, which the next ones do
-    not share."""
     estimate_steps: int = 40000
     """Number of steps per layer on the estimate. 0 anneals on the exact time only."""
     iterations: int = 4000
@@ -88,7 +83,7 @@ class Anneal(Search):
     stop: Callable[[], bool] = lambda: False
     """Asked between parts of the search: True ends it with the best placement so far."""
     restart: bool = True
-    """Start each layer from EPLB's or the static placement if that is better, migration included."""
+    """Start each layer from another placement than the current one if that is better, migration included."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,22 +97,21 @@ class Anneal(Search):
         if not 0 <= self.estimate_share <= 1:
             raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
         self.usual: Placement | None = None
-        # With transport "stay" the time of a layer depends on the layers before it: layers cannot choose on their own.
-        self.estimates = self.estimate_steps > 0 and not self.simulator.stay and self.simulator.profile.dispatch != "lp"
+        self.estimates = self.estimate_steps > 0 and self.simulator.profile.dispatch != "lp"
 
     def learn(self, trace: TokenTrace) -> None:
         """Learn the topics of past traffic, and make a plan for all of it, which later searches may start from."""
         super().learn(trace)
-        self.usual = self.plan_usual()
+        self.usual = self._plan_for_past_traffic()
 
-    def plan_usual(self) -> Placement | None:
+    def _plan_for_past_traffic(self) -> Placement | None:
         """A plan for the past traffic by a long search, migration left out."""
         if self.traffic is None or not self.estimates:
             return None
         simulator = self.simulator
         steps = max(_USUAL_STEPS, _USUAL_STEPS_PER_PLACE * simulator.n_experts * simulator.n_gpus)
         search = Anneal(
-            simulator, self.seed, norm=self.norm, spread=self.spread, migration_weight=0.0, estimate_steps=steps,
+            simulator, self.seed, norm=self.norm, robustness=self.spread, migration_weight=0.0, estimate_steps=steps,
             stop=self.stop,
         )  # fmt: skip
         pass_tokens = Traffic(simulator.profile.phase).sizes[1] * simulator.n_gpus
@@ -142,18 +136,17 @@ class Anneal(Search):
             interval = scenarios(interval, topic, _SCENARIOS, self.spread, self.seed)
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
-        if not self.simulator.stay:
-            starts = list(others)
-            if self.restart:
-                eplb = EPLB(self.simulator)
-                starts += [self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))]
-            least, best = self.objectives(sim, objective), placement
-            for other in starts:
-                found = self.objectives(self.simulator.count(interval, other, placement), objective)
-                best = np.where((found < least)[:, None, None], other, best)
-                least = np.minimum(found, least)
-            if best is not placement:
-                sim = self.simulator.count(interval, best, placement)
+        starts = list(others)
+        if self.restart:
+            eplb = EPLB(self.simulator)
+            starts += [self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))]
+        least, best = self.objectives(sim, objective), placement
+        for other in starts:
+            found = self.objectives(self.simulator.count(interval, other, placement), objective)
+            best = np.where((found < least)[:, None, None], other, best)
+            least = np.minimum(found, least)
+        if best is not placement:
+            sim = self.simulator.count(interval, best, placement)
         left = None if self.seconds is None else max(SHORTEST_SECONDS, self.seconds - (time.perf_counter() - began))
         return self.refine(interval, sim, objective, left, 0.1 if self.estimates else 1.0)
 
@@ -166,9 +159,9 @@ class Anneal(Search):
     def tokens_for(self, layers: int) -> int:
         """Tokens of the mixed pass: with little time, few tokens and more steps are better."""
         if self.seconds is None:
-            return self.mix_tokens
+            return self.most_tokens
         ms = self.core_ms(layers)
-        return min(self.mix_tokens, max(_FEWEST_TOKENS, int(_TOKENS_IN_20_MS * math.sqrt(ms / 20))))
+        return min(self.most_tokens, max(_FEWEST_TOKENS, int(_TOKENS_IN_20_MS * math.sqrt(ms / 20))))
 
     def objectives(self, sim: SimulationState, objective: Objective) -> npt.NDArray[np.float64]:
         """(L,) objective of each layer in the state ``sim``."""
@@ -199,15 +192,15 @@ class Anneal(Search):
     def start_estimate(
         self, state: surrogate.Surrogate, placement: Placement, objective: Objective, others: Sequence[Placement] = ()
     ) -> tuple[Placement, npt.NDArray[np.float64]]:
-        """Let the estimate begin with the best placement of each layer: the current one, the usual one, EPLB's, others.
+        """Let the estimate begin with the best placement of each layer: the current one, others, EPLB's, that for past
+        traffic.
 
         Returns it and its objectives (L,).
         """
         start, least = placement, self.take(state, placement, objective)
-        if self.usual is not None:
-            others = [*others, self.usual]
         if self.restart:
-            others = [*others, EPLB(self.simulator).pack(state.load)]
+            past = [] if self.usual is None else [self.usual]
+            others = [*others, *past, EPLB(self.simulator).pack(state.load)]
         for other in others:
             found = self.take(state, other, objective)
             start = np.where((found < least)[:, None, None], other, start)
@@ -229,14 +222,14 @@ class Anneal(Search):
         first, last = self.estimate_heat
         if self.usual is not None:
             first = max(_WARM * first, last)
-        return best, self._run(run, 0, layers, layers, seconds, (first, last), steps)
+        return best, self._run(run, layers, seconds, (first, last), steps)
 
     def prepare_estimate(
         self, history: Sequence[Interval], placement: Placement, topic: npt.NDArray[np.int8]
     ) -> tuple[surrogate.Surrogate, Objective]:
         """Count what the estimate reads. ``topic`` has the topic of each row of the observed tokens."""
-        simulator, layers, whole = self.simulator, len(placement), self.seen(history)
-        tokens = min(self.mix_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
+        simulator, layers, whole = self.simulator, len(placement), history[-1]
+        tokens = min(self.most_tokens or _ESTIMATE_TOKENS, _ESTIMATE_TOKENS)
         if self.traffic is None and self.core_ms(layers) <= _HURRY_MS:
             tokens = min(tokens, _ESTIMATE_TOKENS // 2)
         elif self.traffic is not None and self.core_ms(layers) <= _LEARNED_HURRY_MS:
@@ -306,41 +299,35 @@ class Anneal(Search):
             arguments = (objective, key, np.array(heat), iterations, best, best_cost, shares, sample)
             kernels.anneal(first, last, sim, scratch, *arguments)
 
-        def search(first: int, last: int) -> None:
-            self._run(run, first, last, layers, seconds, heat, self.iterations)
-
-        self.each_layer(interval, sim, search, best)
+        self._run(run, layers, seconds, heat, self.iterations)
         return best
 
     def _run(
         self,
         run: Callable[[int, int, tuple[float, float], int], None],
-        first: int,
-        last: int,
         layers: int,
         seconds: float | None,
         heat: tuple[float, float],
         steps: int,
     ) -> int:
-        """Run ``steps`` on layers first … last−1, or as many as fit their share of ``seconds``. Returns how many."""
+        """Run ``steps`` on every layer, or as many as fit into ``seconds``. Returns how many."""
         if seconds is None:
             # In parts, so that a stop is noticed. Layers that are not reached keep their first placement.
-            for part in range(first, last, LAYERS_BETWEEN_STOPS):
+            for part in range(0, layers, LAYERS_BETWEEN_STOPS):
                 if not self.stop():
-                    run(part, min(part + LAYERS_BETWEEN_STOPS, last), heat, steps)
+                    run(part, min(part + LAYERS_BETWEEN_STOPS, layers), heat, steps)
             return steps
-        budget = seconds * (last - first) / layers
         began, done, chunk, total = time.perf_counter(), 0.0, 50, 0
         low, high = np.log(heat[1]), np.log(heat[0])
-        share = min(1.0, max(0.02, _LEAST_CHUNK_S / budget))
+        share = min(1.0, max(0.02, _LEAST_CHUNK_S / seconds))
         while done < 1 and not self.stop():
             before = time.perf_counter()
             temperature = float(np.exp(high + (low - high) * done))
-            run(first, last, (temperature, temperature), chunk)
+            run(0, layers, (temperature, temperature), chunk)
             total += chunk
             now = time.perf_counter()
-            done = (now - began) / budget
+            done = (now - began) / seconds
             # Each chunk should take so much of the budget, but not more than what is left.
-            wanted = min(share, max(1 - done, 0.1 * share)) * budget
+            wanted = min(share, max(1 - done, 0.1 * share)) * seconds
             chunk = max(10, min(20000, int(chunk * wanted / max(now - before, 1e-6))))
         return total

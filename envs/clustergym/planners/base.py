@@ -35,15 +35,9 @@ class Planner(ABC):
     """The planner changes little, so ``clustergym plan`` lets it improve EPLB's placement and not the static one."""
     takes_seconds: ClassVar[bool] = False
     """The option ``seconds`` sets a time budget; without it, ``iterations`` limits the search. ``stop`` may end it."""
-    takes_checkpoint: ClassVar[bool] = False
-    """The option ``checkpoint`` names a trained policy."""
-    layers_alone: ClassVar[bool] = False
-    """The planner assumes that layers do not affect each other, which does not hold with transport ``stay``."""
     small_only: ClassVar[bool] = False
     """The planner refuses all but small instances."""
-    needs_training: ClassVar[bool] = False
-    """:meth:`learn` must be called before :meth:`plan`."""
-    may_train: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
     """:meth:`learn` improves the plans. Comparisons call it if the streams come from another split."""
 
     simulator: Simulator
@@ -55,7 +49,7 @@ class Planner(ABC):
         """Forget earlier intervals, because a new stream begins. Planners without state do nothing."""
 
     def learn(self, trace: TokenTrace) -> None:
-        """Learn from traffic that is not served. Most planners have nothing to learn."""
+        """Learn from past traffic. Most planners have nothing to learn."""
 
     @abstractmethod
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
@@ -65,10 +59,6 @@ class Planner(ABC):
             history: intervals served so far, oldest first. At least one; the last is the one just observed.
             placement: the current placement. Fetching an expert that a GPU does not hold costs migration time.
         """
-
-    def measured_s(self) -> float | None:
-        """Time of the last decision, if the planner runs in another process and measured it there."""
-        return None
 
     def loads(self, interval: Interval) -> npt.NDArray[np.float64]:
         """(L, E) tokens routed to each expert in the sampled passes."""

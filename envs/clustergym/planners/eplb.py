@@ -37,46 +37,17 @@ class Static(Planner):
 
 
 @dataclass(eq=False, kw_only=True)
-class OnLoads(Planner):
-    """Base of planners that look only at a moving average of the load of each expert."""
+class EPLB(Planner):
+    """The expert-parallel load balancer that engines ship: replicate hot experts, then pack the heaviest first."""
 
     needs_tokens = False
-
-    ema: float = 1.0
-    """Weight of the newest interval in the moving average. 1 uses only the last interval."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ema <= 1:
-            raise ValueError(f"ema is {self.ema}: expected more than 0 and at most 1")
-        self.reset()
-
-    def reset(self) -> None:
-        self.average: npt.NDArray[np.float64] | None = None
-
-    def observe(self, interval: Interval) -> npt.NDArray[np.float64]:
-        """(L, E) moving average of the loads, the interval included."""
-        loads = self.loads(interval)
-        self.average = loads if self.average is None else self.ema * loads + (1 - self.ema) * self.average
-        return self.average
-
-
-@dataclass(eq=False, kw_only=True)
-class EPLB(OnLoads):
-    """The expert-parallel load balancer that engines ship: replicate hot experts, then pack the heaviest first."""
 
     hierarchical: bool = False
     """Assign expert groups to nodes first, then balance within each node. If the groups of the model do not divide
     evenly among the nodes, every expert is its own group."""
-    threshold: float = 0.0
-    """Plan a layer only if the busiest GPU has more than this many times the mean load."""
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        loads = self.observe(history[-1])
-        planned = self.pack(loads)
-        if self.threshold > 0:
-            kept = balance(loads, placement) * self.threshold >= 1
-            planned[kept] = placement[kept]
-        return planned
+        return self.pack(self.loads(history[-1]))
 
     @property
     def n_groups(self) -> int:
@@ -94,10 +65,3 @@ class EPLB(OnLoads):
             slots, np.ascontiguousarray(loads, dtype=np.float64), sim.cluster.n_nodes, self.n_groups, ints, floats
         )
         return slots
-
-
-class EPLBOnce(EPLB):
-    """EPLB on the first interval. The placement is kept after that."""
-
-    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        return super().plan(history, placement) if self.average is None else placement

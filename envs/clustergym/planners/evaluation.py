@@ -1,7 +1,7 @@
 """Compares planners on held-out traffic: the numbers behind ``clustergym eval`` and the benchmarks.
 
 Confidence intervals come from the sequences of the trace. A plan that is made once serves passes of resampled
-sequences, see :mod:`clustergym.moe_placement.resampling`. Planners that plan after every interval would have to plan
+sequences, see :mod:`clustergym.planners.heldout`. Planners that plan after every interval would have to plan
 again for every resample. Instead the sequences are dealt into disjoint groups, as many as can each fill a stream
 without serving a token twice, and each stream is drawn from one group. If there are more streams than groups, the
 sequences are dealt again. See :func:`clustergym.common.statistics.ci95_of_deals`.
@@ -15,26 +15,25 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import gymnasium
 import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import one_of
 from clustergym.common.statistics import ci95_of_deals
-from clustergym.moe_placement.resampling import Resampled, resamples_of
 from clustergym.moe_placement.simulator import Placement, Served, Simulator
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
 from clustergym.planners.base import Planner
 from clustergym.planners.eplb import EPLB
+from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, Observed, Resampled, resamples_of, sample_tokens
 from clustergym.planners.registry import make_planner
 from clustergym.traces.splits import SPLITS, split_trace
 from clustergym.traces.token_trace import TokenTrace
 
-PASSES_OF_A_PERMANENT_PLAN = 10**12
-"""Forward passes served by a plan that is loaded at startup: so many that migration costs nothing."""
+Policy = Callable[[Any], Any]
+"""From an observation to an action"""
 UNSEEN_SPLITS = ("validation", "test")
 """Splits on which a planner that learned from the train split may be compared."""
-PLAN_PASSES_OF_LOADS = 256
-"""Passes of the planning part that planners on loads see. They take little time."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +145,6 @@ def deal_streams(trace: TokenTrace, n_gpus: int, protocol: Protocol) -> Deals:
     )
 
 
-def sample_tokens(interval: Interval, n_tokens: int, seed: int) -> Interval:
-    """The interval as it looks from ``n_tokens`` of its tokens, drawn at random and repeated to fill the passes."""
-    rng, rows = np.random.default_rng(seed), interval.rows.ravel()
-    kept = rng.choice(rows, min(n_tokens, len(rows)), replace=False)
-    repeated = np.tile(kept, -(-len(rows) // len(kept)))[: len(rows)]
-    return Interval(interval.experts, rng.permutation(repeated).reshape(interval.rows.shape), interval.rank_start)
-
-
 def same_mixture(interval: Interval, trace: TokenTrace, traffic: Traffic, seed: int) -> Interval:
     """Other tokens of the interval's domains: what a planner would see that forecasts the mixture, but not the tokens.
 
@@ -196,28 +187,12 @@ def reused_share(intervals: Sequence[Interval]) -> float:
 # Results
 
 
-def slot_balancedness(loads: npt.NDArray[np.integer], placement: npt.NDArray[np.integer]) -> float:
-    """Mean over maximum load of the slots, both summed over layers, if the replicas of an expert share its load evenly.
-
-    This is the balancedness of the public EPLB evolution benchmark (abmfy/eplb-openevolve): it counts slots, not GPUs.
-
-    Args:
-        loads: (L, E) tokens of each expert.
-        placement: (L, …) expert in each slot, −1 for an empty slot.
-    """
-    layers, n_experts = loads.shape
-    flat = np.where(placement < 0, n_experts, placement).reshape(layers, -1).astype(np.int64)
-    shares = np.zeros((layers, n_experts + 1))
-    for l in range(layers):
-        shares[l, :n_experts] = loads[l] / np.maximum(np.bincount(flat[l], minlength=n_experts + 1)[:n_experts], 1)
-    slots = np.take_along_axis(shares, flat, axis=1)
-    most = slots.max(1).sum()
-    return float(slots.mean(1).sum() / most) if most > 0 else 0.0
-
-
 @dataclass
 class Result:
-    """Results of one planner: means over layers, intervals and streams. Times are µs per layer and forward pass."""
+    """Results of one planner or policy: means over layers, intervals and streams.
+
+    Times are µs per layer and forward pass. What a policy's environment does not tell is None.
+    """
 
     planner: str
     served_us: float
@@ -225,27 +200,25 @@ class Result:
     total_us: float
     total_ci95_us: float
     """Half width of the 95 % confidence interval of the total (0 for one stream, unless the plan is made once)."""
-    balancedness: float
-    """Mean over maximum of the GPUs' token-expert pairs."""
-    gpus_per_token: float
-    inter_node_mb: float
-    """MB dispatched between nodes per layer and pass."""
-    moves: float
-    """Replicas fetched per layer and interval."""
     decision_ms: float
     """Planning time per layer and interval."""
-    reused: float
-    """Share of the tokens of a stream that it served before."""
     groups: int
     """Disjoint groups of sequences that the streams are drawn from."""
+    balancedness: float | None = None
+    """Mean over maximum of the GPUs' token-expert pairs."""
+    gpus_per_token: float | None = None
+    inter_node_mb: float | None = None
+    """MB dispatched between nodes per layer and pass."""
+    moves: float | None = None
+    """Replicas fetched per layer and interval."""
+    reused: float = 0.0
+    """Share of the tokens of a stream that it served before."""
     stream_totals_us: list[float] = field(default_factory=list)
     interval_totals_us: list[float] = field(default_factory=list)
     """Total of each interval, mean over layers and streams."""
     resampled: dict[str, Any] | None = None
     """Times of a plan that was made once on resampled sequences: the fields of
-    :class:`clustergym.moe_placement.resampling.Resampled`, as lists."""
-    slot_balancedness: float = 0.0
-    """As the public EPLB evolution benchmark counts it, see :func:`slot_balancedness`."""
+    :class:`clustergym.planners.heldout.Resampled`, as lists."""
 
     def versus(self, other: Result) -> tuple[float, float]:
         """(relative time difference to another planner, half width of its 95 % interval), paired by pass or stream."""
@@ -272,8 +245,6 @@ class _Run:
         self.served: list[list[Served]] = []
         """Of each stream, its intervals."""
         self.reused: list[float] = []
-        self.slots: list[float] = []
-        """Slot balancedness of each interval."""
         self.decision_s: list[float] = []
         self.resampled: Resampled | None = None
 
@@ -286,56 +257,47 @@ class _Run:
         """A timed and checked decision."""
         began = time.perf_counter()
         plan = self.planner.plan(history, placement)
-        elapsed = time.perf_counter() - began
-        measured = self.planner.measured_s()
-        self.decision_s.append(elapsed if measured is None else measured)
+        self.decision_s.append(time.perf_counter() - began)
         return self.simulator.check(plan)
 
     def plan_once(self, part: TokenTrace) -> Placement | None:
-        """The plan for all streams, made before any of them begins."""
-        if not self.protocol.stationary or self.planner.needs_future:
+        """With the ``stationary`` schedule, the plan for all streams; None if the planner sees every interval ahead."""
+        protocol, planner = self.protocol, self.planner
+        if not protocol.stationary or planner.needs_future:
             return None
-        self.planner.reset()
-        passes = self.protocol.plan_passes if self.planner.needs_tokens else PLAN_PASSES_OF_LOADS
-        sample = sample_passes(part, self.simulator.n_gpus, self.protocol.traffic, passes, self.protocol.seed)
-        return self.plan([self.observed(sample)], self.start(part, sample))
+        planner.reset()
+        seen = Observed(
+            part, self.simulator, protocol.traffic, protocol.plan_passes, protocol.observe_tokens, protocol.seed
+        )  # fmt: skip
+        start = seen.static
+        if planner.starts_from_eplb:
+            start = EPLB(self.simulator).plan([seen.interval(planner)], start)
+        return self.plan([seen.interval(planner)], start)
 
-    def start(self, part: TokenTrace, sample: Interval) -> Placement:
-        """Where planning once begins: EPLB's plan of the same loads for planners that improve one."""
-        static = self.simulator.static(part.n_layers)
-        if not self.planner.starts_from_eplb:
-            return static
-        return EPLB(self.simulator).plan([sample], static)
-
-    def serve_stationary(self, stream: IntervalStream, plan: Placement | None) -> None:
-        """Serve each interval on ``plan``. Without one, the planner sees each interval in advance and plans for it."""
-        intervals, served = stream.take(self.protocol.intervals), []
-        for interval in intervals:
-            chosen = self.plan([interval], self.simulator.static(interval.n_layers)) if plan is None else plan
-            served.append(self.simulator.evaluate(interval, chosen, check=False))
-            self.slots.append(slot_balancedness(interval.loads(self.simulator.n_experts), chosen))
-        self.served.append(served)
-        self.reused.append(reused_share(intervals))
-
-    def serve_stream(self, stream: IntervalStream, part: TokenTrace, seed: int) -> None:
-        """Plan again before each interval, migration included."""
-        intervals, served = stream.take(self.protocol.intervals_per_stream), []
-        history = [self.observed(intervals[0])]
+    def serve(self, stream: IntervalStream, part: TokenTrace, seed: int, plan: Placement | None) -> None:
+        """Serve a stream on ``plan``, or plan before each interval. A plan for all streams does not migrate."""
+        protocol, planner, served = self.protocol, self.planner, []
+        intervals, history = stream.take(protocol.intervals_per_stream), []
         placement = self.simulator.static(part.n_layers)
-        if not self.planner.keeps_placement:
-            eplb = EPLB(self.simulator)
-            placement = eplb.pack(eplb.loads(intervals[0]))
-        for interval in intervals[1:]:
-            seen = history
-            if self.planner.needs_mixture:
-                seen = [*history, same_mixture(interval, part, self.protocol.traffic, seed)]
-            elif self.planner.needs_future:
-                seen = [*history, interval]
-            plan = self.plan(seen, placement)
-            served.append(self.simulator.evaluate(interval, plan, placement, check=False))
-            self.slots.append(slot_balancedness(interval.loads(self.simulator.n_experts), plan))
-            placement = plan
-            history.append(self.observed(interval))
+        if not protocol.stationary:
+            planner.reset()
+            history.append(self.observed(intervals[0]))
+            if not planner.keeps_placement:
+                eplb = EPLB(self.simulator)
+                placement = eplb.pack(eplb.loads(intervals[0]))
+        for interval in intervals[len(history) :]:
+            chosen, seen = plan, history
+            if chosen is None:
+                if planner.needs_mixture:
+                    seen = [*history, same_mixture(interval, part, protocol.traffic, seed)]
+                elif planner.needs_future:
+                    seen = [*history, interval]
+                chosen = self.plan(seen, placement)
+            before = None if protocol.stationary else placement
+            served.append(self.simulator.evaluate(interval, chosen, before, check=False))
+            if not protocol.stationary:
+                placement = chosen
+                history.append(self.observed(interval))
         self.served.append(served)
         self.reused.append(reused_share(intervals))
 
@@ -356,7 +318,6 @@ class _Run:
                 else self.resampled.ci95_us(float(np.mean(streams)), totals.size)
             ),
             balancedness=mean(lambda s: s.balancedness),
-            slot_balancedness=float(np.mean(self.slots)),
             gpus_per_token=mean(lambda s: s.gpus_per_token),
             inter_node_mb=mean(lambda s: s.inter_node_bytes) / 1e6,
             moves=mean(lambda s: s.moves.astype(float)),
@@ -391,31 +352,66 @@ def evaluate_planner(planner: Planner, name: str, train: TokenTrace, test: Token
     deals = deal_streams(test, simulator.n_gpus, protocol)
     plan = run.plan_once(train)
     for seed, part in enumerate(deals.parts, protocol.seed):
-        stream = IntervalStream(part, simulator.n_gpus, protocol.traffic, seed)
-        if protocol.stationary:
-            run.serve_stationary(stream, plan)
-        else:
-            planner.reset()
-            run.serve_stream(stream, part, seed)
+        run.serve(IntervalStream(part, simulator.n_gpus, protocol.traffic, seed), part, seed, plan)
     if plan is not None:
         run.resampled = resamples_of(test, simulator, protocol.traffic, protocol.seed).serve(plan)
     return run.result(name, deals.groups)
 
 
-def teach(planner: Planner, trace: TokenTrace, protocol: Protocol) -> None:
-    """Let a planner that can learn do so, from the train split of the trace.
+def evaluate_policy(
+    make_policy: Callable[[gymnasium.Env[Any, Any]], Policy],
+    name: str,
+    simulator: Simulator,
+    test: TokenTrace,
+    protocol: Protocol,
+    env_id: str = "MoEPlacement-v0",
+    **options: Any,
+) -> Result:
+    """A policy that acts in an environment, on the streams that planners get with a schedule of several intervals.
 
-    Raises:
-        ValueError: the planner must learn, but the streams are drawn from that split too.
+    Args:
+        make_policy: from the environment to a function from observations to actions.
+        env_id: any registered form of the placement environment.
+        options: more keyword arguments of the environment.
     """
-    if protocol.split not in UNSEEN_SPLITS:
-        if not planner.needs_training:
-            return
-        raise ValueError(
-            f"{type(planner).__name__} learns from the train split of the trace, but the streams are drawn from split "
-            f"{protocol.split!r}: use {' or '.join(UNSEEN_SPLITS)}"
-        )
-    if planner.needs_training or planner.may_train:
+    deals, seconds, infos = deal_streams(test, simulator.n_gpus, protocol), 0.0, []
+    traffic = protocol.traffic
+    passes, tokens = traffic.sizes
+    for seed, part in enumerate(deals.parts, protocol.seed):
+        env = gymnasium.make(
+            env_id, trace=part, split="all", cluster=simulator.cluster, model=simulator.model,
+            profile=simulator.profile, intervals=protocol.intervals, tokens_per_rank=tokens, sampled_passes=passes,
+            passes_per_interval=simulator.passes_per_interval, schedule=traffic.schedule, drift_rate=traffic.rate,
+            start="eplb", allow_reuse=traffic.allow_reuse, compare_eplb=False, **options,
+        )  # fmt: skip
+        policy = make_policy(env)
+        obs, info = env.reset(seed=seed)
+        ended = False
+        while not ended:
+            began = time.perf_counter()
+            action = policy(obs)
+            seconds += time.perf_counter() - began
+            obs, _, terminated, truncated, info = env.step(action)
+            ended = terminated or truncated
+        infos.append(info)
+        env.close()
+    totals = [float(info["time_us"]) for info in infos]
+    decisions = len(deals.parts) * protocol.intervals * test.n_layers
+    return Result(
+        planner=name,
+        served_us=float(np.mean([info["served_us"] for info in infos])),
+        migration_us=float(np.mean([info["migration_us"] for info in infos])),
+        total_us=float(np.mean(totals)),
+        total_ci95_us=ci95_of_deals(totals, deals.groups),
+        decision_ms=1e3 * seconds / decisions,
+        groups=deals.groups,
+        stream_totals_us=totals,
+    )
+
+
+def teach(planner: Planner, trace: TokenTrace, protocol: Protocol) -> None:
+    """Let a planner that can learn do so, from the train split of the trace, if no stream is drawn from that split."""
+    if planner.learns and protocol.split in UNSEEN_SPLITS:
         planner.learn(split_trace(trace, "train"))
 
 

@@ -28,7 +28,7 @@ Ids = npt.NDArray[np.int64]
 def can_search(sim: Simulator) -> bool:
     """Whether the search is for such placements, and they are few enough."""
     nodes, on_node = sim.cluster.n_nodes, sim.cluster.gpus_per_node * sim.n_slots
-    if nodes > 2 or nodes * on_node != sim.n_experts or sim.stay or sim.migration != "blocking":
+    if nodes > 2 or nodes * on_node != sim.n_experts or sim.migration != "blocking":
         return False
     orders = factorial(on_node) // factorial(sim.n_slots) ** sim.cluster.gpus_per_node
     return sim.profile.dispatch != "lp" and comb(sim.n_experts, on_node) <= MAX_DIVISIONS and orders <= MAX_ORDERS

@@ -1,4 +1,4 @@
-"""Greedy searches: the best operation on a few experts, or the best of all swaps and moves."""
+"""Greedy search: look ahead at every operation, and make the best one on each expert in turn."""
 
 from __future__ import annotations
 
@@ -9,54 +9,42 @@ import numpy as np
 
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
-from clustergym.planners.kernels import greedy as kernels
-from clustergym.planners.search import Search
+from clustergym.planners.anneal import Anneal
+from clustergym.planners.base import Planner
+from clustergym.planners.kernels.greedy import improve_layers
+from clustergym.planners.kernels.launch import over_layers
+from clustergym.traces.token_trace import TokenTrace
 
 
 @dataclass(eq=False, kw_only=True)
-class Bottleneck(Search):
-    """Applies the best operation on experts of the busiest GPU, a few times per layer."""
+class Greedy(Planner):
+    """Changes each layer in rounds. In a round, experts have their turn, those that can save most first.
 
-    starts_from_eplb = True
+    The look-ahead is the estimate of annealing, so it does not count tokens, and it knows past traffic if the planner
+    has learned it. A layer starts from the best of the current placement, EPLB's and, after learning, the plan for past
+    traffic. Rounds end when one saves less than half a percent.
+    """
 
-    operations: int = 8
+    learns = True
+
+    operations: int | None = None
     """Maximum number of operations per layer and interval."""
-    candidates: int = 1
-    """Experts tried for each operation: those of the busiest GPU, heaviest first, then random ones. 0 tries one random
-    expert of any GPU."""
+    restart: bool = True
+    """Start each layer from another placement than the current one if that is better, migration included."""
+
+    def __post_init__(self) -> None:
+        if self.operations is not None and self.operations < 1:
+            raise ValueError(f"operations is {self.operations}: expected at least 1")
+        self.search = Anneal(self.simulator, self.seed, restart=self.restart)
+
+    def learn(self, trace: TokenTrace) -> None:
+        self.search.learn(trace)
 
     def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        interval = self.observe(history)
-        layers, sim = interval.n_layers, self.simulator.count(interval, placement)
-        objective, key = self.objective(interval, sim), self.random_keys(layers)
-        chosen = np.zeros((layers, self.candidates + self.simulator.n_slots + 1), np.int64)
-        saved_us = np.zeros((layers, 3 * self.simulator.n_gpus))
-
-        def search(first: int, last: int) -> None:
-            kernels.bottleneck(
-                first, last, sim, objective, self.operations, self.candidates, key, chosen, saved_us
-            )  # fmt: skip
-
-        self.each_layer(interval, sim, search, sim.slots)
-        return sim.slots.copy()
-
-
-@dataclass(eq=False, kw_only=True)
-class SwapGreedy(Search):
-    """Applies the best of all swaps and moves, a few times per layer. Slow and strong."""
-
-    starts_from_eplb = True
-
-    operations: int = 8
-    """Maximum number of operations per layer and interval."""
-
-    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
-        interval = self.observe(history)
-        sim = self.simulator.count(interval, placement)
-        objective = self.objective(interval, sim)
-
-        def search(first: int, last: int) -> None:
-            kernels.swap_greedy(first, last, sim, objective, self.operations)
-
-        self.each_layer(interval, sim, search, sim.slots)
-        return sim.slots.copy()
+        topic = self.search.topics(history, hurry=True)
+        state, objective = self.search.prepare_estimate(history, placement, topic)
+        self.search.start_estimate(state, placement, objective)
+        most = np.iinfo(np.int64).max if self.operations is None else self.operations
+        gains = np.empty((len(placement), self.simulator.n_experts))
+        over_layers(improve_layers, 0, len(placement), state, objective, most, gains)
+        return state.slots.copy()

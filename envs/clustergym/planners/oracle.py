@@ -19,6 +19,7 @@ class Forecast(Anneal):
     """Annealing on other tokens of the next interval's domains: what a perfect forecast of the mixture would give."""
 
     needs_mixture = True
+    learns = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -55,7 +56,5 @@ class Oracle(Planner):
                 plan = stage.plan(history[-1:], plan)
             times_us = self.simulator.evaluate(history[-1], plan).time_us
             better = times_us < least_us
-            if self.simulator.stay:  # layers depend on each other: keep a plan whole
-                better[:] = times_us.sum() < least_us.sum()
             best, least_us = np.where(better[:, None, None], plan, best), np.where(better, times_us, least_us)
         return best.astype(np.int16)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any, NamedTuple
 
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.planners.anneal import Anneal
 from clustergym.planners.base import Planner
-from clustergym.planners.eplb import EPLB, EPLBOnce, Static
+from clustergym.planners.eplb import EPLB, Static
 from clustergym.planners.exact import Exact
 from clustergym.planners.flashlb import FlashLB
-from clustergym.planners.greedy import Bottleneck, SwapGreedy
+from clustergym.planners.greedy import Greedy
 from clustergym.planners.groups import AffinityGroups, CoOccurrence
-from clustergym.planners.heuristics import Grouping, Incremental
 from clustergym.planners.hot import HotEverywhere, RoundRobin
-from clustergym.planners.learned import AnnealLearned
 from clustergym.planners.oracle import Forecast, Oracle
 from clustergym.planners.swift import Swift
 
@@ -23,58 +20,48 @@ from clustergym.planners.swift import Swift
 class Entry(NamedTuple):
     """A planner class and the options that differ from its defaults."""
 
-    planner: type[Planner] | str
-    """A name in :mod:`clustergym.planners.policy.planner`, imported on first use because networks load slowly."""
+    planner: type[Planner]
     options: dict[str, Any] = {}
 
 
 PLANNERS: dict[str, Entry] = {
     "static": Entry(Static),
     "round-robin": Entry(RoundRobin),
-    "eplb-once": Entry(EPLBOnce),
     "eplb": Entry(EPLB),
     "eplb-hierarchical": Entry(EPLB, {"hierarchical": True}),
-    "eplb-ema": Entry(EPLB, {"ema": 0.5}),
-    "eplb-threshold": Entry(EPLB, {"ema": 0.5, "threshold": 1.3}),
-    "incremental": Entry(Incremental),
     "flashlb": Entry(FlashLB),
     "swift": Entry(Swift),
     "hot-everywhere": Entry(HotEverywhere),
-    "grouping": Entry(Grouping),
     "co-occurrence": Entry(CoOccurrence),
     "affinity-groups": Entry(AffinityGroups),
-    "random-best": Entry(Bottleneck, {"candidates": 0}),
-    "bottleneck": Entry(Bottleneck),
-    "bottleneck-8": Entry(Bottleneck, {"candidates": 8}),
-    "swap-greedy": Entry(SwapGreedy),
-    "anneal-max": Entry(Anneal, {"norm": 0, "mix_tokens": 0}),
+    "greedy": Entry(Greedy),
     "anneal": Entry(Anneal),
-    "anneal-4": Entry(Anneal, {"intervals": 4}),
-    "anneal-robust": Entry(Anneal, {"spread": 0.5}),
-    "anneal-learned": Entry(AnnealLearned),
-    "policy": Entry("Policy"),
-    "policy-guided": Entry("PolicyGuided"),
     "forecast": Entry(Forecast),
     "oracle": Entry(Oracle),
     "exact": Entry(Exact),
 }
+REMOVED = {
+    **dict.fromkeys(("eplb-ema", "eplb-threshold", "eplb-once", "incremental"), "eplb"),
+    **dict.fromkeys(("bottleneck", "bottleneck-8", "random-best", "swap-greedy"), "greedy"),
+    **dict.fromkeys(("anneal-4", "anneal-max", "anneal-robust", "anneal-learned", "policy-guided"), "anneal"),
+    "grouping": "affinity-groups",
+    "policy": "greedy",
+}
+"""Names of earlier versions, and what to use instead."""
 
 
 def planner_class(name: str) -> type[Planner]:
     """The class behind a name: its attributes say what the planner needs."""
+    if name in REMOVED:
+        raise ValueError(f"planner {name!r} was removed: use {REMOVED[name]!r}")
     if name not in PLANNERS:
         raise ValueError(f"unknown planner {name!r}; the planners are: {', '.join(PLANNERS)}")
-    planner = PLANNERS[name].planner
-    if isinstance(planner, str):
-        found: type[Planner] = getattr(import_module("clustergym.planners.policy.planner"), planner)
-        return found
-    return planner
+    return PLANNERS[name].planner
 
 
 def planners_on_loads() -> list[str]:
     """Names of the planners that need only the load of each expert."""
-    plain = ((name, entry.planner) for name, entry in PLANNERS.items() if not isinstance(entry.planner, str))
-    return [name for name, planner in plain if not planner.needs_tokens]
+    return [name for name, entry in PLANNERS.items() if not entry.planner.needs_tokens]
 
 
 def make_planner(name: str, simulator: Simulator, **options: object) -> Planner:

@@ -10,44 +10,38 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.costs import kernel_costs
 from clustergym.moe_placement.profiles import EngineProfile, profiles_of
-from clustergym.moe_placement.resampling import HeldOutPasses, Samples, spread_layers
-from clustergym.moe_placement.simulator import COMPUTE_US, Placement, Simulator
+from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import MODELS, ModelSpec, get_model, model_for
-from clustergym.moe_placement.streams import Interval, Traffic, sample_passes
+from clustergym.moe_placement.streams import Interval, Traffic
 from clustergym.planners import evaluation
-from clustergym.planners.base import Planner
 from clustergym.planners.eplb import balance
-from clustergym.planners.evaluation import PASSES_OF_A_PERMANENT_PLAN, PLAN_PASSES_OF_LOADS, sample_tokens
-from clustergym.planners.greedy import SwapGreedy
-from clustergym.planners.recorded import LoadInterval
+from clustergym.planners.greedy import Greedy
+from clustergym.planners.heldout import (
+    PASSES_OF_A_PERMANENT_PLAN,
+    HeldOutCounts,
+    HeldOutPasses,
+    Measured,
+    Observed,
+    Samples,
+    evenly_spaced,
+)
 from clustergym.planners.registry import make_planner, planner_class, planners_on_loads
 from clustergym.plans.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
-DEFAULT_PLANNERS = {
-    "sglang-prefill": "anneal-max",
-    "sglang-decode": "anneal",
-    "sglang-lp": "affinity-groups",
-    "vllm": "flashlb",
-    "vllm-deepep": "anneal-max",
-    "tensorrt-llm": "anneal-max",
-    "vllm-ascend": "anneal-max",
-}
-"""The planner by profile if none is asked for: the best of ``python benchmarks/placement.py --schedules stationary``,
-the mean over models. Of planners that are equally good, the quickest. For SGLang's decode, ``anneal-max`` was better
-there with four times the search time, but not with the same time (``python benchmarks/judge.py``)."""
+DEFAULT_PLANNERS = {"sglang-lp": "affinity-groups", "vllm": "flashlb"}
+"""The planner by profile if none is asked for and it is not ``anneal``: the best of ``python benchmarks/placement.py
+--schedules stationary``, the mean over models. Of planners that are equally good, the quickest."""
 
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
 # With a limit on moves, searches run this often to find out what a move should cost.
 _LIMITED_RUNS = 5
-# With a limit, single swaps are often better than a search that moves nearly everything. All of them are tried, on so
-# many tokens that it takes about 4 s.
-_SWAPS_TIMES_TOKENS = 6e9
+# With a limit, a few greedy operations are often better than a search that moves nearly everything.
+_GREEDY_OPERATIONS = 8
 _TRANSITION_TOKENS = 16384
 # Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
 # pass and layer.
@@ -77,8 +71,8 @@ class Sizes:
                 raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")
 
 
-@dataclass
-class Outcome:
+@dataclass(kw_only=True)
+class Outcome(Measured):
     """One planner's placement on held-out traffic."""
 
     planner: str
@@ -87,25 +81,8 @@ class Outcome:
     decision_s: float
     filled: int
     """Number of slots that the planner left empty"""
-    samples: Samples
-    """Times on held-out passes"""
-    layer_us: npt.NDArray[np.float64]
-    """(L, 3) dispatch, compute, combine, means over passes. Counts have only compute."""
-    pairs: npt.NDArray[np.float64]
-    """(L, G) token-expert pairs per GPU and pass, mean over passes"""
-    peak_pairs: npt.NDArray[np.float64]
-    """(L,) token-expert pairs of the busiest GPU of a pass, mean over passes"""
-    balancedness: float
-    copies: npt.NDArray[np.float64] | None = None
-    """(L, G, G) activations dispatched from row to column per pass; None for counts"""
-    gpus_per_token: float | None = None
-    inter_node_mb: float | None = None
     other_profiles: dict[str, Samples] = field(default_factory=dict)
     """Times under the other profiles of the engine, on a few layers"""
-
-    @property
-    def served_us(self) -> float:
-        return self.samples.mean_us
 
 
 @dataclass
@@ -200,83 +177,6 @@ def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> st
     return "eplb" if isinstance(trace, LoadTrace) and planner_class(name).needs_tokens else name
 
 
-# Traffic to plan and to measure on
-
-
-class Observed:
-    """The traffic that planners may look at."""
-
-    def __init__(self, part: TokenTrace | LoadTrace, simulator: Simulator, traffic: Traffic, sizes: Sizes) -> None:
-        self.simulator, self.static = simulator, simulator.static(part.n_layers)
-        self.tokens: Interval | None = None
-        """Passes of the whole planning part; None for counts."""
-        if isinstance(part, LoadTrace):
-            self.loads = LoadInterval(part.counts, traffic.sizes[1] * simulator.n_gpus)
-        else:
-            passes = sample_passes(part, simulator.n_gpus, traffic, PLAN_PASSES_OF_LOADS, sizes.seed)
-            self.loads = LoadInterval(passes.pass_loads(simulator.n_experts), passes.n_tokens)
-            self.tokens = passes.first_passes(sizes.plan_passes)
-            if sizes.observe_tokens is not None:
-                self.tokens = sample_tokens(self.tokens, sizes.observe_tokens, sizes.seed)
-
-    def interval(self, planner: Planner) -> Interval:
-        """The passes for a planner."""
-        return self.loads if self.tokens is None or not planner.needs_tokens else self.tokens
-
-
-def measure(held_out: HeldOutPasses, placement: Placement) -> dict[str, Any]:
-    """Fields of an Outcome."""
-    served = held_out.serve(placement)
-    return {
-        "samples": held_out.samples(placement, served),
-        "layer_us": served.pass_us.mean(1),
-        "pairs": served.pairs.mean(1),
-        "peak_pairs": served.pairs.max(2).mean(1),
-        "balancedness": float(served.balancedness.mean()),
-        "copies": served.copies,
-        "gpus_per_token": float(served.gpus_per_token.mean()),
-        "inter_node_mb": float(served.inter_node_bytes.mean()) / 1e6,
-    }
-
-
-class HeldOutCounts:
-    """Held-out steps of counts, scaled to a pass."""
-
-    reused = 0.0
-
-    @property
-    def n_passes(self) -> int:
-        return len(self.expert_pairs)
-
-    def __init__(self, part: LoadTrace, simulator: Simulator, traffic: Traffic) -> None:
-        share = part.counts / np.maximum(part.counts.sum(2, keepdims=True), 1)
-        self.simulator, self.n_tokens = simulator, traffic.sizes[1] * simulator.n_gpus
-        pass_pairs = self.n_tokens * simulator.model.top_k
-        self.expert_pairs = np.zeros((part.n_steps, part.n_layers, simulator.n_experts))
-        self.expert_pairs[:, :, : part.n_experts] = share * pass_pairs
-
-    def measure(self, placement: Placement) -> dict[str, Any]:
-        """Fields of an Outcome. Without tokens, replicas share an expert's load evenly, and only compute is known."""
-        simulator, layers = self.simulator, np.arange(len(placement))
-        costs = kernel_costs(simulator.model, simulator.profile, self.n_tokens, simulator.n_slots)
-        copies = np.zeros(self.expert_pairs.shape[1:])
-        np.add.at(copies, (np.broadcast_to(layers[:, None, None], placement.shape), placement), 1)
-        slot_pairs = (self.expert_pairs / copies)[:, layers[:, None, None], placement]  # (W, L, G, S)
-        pairs, active = slot_pairs.sum(3), (slot_pairs > 0).sum(3)
-        blocks = np.ceil(slot_pairs / costs.block_tokens).sum(3)
-        work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * pairs
-        compute = np.maximum(costs.floor_us, costs.start_us + work.max(2))
-        layer_us = np.zeros((len(placement), 3))
-        layer_us[:, COMPUTE_US] = compute.mean(0)
-        return {
-            "samples": Samples(compute.mean(1)),
-            "layer_us": layer_us,
-            "pairs": pairs.mean(0),
-            "peak_pairs": pairs.max(2).mean(0),
-            "balancedness": float((pairs.mean(2) / np.maximum(pairs.max(2), 1e-12)).mean()),
-        }
-
-
 # Planning
 
 
@@ -307,7 +207,7 @@ def make_plan(
         force: keep the planner's placement even if no gain over EPLB (or the live placement) is shown.
         live: (L, G, S) placement that is served now. It takes the place of the static one, and planners start from it.
         limit: what the change from the live placement may cost; by default anything.
-        options: more options of the planner (``checkpoint`` …).
+        options: more options of the planner.
         progress: called before each step with its name and its duration in seconds, if known.
         stop: asked now and then. When it returns True, searches end with the best placement so far.
     """
@@ -332,7 +232,7 @@ def make_plan(
         before, steps = trace.split(sizes.share)
         said = [f"{part.n_steps} steps of counts" for part in (before, steps)]
         held_out = HeldOutCounts(steps, simulator, traffic)
-    observed = Observed(before, simulator, traffic, sizes)
+    observed = Observed(before, simulator, traffic, sizes.plan_passes, sizes.observe_tokens, sizes.seed)
     warm_up: Interval = observed.loads
     if isinstance(before, TokenTrace):
         warm_up = evaluation.compile_on(before.select(layers=[0]), simulator)
@@ -340,12 +240,17 @@ def make_plan(
 
     def serve(name: str, placement: Placement, decision_s: float, empty: int) -> None:
         progress(f"serving held-out traffic on {name}", None)
-        found = held_out.measure(placement) if isinstance(held_out, HeldOutCounts) else measure(held_out, placement)
-        outcomes[name] = Outcome(name, placement, decision_s, empty, **found)
-        outcomes[name].other_profiles = {
-            other: passes.samples(placement[spread_layers(trace.n_layers, passes.n_layers)])
-            for other, passes in others.items()
-        }
+        outcomes[name] = Outcome(
+            **vars(held_out.measure(placement)),
+            planner=name,
+            placement=placement,
+            decision_s=decision_s,
+            filled=empty,
+            other_profiles={
+                other: passes.samples(placement[evenly_spaced(trace.n_layers, passes.n_layers)])
+                for other, passes in others.items()
+            },
+        )
 
     first = observed.static
     if live is not None:
@@ -405,10 +310,11 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
     """(the best placement that the limit allows, slots that were empty)
 
     A search that does not know the limit would move nearly everything, and a part of that is worth little. So moves
-    cost time in the search, as much as it takes to stay within the limit. The best single swaps compete with it.
+    cost time in the search, as much as it takes to stay within the limit. A few greedy operations compete with it.
     """
     empty, began = 0, time.perf_counter()
-    swapped = _best_swaps(change.live, observed)
+    greedy = Greedy(observed.simulator, operations=_GREEDY_OPERATIONS, restart=False)
+    swapped = greedy.plan([observed.interval(greedy)], change.live)
     if given["seconds"] is not None:
         left = max(given["seconds"] - (time.perf_counter() - began), given["seconds"] / 2)
         given = given | {"seconds": left / _LIMITED_RUNS}
@@ -420,16 +326,7 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
         placement, empty = _filled(made.plan([observed.interval(made)], change.live), simulator, observed)
         return placement
 
-    return change.search(plan, _LIMITED_RUNS, swapped), empty
-
-
-def _best_swaps(live: Placement, observed: Observed) -> list[Placement]:
-    """The placement after the best swaps of each layer, on as many passes as there is time for; nothing if on none."""
-    planner = SwapGreedy(observed.simulator)
-    interval = observed.interval(planner)
-    swaps = len(live) * planner.operations * live[0].size ** 2 / 2
-    passes = int(_SWAPS_TIMES_TOKENS / (swaps * interval.n_tokens))
-    return [planner.plan([interval.first_passes(passes)], live)] if passes else []
+    return change.search(plan, _LIMITED_RUNS, [swapped]), empty
 
 
 def transition_from(live: Placement, limit: Limit, simulator: Simulator, observed: Observed) -> Transition:
@@ -454,7 +351,7 @@ def _other_profiles(part: TokenTrace, simulator: Simulator, traffic: Traffic, si
             other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)
             own = traffic if profile.phase == traffic.phase else Traffic(profile.phase)
             layers, n_passes, draws = _LP_PROFILE if profile.dispatch == "lp" else _OTHER_PROFILES
-            some = part.select(layers=spread_layers(part.n_layers, layers))
+            some = part.select(layers=evenly_spaced(part.n_layers, layers))
             found[profile.name] = HeldOutPasses(some, other, own, min(sizes.passes, n_passes), sizes.seed, draws)
     return found
 
@@ -482,15 +379,13 @@ def fill_empty(simulator: Simulator, observed: Observed, placement: Placement) -
             candidates.append(ordered[share[ordered] >= 0])
         chosen = [int(experts[0]) for experts in candidates]
         if observed.tokens is not None:
-            # With transport "stay" layers depend on each other.
-            served = np.arange(len(placement)) if simulator.stay else layers
-            passes = replace(observed.tokens.first_passes(_FILL_PASSES), experts=observed.tokens.experts[served])
+            passes = replace(observed.tokens.first_passes(_FILL_PASSES), experts=observed.tokens.experts[layers])
             least = np.full(len(spots), np.inf)
             for i in range(min(len(experts) for experts in candidates)):
                 trial = placement.copy()
                 for spot, experts in zip(spots, candidates, strict=True):
                     trial[spot] = experts[i]
-                times = simulator.pass_times(passes, trial[served]).mean(1)[np.searchsorted(served, layers)]
+                times = simulator.pass_times(passes, trial[layers]).mean(1)
                 for j in np.flatnonzero(times < least):
                     least[j], chosen[j] = times[j], int(candidates[j][i])
         for spot, expert in zip(spots, chosen, strict=True):

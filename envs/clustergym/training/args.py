@@ -53,8 +53,8 @@ class RunArgs:
 
 FREE_ON_RESUME = {
     "config", "run_dir", "resume", "total_timesteps", "checkpoint_interval", "eval_interval", "eval_episodes",
-    "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile",
-    "cudagraphs",
+    "eval_args", "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile",
+    "cudagraphs", "async_envs",
 }  # fmt: skip
 """Flags that may change when a run is resumed. They have no influence on the next iteration."""
 
@@ -86,7 +86,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "kl_target", "kl_coef", "min_kl_coef"], POSITIVE
     ),
-    **dict.fromkeys(["seed", "checkpoint_interval", "eval_interval", "eval_episodes"], NOT_NEGATIVE),
+    **dict.fromkeys(["seed", "checkpoint_interval", "eval_interval", "eval_episodes", "eval_streams"], NOT_NEGATIVE),
     **dict.fromkeys(["ent_coef", "vf_coef"], NOT_NEGATIVE),
     **dict.fromkeys(["gamma", "gae_lambda"], PROBABILITY),
 }

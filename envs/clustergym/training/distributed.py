@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from clustergym.training.args import FlagError
 
@@ -65,6 +66,14 @@ class World:
         torch.distributed.gather_object(value, found)
         return found or []
 
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows of all ranks below each other, on all ranks. Every rank passes the same number of rows."""
+        if self.size == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, rows)
+        return torch.cat(parts)
+
     def share(self, value: Any) -> Any:
         """The value of rank 0, on all ranks."""
         if self.size == 1:
@@ -80,7 +89,9 @@ class World:
                 torch.distributed.broadcast(tensor, src=0)
 
     def close(self) -> None:
+        """Call this after the last message of a run. All ranks leave together."""
         if self.size > 1:
+            torch.distributed.barrier()
             torch.distributed.destroy_process_group()
 
 
@@ -113,5 +124,10 @@ def init_distributed(cuda: bool | None = None, deterministic: bool = False) -> W
         return World(device=device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return World(torch.distributed.get_rank(), size, device)
+    backend, store, rank = "nccl" if device.type == "cuda" else "gloo", None, int(os.environ["RANK"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # The store of torchrun outlives the ranks. With the same keys, restarted ranks would connect to dead ones.
+        shared = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", shared)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
+    return World(rank, size, device)

@@ -30,28 +30,43 @@ def evaluation_seed(seed: int) -> int:
     return derive_seed(seed, 0, 0, 1)
 
 
-def make_vec(env_id: str, num_envs: int, videos: Path | None = None, **options: Any) -> VectorEnv:
+def make_vec(
+    env_id: str, num_envs: int, videos: Path | None = None, flatten: bool = False, **options: Any
+) -> VectorEnv:
     """``gymnasium.make_vec`` with SAME_STEP autoreset: the step that ends an episode also begins the next one.
 
     The vector version of an environment is used if it has one with this autoreset mode. Otherwise copies of the
     environment are stepped one after another (``SyncVectorEnv``). ``module:Id-v0`` imports the module first. With
-    ``videos``, the first episode is recorded to this folder. ``options`` are passed on to the environment.
+    ``videos``, the first episode is recorded to this folder. With ``flatten``, observations that are no vectors become
+    ones. ``options`` are passed on to the environment.
     """
     module, _, name = env_id.rpartition(":")
     if module:
         import_module(module)
     if gym.spec(name).vector_entry_point is not None and videos is None:
         envs: VectorEnv = gym.make_vec(name, num_envs=num_envs, **options)
-        if envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP:
+        if envs.metadata.get("autoreset_mode") == AutoresetMode.SAME_STEP and (_is_flat(envs) or not flatten):
             return envs
         envs.close()
     if videos is not None:
-        recorded = partial(
-            gym.wrappers.RecordVideo, video_folder=str(videos), episode_trigger=lambda n: n == 0, disable_logger=True
-        )
-        options |= {"render_mode": "rgb_array", "wrappers": [recorded]}
+        options["render_mode"] = "rgb_array"
+    wrappers: list[Any] = [] if videos is None else [partial(record_video, folder=videos)]
     same_step = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    return gym.make_vec(name, num_envs=num_envs, vectorization_mode="sync", vector_kwargs=same_step, **options)
+    make = partial(gym.make_vec, name, num_envs, "sync", vector_kwargs=same_step, **options)
+    envs = make(wrappers=wrappers)
+    if flatten and not _is_flat(envs):
+        envs.close()
+        envs = make(wrappers=[*wrappers, gym.wrappers.FlattenObservation])
+    return envs
+
+
+def _is_flat(envs: VectorEnv) -> bool:
+    return len(envs.single_observation_space.shape or ()) == 1
+
+
+def record_video(env: gym.Env[Any, Any], folder: Path) -> gym.Env[Any, Any]:
+    """Record the first episode of an environment. Its render mode must be rgb_array."""
+    return gym.wrappers.RecordVideo(env, str(folder), episode_trigger=lambda number: number == 0, disable_logger=True)
 
 
 def get_state(envs: VectorEnv) -> dict[str, Any] | None:
@@ -92,8 +107,19 @@ def _array(value: Any) -> Any:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
-def play_episodes(envs: VectorEnv, act: Callable[[Any, dict[str, Any]], Any], seed: int) -> list[float]:
-    """Undiscounted returns of one episode per environment. ``act(obs, infos)`` chooses the actions. Closes ``envs``."""
+def play_episodes(
+    envs: VectorEnv,
+    act: Callable[[Any, dict[str, Any]], Any],
+    seed: int,
+    begin: Callable[[int], None] | None = None,
+) -> list[float]:
+    """Undiscounted returns of one episode per environment. Closes ``envs``.
+
+    ``act(obs, infos)`` chooses the actions. ``begin(num_envs)`` is called before the first step: an agent with a memory
+    clears it.
+    """
+    if begin is not None:
+        begin(envs.num_envs)
     returns, playing = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool)
     obs, infos = envs.reset(seed=seed)
     while playing.any():
@@ -111,6 +137,7 @@ def evaluate(
     num_episodes: int,
     seed: int,
     videos: Path | None = None,
+    begin: Callable[[int], None] | None = None,
 ) -> list[float]:
     """Returns of evaluation episodes, see :func:`play_episodes`. With ``videos``, one more episode is recorded there.
 
@@ -118,5 +145,5 @@ def evaluate(
     """
     with torch.no_grad():
         if videos is not None:
-            play_episodes(make_envs(1, videos), act, evaluation_seed(seed))
-        return play_episodes(make_envs(num_episodes, None), act, evaluation_seed(seed)) if num_episodes else []
+            play_episodes(make_envs(1, videos), act, evaluation_seed(seed), begin)
+        return play_episodes(make_envs(num_episodes, None), act, evaluation_seed(seed), begin) if num_episodes else []

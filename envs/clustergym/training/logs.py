@@ -19,11 +19,11 @@ from clustergym.common.files import write_atomically
 
 
 def open_tensorboard(folder: Path, config: Mapping[str, Any], start_step: int) -> SummaryWriter:
-    """A writer that logs the hyperparameters. In a resumed run, entries after ``start_step`` are hidden."""
+    """A writer that logs the hyperparameters. Older entries of the folder after ``start_step`` are hidden."""
     # TensorBoard orders event files by the second of their creation, so a resumed run must begin in another second.
     while any(file.name.split(".")[3] == str(int(time.time())) for file in folder.glob("events.out.tfevents.*")):
         time.sleep(0.01)
-    writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
+    writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0)
     if not start_step:
         rows = "\n".join(f"|{key}|{value}|" for key, value in config.items())
         writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{rows}")

@@ -9,7 +9,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Run:
         device: The GPU, if there is one and ``--cuda`` is not False. Otherwise the CPU.
         num_iterations, total_steps: Length of the run.
         first_iteration: 1, or the number of the iteration after the checkpoint.
+        resumed: Whether ``--resume`` was given, or torchrun has started this process again.
         iteration, global_step: The current iteration, and the environment steps at its end.
         writer: TensorBoard's SummaryWriter on rank 0, otherwise None.
 
@@ -61,11 +62,20 @@ class Run:
         task: Name of the task, part of the folder's name.
         steps_per_iteration: Environment steps per iteration of one process.
         world: The processes of a trainer that ``torchrun`` can start. Default: one process.
+        num_iterations: Length of the run. Default: ``--total-timesteps``, rounded up to whole iterations.
     """
 
     def __init__(
-        self, trainer: str, args: RunArgs, task: str, steps_per_iteration: int, world: World | None = None
+        self,
+        trainer: str,
+        args: RunArgs,
+        task: str,
+        steps_per_iteration: int,
+        world: World | None = None,
+        num_iterations: int | None = None,
     ) -> None:
+        # When a rank fails, torchrun starts all ranks again, with their first arguments.
+        args = replace(args, resume=args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0)
         if world is None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise FlagError(f"{trainer}.py runs in one process: start it with python, not with torchrun")
@@ -73,17 +83,18 @@ class Run:
             world = World(device=choose_device(args.cuda, deterministic=args.torch_deterministic))
         self.world, self.device = world, world.device
         self.steps_per_iteration = steps_per_iteration * world.size
-        self.num_iterations = math.ceil(args.total_timesteps / self.steps_per_iteration)
+        self.num_iterations = num_iterations or math.ceil(args.total_timesteps / self.steps_per_iteration)
         self.total_steps = self.num_iterations * self.steps_per_iteration
         self.steps_per_s = 0.0
         self.writer = self.wandb = None
         self._trainer, self._args = trainer, args
-        self._config = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(args).items()}
+        self._config: dict[str, Any] = json.loads(json.dumps(asdict(args), default=str))  # paths become text
         self.folder = Path(
             world.share(str(choose_folder(f"{trainer}__{task}__{args.seed}", args.run_dir, args.resume)))
         )
         self._checkpoint = self.folder / CHECKPOINT_NAME
         self._saved = self._read_checkpoint()
+        self.resumed = args.resume
         self.iteration = self._saved["iteration"] if self._saved else 0
         self.first_iteration = self.iteration + 1
         seed = derive_seed(args.seed, self.first_iteration, world.rank)
@@ -174,11 +185,11 @@ class Run:
         saved = self.world.share(saved)
         if saved is None:
             return None
-        before, now = saved["args"], json.loads(json.dumps(self._config))
+        before, now = saved["args"], self._config
         differing = [
             f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
             for key in sorted(before.keys() | now.keys())
-            if key not in FREE_ON_RESUME and json.loads(json.dumps(before.get(key))) != now.get(key)
+            if key not in FREE_ON_RESUME and before.get(key) != now.get(key)
         ]
         if differing:
             raise CheckpointError("cannot resume with other arguments: " + "; ".join(differing))
@@ -244,7 +255,8 @@ class Run:
             video = require("wandb", "train").Video
             for file in sorted(self.folder.glob("videos/**/*.mp4")):
                 self.wandb.log({f"videos/{file.parent.name}": video(str(file), format="mp4")})
-            self.wandb.log({f"final/{key}": value for key, value in fields.items()})
+            last = {"eval/mean_return": fields["mean_return"]} if returns else {}
+            self.wandb.log(last | {f"final/{key}": value for key, value in fields.items()})
             self.wandb.finish()
         print("result " + json.dumps(_without_nan(result)), flush=True)
         return result

@@ -12,11 +12,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from clustergym.agent.collector.http import Fetcher
-from clustergym.agent.collector.pods import ManagedPod, Target, managed_pod
+from clustergym.agent.collector.pods import ManagedPod, managed_pod
 from clustergym.agent.collector.quality import Prometheus, judge
 from clustergym.agent.collector.usage import Usage, UsageSource
-from clustergym.kubernetes.clients import ApiServer, Unavailable
+from clustergym.kubernetes.clients import ApiServer, Client, Unavailable
+from clustergym.kubernetes.messages import FeedbackRequest
 
 log = logging.getLogger(__name__)
 
@@ -94,22 +94,18 @@ class Watch:
             window.add(usage, quality.met, quality.pressure, oom)
         self.was_ready |= pod.ready
 
-    def report(self, target: Target, final: bool) -> dict[str, Any] | None:
+    def report(self, final: bool) -> dict[str, Any] | None:
         """The body of a feedback, or None if nothing was measured: then there is nothing to learn."""
         window = self.life if final else self.window
         if window.measured == 0 and not window.oom:
             return None
         cores = window.cores / max(window.measured, 1)
-        body: dict[str, Any] = {
-            "allocation_id": target.allocation_id, "owner": self.pod.owner, "final": final,
-            "actual_usage": min(cores, 100.0), "qos_met": window.met >= MET_SHARE * window.samples,
-            "pods": window.pods, "oom": window.oom, "restarts": self.pod.restarts,
-        }  # fmt: skip
-        if self.peak_memory_mb is not None:
-            body["memory_used"] = self.peak_memory_mb
-        if window.pressure is not None:
-            body["pressure"] = window.pressure
-        return body
+        message = FeedbackRequest(
+            allocation_id=self.pod.allocation_id, owner=self.pod.owner, final=final, actual_usage=min(cores, 100.0),
+            qos_met=window.met >= MET_SHARE * window.samples, pods=window.pods, oom=window.oom,
+            restarts=self.pod.restarts, memory_used=self.peak_memory_mb, pressure=window.pressure,
+        )  # fmt: skip
+        return message.model_dump()
 
 
 class Collector:
@@ -121,7 +117,7 @@ class Collector:
         api: ApiServer,
         source: UsageSource,
         prometheus: Prometheus | None,
-        fetcher: Fetcher,
+        client: Client,
         agents: dict[str, str],
         interval_s: float,
         report_s: float,
@@ -130,7 +126,7 @@ class Collector:
             if value <= 0:
                 raise ValueError(f"{name} is {value} s: expected more than 0")
         self.node, self.api, self.source, self.prometheus = node, api, source, prometheus
-        self.fetcher, self.agents, self.interval_s, self.report_s = fetcher, agents, interval_s, report_s
+        self.client, self.agents, self.interval_s, self.report_s = client, agents, interval_s, report_s
         self.started_s = time.time()
         self.last_step_s = time.monotonic()
         self.silent_agents: set[str] = set()
@@ -139,7 +135,8 @@ class Collector:
         self.values: dict[str, float | None] = {}
         """The newest values of the queries by uid of the pod."""
         self._asking: asyncio.Task[None] | None = None
-        self.waiting: OrderedDict[tuple[str, str], tuple[Target, dict[str, Any]]] = OrderedDict()
+        self.waiting: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()
+        """Last reports by agent and allocation."""
         self.registry = CollectorRegistry()
         self.samples = Counter("clustergym_collector_samples", "Samples of pods", registry=self.registry)
         self.feedback = Counter(
@@ -251,52 +248,54 @@ class Collector:
         log.warning("%s: %s", source, error)
 
     async def _report(self, watch: Watch) -> None:
-        """Send a sample to every agent of the pod. If one does not answer, the next report covers this time too."""
-        sent = True
-        for target in watch.pod.targets:
-            body = watch.report(target, final=False)
-            if body is not None:
-                sent &= await self._send(target, body)
-        if sent:
+        """Send a sample to the agent of the pod. If it does not answer, the next report covers this time too."""
+        body = self._body(watch, final=False)
+        if body is None or await self._send(watch.pod.agent, body):
             watch.window = Window()
             watch.reported_s = time.monotonic()
 
+    def _body(self, watch: Watch, final: bool) -> dict[str, Any] | None:
+        try:
+            return watch.report(final)
+        except ValueError as error:  # what this pod says is no message: it never will be
+            self._bug(error)
+            return None
+
     def _add_final(self, watch: Watch) -> None:
-        for target in watch.pod.targets:
-            body = watch.report(target, final=True)
-            if body is not None:
-                self.waiting[target.agent, target.allocation_id] = target, body
+        body = self._body(watch, final=True)
+        if body is not None:
+            self.waiting[watch.pod.agent, watch.pod.allocation_id] = body
         while len(self.waiting) > MAX_WAITING:
             self.waiting.popitem(last=False)
 
     async def send_waiting(self) -> None:
         """Send the last reports of pods that ended."""
-        for key, (target, body) in list(self.waiting.items()):
-            if await self._send(target, body):
+        for key, body in list(self.waiting.items()):
+            if await self._send(key[0], body):
                 del self.waiting[key]
 
-    async def _send(self, target: Target, body: dict[str, Any]) -> bool:
+    async def _send(self, agent: str, body: dict[str, Any]) -> bool:
         """Whether the agent has answered. What it refuses will not be accepted later either."""
-        url = self.agents.get(target.agent)
+        url = self.agents.get(agent)
         if url is None:
             return True
-        if target.agent in self.silent_agents:
+        if agent in self.silent_agents:
             return False
-        what = f"the agent ({target.agent})"
+        what = f"the agent ({agent})"
         try:
-            status, content = await self.fetcher.send("POST", f"{url}/feedback", what, json=body)
+            status, content = await self.client.send("POST", f"{url}/feedback", what, json=body)
         except Unavailable as error:
             self._failed("feedback", error)
-            self.silent_agents.add(target.agent)
+            self.silent_agents.add(agent)
             return False
         except Exception as error:  # what one pod says cannot be sent: it never will be
             self._bug(error)
             return True
         if status in (401, 403, 429) or status > 500:  # 500: a bug for this report, the others may be fine
             self._failed("feedback", Unavailable(f"{what} answered {status}"))
-            self.silent_agents.add(target.agent)
+            self.silent_agents.add(agent)
             return False
-        self.feedback.labels(target.agent, str(status) if status != 200 else "ok").inc()
+        self.feedback.labels(agent, str(status) if status != 200 else "ok").inc()
         if status != 200:
             log.warning("%s answered %d to a report: %s", what, status, content[:200].decode(errors="replace"))
         return True
@@ -305,4 +304,4 @@ class Collector:
         if self._asking is not None:
             self._asking.cancel()
         await self.api.close()
-        await self.fetcher.close()
+        await self.client.close()

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import datetime
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from clustergym.kubernetes import names
-from clustergym.kubernetes.clients import is_allocation_id
+from clustergym.kubernetes.messages import is_allocation_id, is_latency_sensitive
 from clustergym.kubernetes.requests import annotations_of, owner_of
-
-BEST_EFFORT_CLASSES = {"be", "besteffort", "burstable"}
-
-
-@dataclass(frozen=True)
-class Target:
-    """An allocation that waits for feedback."""
-
-    agent: str
-    """``node`` or ``recommender``."""
-    allocation_id: str
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,9 @@ class ManagedPod:
     namespace: str
     name: str
     owner: str
-    targets: tuple[Target, ...]
+    allocation_id: str
+    agent: str
+    """Which agent waits for feedback: ``node`` or ``recommender``."""
     requested_cores: float
     granted_cores: float
     """% of the GPU. In mode Off, what the pod requested."""
@@ -64,16 +54,11 @@ def managed_pod(pod: dict[str, Any]) -> ManagedPod | None:
     """The pod, or None if it has no allocation or its annotations are not those of the webhooks."""
     metadata, status, annotations = pod.get("metadata") or {}, pod.get("status") or {}, annotations_of(pod)
     namespace = str(metadata.get("namespace", ""))
-    targets = tuple(
-        Target(agent, annotations[key])
-        for agent, key in (("node", names.ALLOCATION_ID), ("recommender", names.RECOMMENDATION_ID))
-        if is_allocation_id(annotations.get(key))
-    )
+    allocation_id = annotations.get(names.ALLOCATION_ID)
     requested = _number(annotations, names.REQUESTED_CORES, names.CORES, names.GRANTED_CORES)
-    if not targets or requested is None:
+    if not is_allocation_id(allocation_id) or requested is None:
         return None
     granted = _number(annotations, names.GRANTED_CORES)
-    qos_class = re.sub(r"[^a-z]", "", annotations.get(names.QOS_CLASS, "").lower())
     conditions = {one.get("type"): one.get("status") for one in status.get("conditions") or []}
     statuses = list(_container_statuses(status))
     phase = status.get("phase")
@@ -82,11 +67,12 @@ def managed_pod(pod: dict[str, Any]) -> ManagedPod | None:
         namespace=namespace,
         name=str(metadata.get("name", "")),
         owner=owner_of(pod, namespace),
-        targets=targets,
+        allocation_id=str(allocation_id),
+        agent="node" if annotations.get(names.AGENT) == "node" else "recommender",
         requested_cores=requested,
         granted_cores=requested if granted is None else granted,
         granted_memory_mb=_number(annotations, names.GRANTED_MEMORY, names.REQUESTED_MEMORY, names.MEMORY),
-        latency_sensitive=qos_class not in BEST_EFFORT_CLASSES,
+        latency_sensitive=is_latency_sensitive(annotations.get(names.QOS_CLASS, "")),
         started=phase in ("Running", "Succeeded", "Failed"),
         ready=conditions.get("Ready") == "True",
         finished=phase in ("Succeeded", "Failed"),

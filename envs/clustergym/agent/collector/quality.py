@@ -9,10 +9,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from clustergym.agent.collector.http import Fetcher
 from clustergym.agent.collector.pods import ManagedPod
 from clustergym.agent.collector.usage import Usage
-from clustergym.kubernetes.clients import Unavailable, checked_name
+from clustergym.kubernetes.clients import Client, Unavailable, checked_name
 
 SATURATED = 0.95
 """A pod that uses this part of a reduced grant is limited by it."""
@@ -26,8 +25,8 @@ def read_queries(folder: Path) -> dict[str, str]:
 class Prometheus:
     """Evaluates the queries of the operator. Pods can only choose one by its name."""
 
-    def __init__(self, fetcher: Fetcher, url: str, queries: Mapping[str, str], timeout_s: float = 5.0) -> None:
-        self.fetcher, self.url, self.queries, self.timeout_s = fetcher, url.rstrip("/"), queries, timeout_s
+    def __init__(self, client: Client, url: str, queries: Mapping[str, str], timeout_s: float = 5.0) -> None:
+        self.client, self.url, self.queries, self.timeout_s = client, url.rstrip("/"), queries, timeout_s
 
     async def value(self, pod: ManagedPod) -> float | None:
         """The value of the pod's query; None without data. $namespace and $pod are replaced."""
@@ -38,7 +37,7 @@ class Prometheus:
         place = {"namespace": checked_name(pod.namespace, "the namespace"), "pod": checked_name(pod.name, "the pod")}
         query = Template(self.queries[pod.qos_query]).safe_substitute(place)
         parameters = {"query": query, "timeout": f"{self.timeout_s:g}s"}
-        found = await self.fetcher.json("POST", f"{self.url}/api/v1/query", "Prometheus", data=parameters)
+        found = await self.client.json("POST", f"{self.url}/api/v1/query", "Prometheus", data=parameters)
         return read_value(found)
 
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from clustergym.agent.collector.http import Fetcher
 from clustergym.agent.collector.pods import ManagedPod
 from clustergym.common.extras import require
+from clustergym.kubernetes.clients import Client
 
 # Metrics in the order of preference, and the factor that makes them % of the GPU or MB.
 CORES_METRICS = {
@@ -53,11 +53,13 @@ class UsageSource(Protocol):
 class MetricsPage:
     """A page in the text format of Prometheus: that of a DCGM exporter, or of HAMi's monitor."""
 
-    def __init__(self, fetcher: Fetcher, url: str) -> None:
-        self.fetcher, self.url = fetcher, url
+    def __init__(self, client: Client, url: str) -> None:
+        self.client, self.url = client, url
 
     async def read(self, pods: list[ManagedPod]) -> dict[str, Usage]:
-        by_name = parse_metrics(await self.fetcher.text(self.url, "the metrics page"))
+        by_name = parse_metrics(
+            (await self.client.content("GET", self.url, "the metrics page")).decode(errors="replace")
+        )
         found = {pod.uid: by_name.get((pod.namespace, pod.name)) for pod in pods}
         return {uid: usage for uid, usage in found.items() if usage is not None}
 

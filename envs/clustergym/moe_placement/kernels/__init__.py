@@ -4,14 +4,14 @@
 | --- | --- |
 | `compile` | the `device` decorator |
 | `state` | named tuples of arrays that all functions take, and names for their columns |
-| `index` | where each expert is used in a trace |
 | `replicas` | which GPUs hold an expert, and which of them serves a token |
-| `counting` | visits and loads of a window, counted token by token |
-| `token_sets` | the same counts from sets of 64 tokens per integer |
+| `passes` | counting a pass: who computes what, and which copies are sent |
+| `token_sets` | sets of tokens as integers of 64 bits |
 | `operations` | changes of a placement, and what an action means |
 | `cost` | from counts to µs |
 | `lookahead` | what operations would save |
-| `streams` | drawing windows of traffic from a trace |
+| `candidates` | a short list of promising operations |
+| `streams` | drawing the passes of an interval from a trace |
 | `observation` | observations and masks |
 | `episode` | reset and step of one environment |
 | `eplb` | the EPLB algorithm |

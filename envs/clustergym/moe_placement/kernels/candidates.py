@@ -1,13 +1,15 @@
 """A short list of promising operations, for agents with one discrete action.
 
-Operations on the experts of two GPUs, the one with the slowest kernel and the one with most traffic, are ranked by a
-cheap estimate. Only the best of them are tried exactly. ``MoEPlacementFlatEnv`` documents the observation.
+Operations are ranked by a cheap estimate: all on the experts of two GPUs, the one with the slowest kernel and the one
+with most traffic, and the best one of every other replica. Only the best of both kinds are tried exactly.
+``MoEPlacementFlatEnv`` documents the observation.
 """
 
 from __future__ import annotations
 
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
+from clustergym.moe_placement.kernels.lookahead import PERCENT, cut_percent
 from clustergym.moe_placement.kernels.observation import (
     EXPERT_LOAD,
     EXPERT_LOAD_CHANGE,
@@ -19,10 +21,11 @@ from clustergym.moe_placement.kernels.observation import (
     GPU_SENT_INTER,
     GPU_SENT_INTRA,
     GPU_TO_FETCH,
-    N_PROGRESS,
+    N_CONTEXT,
+    PAIR_HOLDS,
 )
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve, slot_pairs
-from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, TIME_OBSERVED_START
+from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, SMOOTH_NORM_LOG2, TIME_OBSERVED_START
 
 # Features of each candidate. Times are in percent of the layer's time: numbers around 1 suit networks without scaling.
 CANDIDATE_FEATURES = (
@@ -35,9 +38,6 @@ N_CANDIDATE_FEATURES = len(CANDIDATE_FEATURES)
 # Columns of the observation ``gpus`` that the compact observation has.
 COMPACT_GPU_FEATURES = ("load", "compute_time", "free_slots", "traffic_intra", "traffic_inter", "to_fetch")
 N_COMPACT_GPU_FEATURES = len(COMPACT_GPU_FEATURES)
-# Logarithm of the norm in which ``saved_smooth`` is measured: it also sees what brings no time yet.
-SMOOTH_NORM_LOG2 = 3
-PERCENT = 100.0
 # Columns of ``operations``: the expert, and the node that the second agent chooses (see ``MoEPlacementEnv``).
 EXPERT, NODE = range(2)
 # In the place of an expert: fewer operations exist.
@@ -104,14 +104,22 @@ def _estimate(sim, b, e, g, s, node, n_passes, work, coldest, gpu_pairs):
     return best
 
 
+@inlined
+def _is_listed(operations, first, last, e, node):
+    """Whether rows ``first`` … ``last``−1 have the operation."""
+    for i in range(first, last):
+        if operations[i, EXPERT] == e and operations[i, NODE] == node:
+            return True
+    return False
+
+
 @device
 def _insert(operations, score, first, last, e, node, value):
     """Keep the best operations in rows ``first`` … ``last``−1, best first. Each operation is there once."""
-    if value <= score[last - 1] and operations[last - 1, EXPERT] != ABSENT:
+    if first >= last or (value <= score[last - 1] and operations[last - 1, EXPERT] != ABSENT):
         return
-    for i in range(first, last):
-        if operations[i, EXPERT] == e and operations[i, NODE] == node:
-            return
+    if _is_listed(operations, first, last, e, node):
+        return
     i = last - 1
     while i > first and (operations[i - 1, EXPERT] == ABSENT or score[i - 1] < value):
         operations[i, EXPERT], operations[i, NODE] = operations[i - 1, EXPERT], operations[i - 1, NODE]
@@ -136,31 +144,44 @@ def _coldest_replica(sim, b, n_passes):
 
 @device
 def _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest):
-    """Write the operations of best estimate into rows 1 … k; row 0 is the no-op."""
+    """Write operations into rows 1 … k; row 0 is the no-op.
+
+    Half of them are the best by the estimate on the two busiest GPUs. The others are the best one of each replica, on
+    all GPUs, of which the best are kept. The last is the deletion of the coldest replica, which makes room: without it
+    no replica could ever be replaced.
+    """
     n_gpus, k, n_passes = sim.slots.shape[1], operations.shape[0] - 1, rules.n_passes
     gpu_pairs = episode.gpu_pairs[b]
     operations[0, EXPERT], operations[0, NODE] = 0, sim.replicas[b, 0, 0]
     for i in range(1, k + 1):
         operations[i, EXPERT], operations[i, NODE], score[i] = ABSENT, ABSENT, 0.0
     slowest, busiest = _write_work(sim, obs, b, rules, work, coldest, gpu_pairs)
-    # The coldest replica makes room: its deletion is always on the list, or no replica could ever be replaced.
     cold, where = _coldest_replica(sim, b, n_passes)
     last = k + 1
     if cold >= 0 and k > 1:
         last = k
         operations[k, EXPERT], operations[k, NODE] = cold, 2 * n_gpus + where
+    middle = 1 + last // 2
     for turn in range(2):
-        g = slowest if turn == 0 else busiest
-        for s in range(sim.slots.shape[2]):
-            e = sim.slots[b, g, s]
-            if e < 0:
+        for g in range(n_gpus):
+            if turn == 0 and g != slowest and g != busiest:
                 continue
-            for node in range(3 * n_gpus):
-                listed = last == k and e == cold and node == 2 * n_gpus + where
-                nothing = node < n_gpus and obs.placement[b, e, node] > 0.0
-                if obs.joint_mask[b, e, node] and not listed and not nothing:
+            for s in range(sim.slots.shape[2]):
+                e = sim.slots[b, g, s]
+                if e < 0:
+                    continue
+                best, most = ABSENT, 0.0
+                for node in range(3 * n_gpus):
+                    nothing = node < n_gpus and obs.pairs[b, e, node, PAIR_HOLDS] > 0.0
+                    if not obs.action_mask[b, e, node] or nothing or _is_listed(operations, last, k + 1, e, node):
+                        continue
                     value = _estimate(sim, b, e, g, s, node, n_passes, work, coldest, gpu_pairs)
-                    _insert(operations, score, 1, last, e, node, value)
+                    if turn == 0:
+                        _insert(operations, score, 1, middle, e, node, value)
+                    elif (best == ABSENT or value > most) and not _is_listed(operations, 1, middle, e, node):
+                        best, most = node, value
+                if best != ABSENT:
+                    _insert(operations, score, middle, last, e, best, most)
 
 
 @device
@@ -184,9 +205,9 @@ def _try(episode, sim, obs, b, rules, e, node, true, smooth, moved, row):
     apply_operation(sim, b, e, target, source, victim, topology, costs, n_passes)
     now = with_migration(true, moved, before_us, costs)
     then = with_migration(true_then, moved_then, before_us, costs)
-    row[SAVED] = (now - then) * PERCENT / before_us
-    row[SAVED_SMOOTH] = (smooth - smooth_then) * PERCENT / before_us
-    row[MIGRATION] = (moved - moved_then) * PERCENT / before_us
+    row[SAVED] = cut_percent((now - then) * PERCENT / before_us)
+    row[SAVED_SMOOTH] = cut_percent((smooth - smooth_then) * PERCENT / before_us)
+    row[MIGRATION] = cut_percent((moved - moved_then) * PERCENT / before_us)
     row[EXISTS] = 1.0
     row[IS_ADD] = 1.0 if kind == OP_ADD else 0.0
     row[IS_DELETE] = 1.0 if kind == OP_DELETE else 0.0
@@ -201,16 +222,39 @@ def _try(episode, sim, obs, b, rules, e, node, true, smooth, moved, row):
 
 
 @device
+def _sort(operations):
+    """Order rows 1 … k by expert and node, absent ones last: an operation's place says nothing about its worth."""
+    for i in range(2, operations.shape[0]):
+        j = i
+        while j > 1 and _precedes(operations, j, j - 1):
+            for c in range(2):
+                chosen = operations[j, c]
+                operations[j, c] = operations[j - 1, c]
+                operations[j - 1, c] = chosen
+            j -= 1
+
+
+@inlined
+def _precedes(operations, i, j):
+    if operations[i, EXPERT] == ABSENT or operations[j, EXPERT] == ABSENT:
+        return operations[i, EXPERT] != ABSENT and operations[j, EXPERT] == ABSENT
+    if operations[i, EXPERT] != operations[j, EXPERT]:
+        return operations[i, EXPERT] < operations[j, EXPERT]
+    return operations[i, NODE] < operations[j, NODE]
+
+
+@device
 def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
-    """Write the k best operations into ``operations`` (k + 1, 2), best first, and what is known about them.
+    """Write k promising operations into ``operations`` (k + 1, 2), by expert and node, and what is known about them.
 
     Row 0 is the no-op. A row of −1 is absent: there were fewer operations. ``mask`` (k + 1,) is 1 where there is one.
-    ``compact`` has the features of the candidates (k, 11), of the GPUs (G, 6) and the progress (6,), one after another.
+    ``compact`` has the features of the candidates (k, 11), of the GPUs (G, 6) and the context (6,), one after another.
     ``score`` (k + 1 + 2·G,) is scratch.
     """
     n_gpus, k = sim.slots.shape[1], operations.shape[0] - 1
     work, coldest = score[k + 1 : k + 1 + n_gpus], score[k + 1 + n_gpus :]
     _shortlist(episode, sim, obs, b, rules, operations, score, work, coldest)
+    _sort(operations)
     n_passes, topology, costs = rules.n_passes, rules.topology, rules.costs
     true = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1)
     smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
@@ -218,20 +262,6 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
     for i in range(1, k + 1):
         row = compact[(i - 1) * N_CANDIDATE_FEATURES : i * N_CANDIDATE_FEATURES]
         _try(episode, sim, obs, b, rules, operations[i, EXPERT], operations[i, NODE], true, smooth, moved, row)
-    # Best first: insertion sort, because equal ones must keep their order on every device.
-    for i in range(1, k):
-        j = i
-        while j > 0 and _precedes(compact, j, j - 1):
-            for f in range(N_CANDIDATE_FEATURES):
-                one, other = j * N_CANDIDATE_FEATURES + f, (j - 1) * N_CANDIDATE_FEATURES + f
-                kept = compact[one]
-                compact[one] = compact[other]
-                compact[other] = kept
-            for c in range(2):
-                chosen = operations[j + 1, c]
-                operations[j + 1, c] = operations[j, c]
-                operations[j, c] = chosen
-            j -= 1
     for i in range(k + 1):
         mask[i] = operations[i, EXPERT] != ABSENT
     at = k * N_CANDIDATE_FEATURES
@@ -244,14 +274,5 @@ def propose(episode, sim, obs, b, rules, operations, mask, score, compact):
         compact[at + 4] = max(gpus[g, GPU_SENT_INTER], gpus[g, GPU_RECEIVED_INTER])
         compact[at + 5] = gpus[g, GPU_TO_FETCH]
         at += N_COMPACT_GPU_FEATURES
-    for i in range(N_PROGRESS):
-        compact[at + i] = obs.progress[b, i]
-
-
-@inlined
-def _precedes(compact, i, j):
-    """Whether candidate ``i`` comes before ``j``: those that exist first, then by the time that they save."""
-    one, other = i * N_CANDIDATE_FEATURES, j * N_CANDIDATE_FEATURES
-    if compact[one + EXISTS] != compact[other + EXISTS]:
-        return compact[one + EXISTS] > compact[other + EXISTS]
-    return compact[one + SAVED] > compact[other + SAVED]
+    for i in range(N_CONTEXT):
+        compact[at + i] = obs.context[b, i]

@@ -19,7 +19,7 @@ from clustergym.moe_placement.kernels.state import (
     SENT_INTER,
     SENT_INTRA,
 )
-from clustergym.moe_placement.profiles import ALLGATHER, PER_EXPERT, STAY
+from clustergym.moe_placement.profiles import ALLGATHER, PER_EXPERT
 
 
 @device
@@ -95,19 +95,16 @@ def pass_times(state, b, w, topology, costs, norm_log2):
     """(dispatch, compute, combine) of a pass, µs."""
     dispatch, combine = costs.dispatch_us, costs.combine_us
     if topology.transport != ALLGATHER:
-        # What is combined is what was dispatched, the other way round, unless tokens stay where they are.
-        back = state.return_copies[b, w] if topology.transport == STAY else state.copies[b, w]
-        dispatch += _exchange_time(state.copies[b, w], costs.dispatch_intra_us, costs.dispatch_inter_us, norm_log2)
-        combine += _exchange_time(back, costs.combine_intra_us, costs.combine_inter_us, norm_log2)
+        # What is combined is what was dispatched, the other way round.
+        copies = state.copies[b, w]
+        dispatch += _exchange_time(copies, costs.dispatch_intra_us, costs.dispatch_inter_us, norm_log2)
+        combine += _exchange_time(copies, costs.combine_intra_us, costs.combine_inter_us, norm_log2)
     return dispatch, compute_time(state, b, w, costs, norm_log2), combine
 
 
 @inlined
 def pass_time(state, b, w, topology, costs, norm_log2):
     """Dispatch + compute + combine of a pass, µs: the sum of :func:`pass_times`, with one look at the copies."""
-    if topology.transport == STAY:
-        dispatch, compute, combine = pass_times(state, b, w, topology, costs, norm_log2)
-        return dispatch + compute + combine
     time = costs.dispatch_us + costs.combine_us + compute_time(state, b, w, costs, norm_log2)
     if topology.transport != ALLGATHER:
         intra_us = costs.dispatch_intra_us + costs.combine_intra_us
@@ -146,15 +143,6 @@ def with_migration(serve_us, migration_us, before_us, costs):
         return serve_us + migration_us
     waiting = min(1.0, migration_us / before_us)
     return waiting * before_us + (1.0 - waiting) * serve_us + costs.background_share * migration_us
-
-
-@device
-def smooth_and_true_time(state, b, n_passes, topology, costs, norm_log2):
-    """:func:`mean_pass_time` of the first passes in the smooth norm and the true one."""
-    true = mean_pass_time(state, b, 0, n_passes, topology, costs, -1)
-    if norm_log2 < 0:
-        return true, true
-    return mean_pass_time(state, b, 0, n_passes, topology, costs, norm_log2), true
 
 
 @inlined

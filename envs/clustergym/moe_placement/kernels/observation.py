@@ -6,6 +6,8 @@ import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, index, inlined
 from clustergym.moe_placement.kernels.cost import add_links, migration_time
+from clustergym.moe_placement.kernels.operations import slot_pairs, victim_on
+from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.moe_placement.kernels.state import (
     CLOCK_INTERVAL,
     CLOCK_LAYER,
@@ -19,65 +21,70 @@ from clustergym.moe_placement.kernels.state import (
     TIME_OBSERVED,
     TIME_OBSERVED_START,
 )
-from clustergym.moe_placement.profiles import STAY
+
+# Columns of the observation ``gpus``. The first three are the kind of the node, one-hot. The next nine are also columns
+# of ``experts``, where they are about the GPU whose replica PLACE moves.
+GPU_FEATURES = (
+    "is_place", "is_add", "is_delete", "load", "compute_time", "free_slots", "sent_intra", "received_intra",
+    "sent_inter", "received_inter", "node_load", "is_slowest", "active_experts", "hot_coactivation", "to_fetch",
+    "coldest_load", "bandwidth_ratio",
+)  # fmt: skip
+GPU_IS_PLACE, GPU_IS_ADD, GPU_IS_DELETE = range(3)
+GPU_LOAD, GPU_COMPUTE_TIME, GPU_FREE_SLOTS = range(3, 6)
+GPU_SENT_INTRA, GPU_RECEIVED_INTRA, GPU_SENT_INTER, GPU_RECEIVED_INTER = range(6, 10)
+GPU_NODE_LOAD, GPU_IS_SLOWEST, GPU_ACTIVE_EXPERTS, GPU_HOT_COACTIVATION = range(10, 14)
+GPU_TO_FETCH, GPU_COLDEST_LOAD, GPU_BANDWIDTH_RATIO = range(14, 17)
+N_GPU_FEATURES, N_KINDS = len(GPU_FEATURES), 3
+FIRST_OF_SOURCE, LAST_OF_SOURCE = GPU_LOAD, GPU_IS_SLOWEST
 
 # Columns of the observation ``experts``. The first three stay the same while the agents work on a layer.
 EXPERT_FEATURES = (
-    "load", "load_average", "load_change", "replicas", "top_share", "top_gpu_load", "to_fetch", "local_coactivation",
-    "on_slowest",
+    "load", "load_average", "load_change", "replicas", "top_share", "to_fetch", "local_coactivation", "on_slowest",
+    *(f"source_{name}" for name in GPU_FEATURES[FIRST_OF_SOURCE : LAST_OF_SOURCE + 1]),
 )  # fmt: skip
-EXPERT_LOAD, EXPERT_LOAD_AVERAGE, EXPERT_LOAD_CHANGE = 0, 1, 2
-EXPERT_REPLICAS, EXPERT_TOP_SHARE, EXPERT_TOP_GPU_LOAD = 3, 4, 5
-EXPERT_TO_FETCH, EXPERT_LOCAL_COACTIVATION, EXPERT_ON_SLOWEST = 6, 7, 8
+EXPERT_LOAD, EXPERT_LOAD_AVERAGE, EXPERT_LOAD_CHANGE = range(3)
+EXPERT_REPLICAS, EXPERT_TOP_SHARE, EXPERT_TO_FETCH, EXPERT_LOCAL_COACTIVATION, EXPERT_ON_SLOWEST = range(3, 8)
+EXPERT_SOURCE = 8
 N_EXPERT_FEATURES, N_LOAD_FEATURES = len(EXPERT_FEATURES), 3
 
-# Columns of the observation ``gpus``. The first three are the kind of the node, one-hot.
-GPU_FEATURES = (
-    "is_place", "is_add", "is_delete", "load", "compute_time", "free_slots", "sent_intra", "received_intra",
-    "sent_inter", "received_inter", "active_experts", "hot_coactivation", "is_slowest", "node_load", "to_fetch",
-    "bandwidth_ratio",
+# Columns of the observation ``pairs``.
+PAIR_FEATURES = (
+    "holds", "coactivation", "same_node", "target_load", "source_load", "victim_coactivation", "place_relief",
+    "replica_relief",
 )  # fmt: skip
-GPU_IS_PLACE, GPU_IS_ADD, GPU_IS_DELETE = 0, 1, 2
-GPU_LOAD, GPU_COMPUTE_TIME, GPU_FREE_SLOTS = 3, 4, 5
-GPU_SENT_INTRA, GPU_RECEIVED_INTRA, GPU_SENT_INTER, GPU_RECEIVED_INTER = 6, 7, 8, 9
-GPU_ACTIVE_EXPERTS, GPU_HOT_COACTIVATION, GPU_IS_SLOWEST = 10, 11, 12
-GPU_NODE_LOAD, GPU_TO_FETCH, GPU_BANDWIDTH_RATIO = 13, 14, 15
-N_GPU_FEATURES, N_KINDS = len(GPU_FEATURES), 3
+PAIR_HOLDS, PAIR_COACTIVATION, PAIR_SAME_NODE, PAIR_TARGET_LOAD = range(4)
+PAIR_SOURCE_LOAD, PAIR_VICTIM_COACTIVATION, PAIR_PLACE, PAIR_REPLICA = range(4, 8)
+N_PAIR_FEATURES = len(PAIR_FEATURES)
+# Columns of EpisodeState.exchange.
+VICTIM_LOAD, VICTIM_COACTIVATION = range(2)
 
-# Entries of the observation ``progress``.
-PROGRESS_FEATURES = ("layer", "operation", "interval", "time", "slowest_kernel", "migration")
-PROGRESS_LAYER, PROGRESS_OPERATION, PROGRESS_INTERVAL = 0, 1, 2
-PROGRESS_TIME, PROGRESS_SLOWEST_KERNEL, PROGRESS_MIGRATION = 3, 4, 5
-N_PROGRESS = len(PROGRESS_FEATURES)
+# Entries of the observation ``context``.
+CONTEXT_FEATURES = ("layer", "operation", "interval", "time", "slowest_kernel", "migration")
+CONTEXT_LAYER, CONTEXT_OPERATION, CONTEXT_INTERVAL, CONTEXT_TIME, CONTEXT_SLOWEST_KERNEL, CONTEXT_MIGRATION = range(6)
+N_CONTEXT = len(CONTEXT_FEATURES)
+# Ratios of times without a natural bound are cut here. Agents that play at all do not come near it.
+MOST_RATIO = 10.0
 
 # Experts of highest load that ``hot_coactivation`` is about.
 HOT_EXPERTS = 8
-# Tokens from which co-activation and affinity are estimated.
+# Tokens from which co-activation is estimated.
 COACTIVATION_TOKENS = 1024
-AFFINITY_TOKENS = 256
-# A count in float32: adding a Python float would convert to float64 and back.
-ONE = np.float32(1)
+# In float32: a Python float would convert to float64 and back.
+ZERO, ONE = np.float32(0), np.float32(1)
 
 
 @device
 def observe_layer(episode, sim, obs, b, trace, rules, layer):
-    """Write what stays the same while the agents work on a layer: co-activation, affinity and loads."""
+    """Write what stays the same while the agents work on a layer: co-activation and loads."""
     n_experts, n_passes, n_tokens = sim.replicas.shape[1], rules.n_passes, sim.rows.shape[2]
-    together, affinity, top_k = obs.coactivation[b], obs.affinity[b], trace.experts.shape[2]
-    total = n_passes * n_tokens
-    # A sample estimates these probabilities well enough. If layers depend on each other, affinity counts all tokens.
-    stride = (total + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
-    affinity_stride = (total + AFFINITY_TOKENS - 1) // AFFINITY_TOKENS
-    if rules.topology.transport == STAY:
-        affinity_stride = 1
-    experts, experts_before = trace.experts[layer], trace.experts[max(0, layer - 1)]
-    used, used_before = episode.int_scratch[b, 0], episode.int_scratch[b, 1]
+    together, used, top_k = obs.expert_graph[b], episode.used[b], trace.experts.shape[2]
+    # A sample estimates these probabilities well enough.
+    stride = (n_passes * n_tokens + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
+    experts = trace.experts[layer]
     for i in range(n_experts):
-        used[i] = 0
-        used_before[i] = 0
+        used[i] = ZERO
         for j in range(n_experts):
-            together[i, j] = 0.0
-            affinity[i, j] = 0.0
+            together[i, j] = ZERO
     w, t = 0, 0
     while w < n_passes:
         row = index(sim.rows[b, w, t])
@@ -85,53 +92,29 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
             i = experts[row, index(k)]
             if i < 0:
                 continue
-            used[index(i)] += 1
+            used[index(i)] += ONE
             for m in range(k):
                 j = experts[row, index(m)]
                 if j >= 0:
                     together[index(i), index(j)] += ONE
-        w, t = _next_token(w, t + stride, n_tokens)
-    w, t = 0 if layer > 0 else n_passes, 0
-    while w < n_passes:
-        row = index(sim.rows[b, w, t])
-        for m in range(top_k):
-            j = experts_before[row, index(m)]
-            if j < 0:
-                continue
-            used_before[index(j)] += 1
-            for k in range(top_k):
-                i = experts[row, index(k)]
-                if i >= 0:
-                    affinity[index(j), index(i)] += ONE
-        w, t = _next_token(w, t + affinity_stride, n_tokens)
+        # A division would take longer.
+        t += stride
+        while t >= n_tokens:
+            t -= n_tokens
+            w += 1
     for i in range(n_experts):
+        used[i] = max(ONE, used[i])
         for j in range(i):
             both = together[index(i), index(j)] + together[index(j), index(i)]
             together[index(i), index(j)] = both
             together[index(j), index(i)] = both
     for i in range(n_experts):
-        # In float32 a quotient of counts is the same as the rounded quotient in float64.
-        n_used, n_used_before = np.float32(max(1, used[i])), np.float32(max(1, used_before[i]))
         for j in range(n_experts):
-            together[index(i), index(j)] /= n_used
-        for j in range(n_experts if layer > 0 else 0):
-            affinity[index(i), index(j)] /= n_used_before
+            together[index(i), index(j)] /= used[i]
     _write_load_features(episode, sim, b, layer, n_passes)
     _write_hot_coactivation(episode, obs, b)
-    for i in range(n_experts):
-        update_local_coactivation(episode, sim, obs, b, i)
-        episode.spent[b, i] = 0
-        for f in range(obs.memory.shape[2]):
-            obs.memory[b, i, f] = 0.0
-
-
-@inlined
-def _next_token(w, t, n_tokens):
-    """Token ``t`` counted from the start of pass ``w``, as (pass, token of that pass). A division would take longer."""
-    while t >= n_tokens:
-        t -= n_tokens
-        w += 1
-    return w, t
+    for g in range(sim.slots.shape[1]):
+        update_group_coactivation(episode, sim, obs, b, g)
 
 
 @inlined
@@ -176,49 +159,54 @@ def _write_hot_coactivation(episode, obs, b):
                 best = e
         taken[best] = 1
         for e in range(n_experts):
-            hot[e] += obs.coactivation[b, best, e] / HOT_EXPERTS
+            hot[e] += obs.expert_graph[b, best, e] / HOT_EXPERTS
 
 
 @inlined
-def update_local_coactivation(episode, sim, obs, b, e):
-    """Sum the expert's co-activation with all experts on its GPUs."""
-    total, together = 0.0, obs.coactivation[b, e]
-    for i in range(sim.n_replicas[b, e]):
-        slots = sim.slots[b, sim.replicas[b, e, i]]
-        for s in range(slots.shape[0]):
-            if slots[s] >= 0:
-                total += together[index(slots[s])]
-    episode.local_coactivation[b, e] = total
+def update_group_coactivation(episode, sim, obs, b, g):
+    """Sum the co-activation of each expert with the experts on a GPU."""
+    total, slots, used = episode.group_coactivation[b, g], sim.slots[b, g], episode.used[b]
+    for e in range(total.shape[0]):
+        total[index(e)] = ZERO
+    for s in range(slots.shape[0]):
+        if slots[s] >= 0:
+            # The row of the GPU's expert lies in one piece. Times its uses, it counts tokens that use both.
+            together, uses = obs.expert_graph[b, index(slots[s])], used[index(slots[s])]
+            for e in range(total.shape[0]):
+                total[index(e)] += together[index(e)] * uses
+    for e in range(total.shape[0]):
+        total[index(e)] /= used[index(e)]
 
 
 @device
 def observe_step(episode, sim, obs, b, rules):
-    """Write what an operation changes: placement, load and traffic of the GPUs, masks, progress."""
+    """Write what an operation changes: load and traffic of the GPUs, experts, pairs, mask and context."""
     time = episode.times_us[b, TIME_OBSERVED]
-    busiest, slowest = _observe_gpus(episode, sim, obs, b, rules, time)
-    _observe_experts(episode, sim, obs, b, rules, busiest)
-    progress = obs.progress[b]
-    progress[PROGRESS_LAYER] = episode.clock[b, CLOCK_LAYER] / episode.slots.shape[1]
-    progress[PROGRESS_OPERATION] = episode.clock[b, CLOCK_OPERATION] / rules.ops_per_layer
-    progress[PROGRESS_INTERVAL] = episode.clock[b, CLOCK_INTERVAL] / rules.n_intervals
-    progress[PROGRESS_TIME] = time / episode.times_us[b, TIME_OBSERVED_START]
-    progress[PROGRESS_SLOWEST_KERNEL] = slowest / time
-    progress[PROGRESS_MIGRATION] = migration_time(sim, b, rules.costs) / time
+    slowest_gpu, slowest, mean = _observe_gpus(episode, sim, obs, b, rules, time)
+    _write_exchanges(episode, sim, obs, b, mean, rules.n_passes)
+    _observe_experts(episode, sim, obs, b, rules, slowest_gpu, mean)
+    context = obs.context[b]
+    context[CONTEXT_LAYER] = episode.clock[b, CLOCK_LAYER] / episode.slots.shape[1]
+    context[CONTEXT_OPERATION] = episode.clock[b, CLOCK_OPERATION] / rules.ops_per_layer
+    context[CONTEXT_INTERVAL] = episode.clock[b, CLOCK_INTERVAL] / rules.n_intervals
+    context[CONTEXT_TIME] = min(MOST_RATIO, time / episode.times_us[b, TIME_OBSERVED_START])
+    context[CONTEXT_SLOWEST_KERNEL] = slowest / time
+    context[CONTEXT_MIGRATION] = min(MOST_RATIO, migration_time(sim, b, rules.costs) / time)
 
 
 @device
 def _observe_gpus(episode, sim, obs, b, rules, time):
-    """Write ``gpus``, ``traffic``, ``gpu_mask`` and ``placement``, and in scratch what :func:`_observe_experts` needs.
+    """Write ``gpus`` and ``gpu_graph``, and in scratch what the other functions need.
 
-    Returns the slowest GPU and the mean µs of its expert kernel.
+    Returns the GPU with the slowest expert kernel, the mean µs of that kernel, and the mean pairs of a GPU.
     """
     n_experts, n_gpus, n_slots, n_passes = (
         sim.replicas.shape[1], sim.slots.shape[1], sim.slots.shape[2], rules.n_passes,
     )  # fmt: skip
     topology, costs, per_node = rules.topology, rules.costs, rules.topology.gpus_per_node
-    gpus, load, any_gpu, traffic = obs.gpus[b], episode.float_scratch[b], obs.gpu_mask[b], obs.traffic[b]
+    gpus, load, traffic, coldest = obs.gpus[b], episode.gpu_load[b], obs.gpu_graph[b], episode.coldest[b]
     slots, replicas, n_replicas = sim.slots[b], sim.replicas[b], sim.n_replicas[b]
-    in_common, accepts, placement = episode.in_common[b], episode.accepts[b], obs.placement[b]
+    in_common, accepts = episode.in_common[b], episode.accepts[b]
     # Scratch: tokens of each expert, most of them on one GPU.
     of_expert, most = episode.int_scratch[b, 0], episode.int_scratch[b, 1]
     # Times of one pass, relative to the layer's.
@@ -227,8 +215,6 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
     for e in range(n_experts):
         of_expert[index(e)] = 0
         most[index(e)] = 0
-        for g in range(n_gpus):
-            placement[index(e), index(g)] = 0.0
     for w in range(n_passes):
         for e in range(n_experts):
             of_expert[index(e)] += sim.load[b, w, index(e)]
@@ -243,15 +229,13 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
         add_links(sim, b, w, topology, traffic)
     busiest, slowest = 0, -1.0
     for g in range(n_gpus):
-        done, active, held, spares, hot, compute = 0, 0, 0, 0, 0.0, 0.0
+        done, active, held, hot, compute, cold, least = 0, 0, 0, 0.0, 0.0, -1, 0
         for s in range(n_slots):
             if slots[g, s] < 0:
                 continue
             e, here = index(slots[g, s]), 0
             held += 1
-            spares += n_replicas[e] > 1
             hot += episode.hot_coactivation[b, e]
-            placement[e, index(g)] = 1.0
             for i in range(n_replicas[e]):
                 in_common[index(replicas[e, index(i)]), index(g)] += 1
             for w in range(n_passes):
@@ -260,17 +244,16 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
                 active += pairs > 0
             done += here
             most[e] = max(most[e], here)
+            if cold < 0 or here < least or (here == least and slots[g, s] < cold):
+                cold, least = int(slots[g, s]), here
         for w in range(n_passes):
             compute += sim.kernel_us[b, w, g] / n_passes
         if compute > slowest:
             busiest, slowest = g, compute
         load[g] = done / mean
+        coldest[g] = cold
         episode.gpu_pairs[b, g] = done
         accepts[n_gpus, g] = held < n_slots
-        # To leave an expert where it is, or to fill an empty GPU, is possible everywhere.
-        any_gpu[g] = 1
-        any_gpu[n_gpus + g] = held < n_slots and held < n_experts
-        any_gpu[2 * n_gpus + g] = spares > 0
         gpus[g, GPU_LOAD] = load[g]
         gpus[g, GPU_COMPUTE_TIME] = compute / time
         gpus[g, GPU_FREE_SLOTS] = (n_slots - held) / n_slots
@@ -285,6 +268,7 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
         gpus[g, GPU_ACTIVE_EXPERTS] = active / (n_slots * n_passes)
         gpus[g, GPU_HOT_COACTIVATION] = hot
         gpus[g, GPU_TO_FETCH] = (sim.received[b, g, FROM_OWN_NODE] + sim.received[b, g, FROM_OTHER_NODE]) / n_slots
+        gpus[g, GPU_COLDEST_LOAD] = 0.0 if held < n_slots else least / mean
         gpus[g, GPU_BANDWIDTH_RATIO] = costs.dispatch_intra_us / costs.dispatch_inter_us
     # A full GPU can swap with the source if it holds an expert that the source does not.
     for g in range(n_gpus):
@@ -305,30 +289,52 @@ def _observe_gpus(episode, sim, obs, b, rules, time):
             if kind > 0:
                 for f in range(N_KINDS, N_GPU_FEATURES):
                     gpus[row, f] = gpus[g, f]
-    return busiest, slowest
+    return busiest, slowest, mean
 
 
 @device
-def _observe_experts(episode, sim, obs, b, rules, busiest):
-    """Write ``experts``, ``expert_mask`` and ``joint_mask`` after :func:`_observe_gpus`."""
-    n_experts, n_gpus = sim.replicas.shape[1], sim.slots.shape[1]
-    placement, replicas, load = obs.placement[b], sim.replicas[b], episode.float_scratch[b]
-    accepts, has_room = episode.accepts[b], episode.accepts[b, n_gpus]
-    # Scratch: see _observe_gpus; how many GPUs can take a replica from each.
-    total, most, takers = episode.int_scratch[b, 0], episode.int_scratch[b, 1], episode.in_common[b, 0]
+def _write_exchanges(episode, sim, obs, b, mean, n_passes):
+    """Write which load a full GPU gives back for a replica from another, and how much closer to its partners it comes.
+
+    Row: the GPU that a replica leaves. Column: the one that it goes to.
+    """
+    n_gpus, exchange, together = sim.slots.shape[1], episode.exchange[b], episode.group_coactivation[b]
     for g in range(n_gpus):
-        can_take = 0
-        for h in range(n_gpus):
-            can_take += accepts[index(g), index(h)]
-        takers[index(g)] = can_take
-    fresh = 0
+        full = episode.accepts[b, n_gpus, g] == 0
+        for source in range(n_gpus):
+            exchange[source, g, VICTIM_LOAD] = ZERO
+            exchange[source, g, VICTIM_COACTIVATION] = ZERO
+            if not full or source == g:
+                continue
+            v = int(episode.coldest[b, g])
+            if holds(sim, b, v, source):
+                v = victim_on(sim, b, g, -1, source, n_passes)
+            if v >= 0:
+                given = slot_pairs(sim, b, g, slot_of(sim, b, v, g), n_passes)
+                exchange[source, g, VICTIM_LOAD] = given / mean
+                exchange[source, g, VICTIM_COACTIVATION] = together[source, v] - together[g, v]
+
+
+@device
+def _observe_experts(episode, sim, obs, b, rules, slowest_gpu, mean):
+    """Write ``experts``, ``pairs`` and ``action_mask`` after :func:`_observe_gpus` and :func:`_write_exchanges`."""
+    n_experts, n_gpus, n_passes = sim.replicas.shape[1], sim.slots.shape[1], rules.n_passes
+    replicas, load, node_of = sim.replicas[b], episode.gpu_load[b], rules.topology.node_of
+    accepts, has_room = episode.accepts[b], episode.accepts[b, n_gpus]
+    exchange, together = episode.exchange[b], episode.group_coactivation[b]
+    total, most = episode.int_scratch[b, 0], episode.int_scratch[b, 1]  # see _observe_gpus
+    top = load[0]
+    for g in range(n_gpus):
+        top = max(top, load[g])
     for i in range(n_experts):
         e, n = index(i), sim.n_replicas[b, i]
-        source, most_done, top, moved = index(replicas[e, 0]), -1, 0.0, 0
+        source, most_done, moved, near, slowest = index(replicas[e, 0]), -1, 0, ZERO, ZERO
         for r in range(n):
             g = index(replicas[e, index(r)])
-            top = max(top, load[g])
             moved += sim.held_before[b, e, g] == 0
+            near += together[g, e]
+            if g == slowest_gpu:
+                slowest = ONE
             if episode.gpu_pairs[b, g] > most_done:
                 source, most_done = g, episode.gpu_pairs[b, g]
         features = obs.experts[b, e]
@@ -336,11 +342,30 @@ def _observe_experts(episode, sim, obs, b, rules, busiest):
             features[f] = episode.load_features[b, e, f]
         features[EXPERT_REPLICAS] = n / n_gpus
         features[EXPERT_TOP_SHARE] = most[e] / max(1, total[e])
-        features[EXPERT_TOP_GPU_LOAD] = top
         features[EXPERT_TO_FETCH] = moved
-        features[EXPERT_LOCAL_COACTIVATION] = episode.local_coactivation[b, e] / n
-        features[EXPERT_ON_SLOWEST] = placement[e, busiest]
-        choices, accepted, useful = obs.joint_mask[b, e], accepts[source], takers[source]
+        features[EXPERT_LOCAL_COACTIVATION] = near / n
+        features[EXPERT_ON_SLOWEST] = slowest
+        for f in range(EXPERT_SOURCE, N_EXPERT_FEATURES):
+            features[f] = obs.gpus[b, source, f - EXPERT_SOURCE + FIRST_OF_SOURCE]
+
+        # What PLACE and ADD would do to the loads. A new replica takes an equal share of the expert's tokens.
+        taken = np.float32(slot_pairs(sim, b, source, slot_of(sim, b, e, source), n_passes) / mean)
+        share = np.float32(total[e] / (mean * (n + 1)))
+        before, away, node = load[source], together[source, e], node_of[source]
+        for j in range(n_gpus):
+            g = index(j)
+            pair, back = obs.pairs[b, e, g], exchange[source, g, VICTIM_LOAD]
+            at_target, at_source, now = load[g] + taken - back, before - taken + back, max(before, load[g])
+            pair[PAIR_HOLDS] = ZERO
+            pair[PAIR_COACTIVATION] = together[g, e] - away
+            pair[PAIR_SAME_NODE] = ONE if node_of[g] == node else ZERO
+            pair[PAIR_TARGET_LOAD] = at_target - top
+            pair[PAIR_SOURCE_LOAD] = at_source - top
+            pair[PAIR_VICTIM_COACTIVATION] = exchange[source, g, VICTIM_COACTIVATION]
+            pair[PAIR_PLACE] = now - max(at_target, at_source)
+            pair[PAIR_REPLICA] = now - max(load[g] + share, before - taken + share)
+
+        choices, accepted = obs.action_mask[b, e], accepts[source]
         # Three loops: the compiler does not vectorize one loop that writes to three places.
         for g in range(n_gpus):
             choices[index(g)] = accepted[index(g)]
@@ -350,14 +375,27 @@ def _observe_experts(episode, sim, obs, b, rules, busiest):
             choices[index(2 * n_gpus + g)] = 0
         for r in range(n):
             g = index(replicas[e, index(r)])
-            useful -= accepted[g]
             choices[g] = 1
             choices[index(n_gpus) + g] = 0
             choices[index(2 * n_gpus) + g] = n > 1
-        # On one GPU with all slots taken nothing can be done: the choice is then between no-ops.
-        useful = useful > 0 or n > 1 or n_gpus == 1
-        obs.expert_mask[b, e] = useful
-        fresh += useful and not episode.spent[b, e]
-    if rules.skip_spent and fresh > 0:
-        for e in range(n_experts):
-            obs.expert_mask[b, e] = obs.expert_mask[b, e] and not episode.spent[b, e]
+            pair = obs.pairs[b, e, g]
+            for f in range(N_PAIR_FEATURES):
+                pair[f] = ZERO
+            pair[PAIR_HOLDS] = ONE
+            pair[PAIR_SAME_NODE] = ONE if node_of[g] == node else ZERO
+            if n > 1:
+                pair[PAIR_REPLICA] = _relief_of_delete(episode, sim, b, e, g, n, n_passes, mean)
+
+
+@device
+def _relief_of_delete(episode, sim, b, e, gone, n, n_passes, mean):
+    """How much lower the highest load of an expert's GPUs is if one replica goes and the others share its tokens."""
+    load = episode.gpu_load[b]
+    here = np.float32(slot_pairs(sim, b, gone, slot_of(sim, b, e, gone), n_passes) / mean)
+    more, now, then = np.float32(here / (n - 1)), load[gone], load[gone] - here
+    for r in range(n):
+        g = index(sim.replicas[b, e, index(r)])
+        if g != gone:
+            now = max(now, load[g])
+            then = max(then, load[g] + more)
+    return now - then

@@ -41,7 +41,7 @@ def _source_of(sim, b, e, n_passes):
 
 
 @inlined
-def _victim_on(sim, b, g, e, source, n_passes):
+def victim_on(sim, b, g, e, source, n_passes):
     """The replica on GPU ``g`` with fewest tokens that can go to ``source`` in exchange for ``e``; −1 if there is none.
 
     Ties go to the lower expert id, not to the slot order, which has no meaning.
@@ -72,7 +72,7 @@ def resolve(sim, b, e, node, n_passes):
         source = _source_of(sim, b, e, n_passes)
         if free_slot(sim, b, g) >= 0:
             return OP_PLACE, source, g, -1
-        victim = _victim_on(sim, b, g, e, source, n_passes)
+        victim = victim_on(sim, b, g, e, source, n_passes)
         if victim < 0:
             return OP_ILLEGAL, -1, -1, -1
         return OP_SWAP, source, g, victim

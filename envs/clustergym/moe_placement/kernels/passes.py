@@ -24,17 +24,17 @@ from clustergym.moe_placement.kernels.token_sets import (
     range_word,
     transpose,
 )
-from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, RANK_NEAREST, STAY, TOKEN_HASH
+from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANDOM, RANK_NEAREST, TOKEN_HASH
 
 
 @device
 def count_pass(state, b, w, experts, topology, costs):
     """Count pass ``w`` from scratch for ``experts`` (rows, K) of a layer.
 
-    ``rows``, ``rank_start``, the replicas and, with transport ``stay``, ``origins`` must be set.
+    ``rows``, ``rank_start`` and the replicas must be set.
     """
     write_users(state, b, w, experts)
-    count_users(state, b, w, experts, topology, costs)
+    count_users(state, b, w, topology, costs)
 
 
 @device
@@ -68,14 +68,12 @@ def write_users_from_sets(state, b, w, expert_sets):
 
 
 @device
-def count_users(state, b, w, experts, topology, costs):
+def count_users(state, b, w, topology, costs):
     """:func:`count_pass`, when ``users`` of this pass is written."""
-    users, stay = state.users[b], topology.transport == STAY
+    users = state.users[b]
     _write_pieces(state, b, w)
     if topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH:
         _write_second_choice(state, b, w, topology)
-    if stay:
-        _write_first_uses(state, b, w, experts)
     # By slots: to look for the slot of each expert would take longer.
     for g in range(state.slots.shape[1]):
         for s in range(state.slots.shape[2]):
@@ -96,24 +94,6 @@ def count_users(state, b, w, experts, topology, costs):
                 copy_set(users[e], state.moved_tokens[b, w, 0])
                 _assign_tokens(state, b, w, w + 1, e, 0, topology)
     count_all(state, b, w, topology, costs)
-
-
-@inlined
-def _write_first_uses(state, b, w, experts):
-    """With transport ``stay``: write the first expert of each token, and which tokens use none."""
-    clear(state.idle[b, w])
-    for e in range(state.replicas.shape[1]):
-        clear(state.first_uses[b, w, e])
-    for t in range(state.rows.shape[2]):
-        row, token, word, used = index(state.rows[b, w, t]), index(1) << index(t & 63), index(t >> 6), False
-        for k in range(experts.shape[1]):
-            e = experts[row, index(k)]
-            if e >= 0:
-                state.first_uses[b, w, index(e), word] |= token
-                used = True
-                break
-        if not used:
-            state.idle[b, w, word] |= token
 
 
 @device
@@ -235,7 +215,7 @@ def _assign_tokens(state, b, first_pass, last_pass, e, which, topology):
     for i in range(n):
         state.replica_slot[b, i] = slot_of(state, b, e, replicas[i])
     hashes = topology.dispatch == RANDOM or topology.dispatch == TOKEN_HASH
-    by_rank = topology.dispatch == RANK_NEAREST and topology.transport != STAY
+    by_rank = topology.dispatch == RANK_NEAREST
     for w in range(first_pass, last_pass):
         tokens, load = state.moved_tokens[b, w, which], int(state.load[b, w, e])
         here = state.slot_tokens[b, w, replicas[0], state.replica_slot[b, 0]]
@@ -291,20 +271,16 @@ def _assign_by_rank(state, b, w, e, tokens):
 @inlined
 def _assign_rank(state, b, w, e, rank, tokens, topology):
     """Send the tokens that rank ``rank`` holds, of those in ``tokens``, to the replicas of ``e`` that they choose."""
-    stay, replicas = topology.transport == STAY, state.replicas[b, e]
+    replicas = state.replicas[b, e]
     choice = int(state.replica_choice[b, e, rank])
     first, count = choice & 0xFFFF, choice >> 16
-    start, last = (0, state.rows.shape[2]) if stay else (
-        int(state.rank_start[b, w, rank]), int(state.rank_start[b, w, rank + 1])
-    )  # fmt: skip
+    start, last = int(state.rank_start[b, w, rank]), int(state.rank_start[b, w, rank + 1])
     if last <= start:
         return
     g = replicas[first]
     run, ordinal = state.slot_tokens[b, w, g, slot_of(state, b, e, g)], 0
     for word in range(start >> 6, (last + 63) >> 6):
         here = tokens[index(word)] & range_word(start, last, word)
-        if stay:
-            here &= state.origins[b, w, rank, index(word)]
         if count == 1:
             run[index(word)] |= here
             continue
@@ -312,21 +288,10 @@ def _assign_rank(state, b, w, e, rank, tokens, topology):
             token = here & (~here + index(1))
             here ^= token
             t = 64 * word + np.int64(popcount(token - index(1)))
-            # A token that moved away keeps its place in the batch of its home rank.
-            base = _batch_start(state, b, w, t) if stay else start
-            picked = first + choose(topology, int(state.rows[b, w, t]), t - base, rank, ordinal, count)
+            picked = first + choose(topology, int(state.rows[b, w, t]), t - start, rank, ordinal, count)
             ordinal += 1
             g = replicas[picked]
             state.slot_tokens[b, w, g, slot_of(state, b, e, g), word] |= token
-
-
-@inlined
-def _batch_start(state, b, w, t):
-    """First token of the rank that token ``t`` belongs to."""
-    rank = 0
-    while state.rank_start[b, w, rank + 1] <= t:
-        rank += 1
-    return int(state.rank_start[b, w, rank])
 
 
 @inlined
@@ -345,13 +310,9 @@ def _write_pieces(state, b, w):
 
 
 @inlined
-def _add_by_home(state, b, w, tokens, topology):
+def _add_by_home(state, b, w, tokens):
     """Add to ``by_home`` how many tokens of a set each GPU holds."""
     by_home = state.by_home[b]
-    if topology.transport == STAY:
-        for home in range(by_home.shape[0]):
-            by_home[home] += count_common(state.origins[b, w, home], tokens)
-        return
     at, mask = state.piece_at[b, w], state.piece_mask[b, w]
     for i in range(state.n_pieces[b, w]):
         piece = index(i)
@@ -396,14 +357,14 @@ def _count_touched(state, b, w, topology, costs, recount_visits):
                 if recount_visits and transport != ALLGATHER:
                     _count_visits(state, b, w, g, topology)
                 state.kernel_us[b, w, g] = gpu_kernel_time(state, b, w, g, topology, costs)
-        if changed and (transport == DEDUP or transport == STAY):
+        if changed and transport == DEDUP:
             near, by_home = state.node_visitors[b], state.by_home[b]
             clear(near)
             for g in range(first, first + per_node):
                 add_all(near, state.visitors[b, w, g])
             for home in range(n_gpus):
                 by_home[home] = 0
-            _add_by_home(state, b, w, near, topology)
+            _add_by_home(state, b, w, near)
             for home in range(n_gpus):
                 visits = by_home[home]
                 difference = visits - state.node_visits[b, w, home, node]
@@ -412,8 +373,6 @@ def _count_touched(state, b, w, topology, costs, recount_visits):
                     relay = home + (node - topology.node_of[home]) * per_node
                     state.copies[b, w, SENT_INTER, home] += difference
                     state.copies[b, w, RECEIVED_INTER, relay] += difference
-    if transport == STAY:
-        _count_return(state, b, w, topology)
 
 
 @inlined
@@ -429,11 +388,11 @@ def _count_visits(state, b, w, g, topology):
     for s in range(state.slots.shape[2]):
         if state.slots[b, g, s] >= 0:
             if each:
-                _add_by_home(state, b, w, state.slot_tokens[b, w, g, s], topology)
+                _add_by_home(state, b, w, state.slot_tokens[b, w, g, s])
             else:
                 add_all(here, state.slot_tokens[b, w, g, s])
     if not each:
-        _add_by_home(state, b, w, here, topology)
+        _add_by_home(state, b, w, here)
     near, far = 0, 0
     for home in range(by_home.shape[0]):
         difference = by_home[index(home)] - visits[index(home), gpu]
@@ -448,38 +407,3 @@ def _count_visits(state, b, w, g, topology):
             near += difference
     copies[index(RECEIVED_INTRA), gpu] += near
     copies[index(RECEIVED_INTER), gpu] += far
-
-
-@inlined
-def _count_return(state, b, w, topology):
-    """Where the tokens are after the layer with transport ``stay``, and the copies that return there."""
-    n_gpus, per_node = state.slots.shape[1], topology.gpus_per_node
-    near, copies = state.node_visitors[b], state.return_copies[b, w]
-    for g in range(n_gpus):
-        for i in range(copies.shape[0]):
-            copies[i, g] = 0
-        # A token that uses no expert does not move.
-        after = state.destinations[b, w, g]
-        for word in range(after.shape[0]):
-            after[index(word)] = state.idle[b, w, index(word)] & state.origins[b, w, g, index(word)]
-        for s in range(state.slots.shape[2]):
-            e = state.slots[b, g, s]
-            if e >= 0:
-                run, first = state.slot_tokens[b, w, g, s], state.first_uses[b, w, e]
-                for word in range(after.shape[0]):
-                    after[index(word)] |= run[index(word)] & first[index(word)]
-    for node in range(state.node_visits.shape[3]):
-        clear(near)
-        for g in range(node * per_node, (node + 1) * per_node):
-            add_all(near, state.visitors[b, w, g])
-            for home in range(n_gpus):
-                visits = count_common(state.destinations[b, w, home], state.visitors[b, w, g])
-                relay = home + (node - topology.node_of[home]) * per_node
-                if g != relay:
-                    copies[SENT_INTRA, relay] += visits
-                    copies[RECEIVED_INTRA, g] += visits
-        for home in range(n_gpus):
-            if node != topology.node_of[home]:
-                visits = count_common(state.destinations[b, w, home], near)
-                copies[SENT_INTER, home] += visits
-                copies[RECEIVED_INTER, home + (node - topology.node_of[home]) * per_node] += visits

@@ -25,17 +25,14 @@ FROM_OWN_NODE, FROM_OTHER_NODE = range(2)
 CLOCK_LAYER, CLOCK_OPERATION, CLOCK_INTERVAL, CLOCK_DONE, CLOCK_REUSE = range(5)
 N_CLOCKS = 5
 # Columns of EpisodeState.last_operation.
-LAST_KIND, LAST_EXPERT, LAST_NODE, LAST_FROM, LAST_TO, LAST_VICTIM = range(6)
-N_LAST = 6
+LAST_KIND, LAST_EXPERT, LAST_NODE, LAST_FROM, LAST_TO, LAST_VICTIM, LAST_LAYER = range(7)
+N_LAST = 7
 # Columns of EpisodeState.times_us. Of the layer that the agents work on: the observed interval now and at the start of
-# the visit; the next interval at the start of the visit, in true time and in the reward's norm; the rewarded time now.
-TIME_OBSERVED, TIME_OBSERVED_START, TIME_NEXT_START, TIME_NEXT_START_NORM, TIME_REWARDED = range(5)
-# Sums over the layers and intervals of the episode: served, migration, the start placement's time, EPLB's time; what
-# operations saved in the reward's norm.
-TIME_SERVED, TIME_MIGRATED, TIME_START, TIME_EPLB, TIME_SAVED = range(5, 10)
-# What the last operation alone saved, without the credit at the start of a layer.
-TIME_OPERATION = 10
-N_TIMES = 11
+# the visit; the next interval at the start of the visit, and now with migration.
+TIME_OBSERVED, TIME_OBSERVED_START, TIME_NEXT_START, TIME_NEXT = range(4)
+# Sums over the layers and intervals of the episode: served, migration, the start placement's time, the rewards.
+TIME_SERVED, TIME_MIGRATED, TIME_START, TIME_SAVED = range(4, 8)
+N_TIMES = 8
 
 # Columns of StreamState.random, StreamState.position and StreamState.rank_piece.
 RANDOM_KEY, RANDOM_COUNTER = range(2)
@@ -53,8 +50,11 @@ STATIONARY, DRIFT, SWITCH, REPLAY = range(4)
 # Columns of EpisodeState.memory.
 MEMORY_GAIN, MEMORY_LOOKED = range(2)
 # What a look-ahead tells about an operation: time saved in the smooth norm, true time saved, migration (negative).
+# All in percent of the layer's time at the start of the visit.
 PART_SMOOTH, PART_TRUE, PART_MIGRATION = range(3)
 N_PARTS = 3
+# The smooth norm of look-aheads is of order 2^3: it also sees what brings no time yet.
+SMOOTH_NORM_LOG2 = 3
 
 
 class Topology(NamedTuple):
@@ -171,54 +171,50 @@ class SimulationState(NamedTuple):
     touched: np.ndarray
     """(B, G) int8: 1 where the set of experts or tokens on the GPU has changed"""
 
-    # Only with transport ``stay``; of size 1 otherwise
-    origins: np.ndarray
-    """(B, W, G, words) uint64: tokens held by each GPU before the layer"""
-    first_uses: np.ndarray
-    """(B, W, E, words) uint64: tokens whose first expert this is"""
-    idle: np.ndarray
-    """(B, W, words) uint64: tokens that use no expert"""
-    destinations: np.ndarray
-    """(B, W, G, words) uint64: tokens held by each GPU after the layer"""
-    return_copies: np.ndarray
-    """(B, W, 4, G) int32: as ``copies`` for the way back"""
-
 
 class EpisodeState(NamedTuple):
     """State of B episodes, besides their :class:`SimulationState` and :class:`StreamState`."""
 
+    rows: np.ndarray
+    """(B, intervals + 1, P, T) int32: tokens of all intervals of the episode, first the one that is only observed"""
+    rank_start: np.ndarray
+    """(B, intervals + 1, P, G + 1) int32: first token of each rank, then T"""
     slots: np.ndarray
     """(B, L, G, S) int16: placement of every layer"""
     first_slots: np.ndarray
     """(B, L, G, S) int16: placement at the start of the episode"""
-    eplb_slots: np.ndarray
-    """(B, L, G, S) int16: what EPLB would use instead; of size 1 without ``compare_eplb``"""
-    start_us: np.ndarray
-    """(B, L) float64: time of each layer in the next interval under the start placement"""
+    future_us: np.ndarray
+    """(B, L, intervals) float64: time of each layer in each interval under the placement that it was left with"""
     load_average: np.ndarray
     """(B, L, E) float32: moving average of the load shares, −1 before the first interval"""
     clock: np.ndarray
     """(B, 5) int32: layer, operation on that layer, intervals served, done, whether a token was served twice"""
     last_operation: np.ndarray
-    """(B, 6) int32: kind, expert, node, from GPU, to GPU and victim of the last operation"""
+    """(B, 7) int32: kind, expert, node, from GPU, to GPU, victim and layer of the last operation"""
     times_us: np.ndarray
-    """(B, 11) float64: see ``TIME_*``"""
-    spent: np.ndarray
-    """(B, E) int8: 1 if the expert was chosen and left alone since the placement last changed"""
+    """(B, 8) float64: see ``TIME_*``"""
     int_scratch: np.ndarray
     """(B, 3, E) int32"""
     float_scratch: np.ndarray
     """(B, E + G) float64"""
     in_common: np.ndarray
     """(B, G, G) int32 scratch: experts that two GPUs both hold"""
+    gpu_load: np.ndarray
+    """(B, G) float32 scratch: token-expert pairs of each GPU in the observed passes, relative to the mean"""
+    coldest: np.ndarray
+    """(B, G) int16 scratch: the expert with fewest tokens on each GPU, -1 on an empty one"""
+    exchange: np.ndarray
+    """(B, G, G, 2) float32 scratch: what the column's GPU gives to the row's for a replica; see ``_write_exchanges``"""
     gpu_pairs: np.ndarray
     """(B, G) int32 scratch: token-expert pairs that each GPU computes in the observed passes"""
     accepts: np.ndarray
     """(B, G + 1, G) int8 scratch: 1 if the column's GPU can take a replica from the row's; last row: if it has room"""
     load_features: np.ndarray
     """(B, E, 3) float32: the features of each expert that stay the same while the agents work on a layer"""
-    local_coactivation: np.ndarray
-    """(B, E) float64: co-activation with the experts on the same GPUs"""
+    used: np.ndarray
+    """(B, E) float32: tokens that use each expert, of those from which co-activation is estimated; at least 1"""
+    group_coactivation: np.ndarray
+    """(B, G, E) float32: co-activation of each expert with the experts on each GPU"""
     hot_coactivation: np.ndarray
     """(B, E) float32: co-activation with the experts of highest load"""
 
@@ -264,17 +260,12 @@ class Observation(NamedTuple):
     """Observation buffers, written in place. ``MoEPlacementEnv`` documents them."""
 
     experts: np.ndarray
-    coactivation: np.ndarray
-    affinity: np.ndarray
     gpus: np.ndarray
-    traffic: np.ndarray
-    placement: np.ndarray
-    progress: np.ndarray
-    memory: np.ndarray
-    expert_mask: np.ndarray
-    gpu_mask: np.ndarray
-    joint_mask: np.ndarray
-    lookahead: np.ndarray
+    pairs: np.ndarray
+    expert_graph: np.ndarray
+    gpu_graph: np.ndarray
+    context: np.ndarray
+    action_mask: np.ndarray
 
 
 class Rules(NamedTuple):
@@ -283,10 +274,9 @@ class Rules(NamedTuple):
     costs: Costs
     topology: Topology
     static_us: float
-    """Mean time of all layers under the static placement: the unit of rewards."""
-    norm_log2: int
-    """Smooth norm of the look-ahead; −1 is the true time."""
-    reward_norm_log2: int
+    """Mean time of all layers under the static placement."""
+    reward_per_us: float
+    illegal_penalty: float
     n_passes: int
     """Sampled passes of an interval."""
     phase: int
@@ -297,9 +287,5 @@ class Rules(NamedTuple):
     ops_per_layer: int
     start_eplb: int
     """1 starts from EPLB on the first interval, 0 from the static placement."""
-    compare_eplb: int
-    """1 also serves every interval with EPLB's placement, for the information at the end of the episode."""
-    skip_spent: int
-    """1 masks experts that were chosen and left alone since the placement last changed."""
     mix_observed: int
     """1 deals the observed tokens over passes and ranks at random."""

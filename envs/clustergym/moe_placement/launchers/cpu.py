@@ -1,7 +1,7 @@
 """Batches on the CPU: every thread runs a range of environments.
 
-All commands are branches of one compiled function, because each compiled entry point is optimized together with all
-kernels that it calls: five of them would take five times as long to compile.
+Reset and step are branches of one compiled function, because each compiled entry point is optimized together with all
+kernels that it calls: two of them would take twice as long to compile. What few tasks need is compiled on demand.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ from __future__ import annotations
 import numpy as np
 
 from clustergym.common.threads import spread
+from clustergym.moe_placement.kernels import candidates, lookahead
 from clustergym.moe_placement.kernels import episode as kernels
-from clustergym.moe_placement.kernels import lookahead
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.state import CLOCK_LAYER, CLOCK_OPERATION
+from clustergym.moe_placement.kernels.state import CLOCK_OPERATION
 from clustergym.moe_placement.launchers.prefetch import NOTHING, memory_of, prefetch, prefetch_part
-from clustergym.moe_placement.profiles import DEDUP, STAY
+from clustergym.moe_placement.profiles import DEDUP
 
-_begin_episode, _step, _load_layer = kernels.begin_episode, kernels.step, kernels.load_layer
-_operate, _copy_slots = kernels.operate, kernels.copy_slots
-_look_ahead_parts, _look_ahead_all = lookahead.look_ahead_parts, lookahead.look_ahead_all
+_draw_episode, _begin_episode, _step = kernels.draw_episode, kernels.begin_episode, kernels.step
+_start_from_eplb = kernels.start_from_eplb
+_look_ahead_parts, _propose = lookahead.look_ahead_parts, candidates.propose
 
-_RESET, _STEP, _LOAD, _LOOK, _FINISH = range(5)
+_DRAW, _BEGIN, _STEP = range(3)
 # Arguments that a command does not use.
 _NO_CHOICE, _NO_REWARD, _NO_MASK = np.zeros((0, 0), np.int64), np.zeros(0), np.zeros(0, bool)
-_NO_PARTS, _NO_SLOTS = np.zeros((0, 0, 0, 0), np.float32), np.zeros((0, 0, 0), np.int16)
-_NO_ROWS = np.zeros((0, 0), np.int32)
-
 
 # The last blocks of memory that a step prefetches: of these, only the parts that the operation needs.
-_SLOT_TOKENS, _COACTIVATION, _SLOTS, _REPLICAS, _N_REPLICAS = 5, 4, 3, 2, 1
+_SLOT_TOKENS, _EXPERT_GRAPH, _SLOTS, _REPLICAS, _N_REPLICAS = 5, 4, 3, 2, 1
 
 
 @device
@@ -48,7 +45,7 @@ def _prefetch_gpu(sim, blocks, b, g):
         prefetch_part(blocks, _SLOT_TOKENS, b, w * n_gpus + g, n_passes * n_gpus)
     for s in range(sim.slots.shape[2]):
         if sim.slots[b, g, s] >= 0:
-            prefetch_part(blocks, _COACTIVATION, b, int(sim.slots[b, g, s]), n_experts)
+            prefetch_part(blocks, _EXPERT_GRAPH, b, int(sim.slots[b, g, s]), n_experts)
 
 
 @device
@@ -62,15 +59,15 @@ def _prefetch_replicas(sim, blocks, b, expert):
 
 
 @device
-def _run(
-    first, last, command, episode, sim, stream, obs, trace, rules, where, choice, reward, parts, slots, rows,
-    rank_start, blocks,
-):  # fmt: skip
+def _run(first, last, command, episode, sim, stream, obs, trace, rules, where, choice, reward, blocks):
     for b in range(first, last):
-        if command == _RESET:
+        if command == _DRAW:
+            if where[b]:
+                _draw_episode(episode, stream, b, trace, rules)
+        elif command == _BEGIN:
             if where[b]:
                 _begin_episode(episode, sim, stream, obs, b, trace, rules)
-        elif command == _STEP:
+        else:
             if b + 1 < last and blocks.shape[0] > 0:
                 # Neighbours mostly leave a layer together.
                 leaves = episode.clock[b, CLOCK_OPERATION] + 1 == rules.ops_per_layer
@@ -80,72 +77,63 @@ def _run(
                     if b + 2 < last:
                         _prefetch_replicas(sim, blocks, b + 2, choice[0, b + 2])
             reward[b] = _step(episode, sim, stream, obs, b, trace, rules, choice[0, b], choice[1, b])
-        elif command == _LOAD:
-            layer = b % episode.slots.shape[1]
-            _load_layer(episode, sim, obs, b, trace, rules, layer, slots[layer], rows, rank_start)
-        elif command == _LOOK:
-            for i in range(choice.shape[1]):
-                _look_ahead_parts(episode, sim, obs, b, rules, choice[b, i], parts[b, i])
-        else:
-            _operate(episode, sim, obs, b, rules, choice[0, b], choice[1, b])
-            _copy_slots(sim.slots[b], episode.slots[b, episode.clock[b, CLOCK_LAYER]])
 
 
 @device
-def _look_ahead_all_range(first, last, result, episode, sim, rules):
+def _start_range(first, last, where, episode, trace):
     for b in range(first, last):
-        _look_ahead_all(episode, sim, b, rules, result[b])
+        if where[b]:
+            _start_from_eplb(episode, b, trace)
 
 
-def _launch(
-    command, state, where=_NO_MASK, choice=_NO_CHOICE, reward=_NO_REWARD, parts=_NO_PARTS, slots=_NO_SLOTS,
-    rows=_NO_ROWS, rank_start=_NO_ROWS, blocks=NOTHING,
-):  # fmt: skip
-    """``state`` is (episode, sim, stream, obs, trace, rules)."""
-    n = len(state[0].clock)
-    spread(_run, n, command, *state, where, choice, reward, parts, slots, rows, rank_start, blocks)
+@device
+def _look_ahead_range(first, last, experts, column, result, episode, sim, rules):
+    for b in range(first, last):
+        for i in range(experts.shape[1]):
+            _look_ahead_parts(episode, sim, b, rules, experts[b, i], column, result[b, i])
+
+
+@device
+def _propose_range(first, last, operations, mask, score, compact, episode, sim, obs, rules):
+    for b in range(first, last):
+        _propose(episode, sim, obs, b, rules, operations[b], mask[b], score[b], compact[b])
 
 
 def reset(where, state):
-    """Begin new episodes where ``where`` (B,) is true."""
-    _launch(_RESET, state, where=where)
+    """Begin new episodes where ``where`` (B,) is true. ``state`` is (episode, sim, stream, obs, trace, rules)."""
+    episode, _, _, _, trace, rules = state
+    spread(_run, len(where), _DRAW, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
+    if rules.start_eplb:
+        spread(_start_range, len(where), where, episode, trace)
+    spread(_run, len(where), _BEGIN, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
 
 
 def step(choice, reward, state):
     """One operation in every environment, ``choice`` (2, B) of expert and node; writes ``reward`` (B,)."""
     episode, sim, _, obs, _, rules = state
     # A batch does not fit into the caches: while one environment steps, the data of its neighbour is fetched.
-    by_node = rules.topology.transport in (DEDUP, STAY)
+    by_node = rules.topology.transport == DEDUP
     blocks = memory_of(
         [
             sim.slots, sim.n_replicas, sim.replicas, sim.piece_mask, sim.piece_at, sim.slot_pairs, sim.visits,
             sim.copies, sim.kernel_us, sim.moved_tokens, sim.load, sim.held_before, episode.load_features,
-            episode.local_coactivation, episode.hot_coactivation, episode.float_scratch, episode.int_scratch,
-            episode.in_common, episode.accepts, obs.gpus, obs.experts, obs.placement, obs.joint_mask, obs.traffic,
-            *([sim.visitors, sim.node_visits] if by_node else []),
+            episode.group_coactivation, episode.hot_coactivation, episode.used, episode.int_scratch,
+            episode.in_common, episode.accepts, episode.exchange, obs.gpus, obs.experts, obs.action_mask,
+            obs.gpu_graph, *([sim.visitors, sim.node_visits] if by_node else []),
         ],
-        [sim.slot_tokens, sim.replica_choice, sim.rows, obs.coactivation, obs.affinity],
-        [sim.slot_tokens, obs.coactivation, sim.slots, sim.replicas, sim.n_replicas],
+        [sim.slot_tokens, sim.replica_choice, sim.rows, obs.expert_graph],
+        [sim.slot_tokens, obs.expert_graph, sim.slots, sim.replicas, sim.n_replicas],
     )  # fmt: skip
-    _launch(_STEP, state, choice=choice, reward=reward, blocks=blocks)
+    spread(_run, len(reward), _STEP, *state, _NO_MASK, choice, reward, blocks)
 
 
-def look_ahead(experts, parts, state):
-    """What each operation on ``experts`` (B, M) would save; writes ``parts`` (B, M, 3·G, parts)."""
-    _launch(_LOOK, state, choice=experts, parts=parts)
-
-
-def look_ahead_all(result, state):
-    """What each operation on each expert would save; writes ``result`` (B, E, 3·G)."""
+def look_ahead(experts, column, result, state):
+    """What operations on ``experts`` (B, M) would save; writes ``result`` (B, M, G, …) from ``column`` on."""
     episode, sim, _, _, _, rules = state
-    spread(_look_ahead_all_range, len(result), result, episode, sim, rules)
+    spread(_look_ahead_range, len(experts), experts, column, result, episode, sim, rules)
 
 
-def load_placement(slots, rows, rank_start, state):
-    """Environment b begins a visit to layer b mod L with ``slots`` (L, G, S), after these passes (P, T), (P, G + 1)."""
-    _launch(_LOAD, state, slots=slots, rows=rows, rank_start=rank_start)
-
-
-def finish_layer(choice, state):
-    """The last operation ``choice`` (2, B) on the layer of every environment: ``episode.slots`` is up to date."""
-    _launch(_FINISH, state, choice=choice)
+def propose(operations, mask, score, compact, state):
+    """The k most promising operations; writes (B, k + 1, 2), (B, k + 1), scratch and (B, features)."""
+    episode, sim, _, obs, _, rules = state
+    spread(_propose_range, len(mask), operations, mask, score, compact, episode, sim, obs, rules)

@@ -10,10 +10,6 @@ import numpy as np
 from clustergym.common.threads import spread
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
-from clustergym.moe_placement.kernels.episode import locate
-from clustergym.moe_placement.kernels.passes import count_pass
-from clustergym.moe_placement.kernels.replicas import write_replicas
-from clustergym.moe_placement.kernels.token_sets import copy_set
 
 
 class Objective(NamedTuple):
@@ -60,18 +56,3 @@ def pass_times(first, last, sim, topology, costs, norm_log2, result):
     """Write the mean time of the passes of layers first … last−1, without migration."""
     for b in range(first, last):
         result[b] = mean_pass_time(sim, b, 0, sim.rows.shape[1], topology, costs, norm_log2)
-
-
-@device
-def recount(sim, b, slots, experts, topology, costs):
-    """With transport ``stay``: count layer ``b`` again under ``slots`` (G, S), after the layer before has changed."""
-    for g in range(slots.shape[0]):
-        for s in range(slots.shape[1]):
-            sim.slots[b, g, s] = slots[g, s]
-    write_replicas(sim, b, topology)
-    for w in range(sim.rows.shape[1]):
-        if b > 0:
-            for g in range(sim.slots.shape[1]):
-                copy_set(sim.destinations[b - 1, w, g], sim.destinations[b, w, g])
-        locate(sim, b, w, b)
-        count_pass(sim, b, w, experts[b], topology, costs)

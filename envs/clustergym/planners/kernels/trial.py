@@ -25,7 +25,7 @@ from clustergym.moe_placement.kernels.state import (
     Topology,
 )
 from clustergym.moe_placement.kernels.token_sets import add_all, clear, popcount
-from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANK_MOD, RANK_NEAREST, STAY
+from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, PER_EXPERT, RANK_MOD, RANK_NEAREST
 
 NOW, THEN = range(2)
 
@@ -90,8 +90,6 @@ def prepare(first, last, scratch, sim, experts, topology):
 @device
 def can_try(sim, b, e, e_from, e_to, v, v_from, v_to, topology):
     """Whether one GPU serves all tokens of a rank that use an expert, before and after the change."""
-    if topology.transport == STAY:
-        return False
     if topology.dispatch == RANK_NEAREST or topology.dispatch == RANK_MOD:
         return True
     if sim.n_replicas[b, e] > 1 or (e_from < 0 and e_to >= 0):

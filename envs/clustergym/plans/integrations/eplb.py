@@ -6,9 +6,13 @@ GPU gets an expert twice while it has room for another one, and it runs compiled
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 Slots = npt.NDArray[np.int64]
 """(L, P) expert in each slot. Slot p is on GPU p // (P / GPUs)."""
@@ -29,6 +33,8 @@ def rebalance_experts(
     Returns:
         physical_to_logical_map (L, P), logical_to_physical_map (L, E, X) padded with −1, expert_count (L, E).
     """
+    import torch  # the engine has it; planners do without
+
     slots = plan_slots(weight.float().cpu().numpy(), num_replicas, num_groups, num_nodes, num_gpus)
     logical_to_physical, count = invert(slots, weight.shape[1])
     return torch.from_numpy(slots), torch.from_numpy(logical_to_physical), torch.from_numpy(count)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from clustergym.common.plotting import require_matplotlib
 from clustergym.planners.evaluation import Result
-from clustergym.planners.registry import PLANNERS, planner_class
 
 _LINES = {
     "static": ("#BBBBBB", "o"),
     "eplb": ("#EE6677", "s"),
-    "eplb-threshold": ("#CCBB44", "v"),
-    "bottleneck-8": ("#66CCEE", "^"),
+    "flashlb": ("#CCBB44", "v"),
+    "greedy": ("#66CCEE", "^"),
     "anneal": ("#228833", "D"),
-    "policy": ("#AA3377", "P"),
     "oracle": ("#000000", "X"),
 }
 """Colour and marker of the planners that are also shown interval by interval."""
@@ -65,50 +62,3 @@ def _draw_break(axes: Any) -> None:
     axes.fill_betweenx(
         [-0.02, 1.02], [0.014, 0.026], [0.024, 0.036], transform=axes.transAxes, color="white", clip_on=False, zorder=4
     )  # fmt: skip
-
-
-def plot_training(results: Sequence[Result], curve: Sequence[Sequence[float]], title: str, path: Path) -> None:
-    """A training in one picture: time saved on the validation streams, and all planners on the test streams.
-
-    Args:
-        results: planners at the end of the training, EPLB among them.
-        curve: rows of (step, % saved compared with static, % saved compared with EPLB). The supervised phase ends at
-            step 0.
-    """
-    plt = require_matplotlib()
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(12, max(4.0, 0.26 * len(results) + 1.6)), width_ratios=(2, 3), layout="constrained"
-    )
-    figure.suptitle(title)
-    if curve:
-        steps, static, eplb = zip(*curve, strict=True)
-        left.plot(steps, static, "o-", ms=3, color="#4477AA", label="compared with static")
-        left.plot(steps, eplb, "s-", ms=3, color="#228833", label="compared with EPLB in every interval")
-        if steps[0] < 0:
-            left.axvspan(steps[0], 0, color="#DDDDDD", lw=0, label="supervised phase")
-        left.legend(fontsize=8)
-    left.axhline(0, color="#BBBBBB", lw=1)
-    left.set(xlabel="operations (below 0: states of the supervised phase)", ylabel="time saved, %")
-    left.set_title("the agents alone during training, validation streams", fontsize=10)
-    baseline = next((result for result in results if result.planner == "eplb"), None)
-    if baseline is not None:
-        ordered = sorted(results, key=lambda result: -result.total_us)
-        saved = [(-100 * relative, 100 * half) for relative, half in (r.versus(baseline) for r in ordered)]
-        colours = [_bar_colour(r.planner) for r in ordered]
-        right.barh(
-            [r.planner for r in ordered], [mean for mean, _ in saved], xerr=[half for _, half in saved], color=colours,
-            error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#555555"},
-        )  # fmt: skip
-        right.axvline(0, color="#888888", lw=1)
-        right.tick_params(axis="y", labelsize=8)
-        right.set(xlabel="time saved compared with EPLB, %, with 95 % interval (grey: sees the future)")
-        right.set_title("after training, test streams", fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _bar_colour(planner: str) -> str:
-    if planner == "policy":
-        return "#228833"
-    kind = planner_class(planner) if planner in PLANNERS else None
-    return "#BBBBBB" if kind is not None and (kind.needs_future or kind.needs_mixture) else "#4477AA"

@@ -26,6 +26,10 @@ def _percent(relative: float, half: float = 0.0) -> str:
     return f"{100 * relative:+.{digits}f}{f' ± {100 * half:.{digits}f}' if half else ''} %"
 
 
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
 def results_table(results: list[Result], title: str) -> Table:
     """A comparison, slowest first. The fastest planner that does not see the future is bold."""
     first = results[0]
@@ -50,8 +54,8 @@ def results_table(results: list[Result], title: str) -> Table:
         interval = f" ± {r.total_ci95_us:.1f}" if r.total_ci95_us else ""
         table.add_row(
             r.planner, f"{r.served_us:.1f}", f"{r.migration_us:.1f}", f"{r.total_us:.1f}{interval}",
-            "" if eplb is None else _percent(*r.versus(eplb)), f"{r.balancedness:.3f}",
-            f"{r.gpus_per_token:.2f}", f"{r.inter_node_mb:.2f}", f"{r.moves:.1f}", f"{r.decision_ms:.2f}",
+            "" if eplb is None else _percent(*r.versus(eplb)), _number(r.balancedness, 3),
+            _number(r.gpus_per_token, 2), _number(r.inter_node_mb, 2), _number(r.moves, 1), f"{r.decision_ms:.2f}",
             style="bold green" if r.total_us == fastest else "dim" if r.planner in sees_more else None,
         )  # fmt: skip
     return table
@@ -88,8 +92,8 @@ def plan_cells(plan: Plan, outcome: Outcome) -> list[str]:
         f"{outcome.served_us:.1f}",
         *(_percent(*plan.versus(other, outcome.planner)) for other in (plan.reference, "eplb")),
         f"{outcome.balancedness:.3f}",
-        "–" if outcome.gpus_per_token is None else f"{outcome.gpus_per_token:.2f}",
-        "–" if outcome.inter_node_mb is None else f"{outcome.inter_node_mb:.2f}",
+        _number(outcome.gpus_per_token, 2),
+        _number(outcome.inter_node_mb, 2),
         f"{outcome.decision_s:.3f}",
     ]
 

@@ -1,1 +1,0 @@
-"""The learned policy: exported network, planner and guided search."""

@@ -1,1 +1,0 @@
-"""Federated learning: communication matrices, exchange of policies between agents, replayable environments, plots."""
