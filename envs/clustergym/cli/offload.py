@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -288,7 +287,9 @@ def read_policy(name: str) -> Any:
     """A trained policy of a run folder."""
     if not Path(name).exists():
         raise ValueError(f"--policy {name}: expected rules, control, bounds, the name of a rule, or a run folder")
-    return import_module("clustergym.training.policies").Policy(name)
+    from clustergym.training.policies import Policy
+
+    return Policy(name)
 
 
 def play_policy(
