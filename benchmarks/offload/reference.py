@@ -63,8 +63,8 @@ class Args:
     """pcie5, pcie4 or both."""
     predictor: Path | None = None
     """Folder of a predictor that was fitted with these settings; it is fitted and saved if there is none."""
-    evaluations: int = 200
-    """Trials of the search per rule."""
+    evaluations: int = 30
+    """Trials of the search per parameter of a rule."""
     tune_tokens: int = 12_000
     """Tokens to tune on."""
     json: Path | None = None
