@@ -267,7 +267,7 @@ def test_columns_of_a_predictor(batch: int) -> None:
                 expected[len(WITHIN) + distance - 1] = logit(1 - unused)
                 seen.add(distance)
             if served + 1 < 12:
-                assert obs["experts"][r, first:] * 4 == pytest.approx(expected, abs=0.05 * batch)
+                assert np.abs(obs["experts"][r, first:] * 4 - expected).max() < 0.05 * batch
         obs, _, done, _, _ = env.step(legal_pair(obs["action_mask"], rng))
     assert seen >= {1, 2, 3}
 

@@ -68,7 +68,7 @@ def transition(reference: Reference, visit: int, lag: int, e: int) -> float:
     return 0.3 * sum(lifts) / len(lifts) if lifts else 0.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**40))
 def test_features_graphs_and_context(seed: int) -> None:
     draw = random.Random(seed)

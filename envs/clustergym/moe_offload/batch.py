@@ -72,13 +72,14 @@ class _Recycled:
     """Arrays of one shape. One that nobody holds any more is used again: new memory costs more than filling it."""
 
     def __init__(self, like: npt.NDArray[Any]) -> None:
-        self.like, self.arrays = like, [like]
+        self.shape, self.dtype = like.shape, like.dtype
+        self.arrays: list[npt.NDArray[Any]] = []
 
     def take(self) -> npt.NDArray[Any]:
         for array in self.arrays:
             if sys.getrefcount(array) <= _FREE:
                 return array
-        self.arrays.append(np.zeros_like(self.like))
+        self.arrays.append(np.zeros(self.shape, self.dtype))
         return self.arrays[-1]
 
 

@@ -34,7 +34,7 @@ from clustergym.moe_offload.kernels.state import (
 )
 
 
-@device
+@inlined
 def settle(task, s, b):
     """Go on to the next decision: an eviction while a GPU holds too much, then a prefetch while a link has time."""
     while True:
@@ -74,13 +74,13 @@ def legal(task, s, b, row, node):
     return operation == ADD and at < 0 and window(task, s, b, gpu) > 0
 
 
-@device
+@inlined
 def draw(task, s, b):
     """Draw the sequences of the next episode."""
     s.clock[b, GROUP] = int(uniform(s.random, b) * task.groups.shape[0])
 
 
-@device
+@inlined
 def start(task, s, b):
     """Begin an episode with the group that was drawn, and go to its first decision."""
     begin(task, s, b, s.clock[b, GROUP])
@@ -90,7 +90,7 @@ def start(task, s, b):
     settle(task, s, b)
 
 
-@device
+@inlined
 def step(task, s, b, row, node):
     """Apply a pair and go to the next decision.
 

@@ -78,7 +78,7 @@ def count_at(task, s, b, l, e, h, t):
     return s.counts[b, l, e, h] * task.decay[h, min(t - max(s.last[b, l, e], -1), MAX_AGE - 1)]
 
 
-@device
+@inlined
 def begin(task, s, b, group):
     """Begin an episode with the sequences of a group and the experts that the training split uses most."""
     layers, experts = s.where.shape[1], s.where.shape[2]
@@ -142,7 +142,7 @@ def first_free(task, s, b, l, e):
     return best
 
 
-@device
+@inlined
 def next_visit(task, s, b):
     """Go to the next router result, load what is missing and compute. False if there is none."""
     s.clock[b, LAYER] += 1

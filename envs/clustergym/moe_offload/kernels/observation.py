@@ -98,15 +98,7 @@ class Observation(NamedTuple):
     action_mask: npt.NDArray[np.int8]
 
 
-@device
-def observe_range(first, last, task, s, o, where):
-    """Observe environments first … last − 1 where ``where`` (N,) is true."""
-    for b in range(first, last):
-        if where[b]:
-            observe(task, s, b, o)
-
-
-@device
+@inlined
 def observe(task, s, b, o):
     """Write the observation of one environment."""
     rows = s.rows.shape[1]
@@ -211,32 +203,30 @@ def _mask(task, s, b, o):
 @inlined
 def _edges(task, s, b, o):
     """Edges between experts of the last visits and those that can be chosen: transition probabilities."""
-    layers, rows, oldest = s.where.shape[1], s.rows.shape[1], 0
-    first = rows - task.context_rows
-    # No other entry is ever written: the arrays come with zeros.
+    layers, rows, here = s.where.shape[1], s.rows.shape[1], s.clock[b, LAYER]
+    first, last = rows - task.context_rows, rows
+    while last > first and s.rows[b, last - 1] < 0:
+        last -= 1
+    oldest = (here - s.places[b, last - 1, 0] + layers) % layers if last > first else 0
+    # No entry is ever written but those between a choice and the context: the arrays come with zeros.
+    for r in range(first):
+        for i in range(first, rows):
+            o.expert_graph[b, r, i] = 0.0
+        if r < s.n_rows[b]:
+            l, e = s.places[b, r, 0], s.places[b, r, 1]
+            d = distance(task, s, b, l)
+            if d <= LAG_TOKEN or d + oldest >= layers:
+                for i in range(first, last):
+                    layer = s.places[b, i, 0]
+                    back = here - layer
+                    lag = d + (back if back >= 0 else back + layers)
+                    if lag <= LAG_TOKEN:
+                        o.expert_graph[b, r, i] = task.chance[lag - 1, layer, s.places[b, i, 1], e]
+                    elif layer == l and lag == layers:
+                        o.expert_graph[b, r, i] = task.chance[LAG_TOKEN, layer, s.places[b, i, 1], e]
     for i in range(first, rows):
         for r in range(first):
-            o.expert_graph[b, r, i] = 0.0
-            o.expert_graph[b, i, r] = 0.0
-        if s.rows[b, i] >= 0:
-            oldest = (s.clock[b, LAYER] - s.places[b, i, 0] + layers) % layers
-    for r in range(s.n_rows[b]):
-        l, e = s.places[b, r, 0], s.places[b, r, 1]
-        d = distance(task, s, b, l)
-        if d > LAG_TOKEN and d + oldest < layers:
-            continue
-        for i in range(first, rows):
-            if s.rows[b, i] < 0:
-                break
-            layer = s.places[b, i, 0]
-            back = s.clock[b, LAYER] - layer
-            lag = d + (back if back >= 0 else back + layers)
-            if lag <= LAG_TOKEN:
-                o.expert_graph[b, r, i] = task.chance[lag - 1, layer, s.places[b, i, 1], e]
-                o.expert_graph[b, i, r] = o.expert_graph[b, r, i]
-            elif layer == l and lag == layers:
-                o.expert_graph[b, r, i] = task.chance[LAG_TOKEN, layer, s.places[b, i, 1], e]
-                o.expert_graph[b, i, r] = o.expert_graph[b, r, i]
+            o.expert_graph[b, i, r] = o.expert_graph[b, r, i]
 
 
 @inlined
@@ -288,6 +278,14 @@ def _context(task, s, b, o):
     o.context[b, 7] = math.log(1.0 + t) / 5.0
     o.context[b, 8] = active / s.starts.shape[1]
     o.context[b, 9] = task.slots * task.pools * task.gpus / (layers * s.where.shape[2])
+
+
+@device
+def observe_range(first, last, task, s, o, where):
+    """Observe environments first … last − 1 where ``where`` (N,) is true."""
+    for b in range(first, last):
+        if where[b]:
+            observe(task, s, b, o)
 
 
 def new_observation(task, rows, n):

@@ -34,19 +34,19 @@ def uniform(random, b):
 
 
 @device
-def keep_lowest(s, b, first, last, size):
+def keep_lowest(scores, found, b, first, last, size):
     """Bring the ``size`` lowest scores of entries first … last − 1 to the front (Hoare's selection)."""
     low, high = first, last - 1
     while low < high:
-        pivot, i, j = s.scores[b, (low + high) // 2], low, high
+        pivot, i, j = scores[b, (low + high) // 2], low, high
         while i <= j:
-            while s.scores[b, i] < pivot:
+            while scores[b, i] < pivot:
                 i += 1
-            while s.scores[b, j] > pivot:
+            while scores[b, j] > pivot:
                 j -= 1
             if i <= j:
-                s.scores[b, i], s.scores[b, j] = s.scores[b, j], s.scores[b, i]
-                s.found[b, i], s.found[b, j] = s.found[b, j], s.found[b, i]
+                scores[b, i], scores[b, j] = scores[b, j], scores[b, i]
+                found[b, i], found[b, j] = found[b, j], found[b, i]
                 i += 1
                 j -= 1
         # The border lies among low … j or i … high; between them all are equal.
@@ -62,14 +62,14 @@ def keep_lowest(s, b, first, last, size):
 def _select(s, b, first, last, size, n):
     """Add the ``size`` lowest of entries first … last − 1 to the table, which has n rows. Returns its rows."""
     if last - first > size:
-        keep_lowest(s, b, first, last, size)
+        keep_lowest(s.scores, s.found, b, first, last, size)
         last = first + size
     for i in range(first, last):
         s.rows[b, n + i - first] = s.found[b, i]
     return n + last - first
 
 
-@device
+@inlined
 def choose_evictions(task, s, b):
     """Table of an eviction: residents of the current layer, and the lowest counts of all other layers."""
     layers, experts = s.where.shape[1], s.where.shape[2]
@@ -92,7 +92,7 @@ def choose_evictions(task, s, b):
     _finish(task, s, b, _select(s, b, 0, others, task.own_rows, n))
 
 
-@device
+@inlined
 def choose_loads(task, s, b):
     """Table of a prefetch: the likeliest missing experts of the next layers, and with several GPUs experts to move.
 
@@ -144,7 +144,7 @@ def choose_loads(task, s, b):
     return loads
 
 
-@device
+@inlined
 def clear_rows(task, s, b):
     """The table after the last visit: empty."""
     _finish(task, s, b, 0)
@@ -168,7 +168,7 @@ def _finish(task, s, b, n):
         s.places[b, i, 0], s.places[b, i, 1] = l, s.rows[b, i] - l * experts
 
 
-@device
+@inlined
 def _add_context(task, s, b, first):
     """Experts of this visit, the one before … in rows ``first`` and after, at most one visit of each layer."""
     layers, experts, i = s.where.shape[1], s.where.shape[2], first
