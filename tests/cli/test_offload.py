@@ -41,7 +41,7 @@ def test_eval_writes_rows_of_all_kinds_and_a_picture(folder: Path) -> None:
     rows_file, plot = folder / "rows.json", folder / "plot.png"
     assert run(
         "eval", folder / "trace.npz", "--predictor", folder / "predictor", "--policy", "rules", "control", "bounds",
-        "--slots", "30%", "0.5", "--evaluations", 3, "--tune-tokens", 300, "--tokens", 500, "--json", rows_file,
+        "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300, "--tokens", 500, "--json", rows_file,
         "--plot", plot,
     ) == 0  # fmt: skip
     document = json.loads(rows_file.read_text())
@@ -75,7 +75,7 @@ def test_a_trace_is_not_tested_on_what_was_fitted(folder: Path, capsys: pytest.C
 
 def test_export_gives_a_cache_that_runs_alone(folder: Path) -> None:
     out = folder / "cache"
-    assert run("export", out, "--trace", folder / "trace.npz", "--evaluations", 5, "--slots", "0.4",
+    assert run("export", out, "--trace", folder / "trace.npz", "--evaluations", 1, "--slots", "0.4",
                "--predictor", folder / "predictor") == 0  # fmt: skip
     hot = json.loads((out / "hot_set.json").read_text())
     assert sum(map(len, hot["experts"])) == round(0.4 * 5 * 16)

@@ -322,10 +322,10 @@ def test_tuning_never_makes_a_rule_worse_than_its_start() -> None:
     train = workload()
     train.reuse = True
     names = ["decayed-lfu", "decayed-lfu+transitions", "next-layer"]
-    tuned = tune_all(train, names, evaluations=25)
+    tuned = tune_all(train, names, evaluations=6)
     stall = {name: train.run(*tuned[name]).stall_ms_per_token for name in names}
     untuned = train.run(RULES["decayed-lfu"], start_values(RULES["decayed-lfu"])).stall_ms_per_token
     assert stall["decayed-lfu"] <= untuned
     assert stall["next-layer"] < stall["decayed-lfu+transitions"] < stall["decayed-lfu"]
-    again = tune(train, RULES["decayed-lfu"], evaluations=25)
+    again = tune(train, RULES["decayed-lfu"], evaluations=6)
     assert np.array_equal(again, tuned["decayed-lfu"][1])

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,8 +96,8 @@ class Eval:
     """Serve only about so many tokens, of sequences drawn at random."""
     tune_tokens: int = 8000
     """Tokens to tune on."""
-    evaluations: int = 120
-    """Trials per rule of the search that tunes it."""
+    evaluations: int = 20
+    """Trials per parameter of the search that tunes a rule."""
     num_envs: int = 64
     """Environments in which a trained policy is played."""
     seed: int = 0
@@ -128,8 +127,8 @@ class Export:
     """Run folder of a trained policy: its policy.onnx and model.safetensors are copied."""
     predictor: Path | None = None
     """Folder of a fitted predictor, which is copied."""
-    evaluations: int = 120
-    """Trials of the search that tunes the rule."""
+    evaluations: int = 20
+    """Trials per parameter of the search that tunes the rule."""
     seed: int = 0
     """Seed of the split and of the search."""
 
@@ -288,7 +287,9 @@ def read_policy(name: str) -> Any:
     """A trained policy of a run folder."""
     if not Path(name).exists():
         raise ValueError(f"--policy {name}: expected rules, control, bounds, the name of a rule, or a run folder")
-    return import_module("clustergym.training.policies").Policy(name)
+    from clustergym.training.policies import Policy
+
+    return Policy(name)
 
 
 def play_policy(
@@ -316,18 +317,21 @@ def results_table(rows: list[Row], slots: float, cells: int, megabytes: float) -
     """Rows of one memory size, the least stall last."""
     held = round(slots * cells)
     table = Table(
-        "policy", "kind", "stall ms/token", "95 %", "tokens/s", "hit rate", "prefetches/token", "vs Belady",
-        "vs best rule", title=f"{held} of {cells} experts ({slots:.1%}, {held * megabytes / 1e3:.1f} GB)",
-        title_justify="left", box=None,
+        "policy", "kind", "stall ms/token", "95 %", "tokens/s", "hit rate", "prefetches", "vs Belady", "vs best rule",
+        title=f"{held} of {cells} experts ({slots:.1%}, {held * megabytes / 1e3:.1f} GB)", title_justify="left",
+        box=None,
     )  # fmt: skip
+    for column in table.columns:
+        column.no_wrap = True
     for row in sorted(rows, key=lambda row: -row.stall_ms_per_token):
-        against = "" if row.against_best_rule is None else f"{row.against_best_rule:+.1%}"
-        if row.against_best_rule_ci95 is not None and row.against_best_rule:
-            against += " [{:+.1%}, {:+.1%}]".format(*row.against_best_rule_ci95)
+        against = ""
+        if row.against_best_rule is not None and row.against_best_rule_ci95 is not None:
+            low, high = row.against_best_rule_ci95
+            against = f"{row.against_best_rule:+.1%} ± {(high - low) / 2:.1%}"
         table.add_row(
-            escape(row.policy), row.kind, f"{row.stall_ms_per_token:.3f}", "{:.3f} … {:.3f}".format(*row.ci95),
-            f"{row.tokens_per_s:.0f}", f"{row.hit_rate:.1%}", f"{row.prefetches_per_token:.1f}",
-            f"{row.belady_regret_ms:+.2f} ms", against,
+            escape(Path(row.policy).name), row.kind, f"{row.stall_ms_per_token:.3f}",
+            "{:.3f} … {:.3f}".format(*row.ci95), f"{row.tokens_per_s:.0f}", f"{row.hit_rate:.1%}",
+            f"{row.prefetches_per_token:.1f}", f"{row.belady_regret_ms:+.2f} ms", against,
         )  # fmt: skip
     return table
 

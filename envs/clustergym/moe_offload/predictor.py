@@ -142,8 +142,8 @@ class Predictions:
 
     Args:
         ahead: (HORIZON, T, L, E): ``ahead[h - 1, t, l]`` is for token t in layer l, from what is known h visits before.
-        keep: (T + S, L, E, len(WITHIN)): the expert is used by one of the next 1, 2, 4 … tokens. Row t + s is before
-            token t, which is in sequence number s; row t + s + 1 is after it.
+        keep: (T, L, E, len(WITHIN)): after the visit of token t in layer l, the expert is used by one of the next
+            1, 2, 4 … tokens. Before the first token it is :meth:`Predictor.at_start`.
     """
 
     ahead: npt.NDArray[np.float32]
@@ -188,18 +188,29 @@ class Predictor:
         batches = _Batches(trace, self.popularity, np.float32)
         n, (n_layers, n_experts) = trace.n_tokens, self.shape
         ahead = np.zeros((HORIZON, n, n_layers, n_experts), np.float32)
-        keep = np.zeros((len(batches.features), n_layers, n_experts, len(WITHIN)), np.float32)
+        keep = np.zeros((n, n_layers, n_experts, len(WITHIN)), np.float32)
         with torch.inference_mode():
             for start in range(0, n, chunk):
                 tokens = torch.arange(start, min(n, start + chunk))
                 for h in range(1, HORIZON + 1):
                     logits = self.net(*batches.inputs(tokens, torch.full_like(tokens, h)), heads=1)
                     ahead[h - 1, start : start + chunk] = torch.sigmoid(logits[..., 0]).transpose(0, 1).numpy()
-            for start in range(0, len(keep), chunk):
-                features = batches.features[start : start + chunk].transpose(0, 1)
-                nothing = torch.zeros(*features.shape[:2], LAGS, n_experts)
-                keep[start : start + chunk] = torch.sigmoid(self.net(features, nothing)).transpose(0, 1).numpy()
+                keep[start : start + chunk] = self._keep(batches.features[batches.row[tokens] + 1]).numpy()
         return Predictions(ahead, keep)
+
+    def at_start(self) -> npt.NDArray[np.float32]:
+        """(L, E, len(WITHIN)) ``keep`` before the first token of any sequence."""
+        with torch.inference_mode():
+            found: npt.NDArray[np.float32] = self._keep(
+                torch.from_numpy(UseHistory.start(self.popularity).features())[None]
+            )[0].numpy()
+        return found
+
+    def _keep(self, features: Tensor) -> Tensor:
+        """(B, L, E, len(WITHIN)) from features (B, L, N_FEATURES, E), with nothing known of the visits to come."""
+        features = features.transpose(0, 1)
+        nothing = torch.zeros(*features.shape[:2], LAGS, self.net.n_experts)
+        return torch.sigmoid(self.net(features, nothing)).transpose(0, 1)
 
     def start(self, batch: int) -> ServedSequences:
         """The memory of B sequences of which no token was served yet."""

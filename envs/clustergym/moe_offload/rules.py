@@ -342,8 +342,8 @@ def search(
     return best, least
 
 
-def tune(workload: Workload, rule: Rule, base: Vector | None = None, evaluations: int = 200, seed: int = 0) -> Vector:
-    """Parameters with which a rule stalls least on a workload."""
+def tune(workload: Workload, rule: Rule, base: Vector | None = None, evaluations: int = 20, seed: int = 0) -> Vector:
+    """Parameters with which a rule stalls least on a workload. ``evaluations`` are trials per parameter."""
     z = start_values(rule, base)
     parameters = [p for name in rule.free for p in _SPACE[name]]
     if not parameters:
@@ -362,14 +362,14 @@ def tune(workload: Workload, rule: Rule, base: Vector | None = None, evaluations
         thresholds = np.isin(index, range(THRESHOLD, THRESHOLD + N_AHEAD))
         starts = [np.where(thresholds, value, z[index]) for value in (0.15, 0.25, 0.35, 0.45, 0.6, 0.75)]
     start = min(starts, key=cost)
-    z[index] = search(cost, start, step, low, high, evaluations, seed)[0]
+    z[index] = search(cost, start, step, low, high, evaluations * len(index), seed)[0]
     return z
 
 
 def tune_all(
     workload: Workload,
     names: list[str],
-    evaluations: int = 200,
+    evaluations: int = 20,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, tuple[Rule, Vector]]:

@@ -49,7 +49,7 @@ def scores_of(
         if predictor is None:
             raise ValueError("the control needs a predictor: run clustergym offload fit, and give --predictor")
         predictions = predictor.predict(trace)
-        ahead, keep = predictions.ahead, predictions.keep
+        ahead, keep = predictions.ahead, np.insert(predictions.keep, trace.seq_starts, predictor.at_start(), axis=0)
     elif source == "transitions":
         ahead = _with_lifts(trace, tables, np.broadcast_to(tables.prior(), (n, n_layers, n_experts)))
     elif source == "frequency-transitions":
