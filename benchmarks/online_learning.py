@@ -4,10 +4,13 @@ Each node is one long stream of pods of six owners. For each pod, the simulator 
 the grant and reports the outcome (POST /feedback). The agent reads the load of the GPU from a libnvidia-ml stub, which
 reads what the simulator wrote. The rails are on. All arms use the same streams:
 
-    cold      an untrained agent that learns
+    cold      an agent whose policy is untrained and learns
     warm      the policy that comes with clustergym, which continues to learn
     offline   the same policy without learning (--explore off)
-    rules     grant, vpa, vpa-fraction, and the oracle
+    rules     grant, vpa, vpa-fraction, and the oracle, without rails
+
+By default the agent lets the VPA rule decide until its policy has won a trial. For every pod it computes what rule and
+policy, both within the rails, would have been rewarded: the columns "rule" and "policy" compare them on the same pods.
 
 After every 32 pods that the agent can learn from, the benchmark waits for the update: on a busy machine the learner,
 which has a low priority, would get no time.
@@ -24,9 +27,11 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import sqlite3
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +90,12 @@ class Played:
     share: np.ndarray
     """Granted / requested cores."""
     updates: int = 0
+    rule: float = float("nan")
+    """Mean reward of the VPA rule within the rails, as the agent computes it."""
+    policy: float = float("nan")
+    """The same for the policy."""
+    by_policy: float = 0.0
+    """Part of the pods about which the policy has decided."""
 
 
 def play_rule(name: str, seed: int, decisions: int) -> Played:
@@ -109,7 +120,7 @@ def wait_for_update(server: Server, version: int) -> None:
         time.sleep(0.02)
 
 
-async def play_agent(server: Server, gpu: StubGpu, seed: int, decisions: int, learning: bool) -> Played:
+async def play_agent(server: Server, gpu: StubGpu, store: Path, seed: int, decisions: int, learning: bool) -> Played:
     """The agent's rewards are compared with those of the simulator."""
     node, rows = SimulatedNode(seed, decisions), []
     version, waiting = 0, 0
@@ -128,11 +139,17 @@ async def play_agent(server: Server, gpu: StubGpu, seed: int, decisions: int, le
             if status != 200 or abs(found["reward"] - reward) > 1e-4:
                 raise RuntimeError(f"/feedback {status} {found}, expected the reward {reward}")
             rows.append((reward, outcome["qos_met"], sensitive, granted["cores"] / request["cores"]))
-            # Only best-effort pods are explored.
-            waiting += learning and not sensitive
+            # While the rule decides, every pod is learned from; then, only best-effort pods are explored.
+            waiting += learning and (not sensitive or granted["decided_by"] != "policy")
             if waiting >= BATCH_SIZE:
                 wait_for_update(server, version)
-    return Played(*(np.array(column) for column in zip(*rows, strict=True)), version)
+    with closing(sqlite3.connect(store / "store.db")) as database:
+        means = database.execute(
+            "SELECT avg(json_extract(outcome, '$.rule_reward')), avg(json_extract(outcome, '$.policy_reward')), "
+            "avg(json_extract(decision, '$.decided_by') = 'policy') "
+            "FROM feedback JOIN allocations a ON allocation = a.seq"
+        ).fetchone()
+    return Played(*(np.array(column) for column in zip(*rows, strict=True)), version, *means)
 
 
 def worst_windows(arm: Played, grant: Played) -> tuple[float, float]:
@@ -159,7 +176,9 @@ def run_arm(arm: str, index: int, args: Args) -> Played:
         gpu = StubGpu(Path(folder))
         with agent_server(Path(folder) / "store", *flags, **gpu.environment) as server:
             return asyncio.run(
-                play_agent(server, gpu, args.first_node + index, args.decisions, learning=arm != "offline")
+                play_agent(
+                    server, gpu, Path(folder) / "store", args.first_node + index, args.decisions, arm != "offline"
+                )
             )
 
 
@@ -229,6 +248,9 @@ def main() -> None:
         "worst of 200 pods",
         "worst of 200 LS",
         "updates",
+        "rule",
+        "policy",
+        "by policy",
     )
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
@@ -248,8 +270,12 @@ def main() -> None:
         }
         pods, own = (max(column) for column in zip(*worst[arm], strict=True))
         updates = float(np.mean([p.updates for p in each]))
-        table.add_row(arm, *map(shown, one.values()), f"{pods:.2f}", f"{own:.2f}", f"{updates:.0f}")
-        figures[arm] = one | {"worst_of_200_pods": pods, "worst_of_200_sensitive": own, "updates": updates}
+        both = {name: [getattr(p, name) for p in each] for name in ("rule", "policy", "by_policy")}
+        columns_of_both = map(shown, both.values()) if arm in args.arms else ("", "", "")
+        table.add_row(
+            arm, *map(shown, one.values()), f"{pods:.2f}", f"{own:.2f}", f"{updates:.0f}", *columns_of_both
+        )  # fmt: skip
+        figures[arm] = one | both | {"worst_of_200_pods": pods, "worst_of_200_sensitive": own, "updates": updates}
     console.print(table)
     seconds = time.perf_counter() - begin
     document = {"command": shlex.join(sys.argv), "seconds": seconds, "arms": figures}
