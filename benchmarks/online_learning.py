@@ -7,7 +7,8 @@ reads what the simulator wrote. The rails are on. All arms use the same streams:
     cold      an agent whose policy is untrained and learns
     warm      the policy that comes with clustergym, which continues to learn
     offline   the same policy without learning (--explore off)
-    rules     grant, vpa, vpa-fraction, and the oracle, without rails
+    rules     grant, vpa, vpa-fraction, and the oracle, without rails; the VPA rule and the shipped policy within the
+              rails, in this process
 
 By default the agent lets the VPA rule decide until its policy has won a trial. For every pod it computes what rule and
 policy, both within the rails, would have been rewarded: the columns "rule" and "policy" compare them on the same pods.
@@ -25,6 +26,7 @@ update, the benchmark fails.
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import shlex
 import sqlite3
@@ -42,14 +44,18 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Connection, Server, StubGpu, agent_server
+from clustergym import agent
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.traffic import SimulatedNode
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
-from clustergym.gpu_allocation import state
-from clustergym.gpu_allocation.rules import RULES
+from clustergym.gpu_allocation import AllocationBatch, state
+from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.rules import RULES, Rule
+from packing import AgentRule
 
-RULE_NAMES = ("grant", "vpa", "vpa-fraction", "oracle")
+RULE_NAMES = ("grant", "vpa", "vpa-fraction", "rule in rails", "policy in rails", "oracle")
+PRETRAINED = Path(agent.__file__).with_name("pretrained.pt")
 QOS_WINDOW = 200
 LARGEST_LOSS = 1.0
 """Points of QoS that latency-sensitive pods may lose against ``grant`` in a window."""
@@ -98,9 +104,16 @@ class Played:
     """Part of the pods about which the policy has decided."""
 
 
+def make_rule(name: str, batch: AllocationBatch) -> Rule:
+    """A rule of the simulator, or what the agent grants without exploration."""
+    if name in RULES:
+        return RULES[name](batch)
+    return AgentRule(batch, AllocationPolicy.load(PRETRAINED) if name == "policy in rails" else None)
+
+
 def play_rule(name: str, seed: int, decisions: int) -> Played:
     node = SimulatedNode(seed, decisions)
-    rule, rows = RULES[name](node.batch), []
+    rule, rows = make_rule(name, node.batch), []
     for _ in range(decisions):
         sensitive = node.sensitive
         node.batch.step(rule.act(), autoreset=False)
@@ -190,6 +203,8 @@ def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
         "grant": ("#BBBBBB", ":"),
         "vpa": ("#EE6677", "--"),
         "vpa-fraction": ("#CCBB44", "--"),
+        "rule in rails": ("#4477AA", "--"),
+        "policy in rails": ("#228833", "--"),
         "oracle": ("#AA3377", ":"),
     }
     longest = max(values.shape[1] for values in curves.values())
@@ -239,6 +254,7 @@ def main() -> None:
     table = Table(title=f"{args.nodes} nodes ± 95 %, {args.decisions} pods each; first and last {args.window}")
     columns = (
         "",
+        "reward",
         "first",
         "last",
         "LS share",
@@ -261,6 +277,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for arm, each in found.items():
         one = {
+            "reward": [float(p.rewards.mean()) for p in each],
             "first": [float(p.rewards[: args.window].mean()) for p in each],
             "last": [float(p.rewards[-args.window :].mean()) for p in each],
             "share_sensitive": [float(p.share[p.sensitive].mean()) for p in each],
@@ -282,6 +299,17 @@ def main() -> None:
     args.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     curves = {arm: np.stack([p.rewards for p in each]) for arm, each in found.items()}
     plot(curves, args.window, args.output.with_suffix(".png"))
+    with args.output.with_suffix(".csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        names = ("reward", "first", "last", "share_sensitive", "share_best_effort", "qos_sensitive", "qos_best_effort")
+        lines.writerow(
+            ["arm", *(f"{name}{half}" for name in names for half in ("", "_half")), "worst_of_200_sensitive"]
+        )
+        for arm, one in figures.items():
+            values = [f"{x:.4f}" for name in names for x in (np.mean(one[name]), ci95(one[name]))]
+            lines.writerow([arm, *values, f"{one['worst_of_200_sensitive']:.2f}"])
+    differences = np.subtract(figures["rule in rails"]["reward"], figures["policy in rails"]["reward"])
+    console.print(f"rule − policy, both in rails, node by node: {shown(differences.tolist())}")
     console.print(f"results: {args.output.with_suffix('.json')}, plot: {args.output.with_suffix('.png')}")
     for arm in args.arms:
         if args.rails and figures[arm]["worst_of_200_pods"] > LARGEST_LOSS:
