@@ -106,6 +106,23 @@ def test_shadow_mode_grants_the_request_and_scores_the_recommendation(tmp_path: 
     service.store.close()
 
 
+def test_in_shadow_mode_the_guard_judges_what_would_have_been_granted(tmp_path: Path) -> None:
+    """Pods that need 18 %, and then one that needs 60 %, which the request holds and the recommendation does not."""
+    service = make_service(tmp_path, shadow=True, qos_guard_best_effort=0.97)
+    assert play(service, 20)[-1].recommended_cores == 22
+    made = allocate(service)
+    assert (made.cores, feedback(service, made, actual_usage=60, pressure=0.75)) == (80, "accepted")
+    assert not service.store.owner(OWNER).reduced
+    assert allocate(service).recommended_cores == 80
+    service.store.close()
+
+
+def test_an_idle_best_effort_owner_gets_little(service: Service) -> None:
+    for _ in range(10):
+        feedback(service, allocate(service), actual_usage=0, memory_used=100)
+    assert (allocate(service).cores, allocate(service, qos_class="latency-sensitive").cores) == (10, 80)
+
+
 def test_a_policy_takes_over_when_it_is_better_and_hands_back_when_it_is_worse(tmp_path: Path) -> None:
     service = make_service(tmp_path, share=0.3, cores_margin=0.0, memory_margin=0.0, explore="off")
 

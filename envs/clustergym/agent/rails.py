@@ -56,14 +56,15 @@ def apply_rails(
     proposal: Amounts, requested: Amounts, sensitive: bool, owner: OwnerState, settings: RailSettings
 ) -> Limited:
     """Raise a proposal to what the rails demand; never above the request."""
-    margins, rare = (settings.cores_margin, settings.memory_margin), RARE_PODS
+    margins, rare, pods = (settings.cores_margin, settings.memory_margin), RARE_PODS, owner.evidence
     if sensitive:
         margins, rare = (settings.margin_sensitive, settings.margin_sensitive), RARE_PODS_SENSITIVE
+        pods = owner.active  # idle pods say nothing about the peak of the others
     rails = {
         "floor": Amounts(settings.floor * requested.cores, settings.floor * requested.memory_mb),
         "smallest grant": Amounts(MIN_CORES, MIN_MEMORY_MB),
         "largest need": Amounts(
-            needed(owner.peak_need, owner.active, margins[0], rare) * requested.cores,
+            needed(owner.peak_need, pods, margins[0], rare) * requested.cores,
             needed(owner.peak_memory_share, owner.evidence, margins[1], rare) * requested.memory_mb,
         ),
         "peak memory": Amounts(0.0, settings.memory_margin * owner.peak_memory_mb),

@@ -205,7 +205,8 @@ class Service:
         owner.measure(
             now, credit, outcome.needed, outcome.usage / a.requested.cores, needed_mb, memory_share, outcome.oom
         )
-        change = owner.judge(a.sensitive, met, credit, self.settings.guard_settings)
+        # In shadow mode, the guard judges what would have been granted.
+        change = owner.judge(a.sensitive, outcome.recommended_qos, credit, self.settings.guard_settings)
         if status == "sample":
             self.store.add_sample(a, now, owner)
             reward = None
