@@ -75,6 +75,11 @@ def test_the_rule_decides_after_the_first_pods_and_says_why(service: Service) ->
     assert [(one.cores, one.decided_by) for one in made[:5]] == [(80, "request")] * 5
     assert made[0].why == "the owner has few pods yet"
     assert {one.decided_by for one in made[5:]} == {"rule"}
+    early, later = (service.store.find(one.allocation_id) for one in (made[4], made[5]))
+    assert early is not None
+    assert later is not None
+    assert early.rule == early.policy == early.granted  # the trial does not compare what neither arm would give
+    assert later.rule == later.granted
     # 1.15 × 18 % and 1000 MB in buckets of 5 %; limited by the largest need of five pods, × 1.1 and 1.2 × (1 + 2 / 5).
     assert (made[5].vpa_cores, made[5].vpa_memory) == (22, 1197)
     assert (made[5].cores, made[5].memory) == (28, 1680)

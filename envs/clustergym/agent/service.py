@@ -137,8 +137,10 @@ class Service:
         policy_decides = self.trials[CLASSES[sensitive]].policy_decides or not settings.rails
         if settings.rails and not owner.reduced:
             by, recommended = "request", limited(requested)
-            low = owner.falls and owner.evidence >= settings.warmup_pods
-            why = f"QoS {owner.qos:.2f} of the owner was too low" if low else "the owner has few pods yet"
+            why = f"QoS {owner.qos:.2f} of the owner was too low"
+            if owner.evidence < settings.warmup_pods:
+                # Neither arm would decide, so the trial learns nothing from this pod.
+                rule, policy, why = recommended, recommended, "the owner has few pods yet"
         elif not policy_decides:
             by, recommended, why = "rule", rule, f"VPA rule {vpa.cores:g} %, {vpa.memory_mb:g} MB"
         else:
