@@ -4,10 +4,14 @@ Each node is one long stream of pods of six owners. For each pod, the simulator 
 the grant and reports the outcome (POST /feedback). The agent reads the load of the GPU from a libnvidia-ml stub, which
 reads what the simulator wrote. The rails are on. All arms use the same streams:
 
-    cold      an untrained agent that learns
+    cold      an agent whose policy is untrained and learns
     warm      the policy that comes with clustergym, which continues to learn
     offline   the same policy without learning (--explore off)
-    rules     grant, vpa, vpa-fraction, and the oracle
+    rules     grant, vpa, vpa-fraction, and the oracle, without rails; the VPA rule and the shipped policy within the
+              rails, in this process
+
+By default the agent lets the VPA rule decide until its policy has won a trial. For every pod it computes what rule and
+policy, both within the rails, would have been rewarded: the columns "rule" and "policy" compare them on the same pods.
 
 After every 32 pods that the agent can learn from, the benchmark waits for the update: on a busy machine the learner,
 which has a low priority, would get no time.
@@ -22,11 +26,14 @@ update, the benchmark fails.
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import shlex
+import sqlite3
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,14 +44,18 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_client import Connection, Server, StubGpu, agent_server
+from clustergym import agent
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.traffic import SimulatedNode
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import ci95
-from clustergym.gpu_allocation import state
-from clustergym.gpu_allocation.rules import RULES
+from clustergym.gpu_allocation import AllocationBatch, state
+from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.rules import RULES, Rule
+from packing import AgentRule
 
-RULE_NAMES = ("grant", "vpa", "vpa-fraction", "oracle")
+RULE_NAMES = ("grant", "vpa", "vpa-fraction", "rule in rails", "policy in rails", "oracle")
+PRETRAINED = Path(agent.__file__).with_name("pretrained.pt")
 QOS_WINDOW = 200
 LARGEST_LOSS = 1.0
 """Points of QoS that latency-sensitive pods may lose against ``grant`` in a window."""
@@ -85,11 +96,24 @@ class Played:
     share: np.ndarray
     """Granted / requested cores."""
     updates: int = 0
+    rule: float = float("nan")
+    """Mean reward of the VPA rule within the rails, as the agent computes it."""
+    policy: float = float("nan")
+    """The same for the policy."""
+    by_policy: float = 0.0
+    """Part of the pods about which the policy has decided."""
+
+
+def make_rule(name: str, batch: AllocationBatch) -> Rule:
+    """A rule of the simulator, or what the agent grants without exploration."""
+    if name in RULES:
+        return RULES[name](batch)
+    return AgentRule(batch, AllocationPolicy.load(PRETRAINED) if name == "policy in rails" else None)
 
 
 def play_rule(name: str, seed: int, decisions: int) -> Played:
     node = SimulatedNode(seed, decisions)
-    rule, rows = RULES[name](node.batch), []
+    rule, rows = make_rule(name, node.batch), []
     for _ in range(decisions):
         sensitive = node.sensitive
         node.batch.step(rule.act(), autoreset=False)
@@ -109,7 +133,7 @@ def wait_for_update(server: Server, version: int) -> None:
         time.sleep(0.02)
 
 
-async def play_agent(server: Server, gpu: StubGpu, seed: int, decisions: int, learning: bool) -> Played:
+async def play_agent(server: Server, gpu: StubGpu, store: Path, seed: int, decisions: int, learning: bool) -> Played:
     """The agent's rewards are compared with those of the simulator."""
     node, rows = SimulatedNode(seed, decisions), []
     version, waiting = 0, 0
@@ -128,11 +152,17 @@ async def play_agent(server: Server, gpu: StubGpu, seed: int, decisions: int, le
             if status != 200 or abs(found["reward"] - reward) > 1e-4:
                 raise RuntimeError(f"/feedback {status} {found}, expected the reward {reward}")
             rows.append((reward, outcome["qos_met"], sensitive, granted["cores"] / request["cores"]))
-            # Only best-effort pods are explored.
-            waiting += learning and not sensitive
+            # While the rule decides, every pod is learned from; then, only best-effort pods are explored.
+            waiting += learning and (not sensitive or granted["decided_by"] != "policy")
             if waiting >= BATCH_SIZE:
                 wait_for_update(server, version)
-    return Played(*(np.array(column) for column in zip(*rows, strict=True)), version)
+    with closing(sqlite3.connect(store / "store.db")) as database:
+        means = database.execute(
+            "SELECT avg(json_extract(outcome, '$.rule_reward')), avg(json_extract(outcome, '$.policy_reward')), "
+            "avg(json_extract(decision, '$.decided_by') = 'policy') "
+            "FROM feedback JOIN allocations a ON allocation = a.seq"
+        ).fetchone()
+    return Played(*(np.array(column) for column in zip(*rows, strict=True)), version, *means)
 
 
 def worst_windows(arm: Played, grant: Played) -> tuple[float, float]:
@@ -159,7 +189,9 @@ def run_arm(arm: str, index: int, args: Args) -> Played:
         gpu = StubGpu(Path(folder))
         with agent_server(Path(folder) / "store", *flags, **gpu.environment) as server:
             return asyncio.run(
-                play_agent(server, gpu, args.first_node + index, args.decisions, learning=arm != "offline")
+                play_agent(
+                    server, gpu, Path(folder) / "store", args.first_node + index, args.decisions, arm != "offline"
+                )
             )
 
 
@@ -171,6 +203,8 @@ def plot(curves: dict[str, np.ndarray], window: int, path: Path) -> None:
         "grant": ("#BBBBBB", ":"),
         "vpa": ("#EE6677", "--"),
         "vpa-fraction": ("#CCBB44", "--"),
+        "rule in rails": ("#4477AA", "--"),
+        "policy in rails": ("#228833", "--"),
         "oracle": ("#AA3377", ":"),
     }
     longest = max(values.shape[1] for values in curves.values())
@@ -220,6 +254,7 @@ def main() -> None:
     table = Table(title=f"{args.nodes} nodes ± 95 %, {args.decisions} pods each; first and last {args.window}")
     columns = (
         "",
+        "reward",
         "first",
         "last",
         "LS share",
@@ -229,6 +264,9 @@ def main() -> None:
         "worst of 200 pods",
         "worst of 200 LS",
         "updates",
+        "rule",
+        "policy",
+        "by policy",
     )
     for column in columns:
         table.add_column(column, justify="right" if column else "left")
@@ -239,6 +277,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for arm, each in found.items():
         one = {
+            "reward": [float(p.rewards.mean()) for p in each],
             "first": [float(p.rewards[: args.window].mean()) for p in each],
             "last": [float(p.rewards[-args.window :].mean()) for p in each],
             "share_sensitive": [float(p.share[p.sensitive].mean()) for p in each],
@@ -248,14 +287,29 @@ def main() -> None:
         }
         pods, own = (max(column) for column in zip(*worst[arm], strict=True))
         updates = float(np.mean([p.updates for p in each]))
-        table.add_row(arm, *map(shown, one.values()), f"{pods:.2f}", f"{own:.2f}", f"{updates:.0f}")
-        figures[arm] = one | {"worst_of_200_pods": pods, "worst_of_200_sensitive": own, "updates": updates}
+        both = {name: [getattr(p, name) for p in each] for name in ("rule", "policy", "by_policy")}
+        columns_of_both = map(shown, both.values()) if arm in args.arms else ("", "", "")
+        table.add_row(
+            arm, *map(shown, one.values()), f"{pods:.2f}", f"{own:.2f}", f"{updates:.0f}", *columns_of_both
+        )  # fmt: skip
+        figures[arm] = one | both | {"worst_of_200_pods": pods, "worst_of_200_sensitive": own, "updates": updates}
     console.print(table)
     seconds = time.perf_counter() - begin
     document = {"command": shlex.join(sys.argv), "seconds": seconds, "arms": figures}
     args.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     curves = {arm: np.stack([p.rewards for p in each]) for arm, each in found.items()}
     plot(curves, args.window, args.output.with_suffix(".png"))
+    with args.output.with_suffix(".csv").open("w", newline="") as file:
+        lines = csv.writer(file)
+        names = ("reward", "first", "last", "share_sensitive", "share_best_effort", "qos_sensitive", "qos_best_effort")
+        lines.writerow(
+            ["arm", *(f"{name}{half}" for name in names for half in ("", "_half")), "worst_of_200_sensitive"]
+        )
+        for arm, one in figures.items():
+            values = [f"{x:.4f}" for name in names for x in (np.mean(one[name]), ci95(one[name]))]
+            lines.writerow([arm, *values, f"{one['worst_of_200_sensitive']:.2f}"])
+    differences = np.subtract(figures["rule in rails"]["reward"], figures["policy in rails"]["reward"])
+    console.print(f"rule − policy, both in rails, node by node: {shown(differences.tolist())}")
     console.print(f"results: {args.output.with_suffix('.json')}, plot: {args.output.with_suffix('.png')}")
     for arm in args.arms:
         if args.rails and figures[arm]["worst_of_200_pods"] > LARGEST_LOSS:

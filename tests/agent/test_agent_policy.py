@@ -281,7 +281,7 @@ def test_an_update_with_non_finite_weights_is_discarded() -> None:
 def test_init_checkpoint_takes_the_policy_of_the_offline_trainer(tmp_path: Path, levels: int, norm_obs: bool) -> None:
     offline = load_trainer("ppo_gpu_alloc")
     torch.manual_seed(0)
-    agent = offline.Agent(19, 2, 32, levels=levels)
+    agent = offline.Agent(19, 32, levels)
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter += 0.3 * torch.randn(parameter.shape)
@@ -343,6 +343,7 @@ def test_invalid_settings_are_refused(change: dict[str, Any], reason: str) -> No
     ("flags", "reason"),
     [
         (["--gamma", "1.5"], "error: --gamma is 1.5: expected a number from 0 to 1"),
+        (["--grant-step=0.1"], "error: --grant-step is gone: grants have no steps any more"),
         (["--levels", "1"], "error: --levels is 1: expected 2 or more, or 0 for a Gaussian policy"),
         (["--max-batch", "8"], "error: --max-batch 8 is less than --batch-size 32"),
     ],

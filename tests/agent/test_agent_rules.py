@@ -74,14 +74,16 @@ def test_a_steady_owner_gets_what_the_rule_says() -> None:
     owner, request = OwnerState(), Amounts(80, 4000)
     for _ in range(5):
         measure(owner, 18 / 80)
-    # No step below the last grant limits it: at once after the first pods.
+    # No step below the last grant limits it: after the first pods 1.1 × 18 × (1 + 2 / 5).
     rule = apply_rails(vpa_amounts(owner, request), request, False, owner, RailSettings())
-    assert 20.7 <= rule.amounts.cores <= 20.7 * 1.05 + 1
+    assert rule.amounts.cores == 28
     for _ in range(345):
         measure(owner, 18 / 80)
+    rule = apply_rails(vpa_amounts(owner, request), request, False, owner, RailSettings())
+    assert 20.7 <= rule.amounts.cores <= 20.7 * 1.05 + 1
     sensitive = apply_rails(vpa_amounts(owner, request), request, True, owner, RailSettings())
     assert sensitive.amounts.cores == 29  # 1.4 × 18 × (1 + 50 / 350) = 28.8
-    assert "rail on cores: margin for latency-sensitive pods" in sensitive.limits
+    assert "rail on cores: largest need" in sensitive.limits
 
 
 # Rails
@@ -111,12 +113,11 @@ def test_no_grant_breaks_a_rail_or_bound(
     found, limits = apply_rails(proposal, request, sensitive, owner, rails)
     assert found.cores <= request.cores
     assert found.memory_mb <= request.memory_mb
-    cores, memory = 1.1 * need * request.cores, 1.2 * peak_mb
-    if sensitive and pods:
-        cores = max(cores, 1.4 * (1 + 50 / pods) * need * request.cores)
-        memory = max(memory, 1.4 * (1 + 50 / pods) * peak * request.memory_mb)
-    if sensitive and not pods:
-        cores, memory = request
+    cores, memory = request
+    if pods:
+        cores = (1.4 * (1 + 50 / pods) if sensitive else 1.1 * (1 + 2 / pods)) * need * request.cores
+        memory = (1.4 * (1 + 50 / pods) if sensitive else 1.2 * (1 + 2 / pods)) * peak * request.memory_mb
+    memory = max(memory, 1.2 * peak_mb)
     assert found.cores >= min(max(cores, 0.1 * request.cores, 10), request.cores) - 1e-6
     assert found.memory_mb >= min(max(memory, 0.1 * request.memory_mb, 512), request.memory_mb) - 1e-6
     # What changed the proposal upwards has a name.

@@ -13,6 +13,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,49 @@ def test_a_repeated_request_gets_the_same_allocation(server: Server) -> None:
     first = allocate(server, request_id="pod-1@node")
     assert allocate(server, request_id="pod-1@node") == first
     assert allocate(server, request_id="pod-2@node")["allocation_id"] != first["allocation_id"]
+
+
+def ready(server: Server) -> tuple[int, dict[str, Any]]:
+    """Status code and content of /readyz, without a token."""
+    status, found = raw(server, "/readyz", b"", {}, "GET")
+    return status, dict(found)
+
+
+def test_readyz_writes_nothing(server: Server, store: Path) -> None:
+    with contextlib.closing(sqlite3.connect(store / "store.db")) as watcher:
+        (before,) = watcher.execute("PRAGMA data_version").fetchone()
+        for _ in range(10):
+            assert ready(server)[0] == 200
+        assert watcher.execute("PRAGMA data_version").fetchone() == (before,)
+        allocate(server)
+        assert watcher.execute("PRAGMA data_version").fetchone() != (before,)
+
+
+def test_a_store_that_is_lost_or_becomes_corrupt_answers_503(tmp_path: Path) -> None:
+    with agent_server(tmp_path, "--explore", "off") as server:
+        rounds(server, 20)
+        with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as connection:
+            connection.execute("VACUUM INTO ?", (str(tmp_path / "backup"),))
+        (tmp_path / "store.db").unlink()
+        status, found = server.post("/allocate", REQUEST)
+        assert status == 503
+        assert "was deleted or replaced: put it back, or restart the agent" in found["detail"]
+        assert ready(server)[0] == 503
+        assert raw(server, "/healthz", b"", {}, "GET")[0] == 503  # the kubelet restarts the agent
+        os.replace(tmp_path / "backup", tmp_path / "store.db")
+        wait_until(lambda: ready(server)[0] == 200, "the store that is back")
+        rounds(server, 5)
+        # Garbage over the whole database and its log, in place, as a failing disk would leave it.
+        for name in ("store.db", "store.db-wal", "store.db-shm"):
+            with (tmp_path / name).open("r+b") as file:
+                file.write(b"\xa5" * (tmp_path / name).stat().st_size)
+        codes = [server.post("/allocate", REQUEST | {"request_id": f"r{i}", "owner": f"o{i}"})[0] for i in range(5)]
+        assert codes[-1] == 503, codes
+        assert set(codes) <= {200, 503}
+        assert ready(server)[1]["status"] == "not ready"
+        assert server.metrics()["clustergym_store_unavailable"] == 1
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            server.get("/status.json")
 
 
 # Telemetry

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import yaml
 
@@ -134,6 +135,21 @@ def test_the_quickstart_runs_agent_pods_and_page(tmp_path: Path) -> None:
     assert connection.execute("SELECT count(*) FROM feedback").fetchone() == (60,)
     connection.close()
     assert find_script().name == "ppo_gpu_alloc_online.py"
+
+
+def test_quickstart_ends_its_agent_on_sigterm(tmp_path: Path) -> None:
+    program = "import sys; from clustergym import cli; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "agent", "quickstart", "--port", "0", "--store", str(tmp_path / "store")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: bool(psutil.Process(process.pid).children()), "the agent of quickstart", process)
+        children = psutil.Process(process.pid).children()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        _, alive = psutil.wait_procs(children, timeout=60)
+        assert not alive
+    finally:
+        process.kill()
 
 
 def test_several_gpus_of_different_sizes(tmp_path: Path) -> None:

@@ -94,4 +94,4 @@ def test_a_command_is_understood(page: str, line: str, tmp_path: Path, monkeypat
 
 def test_there_are_commands() -> None:
     assert len(LINES) > 60
-    assert commands(ROOT / "docs" / "guides" / "agent.md")[-1].startswith("python cleanrl_ppo/ppo_gpu_alloc_online.py")
+    assert commands(ROOT / "docs" / "guides" / "agent.md")[-1].startswith("clustergym agent serve")

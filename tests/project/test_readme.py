@@ -52,8 +52,7 @@ ELSEWHERE = {
     "python cleanrl_ppo/ppo_moe_marl.py --total-timesteps 100000": "test_make_train",
     'python -c "import secrets; print(secrets.token_hex(32))" > token.txt': "test_operator",
     "chmod 600 token.txt": "test_operator",
-    "python cleanrl_ppo/ppo_gpu_alloc_online.py --port 8080 --store agent-data --token-file token.txt "
-    "--init-checkpoint pretrained": "test_operator",
+    "clustergym agent serve --port 8080 --store agent-data --token-file token.txt": "test_operator",
 }
 """Commands that a test below runs."""
 
@@ -226,10 +225,11 @@ def agent(folder: Path, port: int) -> Iterator[None]:
     token, protect, start = [c for c in commands(README) if "token" in c]
     run(token, folder)
     run(protect, folder)
-    assert start.startswith("python ")
+    assert start.startswith("clustergym ")
     words = start.replace("--port 8080", f"--port {port}").split()[1:]
     with (folder / "agent.log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, *words], cwd=folder, stdout=log, stderr=log)
+        program = Path(sys.executable).with_name("clustergym")
+        process = subprocess.Popen([program, *words], cwd=folder, stdout=log, stderr=log)
     try:
         for _ in range(600):
             try:

@@ -76,7 +76,7 @@ class OwnerState:
     """Pods that finished."""
     evidence: float = 0.0
     active: float = 0.0
-    """Evidence of pods that used cores. An idle pod says nothing about the peak of the others."""
+    """Evidence of pods that used cores."""
     qos: float = 1.0
     """Running QoS of the owner's pods."""
     reduced: bool = False

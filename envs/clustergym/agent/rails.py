@@ -13,11 +13,11 @@ from clustergym.gpu_allocation.space import MIN_CORES, MIN_MEMORY_MB
 @dataclass(frozen=True)
 class RailSettings:
     memory_margin: float = 1.2
-    """A grant is at least the owner's observed peak memory × this."""
+    """A grant is at least the owner's peak memory × this."""
     cores_margin: float = 1.1
-    """A grant is at least the largest need of the owner × this."""
+    """A grant is at least the largest need of the owner × this. Margins are larger while few pods have been seen."""
     margin_sensitive: float = 1.4
-    """The margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
+    """The margin of cores and memory for latency-sensitive pods."""
     floor: float = 0.1
     """A grant is at least this share of the request."""
 
@@ -37,38 +37,38 @@ class Limited(NamedTuple):
     limits: tuple[str, ...]
 
 
-RARE_PODS = 50.0
-"""The margin for latency-sensitive pods is (1 + this / pods) times as large while few pods have been seen."""
+RARE_PODS, RARE_PODS_SENSITIVE = 2.0, 50.0
+"""The margin is (1 + this / pods) times as large while few pods have been seen."""
 
 
-def sensitive_floor(peak: float, pods: float, margin: float) -> float:
-    """Smallest share of its request that a latency-sensitive pod gets, if n pods needed at most ``peak``.
+def needed(peak: float, pods: float, margin: float, rare: float) -> float:
+    """Smallest share of its request that a pod gets, if n pods before it needed at most ``peak``.
 
     The next pod exceeds the peak of n pods with a probability of 1 / (n + 1), and by more if n is small.
 
-    >>> [round(sensitive_floor(0.2, n, 1.4), 2) for n in (0, 10, 50, 100, 1000)]
+    >>> [round(needed(0.2, n, 1.4, RARE_PODS_SENSITIVE), 2) for n in (0, 10, 50, 100, 1000)]
     [1.0, 1.0, 0.56, 0.42, 0.29]
     """
-    return min(peak * margin * (1.0 + RARE_PODS / pods), 1.0) if pods > 0 else 1.0
+    return min(peak * margin * (1.0 + rare / pods), 1.0) if pods > 0 else 1.0
 
 
 def apply_rails(
     proposal: Amounts, requested: Amounts, sensitive: bool, owner: OwnerState, settings: RailSettings
 ) -> Limited:
     """Raise a proposal to what the rails demand; never above the request."""
+    margins, rare, pods = (settings.cores_margin, settings.memory_margin), RARE_PODS, owner.evidence
+    if sensitive:
+        margins, rare = (settings.margin_sensitive, settings.margin_sensitive), RARE_PODS_SENSITIVE
+        pods = owner.active  # idle pods say nothing about the peak of the others
     rails = {
         "floor": Amounts(settings.floor * requested.cores, settings.floor * requested.memory_mb),
         "smallest grant": Amounts(MIN_CORES, MIN_MEMORY_MB),
         "largest need": Amounts(
-            settings.cores_margin * owner.peak_need * requested.cores, settings.memory_margin * owner.peak_memory_mb
+            needed(owner.peak_need, pods, margins[0], rare) * requested.cores,
+            needed(owner.peak_memory_share, owner.evidence, margins[1], rare) * requested.memory_mb,
         ),
+        "peak memory": Amounts(0.0, settings.memory_margin * owner.peak_memory_mb),
     }
-    if sensitive:
-        margin = settings.margin_sensitive
-        rails["margin for latency-sensitive pods"] = Amounts(
-            sensitive_floor(owner.peak_need, owner.active, margin) * requested.cores,
-            sensitive_floor(owner.peak_memory_share, owner.evidence, margin) * requested.memory_mb,
-        )
     found, limits = [], []
     for i, unit in enumerate(("cores", "memory")):
         name, least = max(((name, rail[i]) for name, rail in rails.items()), key=lambda one: one[1])

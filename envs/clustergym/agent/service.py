@@ -137,8 +137,10 @@ class Service:
         policy_decides = self.trials[CLASSES[sensitive]].policy_decides or not settings.rails
         if settings.rails and not owner.reduced:
             by, recommended = "request", limited(requested)
-            low = owner.falls and owner.evidence >= settings.warmup_pods
-            why = f"QoS {owner.qos:.2f} of the owner was too low" if low else "the owner has few pods yet"
+            why = f"QoS {owner.qos:.2f} of the owner was too low"
+            if owner.evidence < settings.warmup_pods:
+                # Neither arm would decide, so the trial learns nothing from this pod.
+                rule, policy, why = recommended, recommended, "the owner has few pods yet"
         elif not policy_decides:
             by, recommended, why = "rule", rule, f"VPA rule {vpa.cores:g} %, {vpa.memory_mb:g} MB"
         else:
@@ -205,7 +207,8 @@ class Service:
         owner.measure(
             now, credit, outcome.needed, outcome.usage / a.requested.cores, needed_mb, memory_share, outcome.oom
         )
-        change = owner.judge(a.sensitive, met, credit, self.settings.guard_settings)
+        # In shadow mode, the guard judges what would have been granted.
+        change = owner.judge(a.sensitive, outcome.recommended_qos, credit, self.settings.guard_settings)
         if status == "sample":
             self.store.add_sample(a, now, owner)
             reward = None

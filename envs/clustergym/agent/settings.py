@@ -53,9 +53,9 @@ class ServerSettings:
     memory_margin: float = RailSettings.memory_margin
     """Rail: a grant is at least the owner's peak memory × this."""
     cores_margin: float = RailSettings.cores_margin
-    """Rail: a grant is at least the largest need of the owner × this."""
+    """Rail: a grant is at least the largest need of the owner × this. Margins are larger while few pods were seen."""
     margin_sensitive: float = RailSettings.margin_sensitive
-    """Rail: the margin of cores and memory for latency-sensitive pods. It is larger while few pods have been seen."""
+    """Rail: the margin of cores and memory for latency-sensitive pods."""
     grant_floor: float = RailSettings.floor
     """Rail: a grant is at least this share of the request."""
     qos_guard: float = GuardSettings.qos

@@ -12,7 +12,7 @@ from clustergym.agent.metrics import CLASSES
 from clustergym.agent.service import Service
 from clustergym.agent.versions import kept_versions
 
-MAX_PODS, MAX_EVENTS, MAX_OWNERS, MAX_RUNNING = 400, 50, 30, 5000
+MAX_PODS, MAX_EVENTS, MAX_OWNERS, MAX_RUNNING = 400, 50, 30, 2000
 
 
 class EventLog(logging.Handler):
