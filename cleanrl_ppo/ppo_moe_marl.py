@@ -61,9 +61,9 @@ class Args(RunArgs):
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
-    num_envs: int = 64
+    num_envs: int = 16
     """Number of parallel environments per process."""
-    num_steps: int = 64
+    num_steps: int = 256
     """Number of steps per environment between updates."""
     num_minibatches: int = 16
     """Number of minibatches per epoch."""
