@@ -17,6 +17,7 @@ A resumed run is bit-identical.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from ast import literal_eval
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from torch.distributions import Categorical
 from torch_geometric.nn import DenseGraphConv
 
 # Importing clustergym registers its environments.
-from clustergym.training.args import PROBABILITY, FlagError, RunArgs, main, parse_args
+from clustergym.training.args import PROBABILITY, FlagError, RunArgs, exit_with, main, parse_args
 from clustergym.training.distributed import init_distributed
 from clustergym.training.envs import derive_seed, evaluate, make_vec
 from clustergym.training.policies import export_policy
@@ -110,7 +111,10 @@ def make_envs(args: Args, extra: Sequence[str], num_envs: int, videos: Path | No
             options[name] = value
     if videos is None:
         options["autoreset_mode"] = AutoresetMode.SAME_STEP
-    envs = make_vec(args.env_id, num_envs, videos, **options)
+    try:
+        envs = make_vec(args.env_id, num_envs, videos, **options)
+    except (TypeError, ValueError) as reason:
+        raise FlagError(f"--env-id {args.env_id} with {options or 'no options'}: {reason}") from reason
     if not isinstance(envs.single_observation_space, gym.spaces.Dict):
         expected = "the observation of the MoE tasks, see docs/reference/ppo_moe_marl.md"
         raise gym.error.Error(f"--env-id {args.env_id} has observations {envs.single_observation_space}: {expected}")
@@ -434,4 +438,7 @@ def train(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    moved = [word for word in sys.argv if word in ("--cluster", "--profile", "--model", "--layers", "--ops-per-layer")]
+    if moved:
+        exit_with(f"{moved[0]} is an option of the environment: --env-args {moved[0][2:].replace('-', '_')}=VALUE")
     main(train, parse_args(Args, __doc__, ranges={"event_share": PROBABILITY}))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -329,7 +330,11 @@ def test_ranks_learn_the_same_weights_from_different_experience(tmp_path: Path) 
 def test_bad_options_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="--env-args events: expected name=value"):
         marl.train(small(tmp_path, env_args=("events",)))
-    with pytest.raises(Exception, match="CartPole-v1 has observations Box"):
+    with pytest.raises(
+        FlagError, match=r"--env-id ScriptedMoE-v0 with .*'slots': 0.3.*unexpected keyword argument 'slots'"
+    ):
+        marl.train(small(tmp_path, env_args=("slots=0.3",)))
+    with pytest.raises(gym.error.Error, match="CartPole-v1 has observations Box"):
         marl.make_envs(small(tmp_path, env_id="CartPole-v1", env_args=()), (), 2, tmp_path / "videos")
 
 
