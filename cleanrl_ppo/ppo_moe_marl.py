@@ -129,6 +129,11 @@ def layer_init(layer: nn.Linear, std: float = 2**0.5, bias_const: float = 0.0) -
     return layer
 
 
+def of_row(table: Tensor, row: Tensor) -> Tensor:
+    """What a table (B, R, nodes) has for the picked rows (B,)."""
+    return torch.take_along_dim(table, row[:, None, None], 1)[:, 0]
+
+
 class GraphEncoder(nn.Module):
     """Embeds the nodes of a weighted graph: a linear layer, then one round of messages between neighbours."""
 
@@ -212,7 +217,7 @@ class Agent(nn.Module):
         expert_policy = Categorical(logits=expert_logits, validate_args=False)
         expert = expert_policy.sample() if action is None else action[:, 0]
         # Detail 37: two components of one action. The second actor sees what the first one has picked.
-        gpu_policy = Categorical(logits=gpu_logits[torch.arange(len(expert)), expert], validate_args=False)
+        gpu_policy = Categorical(logits=of_row(gpu_logits, expert), validate_args=False)
         node = gpu_policy.sample() if action is None else action[:, 1]
         logprob = torch.stack([expert_policy.log_prob(expert), gpu_policy.log_prob(node)], -1)
         return (
@@ -224,7 +229,7 @@ class Agent(nn.Module):
     def get_best_action(self, obs: dict[str, Tensor]) -> Tensor:
         expert_logits, gpu_logits = self(obs)
         expert = expert_logits.argmax(-1)
-        return torch.stack([expert, gpu_logits[torch.arange(len(expert)), expert].argmax(-1)], -1)
+        return torch.stack([expert, of_row(gpu_logits, expert).argmax(-1)], -1)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -337,8 +342,7 @@ def train(args: Args) -> dict[str, Any]:
         # only legal node. A share of the decisions is too young to have got its events.
         b_counts = torch.ones(batch_size, 2, device=device)
         b_counts[:, 0] = 1 - no_op.flatten()
-        chosen_rows = b_obs["action_mask"][torch.arange(batch_size), actions.view(-1, 2)[:, 0]]
-        b_counts[:, 1] = (chosen_rows == 1).sum(-1) > 1
+        b_counts[:, 1] = of_row(b_obs["action_mask"], actions.view(-1, 2)[:, 0]).sum(-1) > 1
         b_target_counts = torch.zeros_like(b_counts)
         b_target_counts[:, 0] = 1
         if "events" in infos:
