@@ -17,6 +17,7 @@ A resumed run is bit-identical.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from ast import literal_eval
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from torch.distributions import Categorical
 from torch_geometric.nn import DenseGraphConv
 
 # Importing clustergym registers its environments.
-from clustergym.training.args import PROBABILITY, FlagError, RunArgs, main, parse_args
+from clustergym.training.args import PROBABILITY, FlagError, RunArgs, exit_with, main, parse_args
 from clustergym.training.distributed import init_distributed
 from clustergym.training.envs import derive_seed, evaluate, make_vec
 from clustergym.training.policies import export_policy
@@ -61,9 +62,9 @@ class Args(RunArgs):
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
-    num_envs: int = 64
+    num_envs: int = 16
     """Number of parallel environments per process."""
-    num_steps: int = 64
+    num_steps: int = 256
     """Number of steps per environment between updates."""
     num_minibatches: int = 16
     """Number of minibatches per epoch."""
@@ -110,7 +111,10 @@ def make_envs(args: Args, extra: Sequence[str], num_envs: int, videos: Path | No
             options[name] = value
     if videos is None:
         options["autoreset_mode"] = AutoresetMode.SAME_STEP
-    envs = make_vec(args.env_id, num_envs, videos, **options)
+    try:
+        envs = make_vec(args.env_id, num_envs, videos, **options)
+    except (TypeError, ValueError) as reason:
+        raise FlagError(f"--env-id {args.env_id} with {options or 'no options'}: {reason}") from reason
     if not isinstance(envs.single_observation_space, gym.spaces.Dict):
         expected = "the observation of the MoE tasks, see docs/reference/ppo_moe_marl.md"
         raise gym.error.Error(f"--env-id {args.env_id} has observations {envs.single_observation_space}: {expected}")
@@ -123,6 +127,11 @@ def layer_init(layer: nn.Linear, std: float = 2**0.5, bias_const: float = 0.0) -
     if layer.bias is not None:
         nn.init.constant_(layer.bias, bias_const)
     return layer
+
+
+def of_row(table: Tensor, row: Tensor) -> Tensor:
+    """What a table (B, R, nodes) has for the picked rows (B,)."""
+    return torch.take_along_dim(table, row[:, None, None], 1)[:, 0]
 
 
 class GraphEncoder(nn.Module):
@@ -208,7 +217,7 @@ class Agent(nn.Module):
         expert_policy = Categorical(logits=expert_logits, validate_args=False)
         expert = expert_policy.sample() if action is None else action[:, 0]
         # Detail 37: two components of one action. The second actor sees what the first one has picked.
-        gpu_policy = Categorical(logits=gpu_logits[torch.arange(len(expert)), expert], validate_args=False)
+        gpu_policy = Categorical(logits=of_row(gpu_logits, expert), validate_args=False)
         node = gpu_policy.sample() if action is None else action[:, 1]
         logprob = torch.stack([expert_policy.log_prob(expert), gpu_policy.log_prob(node)], -1)
         return (
@@ -220,7 +229,7 @@ class Agent(nn.Module):
     def get_best_action(self, obs: dict[str, Tensor]) -> Tensor:
         expert_logits, gpu_logits = self(obs)
         expert = expert_logits.argmax(-1)
-        return torch.stack([expert, gpu_logits[torch.arange(len(expert)), expert].argmax(-1)], -1)
+        return torch.stack([expert, of_row(gpu_logits, expert).argmax(-1)], -1)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -333,8 +342,7 @@ def train(args: Args) -> dict[str, Any]:
         # only legal node. A share of the decisions is too young to have got its events.
         b_counts = torch.ones(batch_size, 2, device=device)
         b_counts[:, 0] = 1 - no_op.flatten()
-        chosen_rows = b_obs["action_mask"][torch.arange(batch_size), actions.view(-1, 2)[:, 0]]
-        b_counts[:, 1] = (chosen_rows == 1).sum(-1) > 1
+        b_counts[:, 1] = of_row(b_obs["action_mask"], actions.view(-1, 2)[:, 0]).sum(-1) > 1
         b_target_counts = torch.zeros_like(b_counts)
         b_target_counts[:, 0] = 1
         if "events" in infos:
@@ -434,4 +442,7 @@ def train(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    moved = [word for word in sys.argv if word in ("--cluster", "--profile", "--model", "--layers", "--ops-per-layer")]
+    if moved:
+        exit_with(f"{moved[0]} is an option of the environment: --env-args {moved[0][2:].replace('-', '_')}=VALUE")
     main(train, parse_args(Args, __doc__, ranges={"event_share": PROBABILITY}))

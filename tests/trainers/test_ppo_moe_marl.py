@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint
 from clustergym.training.args import FlagError
+from clustergym.training.distributed import World
 from clustergym.training.envs import evaluation_seed
 from clustergym.training.policies import Policy
 from clustergym.training.runs import Run
 from scripted_moe import DELAY, G, R, ScriptedMoE, Step, registered_script
+from second_device import second_device
 from trainers import load_trainer
 from update_reference import Adam
 
@@ -289,6 +292,28 @@ def test_rows_are_learned_from_events(tmp_path: Path) -> None:
     assert np.mean([ScriptedMoE.judge(step.obs, *step.action)[0] for step in last]) > 0.8
 
 
+@pytest.mark.filterwarnings("ignore:.*copying from a non-meta parameter")
+@BOTH
+def test_training_on_another_device_gives_the_same_weights(
+    events: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marl.train(small(tmp_path / "cpu", events, 2))
+    with second_device() as device:
+        monkeypatch.setattr(marl, "init_distributed", lambda *_: World(device=device))
+        marl.train(small(tmp_path / "device", events, 2))
+    one, other = final_weights(tmp_path / "cpu"), final_weights(tmp_path / "device")
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_step_of_a_roll_out_waits_once_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the actions are needed by the environments."""
+    transfers, plain = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: (transfers.append(self.shape), plain(self))[1])
+    marl.train(small(tmp_path, True, 2, env_args=("events=True",), checkpoint_interval=0))
+    assert transfers == [(3, 2)] * 16
+
+
 def train_one_rank(folder: Path, rank: int) -> None:
     agents = []
     make = marl.Agent
@@ -329,7 +354,11 @@ def test_ranks_learn_the_same_weights_from_different_experience(tmp_path: Path) 
 def test_bad_options_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(FlagError, match="--env-args events: expected name=value"):
         marl.train(small(tmp_path, env_args=("events",)))
-    with pytest.raises(Exception, match="CartPole-v1 has observations Box"):
+    with pytest.raises(
+        FlagError, match=r"--env-id ScriptedMoE-v0 with .*'slots': 0.3.*unexpected keyword argument 'slots'"
+    ):
+        marl.train(small(tmp_path, env_args=("slots=0.3",)))
+    with pytest.raises(gym.error.Error, match="CartPole-v1 has observations Box"):
         marl.make_envs(small(tmp_path, env_id="CartPole-v1", env_args=()), (), 2, tmp_path / "videos")
 
 
