@@ -61,32 +61,30 @@ def main() -> None:
     tasks = []
     for task in PLACEMENT:
         frozen = replace(task, data_sha256=trace_sha256(task.load()), limits=LIMITS)
-        protocol = frozen.protocol
-        deals = deal_streams(protocol.parts(frozen.load())[1], frozen.simulator.n_gpus, protocol)
-        # Every run has sequences of its own, so that runs are independent.
-        assert deals.groups == frozen.streams, (task.name, deals.groups)
+        for track in (frozen.on_track(None), frozen.on_track(b"any secret")):
+            deals = deal_streams(track.protocol.parts(track.load())[1], track.simulator.n_gpus, track.protocol)
+            # Every run has sequences of its own, so that runs are independent.
+            assert deals.groups == track.streams, (task.name, deals.groups)
         tasks.append(frozen)
     suites = [
         Suite(
-            "placement-v1",
-            "Place experts after every interval of passes. Test split, disjoint sequences for every run, no token "
-            "served twice. Score: share of the time of a pass, migration included, that is saved compared with EPLB.",
+            "placement-v2",
+            "Place experts after every interval of passes. Disjoint sequences for every run, no token served twice. "
+            "Score: share of the time of a pass, migration included, that is saved compared with EPLB.",
             tuple(tasks),
             ("small-4x4-prefill-drift", "small-2x8-decode-drift", "small-4x4-vllm-switch"),
-            "eplb",
         ),
         Suite(
-            "allocation-v1",
+            "allocation-v2",
             "Allocate GPU cores and memory to streams of pods that no trainer sees. Score: position of the mean reward "
             "between the rule grant (0) and an oracle (1).",
             tuple(replace(t, data_sha256=workload_sha256(load_workload(None)), limits=LIMITS) for t in ALLOCATION),
             ("requests-only", "history"),
-            "grant",
         ),
     ]
     for suite in suites:
         path = FOLDER / f"{suite.name}.json"
-        path.write_text(json.dumps(suite.as_dict(), indent=1) + "\n")
+        path.write_text(json.dumps(asdict(suite), indent=1) + "\n")
         print(f"{path}: {len(suite.tasks)} tasks, sha256 {suite.sha256}")
 
 
