@@ -41,6 +41,7 @@ from clustergym.plans.planning import (
     make_plan,
     model_of,
 )
+from clustergym.plans.report.tables import plan_table
 from clustergym.plans.transition import Limit
 from clustergym.traces import LoadTrace
 from plans import CLUSTER, SIMULATOR, SIZES, TRAFFIC, counts_trace, small_make_plan, small_trace
@@ -109,6 +110,29 @@ def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> Non
         assert outcome.other_profiles["sglang-prefill"].pass_us == pytest.approx(times[name]), name
     relative = times["anneal"].sum() / times["eplb"].sum() - 1
     assert plan.versus("eplb", profile="sglang-prefill")[0] == pytest.approx(relative)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "profile", "form"),
+    [
+        ("deepseek-v3", "h800-8x8", "sglang-prefill", "hierarchical"), ("deepseek-v3", "h800-4x8", "vllm", "hierarchical"),
+        ("deepseek-v3", "h800-3x8", "sglang-prefill", "flat"), ("deepseek-v3", "h800-1x8", "sglang-prefill", "flat"),
+        ("mixtral-8x7b", "h800-2x4", "sglang-prefill", "flat"), ("deepseek-v3", "h800-8x8", "vllm-ascend", "flat"),
+    ],
+)  # fmt: skip
+def test_the_baseline_is_the_engine_s_own_eplb(model: str, cluster: str, profile: str, form: str) -> None:
+    options = planning.baseline_options(Simulator(model, cluster, profile))
+    assert options == ({"hierarchical": True} if form == "hierarchical" else {})
+
+
+def test_the_table_says_which_eplb_it_is() -> None:
+    model = ModelSpec("grouped", 2, 8, 2, 64, 64, n_groups=4)
+    trace = dataclasses.replace(small_trace(n_layers=2, n_tokens=600), model=None)
+    plan = make_plan(trace, Simulator(model, CLUSTER, "sglang-decode"), "swift", traffic=TRAFFIC, sizes=SIZES)
+    seen = Observed(trace.split(SIZES.share, seed=0)[0], plan.simulator, TRAFFIC).loads.loads(8).astype(float)
+    hierarchical = EPLB(plan.simulator, hierarchical=True).pack(seen)
+    np.testing.assert_array_equal(plan.outcomes["eplb"].placement, hierarchical)
+    assert "EPLB (hierarchical, as sglang runs it here)" in str(plan_table(plan).caption)
 
 
 def test_every_profile_has_a_default_planner() -> None:

@@ -116,6 +116,12 @@ class Plan:
         return self.simulator.model
 
     @property
+    def baseline(self) -> str:
+        """Which form of EPLB the plan is compared with: that of the engine."""
+        form = "hierarchical" if baseline_options(self.simulator) else "flat"
+        return f"EPLB ({form}, as {self.simulator.profile.engine} runs it here)"
+
+    @property
     def reference(self) -> str:
         """What is served without a plan: the live placement if there is one, else the static one."""
         return "live" if "live" in self.outcomes else "static"
@@ -169,6 +175,13 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
             f"{spec.n_layers} × {spec.n_experts}"
         )
     return spec
+
+
+def baseline_options(simulator: Simulator) -> dict[str, Any]:
+    """Options of EPLB as the engine runs it: SGLang and vLLM keep expert groups on a node where they divide evenly."""
+    groups, nodes = simulator.model.n_groups, simulator.cluster.n_nodes
+    by_groups = simulator.profile.engine in ("sglang", "vllm") and nodes > 1 and groups > 1 and groups % nodes == 0
+    return {"hierarchical": True} if by_groups else {}
 
 
 def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
@@ -258,6 +271,8 @@ def make_plan(
         serve("live", first, 0.0, 0)
     for name in dict.fromkeys([*(["static"] if live is None else []), "eplb", planner]):
         given: dict[str, Any] = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
+        if name == "eplb":
+            given |= baseline_options(simulator)
         if planner_class(name).takes_seconds:
             given |= {"seconds": seconds} if iterations is None else {"seconds": None, "iterations": iterations}
             given["stop"] = stop
