@@ -209,8 +209,8 @@ def _width(config: Config) -> int:
     for key, value in config.items():
         if "expert" in key and key not in known and isinstance(value, int) and not isinstance(value, bool):
             raise ValueError(
-                f"unknown key {key!r} ({value}): it may be the size of an expert, so {_DENSE_WIDTH[0]!r} is not taken for "
-                "it: describe the model in a YAML file"
+                f"unknown key {key!r} ({value}): it may be the size of an expert, so {_DENSE_WIDTH[0]!r} is not taken: "
+                "describe the model in a YAML file"
             )
     return _number(config, _DENSE_WIDTH)
 
