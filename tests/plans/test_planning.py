@@ -115,7 +115,8 @@ def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> Non
 @pytest.mark.parametrize(
     ("model", "cluster", "profile", "form"),
     [
-        ("deepseek-v3", "h800-8x8", "sglang-decode", "hierarchical"), ("deepseek-v3", "h800-4x8", "vllm", "hierarchical"),
+        ("deepseek-v3", "h800-8x8", "sglang-decode", "hierarchical"),
+        ("deepseek-v3", "h800-4x8", "vllm", "hierarchical"),
         ("deepseek-v3", "h800-3x8", "sglang-prefill", "flat"), ("deepseek-v3", "h800-1x8", "sglang-prefill", "flat"),
         ("mixtral-8x7b", "h800-2x4", "sglang-prefill", "flat"), ("deepseek-v3", "h800-8x8", "vllm-ascend", "flat"),
     ],
