@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 
@@ -161,15 +162,15 @@ def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
 def markdown(rows: Sequence[Row], suite: Suite, found: Found, plot: str) -> str:
     """The section of a suite on the leaderboard page."""
     heads, cells = table_cells(rows, suite.tasks[0].kind)
-    lines = [f"## {suite.name}", "", suite.about, ""]
+    lines = [f"## {suite.name}", "", fill(suite.about, 120), ""]
     lines += ["| " + " | ".join(heads) + " |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
     lines += ["| " + " | ".join(row) + " |" for row in cells]
     tasks = ", ".join(f"`{task.name}` ({task.streams})" for task in suite.tasks)
     every = [result for results in found.values() for result in results.values()]
     machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in every})
     codes = sorted({r["code_sha256"][:12] for r in every})
-    lines += ["", f"![{suite.name}: score over decision time]({plot})", "", f"Tasks and their runs: {tasks}."]
-    lines += shared_data(suite)
+    lines += ["", f"![{suite.name}: score over decision time]({plot})", ""]
+    lines += [fill(" ".join([f"Tasks and their runs: {tasks}.", *shared_data(suite)]), 120)]
     lines += ["", f"Decision times measured on: {'; '.join(machines)}. Code: {', '.join(f'`{c}`' for c in codes)}.", ""]
     return "\n".join(lines)
 
@@ -196,7 +197,8 @@ explains how to add an entry.
 
 A score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap.
 Placement: the share of the time of a forward pass, migration included, that is saved compared with EPLB on the same
-traffic. Entries that see the future are bounds and have no place.
+traffic. Entries that see the future are bounds and have no place. Decision times were measured beside other programs:
+compare them with each other only.
 
 """
 
