@@ -233,6 +233,10 @@ def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--max-moves", "3"], "--max-moves and --migration-budget need the live plan: give --from PLAN"),
         (["--from", "absent.json"], "no plan at absent.json"),
         (["--iterations", "0"], "--iterations is 0"),
+        (["--seed", "-1"], "--seed is -1: expected 0 or more"),
+        (["--seconds", "nan"], "--seconds is nan: expected more than 0"),
+        (["--tokens-per-rank", "1000000"], "--tokens-per-rank is 1000000: expected 1 … 32768"),
+        (["--slots", "100000"], "--slots is 100000, but mixtral-8x7b has 8 experts"),
     ],
 )
 def test_invalid_arguments_are_refused(
