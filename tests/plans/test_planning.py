@@ -172,6 +172,20 @@ def measured(planner_us: list[float], eplb_us: list[float], force: bool = False)
     )  # fmt: skip
 
 
+def test_a_plan_says_where_it_loses_and_what_the_trace_cannot_show() -> None:
+    plan = measured([90.0] * 4, [100.0] * 4, force=True)
+    assert plan.warnings() == ["only 0 sequence(s) are held out, too few for an interval: record at least 32"]
+    plan = dataclasses.replace(plan, sequences=20, domains=1)
+    for name, times in (("anneal", [110.0] * 4), ("eplb", [100.0] * 4)):
+        plan.outcomes[name].other_profiles["sglang-decode"] = Samples(np.array(times))
+        plan.outcomes[name].other_profiles["sglang-lp"] = Samples(
+            np.array(times[::-1]) * (0.8 if name == "anneal" else 1)
+        )
+    first, second = plan.warnings()
+    assert first.startswith("under sglang-decode this plan is 10.0 % slower than EPLB's")
+    assert "one domain" in second
+
+
 def test_plan_of_eplb_is_chosen_unless_a_gain_is_shown() -> None:
     eplb_us = [100.0, 101.0, 99.0, 100.0]
     clear = measured([90.0, 91.0, 89.5, 90.5], eplb_us)

@@ -222,6 +222,8 @@ def explain(plan: Plan, console: Console) -> None:
             f"[yellow]the held-out part is smaller than asked: {served} of {asked} passes are served, and "
             f"{100 * plan.reused:.0f} % of their tokens were served before (the interval takes this into account)[/]"
         )
+    for warning in plan.warnings():
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
     if plan.stopped:
         console.print("[yellow]stopped by Ctrl-C: this is the best plan so far[/]")
     if plan.planner == plan.fallback:

@@ -66,7 +66,8 @@ def plan_table(plan: Plan) -> Table:
     table = _table(
         f"{plan.trace} on {plan.simulator.cluster.name}, {plan.simulator.profile.name}, held out: {plan.held_out}",
         (
-            "µs per layer and forward pass; ± 95 % interval from resampled sequences"
+            "µs per layer and forward pass; ± 95 % interval from resampled sequences (sampling only: the model itself "
+            "may be off by more)"
             if plan.exact
             else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between "
             "GPUs; ± 95 % interval from blocks of steps"
