@@ -77,7 +77,7 @@ def nothing_moved() -> list[float]:
     ],
 )
 def test_published_suites_have_not_changed(name: str, sha256: str) -> None:
-    """A suite that must change gets a new version. See benchmarks/freeze_suites.py."""
+    """A suite that must change gets a new version. See benchmarks/placement/freeze_suites.py."""
     assert load_suite(name).sha256 == sha256
 
 

@@ -32,8 +32,9 @@ from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
 DEFAULT_PLANNERS = {"sglang-lp": "affinity-groups", "vllm": "flashlb"}
-"""The planner by profile if none is asked for and it is not ``anneal``: the best of ``python benchmarks/placement.py
---schedules stationary``, the mean over models. Of planners that are equally good, the quickest."""
+"""The planner by profile if none is asked for and it is not ``anneal``: the best of
+``python benchmarks/placement/placement.py --schedules stationary``, the mean over models. Of planners that are equally
+good, the quickest."""
 
 FEWEST_SEQUENCES = 8
 """Held-out sequences that an interval needs."""
