@@ -44,7 +44,7 @@ from clustergym.gpu_allocation.space import STATE_NAMES
 from clustergym.training.args import COUNT, POSITIVE, Range, exit_with, parse_args
 
 PRETRAINED = Path(clustergym.agent.__file__).with_name("pretrained.pt")
-"""The policy of ``benchmarks/gpu_allocation.py --only qos --seeds 1``."""
+"""The policy of ``benchmarks/allocation/gpu_allocation.py --only qos --seeds 1``."""
 INITIAL_BIAS = 3.0
 """In the untrained policy, the smallest share is less probable than the whole request by this power of e."""
 log = logging.getLogger("clustergym.agent")

@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What tests share, and the benchmarks and scripts that tests run in short versions.
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / folder) for folder in ("tests/support", "benchmarks", "traces")]
+sys.path += [str(ROOT / "benchmarks" / folder) for folder in ("agent", "allocation", "calibration", "placement")]
 # Until no test imports a test any more.
 sys.path += [str(ROOT / "tests" / folder) for folder in ("trainers", "planners", "project", "benchmarks", "agent")]
 

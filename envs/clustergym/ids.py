@@ -28,7 +28,7 @@ intervals from EPLB's placement."""
 _PASSES = {"sglang-prefill": 2, "sglang-decode": 4, "vllm-deepep": 4}
 _GPUS = {"h800-2x4": 8, "h800-4x4": 16, "h800-4x8": 32}
 REFERENCE_SCORES = Path(__file__).parent / "reference_scores.json"
-"""Scores of simple agents, planners and bounds; made by ``benchmarks/reference_scores.py``."""
+"""Scores of simple agents, planners and bounds; made by ``benchmarks/placement/reference_scores.py``."""
 
 
 class Task(NamedTuple):

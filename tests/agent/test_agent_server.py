@@ -439,7 +439,7 @@ def test_an_agent_without_learning_has_no_learner(server: Server, tmp_path: Path
 
 @pytest.mark.slow
 def test_kills_under_load_lose_no_feedback_and_count_none_twice(tmp_path: Path) -> None:
-    """Two rounds of benchmarks/agent_kill.py, which checks the store after each kill."""
+    """Two rounds of benchmarks/agent/agent_kill.py, which checks the store after each kill."""
     args = agent_kill.Args(rounds=3, connections=8, shortest=0.5, longest=1.0)
     last = agent_kill.run_rounds(args, tmp_path)[-1]
     assert last["stored"] >= last["acknowledged"] > 0

@@ -1,32 +1,27 @@
-"""The benchmark: frozen suites, submitted functions and agents with limits, result files, and the leaderboard."""
+"""The benchmark: frozen suites and their tracks, submitted code with limits, results, and the leaderboard."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import bench_entries
 from clustergym import cli
-from clustergym.bench import results, running, suites
-from clustergym.bench.entries import Entry, parse_entries
+from clustergym.bench import results, suites
+from clustergym.bench.entries import Entry, drop_second_copies, parse_entries
 from clustergym.bench.leaderboard import Row, pareto, places, rows_of
 from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.play import play
-from clustergym.bench.submitted import drop_second_copies
 from clustergym.bench.suites import AllocationTask, Limits, PlacementTask, Suite, load_suite
-from clustergym.common.checkpoints import save_checkpoint
-from clustergym.common.executors import LocalExecutor, make_executor
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
 from clustergym.moe_placement.simulator import Placement
-from clustergym.moe_placement.streams import Interval
+from clustergym.moe_placement.streams import Interval, IntervalStream
 from clustergym.planners.base import Planner
 from clustergym.planners.evaluation import deal_streams
 from clustergym.planners.registry import PLANNERS
@@ -36,20 +31,19 @@ FILE = bench_entries.__file__
 LIGHT = str(Path(__file__).parents[1] / "support" / "bench_limits.py")
 OPTIONS = {"num_replicas": 8, "num_groups": 1, "num_nodes": 1, "num_gpus": 4}
 WEIGHT = np.arange(12).reshape(2, 6)
-TASK = PlacementTask("t", "tiny_moe", "", "h800-2x2", "sglang-prefill", "drift", 16, 2, 2, 2, layers=(0, 3))
-TINY = Suite("tiny-v0", "Two tasks for tests.", (TASK, replace(TASK, name="u", seed=7)), ("t",), "eplb")
+SECRET = b"a secret of the tests"
+TASK = PlacementTask(
+    "t", "tiny_moe", "", "h800-2x2", "sglang-prefill", "drift", 16, 2, 2, 2, split="test", layers=(0, 3)
+)  # fmt: skip
 
 
 @pytest.fixture
 def tiny_suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Suite:
     """A suite with small tasks in place of the frozen ones."""
-    tasks = tuple(
-        replace(task, data_sha256=suites.trace_sha256(task.load())) if isinstance(task, PlacementTask) else task
-        for task in TINY.tasks
-    )
-    suite = replace(TINY, tasks=tasks)
+    frozen = replace(TASK, data_sha256=suites.trace_sha256(TASK.load()))
+    suite = Suite("tiny-v0", "Two tasks for tests.", (frozen, replace(frozen, name="u", seed=7)), ("t",))
     (tmp_path / "frozen").mkdir()
-    (tmp_path / "frozen" / "tiny-v0.json").write_text(json.dumps(suite.as_dict()))
+    (tmp_path / "frozen" / "tiny-v0.json").write_text(json.dumps(asdict(suite)))
     monkeypatch.setattr(suites, "FOLDER", tmp_path / "frozen")
     return suite
 
@@ -72,29 +66,49 @@ def nothing_moved() -> list[float]:
         return play(TASK, Entry("named", "keep")).scores
 
 
-# Suites
+# Suites and tracks
 
 
 @pytest.mark.parametrize(
     ("name", "sha256"),
     [
-        ("placement-v1", "54b8f2008a53debdc6d7fa45791b5007da7da8e6dd25c19fe4e1097a0f8bbcae"),
-        ("allocation-v1", "e455e495111a02c873264b33b818c27f39c8783c158b025328d52f77ef658e82"),
+        ("placement-v2", "2f525b33456671c8fb83890f59662bff3181572bc7e4c337214a314ec448c1b3"),
+        ("allocation-v2", "b4e1a10c579e9e6c726c7a845fd508f7760b82be5fb5511cee34d2e0b58265c2"),
     ],
 )
 def test_published_suites_have_not_changed(name: str, sha256: str) -> None:
-    """A suite that must change gets a new version. See benchmarks/freeze_suites.py."""
+    """A suite that must change gets a new version. See benchmarks/placement/freeze_suites.py."""
     assert load_suite(name).sha256 == sha256
 
 
-def test_every_run_of_a_frozen_task_has_its_own_sequences_of_the_test_split() -> None:
-    tasks = [t for t in load_suite("placement-v1").tasks if isinstance(t, PlacementTask) and t.trace != "synthetic"]
-    assert tasks
-    for task in tasks:
-        assert task.split == "test"
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_every_run_of_a_frozen_task_has_its_own_sequences(secret: bytes | None) -> None:
+    tasks = [t for t in load_suite("placement-v2").on_track(secret).tasks if isinstance(t, PlacementTask)]
+    for task in tasks[:4]:
+        assert task.split == ("validation" if secret is None else "test")
         assert not task.protocol.traffic.allow_reuse
         served = task.protocol.parts(task.load())[1]
         assert deal_streams(served, task.simulator.n_gpus, task.protocol).groups == task.streams
+
+
+def test_test_streams_cannot_be_made_without_the_secret() -> None:
+    """Neither the streams nor the numbers of the experts nor a generated trace are those of another secret."""
+    tasks = [TASK.on_track(SECRET), TASK.on_track(b"another secret, long"), TASK.on_track(SECRET)]
+    served = []
+    for task in tasks:
+        part = deal_streams(task.protocol.parts(task.load())[1], 4, task.protocol).parts[0]
+        interval = next(IntervalStream(part, 4, task.protocol.traffic, task.seed))
+        served.append(interval.experts[:, interval.rows.ravel()])
+    assert (served[0] == served[2]).all()
+    assert (served[0] == served[1]).mean() < 0.5
+    # The renumbered trace is the same traffic: sorted loads of each layer are equal.
+    loads, own = (np.sort(trace.loads(), axis=1) for trace in (TASK.load(), tasks[0].load()))
+    np.testing.assert_array_equal(loads, own)
+    made = replace(TASK, trace="synthetic", synthetic={"n_tokens": 500, "n_layers": 2, "seed": 1}, layers=())
+    hashes = {suites.trace_sha256(made.on_track(secret).load()) for secret in (None, SECRET, b"another secret, long")}
+    assert len(hashes) == 3
+    allocation = AllocationTask("a", "GPUAllocation-v0", 4)
+    assert len({allocation.on_track(secret).seed for secret in (None, SECRET, b"another secret, long")}) == 3
 
 
 def test_other_data_are_refused() -> None:
@@ -102,28 +116,20 @@ def test_other_data_are_refused() -> None:
         replace(TASK, data_sha256="0" * 64).load()
 
 
-def test_the_hash_of_a_trace_depends_on_its_content() -> None:
-    trace = TASK.load()
-    parts = [trace.select(domains=trace.domain_names[:3]), trace.select(layers=[0])]
-    assert len({suites.trace_sha256(t) for t in [trace, *parts]}) == 3
-    assert suites.trace_sha256(trace.select()) == suites.trace_sha256(trace)
-
-
-def test_unknown_suites_and_tasks_are_refused(tiny_suite: Suite, tmp_path: Path) -> None:
+def test_unknown_suites_and_tasks_are_refused(tiny_suite: Suite) -> None:
     with pytest.raises(ValueError, match="unknown suite 'x'; the suites are: tiny-v0"):
         load_suite("x")
     with pytest.raises(ValueError, match="no task 'x'"):
-        running.run_suite("tiny-v0", False, [], tmp_path, LocalExecutor(), ["x"])
+        tiny_suite.only(["x"])
 
 
-# Submitted functions
+# Submitted code
 
 
 def test_a_function_with_the_arguments_of_deepseek() -> None:
-    with LimitedFunction(target("in_order"), "placement", OPTIONS, Limits()) as function:
+    with LimitedFunction(target("in_order"), "planner", OPTIONS, Limits()) as function:
         assert function.start() == "loads"
         assert function({"weight": WEIGHT}).tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]] * 2
-        assert 0 < function.seconds < 10
 
 
 @pytest.mark.parametrize(
@@ -169,25 +175,31 @@ def test_submitted_planners_score_as_the_planners_that_they_copy() -> None:
     eplb = play(TASK, Entry("named", "eplb"))
     assert eplb.scores == [0.0, 0.0]
     assert eplb.metrics["reused"] == 0
-    subclass = play(TASK, Entry("function", target("OurEPLB")))
+    subclass = play(TASK, Entry("planner", target("OurEPLB")))
     assert subclass.scores == [0.0, 0.0]
     assert subclass.metrics["failed"] == 0
-    kept = play(TASK, Entry("function", target("keep")))
+    kept = play(TASK, Entry("planner", target("keep")))
     assert kept.scores == nothing_moved()
     assert kept.metrics["moves"] == 0
-    deepseek = play(TASK, Entry("function", target("rebalance_experts")))
+    deepseek = play(TASK, Entry("planner", target("rebalance_experts")))
     assert deepseek.metrics["failed"] == 0
     # The same replicas and packing; only GPUs may be renamed.
     assert deepseek.metrics["served_us"] == pytest.approx(eplb.metrics["served_us"], rel=0.01)
 
 
 def test_failed_decisions_keep_the_placement_and_are_counted() -> None:
-    played = play(TASK, Entry("function", target("wrong_shape")))
+    played = play(TASK, Entry("planner", target("wrong_shape")))
     assert played.scores == nothing_moved()
     assert played.metrics["failed"] == 1
     assert "expected integers of shape (2, " in played.failures[0]
-    half = play(TASK, Entry("function", target("fails_every_second_time")))
+    half = play(TASK, Entry("planner", target("fails_every_second_time")))
     assert half.metrics["failed"] == 0.5
+
+
+def test_submitted_code_does_not_hold_the_clock() -> None:
+    played = play(TASK, Entry("planner", target("sets_the_clock")))
+    assert played.metrics["failed"] == 0
+    assert played.metrics["decision_ms"] * len(TASK.layers) > 50  # type: ignore[operator]
 
 
 def test_an_agent_that_does_nothing_scores_as_the_planner_that_does_nothing() -> None:
@@ -198,206 +210,142 @@ def test_an_agent_that_does_nothing_scores_as_the_planner_that_does_nothing() ->
         play(TASK, Entry("agent", target("out_of_range")))
 
 
+def test_an_agent_acts_in_the_form_of_the_environment_that_it_names() -> None:
+    """In the flat form, 0 is the action that changes nothing."""
+    agent = play(TASK, Entry("agent", target("always_0"), "MoEPlacementFlat-v0"))
+    assert agent.scores == pytest.approx(nothing_moved(), abs=1e-6)
+
+
 def test_allocation_scores_lie_between_the_references() -> None:
-    task = AllocationTask("a", "GPUAllocation-v0", 4, options={"arrivals": 16})
-    for rule, expected in (("grant", 0.0), ("oracle", 1.0)):
-        assert np.mean(play(task, Entry("named", rule)).scores) == pytest.approx(expected)
-    agent = play(task, Entry("agent", target("Half")))
-    assert len(agent.scores) == 4
-    assert agent.metrics["failed"] == 0
-    assert np.mean(agent.scores) < 1
+    task = AllocationTask("a", "GPUAllocation-v0", 16, options={"arrivals": 32})
+    assert np.mean(play(task, Entry("named", "grant")).scores) == pytest.approx(0)
+    assert np.mean(play(task, Entry("named", "oracle")).scores) == pytest.approx(1)
+    half = play(task, Entry("agent", target("Half")))
+    assert half.metrics["failed"] == 0
+    assert np.mean(half.scores) < 1
 
 
-def test_each_allocation_task_gets_the_policy_that_takes_its_observation(tmp_path: Path) -> None:
-    def save(name: str, n_features: int, action: float) -> None:
-        """A policy that always answers the same."""
-        layers = {"actor.0": (4, n_features), "actor.2": (4, 4), "actor.4": (2, 4)}
-        agent = {f"{layer}.weight": torch.zeros(shape) for layer, shape in layers.items()}
-        agent |= {f"{layer}.bias": torch.zeros(shape[0]) for layer, shape in layers.items()}
-        agent["actor.4.bias"] += np.log(action / (1 - action))
-        state = {"agent": agent, "args": {"norm_obs": False}, "statistics": None}
-        save_checkpoint(tmp_path / name, "ppo_gpu_alloc-model", state)
-
-    save("a.pt", 5, 0.5)
-    save("b.pt", 19, 0.9)
-    ids = ("GPUAllocation-v0", "GPUAllocationHistory-v0")
-    five, history = tasks = [AllocationTask("a", name, 4, options={"arrivals": 16}) for name in ids]
-    both = [play(task, Entry("checkpoint", str(tmp_path))) for task in tasks]
-    alone = [play(task, Entry("checkpoint", f"{tmp_path}/{name}.pt")) for task, name in ((five, "a"), (history, "b"))]
-    assert [one.scores for one in both] == [one.scores for one in alone]
-    assert both[0].scores != both[1].scores
-    with pytest.raises(ValueError, match="takes 19 numbers, but GPUAllocation-v0 has 5"):
-        play(five, Entry("checkpoint", f"{tmp_path}/b.pt"))
+# Entries and results
 
 
 def test_entries_of_the_command_line(tmp_path: Path) -> None:
-    assert {e.target for e in parse_entries("placement", ["all"], [], [])} >= {"eplb", "anneal", "oracle"}
-    assert parse_entries("allocation", ["vpa"], [], []) == [Entry("named", "vpa")]
-    (entry,) = parse_entries("placement", [target("in_order")], [], [], "mine")
-    assert (entry.name, entry.folder) == ("mine", "mine")
-    assert len(entry.code_sha256) == 64
-    for arguments, message in [
-        ((["nonsense"], [], []), "unknown planner 'nonsense'"),
-        (([f"{tmp_path}/absent.py:f"], [], []), "no file at"),
-        ((["no_such_module:f"], [], []), "no module 'no_such_module'"),
-        (([], [], [tmp_path / "absent.pt"]), "no checkpoint at"),
-        (([], [], [tmp_path]), "no checkpoint at"),
-        ((["eplb", "eplb"], [], []), "the same name"),
-    ]:
+    assert {e.target for e in parse_entries("placement", ["all"], [], "")} >= {"eplb", "anneal", "oracle"}
+    assert "exact" not in {e.target for e in parse_entries("placement", [], [], "")}
+    assert {e.target for e in parse_entries("allocation", [], [], "")} >= {"grant", "oracle"}
+    agent = parse_entries("allocation", [], [target("Half")], "")
+    assert [(e.kind, e.name) for e in agent] == [("agent", "bench_entries.py:Half")]
+    for kind, planners, message in (
+        ("placement", ["nope"], "unknown planner 'nope'"),
+        ("placement", ["policy"], "'policy' was removed: use 'greedy'"),
+        ("placement", ["absent.py:f"], "no file at absent.py"),
+        ("placement", ["no_such_module:f"], "no module 'no_such_module'"),
+        ("allocation", [target("in_order")], "takes rules by name"),
+        ("allocation", ["nope"], "unknown rule 'nope'"),
+        ("placement", ["eplb", "eplb"], "two entries have the same name"),
+    ):
         with pytest.raises(ValueError, match=message):
-            parse_entries("placement", *arguments)
+            parse_entries(kind, planners, [], "")
 
 
-# Results and leaderboard
-
-
-def test_a_run_is_resumed_and_submitted(tiny_suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, flags = tmp_path / "runs", ["--folder", str(tmp_path / "runs")]
-    command = ["bench", "run", "tiny-v0", "--planner", "eplb", "swift", "oracle", *flags]
-    assert cli.main(command + ["--task", "t"]) == 0
-    first = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
-    assert len(first) == 3
-    assert cli.main(["bench", "submit", "tiny-v0", "--entry", "eplb", "-o", str(tmp_path / "e.json"), *flags]) == 2
-    assert "no result of u" in capsys.readouterr().err
+def test_a_validation_run_is_resumed_and_ranks_nobody(
+    tiny_suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "run", "tiny-v0", "--planner", "eplb", "swift", "oracle", "--folder", str(tmp_path / "runs")]
+    assert cli.main([*command, "--task", "t"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "validation track" in said
+    files = sorted((tmp_path / "runs").rglob("*.json"))
+    assert [file.name for file in files] == ["t.json"] * 3
+    before = [file.stat().st_mtime_ns for file in files]
     assert cli.main(command) == 0
-    assert len(list(folder.rglob("*.json"))) == 6
-    assert cli.main(["bench", "table", "tiny-v0", "--task", "u", *flags]) == 0
-    assert "tiny-v0: 1 tasks" in capsys.readouterr().out
-    assert all(path.stat().st_mtime_ns == before for path, before in first.items())
-    result = json.loads((folder / "tiny-v0" / "eplb" / "t.json").read_text())
-    assert len(result["scores"]) == TASK.streams
-    assert {"cpu", "cores", "python"} <= result["machine"].keys()
-    assert {"clustergym", "numpy", "torch"} <= result["versions"].keys()
-    assert len(result["code_sha256"]) == len(result["data_sha256"]) == len(result["task_sha256"]) == 64
+    assert [file.stat().st_mtime_ns for file in files] == before
+    assert len(list((tmp_path / "runs").rglob("*.json"))) == 6
+    # Other code: everything is run again.
+    monkeypatch.setattr(results, "code_sha256", lambda: "other")
+    assert cli.main([*command, "--task", "t"]) == 0
+    assert [file.stat().st_mtime_ns for file in files] != before
     capsys.readouterr()
-    board = tmp_path / "board"
-    board.mkdir()
-    for i, name in enumerate(["eplb", "swift", "oracle"]):
-        assert cli.main(["bench", "submit", "tiny-v0", "--entry", name, "-o", str(board / f"{i}.json"), *flags]) == 0
-    page = tmp_path / "docs" / "leaderboard.md"
-    assert cli.main(["bench", "table", "--folder", str(board), "--leaderboard", str(page)]) == 0
-    assert (page.parent / "images" / "leaderboard-tiny-v0.png").stat().st_size > 5000
+    assert cli.main(["bench", "table", "tiny-v0", "--folder", str(tmp_path / "runs"), "--leaderboard", "x.md"]) == 2
+    assert "--leaderboard needs the --secret" in capsys.readouterr().err
+
+
+def test_only_what_the_holder_of_the_secret_computed_is_on_the_leaderboard(
+    tiny_suite: Suite, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, secret, page = tmp_path / "runs", tmp_path / "secret", tmp_path / "leaderboard.md"
+    secret.write_bytes(SECRET)
+    flags = ["--folder", str(folder), "--secret", str(secret)]
+    show = ["bench", "table", "tiny-v0", *flags, "--leaderboard", str(page)]
+    assert cli.main(["bench", "run", "tiny-v0", "--planner", "eplb", "swift", "oracle", *flags]) == 0
+    assert cli.main(show) == 0
     lines = page.read_text().splitlines()
-    assert any(line.startswith("|  | oracle (sees the future) |") for line in lines)
-    assert any("`t`, `u` draw from the same test sequences" in line for line in lines)
     assert sum(line.startswith(("| 1 | eplb", "| 1 | swift")) for line in lines) == 1
+    assert sum(line.startswith("|  | oracle (sees the future)") for line in lines) == 1
+    file = folder / "tiny-v0" / "swift" / "t.json"
+    honest = file.read_text()
+    signed = results.read_result(file)
+
+    def refused(content: str, *command: str) -> str:
+        file.write_text(content)
+        capsys.readouterr()
+        assert cli.main(list(command) or show) == 2
+        return capsys.readouterr().err
+
+    # A better score by hand; a result of another secret; a result of the validation track; another schema.
+    edited = json.dumps(signed | {"scores": [0.5, 0.5]})
+    assert "not signed with this secret" in refused(edited)
+    foreign = dict(signed, signature=results.signature(signed, b"another secret, long"))
+    assert "not signed with this secret" in refused(json.dumps(foreign))
+    assert "not signed" in refused(json.dumps({k: v for k, v in signed.items() if k != "signature"}))
+    assert "schema 1, but this version reads 2" in refused(json.dumps(signed | {"schema": 1}))
+    assert "not a result" in refused("[]")
+    # The hashes are compared: even the holder cannot mix results of different specs or code.
+    for name in ("specs_sha256", "code_sha256"):
+        other = signed | {name: "0" * 64}
+        other["signature"] = results.signature(other, SECRET)
+        assert "made with other code or specs" in refused(json.dumps(other))
+    other = signed | {"task_sha256": "0" * 64}
+    other["signature"] = results.signature(other, SECRET)
+    assert "has changed since this result" in refused(json.dumps(other))
+    # A forged file is computed again.
+    file.write_text(edited)
+    assert cli.main(["bench", "run", "tiny-v0", "--planner", "swift", *flags]) == 0
+    assert results.read_result(file)["scores"] == json.loads(honest)["scores"]
+    secret.write_bytes(b"short")
+    assert "expected at least 16 random ones" in refused(honest)
 
 
-def test_results_of_another_version_of_a_task_are_refused(tiny_suite: Suite, tmp_path: Path) -> None:
-    task, entry = tiny_suite.tasks[0], Entry("named", "eplb")
-    result = results.result_of(tiny_suite, task, entry, play(task, entry), 1.0)
-    path = results.result_path(tmp_path, tiny_suite, task, entry)
-    results.save_result(path, result)
-    assert results.is_done(path, task, entry)
-    assert results.collect([tmp_path / "tiny-v0"], tiny_suite)["eplb"]["t"]["scores"] == [0.0, 0.0]
-    for change, message in [
-        ({"task_sha256": "0"}, "has changed since"),
-        ({"data_sha256": "0"}, "the data are not those"),
-        ({"scores": [0.0]}, "expected 2 scores"),
-        ({"scores": [0.0, float("nan")]}, "not a finite number"),
-        ({"format": "x"}, "not a result"),
-        ({"schema": 99}, "schema 99"),
-    ]:
-        path.write_text(json.dumps(result | change))
-        with pytest.raises(ValueError, match=message):
-            results.collect([tmp_path / "tiny-v0"], tiny_suite)
-    path.write_text("{")
-    assert not results.is_done(path, task, entry)
+# Aggregates
 
 
-def test_rows_have_the_definitions_of_rliable() -> None:
-    """By hand: the middle half of the pooled scores of two tasks."""
-    scores = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
-    assert interquartile_mean(scores) == (2 + 3 + 4 + 5) / 4
+def test_the_aggregates_have_the_definitions_of_rliable() -> None:
+    scores = [np.array([0.0, 1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0, 7.0])]
+    assert interquartile_mean(scores) == pytest.approx(np.mean([2, 3, 4, 5]))
     low, high = stratified_bootstrap(scores)
-    assert 1 < low < 3.5 < high < 6
-    # A task whose runs are equal adds no spread: runs are resampled within their task.
-    assert stratified_bootstrap([[1.0] * 5, [3.0] * 5]) == (2.0, 2.0)
+    assert 2 < low < 3.5 < high < 5
+    same = [np.full(4, 2.0)] * 2
+    assert stratified_bootstrap(same) == (2.0, 2.0)
 
 
-def test_the_aggregates_agree_with_rliable() -> None:
-    try:
-        from rliable import library, metrics
-    except Exception as error:  # its dependency arch fails to import with some versions of pandas
-        pytest.skip(f"rliable: {error}")
-    scores = np.random.default_rng(0).gamma(2.0, 1.0, (10, 6))
-
-    def aggregate(x: Any) -> np.ndarray:
-        return np.array([metrics.aggregate_iqm(x)])
-
-    point, interval = library.get_interval_estimates({"a": scores}, aggregate, reps=4000)
-    ours = [scores[:, i].tolist() for i in range(6)]
-    assert interquartile_mean(ours) == pytest.approx(point["a"][0])
-    width = interval["a"][1, 0] - interval["a"][0, 0]
-    assert stratified_bootstrap(ours, resamples=4000) == pytest.approx(interval["a"][:, 0].tolist(), abs=0.05 * width)
-
-
-def row(name: str, score: float, decision_ms: float, hindsight: bool = False) -> Row:
-    return Row(name, score, score, score, score, decision_ms, {}, hindsight, ())
+def row(entry: str, score: float, ms: float, hindsight: bool = False, missing: tuple[str, ...] = ()) -> Row:
+    return Row(entry, score, score, score, score, ms, {}, hindsight, missing)
 
 
 def test_places_and_the_pareto_front() -> None:
-    rows = [row("o", 0.9, 0.1, True), row("best", 0.5, 100.0), row("slow", 0.4, 200.0), row("fast", 0.3, 1.0)]
-    assert places(rows) == [None, 1, 2, 3]
-    assert [r.entry for r in pareto(rows)] == ["fast", "best"]
+    rows = [row("bound", 0.9, 1, hindsight=True), row("best", 0.5, 9), row("part", 0.4, 1, missing=("t",)),
+            row("quick", 0.3, 1), row("slow", 0.2, 5)]  # fmt: skip
+    assert places(rows) == [None, 1, None, 2, 3]
+    assert [r.entry for r in pareto(rows)] == ["quick", "best"]
 
 
 def test_rows_rank_by_the_interquartile_mean(tiny_suite: Suite) -> None:
-    def found(scores: list[float]) -> dict[str, Any]:
-        return {
-            task.name: {"scores": scores, "metrics": {"decision_ms": 2.0, "x": None}, "hindsight": False}
-            for task in tiny_suite.tasks
-        }
+    def result(scores: list[float]) -> results.Result:
+        return {"scores": scores, "metrics": {"decision_ms": 1.0}, "hindsight": False}
 
-    rows = rows_of({"a": found([0.1, 0.2]), "b": found([0.3, 0.4])}, tiny_suite)
-    assert [r.entry for r in rows] == ["b", "a"]
-    assert rows[0].score == pytest.approx(0.35)
-    assert rows[0].metrics == {"decision_ms": 2.0, "x": None}
-    assert rows_of({"a": {"t": found([0.1, 0.2])["t"]}}, tiny_suite)[0].missing == ("u",)
-
-
-def public_balancedness(log2phy: np.ndarray, logcnt: np.ndarray, workload: np.ndarray, n_slots: int) -> float:
-    """The definition of the public evaluator, in loops: even shares, means and maxima summed over layers."""
-    total = np.zeros((len(workload), n_slots))
-    for layer, loads in enumerate(workload):
-        for expert, load in enumerate(loads):
-            for replica in range(logcnt[layer, expert]):
-                total[layer, log2phy[layer, expert, replica]] += load / logcnt[layer, expert]
-    return float(total.mean(1).sum() / total.max(1).sum())
-
-
-def history_file(path: Path, n_steps: int, n_experts: int = 256) -> Path:
-    rng, mean = np.random.default_rng(0), 5000 / (1 + np.arange(n_experts))
-    steps = [{"logical_expert_load": rng.poisson(mean, (2, n_experts)).tolist()} for _ in range(n_steps)]
-    path.write_text(json.dumps({"load_history": steps}))
-    return path
-
-
-PUBLIC_PROGRAM = """
-import torch
-
-CALLS = 0
-
-def rebalance_experts(weight, num_replicas, num_groups, num_nodes, num_gpus):
-    # Experts in order over the slots. Every second answer exchanges the two halves of the cluster.
-    global CALLS
-    CALLS += 1
-    n_layers, n_experts = weight.shape
-    phy2log = (torch.arange(num_replicas) % n_experts).roll(CALLS % 2 * (num_replicas // 2)).repeat(n_layers, 1)
-    logcnt = torch.nn.functional.one_hot(phy2log, n_experts).sum(1)
-    log2phy = torch.full((n_layers, n_experts, int(logcnt.max())), -1)
-    for expert in range(n_experts):
-        where = (phy2log[0] == expert).nonzero()[:, 0]
-        log2phy[:, expert, : len(where)] = where
-    return phy2log, log2phy, logcnt
-"""
-"""A file in the format of the public benchmark."""
-
-
-def test_executors_by_name() -> None:
-    assert list(LocalExecutor().run(abs, [-1, 2])) == [(0, 1), (1, 2)]
-    assert sorted(LocalExecutor(2).run(abs, [-1, 2, -3])) == [(0, 1), (1, 2), (2, 3)]
-    with pytest.raises(ValueError, match="is for --executor ray"):
-        make_executor("local", 1, "auto")
-    with pytest.raises(ValueError, match="jobs is 0"):
-        make_executor("local", 0)
+    found = {
+        "steady": {"t": result([0.2, 0.2]), "u": result([0.2, 0.2])},
+        "lucky": {"t": result([0.9, 0.0]), "u": result([0.0, 0.0])},
+        "half": {"t": result([0.5, 0.5])},
+    }
+    rows = rows_of(found, tiny_suite)
+    assert [(r.entry, r.missing) for r in rows] == [("half", ("u",)), ("steady", ()), ("lucky", ())]

@@ -1,4 +1,4 @@
-"""The direct search of benchmarks/judge_bound.py: its formula is the judge's, and it finds an optimum that is known."""
+"""The direct search of judge_bound.py has the judge's formula, and finds an optimum that is known."""
 
 from __future__ import annotations
 

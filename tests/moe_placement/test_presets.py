@@ -155,6 +155,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
               quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"}),
         {"weight_bytes": 0.5625},
     ),
+    "hunyuan_v3": (
+        sizes(80, 4096, num_experts=192, num_experts_per_tok=8, expert_hidden_dim=1536, intermediate_size=13312,
+              first_k_dense_replace=1, num_shared_experts=1),
+        {"hidden": 4096, "intermediate": 1536},
+    ),
+    "latent": (  # experts get tokens of a smaller size
+        sizes(8, 8192, n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688, moe_latent_size=2048),
+        {"hidden": 2048, "intermediate": 2688},
+    ),
 }  # fmt: skip
 
 
@@ -239,6 +248,7 @@ def test_quantisation_beside_the_config(tmp_path: Path) -> None:
         ({"n_group": 3}, "8 experts do not divide into 3 groups"),
         ({"quantization_config": {"quant_method": "new"}}, "unknown quantisation 'new': give a YAML with weight_bytes"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "quantised to '4' bits"),
+        ({"expert_inner_dim": 1536}, "unknown key 'expert_inner_dim' (1536): it may be the size of an expert"),
     ],
 )
 def test_bad_configs_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class TestVLLM:
         assert slots.shape == (2, 80)
         assert (slots == old).sum() > (for_vllm.ClusterGymPolicy.rebalance_experts(weight, 80, 8, 4, 16) == old).sum()
 
-    def test_plan_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_plan_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
         plan = plan_slots(loads(2, 64, seed=2).numpy(), 80, 1, 1, 16)
         (tmp_path / "plan.json").write_text(json.dumps(plan.tolist()))
         monkeypatch.setenv("CLUSTERGYM_EPLB_PLAN", str(tmp_path / "plan.json"))
@@ -140,8 +140,14 @@ class TestVLLM:
         assert [set(gpu) for gpu in again.numpy()[0].reshape(16, 5).tolist()] == [
             set(gpu) for gpu in plan[0].reshape(16, 5).tolist()
         ]
-        # A draft model has other sizes: it is balanced as usual.
+        # A draft model has other sizes: it is balanced as usual, and the log says so.
         assert for_vllm.ClusterGymPolicy.rebalance_experts(loads(1, 32), 48, 1, 1, 16).shape == (1, 48)
+        assert "2 layers of 80 slots, but the engine asks for 1 of 48: EPLB instead" in caplog.text
+        # The same number of slots on fewer GPUs: an expert would be twice on a GPU.
+        with pytest.raises(
+            ValueError, match=r"layer 0 has expert \d+ twice on GPU \d+ of 8: .* another number of GPUs"
+        ):
+            for_vllm.ClusterGymPolicy.rebalance_experts(loads(2, 64), 80, 8, 1, 8)
         plan[0, 0] = plan[0, 1]
         (tmp_path / "plan.json").write_text(json.dumps(np.where(plan == 5, 6, plan).tolist()))
         with pytest.raises(ValueError, match="does not hold each of the 64 experts"):
@@ -175,6 +181,38 @@ class TestSGLang:
         flat = types.SimpleNamespace(name="deepseek")
         result = for_sglang.rebalance_experts(**arguments, num_groups=None, num_nodes=4, algorithm=flat)
         assert torch.equal(result[0], rebalance_experts(counts.sum(0), 80, 1, 1, 16)[0])
+
+    @pytest.mark.parametrize("plan", [False, True])
+    def test_elastic_algorithms_and_lost_ranks_are_the_engine_s_business(
+        self, plan: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ours would leave experts without a live copy: it does not know which ranks are dead."""
+        module = types.ModuleType("sglang.srt.eplb.eplb_algorithms")
+        asked: list[dict[str, Any]] = []
+        module.rebalance_experts = lambda **given: asked.append(given) or "the engine's own"  # type: ignore[attr-defined, func-returns-value]
+        parent = types.ModuleType("sglang.srt.eplb")
+        parent.eplb_algorithms = module  # type: ignore[attr-defined]
+        for each in (types.ModuleType("sglang"), types.ModuleType("sglang.srt"), parent, module):
+            monkeypatch.setitem(sys.modules, each.__name__, each)
+        monkeypatch.setenv("CLUSTERGYM_EPLB", "1")
+        if plan:
+            slots = plan_slots(loads(2, 64).numpy(), 80, 1, 1, 16)
+            (tmp_path / "plan.json").write_text(json.dumps(slots.tolist()))
+            monkeypatch.setenv("CLUSTERGYM_EPLB_PLAN", str(tmp_path / "plan.json"))
+        for_sglang.register()
+        for_sglang.register()  # SGLang may load plugins twice
+        given = {"tokens_per_expert": loads(2, 64)[None], "num_physical_experts": 80, "num_local_physical_experts": 5,
+                 "num_groups": None, "num_nodes": 4}  # fmt: skip
+        elastic, flat = (types.SimpleNamespace(name=name) for name in ("elasticity_aware", "deepseek"))
+        ours = module.rebalance_experts
+        assert ours(**given, algorithm=elastic) == "the engine's own"
+        alive = torch.ones(16, dtype=torch.int32)
+        check_maps(ours(**given, algorithm=flat, active_ranks=alive), 64, 80)
+        alive[15] = 0
+        assert ours(**given, algorithm=flat, active_ranks=alive) == "the engine's own"
+        assert [call["algorithm"] for call in asked] == [elastic, flat]
+        assert asked[1]["active_ranks"] is alive
+        assert "active_ranks" not in asked[0]
 
 
 class TestOtherPlanners:
@@ -218,7 +256,8 @@ def arguments_of(source: Path, function: str) -> list[str]:
 
 
 def own_arguments(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    return [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
 
 
 @pytest.mark.skipif("CLUSTERGYM_VLLM_SOURCE" not in os.environ, reason="needs vLLM's sources")

@@ -53,7 +53,7 @@ def test_command_writes_what_the_engine_reads(
     assert document["written"] == ("anneal" if document["gain_shown"] else "eplb")
     shown = " ".join(capsys.readouterr().out.split())
     mean = document["versus"]["eplb"]["mean"]
-    assert f"anneal against EPLB on held-out traffic: {100 * mean:+.1f}" in shown
+    assert f"anneal against EPLB (flat, as {engine} runs it here) on held-out traffic: {100 * mean:+.1f}" in shown
     assert f"% time, profile {default}" in shown
     assert ("no gain over EPLB is shown: EPLB's plan is written" in shown) == (not document["gain_shown"])
     assert str(out) in shown.replace(" ", "")
@@ -233,6 +233,10 @@ def test_command_plans_on_counts(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--max-moves", "3"], "--max-moves and --migration-budget need the live plan: give --from PLAN"),
         (["--from", "absent.json"], "no plan at absent.json"),
         (["--iterations", "0"], "--iterations is 0"),
+        (["--seed", "-1"], "--seed is -1: expected 0 or more"),
+        (["--seconds", "nan"], "--seconds is nan: expected more than 0"),
+        (["--tokens-per-rank", "1000000"], "--tokens-per-rank is 1000000: expected 1 … 32768"),
+        (["--slots", "100000"], "--slots is 100000, but mixtral-8x7b has 8 experts"),
     ],
 )
 def test_invalid_arguments_are_refused(

@@ -41,6 +41,7 @@ from clustergym.plans.planning import (
     make_plan,
     model_of,
 )
+from clustergym.plans.report.tables import plan_table
 from clustergym.plans.transition import Limit
 from clustergym.traces import LoadTrace
 from plans import CLUSTER, SIMULATOR, SIZES, TRAFFIC, counts_trace, small_make_plan, small_trace
@@ -111,6 +112,30 @@ def test_placements_are_measured_under_the_other_profiles_of_the_engine() -> Non
     assert plan.versus("eplb", profile="sglang-prefill")[0] == pytest.approx(relative)
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "profile", "form"),
+    [
+        ("deepseek-v3", "h800-8x8", "sglang-decode", "hierarchical"),
+        ("deepseek-v3", "h800-4x8", "vllm", "hierarchical"),
+        ("deepseek-v3", "h800-3x8", "sglang-prefill", "flat"), ("deepseek-v3", "h800-1x8", "sglang-prefill", "flat"),
+        ("mixtral-8x7b", "h800-2x4", "sglang-prefill", "flat"), ("deepseek-v3", "h800-8x8", "vllm-ascend", "flat"),
+    ],
+)  # fmt: skip
+def test_the_baseline_is_the_engine_s_own_eplb(model: str, cluster: str, profile: str, form: str) -> None:
+    options = planning.baseline_options(Simulator(model, cluster, profile))
+    assert options == ({"hierarchical": True} if form == "hierarchical" else {})
+
+
+def test_the_table_says_which_eplb_it_is() -> None:
+    model = ModelSpec("grouped", 2, 8, 2, 64, 64, n_groups=4)
+    trace = dataclasses.replace(small_trace(n_layers=2, n_tokens=600), model=None)
+    plan = make_plan(trace, Simulator(model, CLUSTER, "sglang-decode"), "swift", traffic=TRAFFIC, sizes=SIZES)
+    seen = Observed(trace.split(SIZES.share, seed=0)[0], plan.simulator, TRAFFIC).loads.loads(8).astype(float)
+    hierarchical = EPLB(plan.simulator, hierarchical=True).pack(seen)
+    np.testing.assert_array_equal(plan.outcomes["eplb"].placement, hierarchical)
+    assert "EPLB (hierarchical, as sglang runs it here)" in str(plan_table(plan).caption)
+
+
 def test_every_profile_has_a_default_planner() -> None:
     assert set(DEFAULT_PLANNERS) < set(PROFILES)
     for profile in PROFILES.values():
@@ -145,6 +170,20 @@ def measured(planner_us: list[float], eplb_us: list[float], force: bool = False)
     return Plan(
         "anneal", outcomes, SIMULATOR, np.arange(1), "t", "", "", 0.0, True, 64, np.zeros((1, 8)), force
     )  # fmt: skip
+
+
+def test_a_plan_says_where_it_loses_and_what_the_trace_cannot_show() -> None:
+    plan = measured([90.0] * 4, [100.0] * 4, force=True)
+    assert plan.warnings() == ["only 0 sequence(s) are held out, too few for an interval: record at least 32"]
+    plan = dataclasses.replace(plan, sequences=20, domains=1)
+    for name, times in (("anneal", [110.0] * 4), ("eplb", [100.0] * 4)):
+        plan.outcomes[name].other_profiles["sglang-decode"] = Samples(np.array(times))
+        plan.outcomes[name].other_profiles["sglang-lp"] = Samples(
+            np.array(times[::-1]) * (0.8 if name == "anneal" else 1)
+        )
+    first, second = plan.warnings()
+    assert first.startswith("under sglang-decode this plan is 10.0 % slower than EPLB's")
+    assert "one domain" in second
 
 
 def test_plan_of_eplb_is_chosen_unless_a_gain_is_shown() -> None:

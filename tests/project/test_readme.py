@@ -41,7 +41,7 @@ QUICK: dict[str, list[str]] = {
     "clustergym eval --trace tiny_moe --schedule drift --planner static eplb flashlb anneal --plot planners.png": [
         "--intervals", "1", *SMALL,
     ],
-    "clustergym bench run placement-v1 --planner eplb anneal --quick": ["--task", "small-2x8-decode-drift"],
+    "clustergym bench run placement-v2 --planner eplb anneal --quick": ["--task", "small-2x8-decode-drift"],
 }  # fmt: skip
 """Commands that run in this process, and the flags that make them short."""
 ELSEWHERE = {

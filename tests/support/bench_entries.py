@@ -57,6 +57,15 @@ def fails_every_second_time(weight: torch.Tensor, *sizes: int) -> Any:
     return in_order(weight, *sizes)  # type: ignore[call-arg]
 
 
+def sets_the_clock(weight: torch.Tensor, *sizes: int) -> Any:
+    """Takes 50 ms and pretends that no time passes."""
+    import time
+
+    time.sleep(0.05)
+    time.perf_counter = time.monotonic = time.time = lambda: 0.0  # type: ignore[assignment]
+    return in_order(weight, *sizes)  # type: ignore[call-arg]
+
+
 def do_nothing(obs: dict[str, np.ndarray]) -> np.ndarray:
     """An agent of the placement task: PLACE expert 0 where it is."""
     return np.array([0, obs["pairs"][0, :, 0].argmax()])
@@ -72,3 +81,8 @@ class Half:
     def predict(self, obs: np.ndarray) -> tuple[np.ndarray, None]:
         assert obs.ndim == 1
         return np.full(2, 0.5, np.float32), None
+
+
+def always_0(obs: dict[str, np.ndarray] | np.ndarray) -> int:
+    """An agent of the flat placement task."""
+    return 0

@@ -20,7 +20,7 @@ from clustergym.traces.synthetic import _keep_best_groups, _persistent_topics
 SMALL = SyntheticConfig(n_tokens=4000, n_layers=4)
 ROOT = Path(__file__).resolve().parents[2]
 
-# From `python benchmarks/trace_statistics.py` on the recorded traces, whose sources are in
+# From `python benchmarks/placement/trace_statistics.py` on the recorded traces, whose sources are in
 # docs/reference/file-formats.md.
 REAL = {
     "deepseek_v2_lite": {

@@ -1,8 +1,8 @@
-"""The process of a submitted function: ``python -m clustergym.bench.child TARGET CALL OPTIONS``.
+"""The process of submitted code: ``python -m clustergym.bench.child TARGET KIND OPTIONS``.
 
 Reads requests from standard input, calls the function, and writes answers to a pipe of its own: what the function
 prints goes to standard error. A request is a length and an .npz file, an answer is a header (see ``HEADER``) and an
-.npy array or the text of an error. Nothing is pickled.
+.npy array or the text of an error. Nothing is pickled. The parent takes the time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,15 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-# The function could replace these in their modules.
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 LENGTH = struct.Struct("<Q")
-HEADER = struct.Struct("<BdQ")
-"""Whether it is an error, seconds that the call took, and the length of what follows."""
+HEADER = struct.Struct("<BQ")
+"""Whether it is an error, and the length of what follows."""
 Arrays = dict[str, np.ndarray]
+Call = Callable[[Arrays], np.ndarray]
 
 
 def find_target(target: str) -> Any:
@@ -37,8 +35,6 @@ def find_target(target: str) -> Any:
         raise ValueError(f"{target!r}: expected module:function or file.py:function")
     if module_name.endswith(".py"):
         path = Path(module_name)
-        if not path.is_file():
-            raise ValueError(f"{target!r}: no file at {path}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
@@ -47,24 +43,16 @@ def find_target(target: str) -> Any:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(module_name)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{target!r}: {module_name} has no {part!r}")
-        found = getattr(found, part)
-    return found
+    if not hasattr(module, name):
+        raise ValueError(f"{target!r}: {module_name} has no {name!r}")
+    return getattr(module, name)
 
 
-Call = Callable[[Arrays], np.ndarray]
-
-
-def placement_call(found: Any, options: dict[str, Any]) -> tuple[str, Call]:
-    """What the function needs, and a function from the arrays of a request to a placement (L, slots)."""
+def planner_call(found: Any, options: dict[str, Any]) -> tuple[str, Call]:
+    """What a planner sees (loads or tokens), and a function from the arrays of a request to its placement."""
     if not inspect.isclass(found) and next(iter(inspect.signature(found).parameters), "") in ("weight", "weights"):
         return "loads", lambda arrays: _call_deepseek(found, arrays, options)
-    from clustergym.bench.submitted import call_ours
-
-    return "tokens", call_ours(found, options)
+    return "tokens", _call_ours(found, options)
 
 
 def _call_deepseek(function: Any, arrays: Arrays, options: dict[str, Any]) -> np.ndarray:
@@ -74,6 +62,30 @@ def _call_deepseek(function: Any, arrays: Arrays, options: dict[str, Any]) -> np
     weight = torch.from_numpy(arrays["weight"])
     answer = function(weight, options["num_replicas"], options["num_groups"], options["num_nodes"], options["num_gpus"])
     return np.asarray(answer[0] if isinstance(answer, tuple | list) else answer)
+
+
+def _call_ours(found: Any, options: dict[str, Any]) -> Call:
+    """Call a ``Planner`` class or a function ``plan(history, placement, simulator)``."""
+    from clustergym.moe_placement.simulator import Simulator
+    from clustergym.moe_placement.specs import get_cluster
+    from clustergym.moe_placement.streams import Interval
+
+    cluster = get_cluster(options["cluster"], slots_per_gpu=options["slots_per_gpu"])
+    simulator = Simulator(options["model"], cluster, options["profile"], options["passes_per_interval"])
+    planner: Any = found(simulator) if isinstance(found, type) else None
+    history: list[Interval] = []
+
+    def call(arrays: Arrays) -> np.ndarray:
+        if arrays["first"]:
+            history.clear()
+            if planner is not None:
+                planner.reset()
+        rows = np.arange(arrays["experts"].shape[1], dtype=np.int32).reshape(len(arrays["rank_start"]), -1)
+        history.append(Interval(arrays["experts"], rows, arrays["rank_start"]))
+        given = arrays["placement"]
+        return np.asarray(found(history, given, simulator) if planner is None else planner.plan(history, given))
+
+    return call
 
 
 def agent_call(found: Any, options: dict[str, Any]) -> tuple[str, Call]:
@@ -89,7 +101,7 @@ def agent_call(found: Any, options: dict[str, Any]) -> tuple[str, Call]:
     return "obs", call
 
 
-CALLS = {"placement": placement_call, "agent": agent_call}
+CALLS = {"planner": planner_call, "agent": agent_call}
 
 
 def read_exactly(file: Any, n: int) -> bytes:
@@ -103,33 +115,29 @@ def main(target: str, kind: str, options: str) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests = sys.stdin.buffer
-    given = json.loads(options)
     # Relative modules are found where the command was started.
     sys.path.insert(0, os.getcwd())
 
-    def answer(error: bool, seconds: float, payload: bytes) -> None:
-        answers.write(HEADER.pack(error, seconds, len(payload)) + payload)
+    def answer(error: bool, payload: bytes) -> None:
+        answers.write(HEADER.pack(error, len(payload)) + payload)
         answers.flush()
 
     try:
-        needs, call = CALLS[kind](find_target(target), given)
+        sees, call = CALLS[kind](find_target(target), json.loads(options))
     except Exception as error:
-        answer(True, 0.0, f"{type(error).__name__}: {error}".encode())
+        answer(True, f"{type(error).__name__}: {error}".encode())
         return
-    answer(False, 0.0, needs.encode())
+    answer(False, sees.encode())
     while True:
         (length,) = LENGTH.unpack(read_exactly(requests, LENGTH.size))
         with np.load(io.BytesIO(read_exactly(requests, length)), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        began = perf_counter()
         try:
-            found = call(arrays)
-            seconds = perf_counter() - began
             buffer = io.BytesIO()
-            np.save(buffer, np.ascontiguousarray(found), allow_pickle=False)
-            answer(False, seconds, buffer.getvalue())
+            np.save(buffer, np.ascontiguousarray(call(arrays)), allow_pickle=False)
+            answer(False, buffer.getvalue())
         except (Exception, SystemExit) as error:
-            answer(True, perf_counter() - began, f"{type(error).__name__}: {error}".encode()[:2000])
+            answer(True, f"{type(error).__name__}: {error}".encode()[:2000])
 
 
 if __name__ == "__main__":

@@ -1,34 +1,43 @@
-"""What takes part: planners and rules by name, submitted functions, agents and checkpoints."""
+"""What takes part: planners and rules by name, submitted planners, and agents."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from clustergym.bench.limited import CallFailed, LimitedFunction
+from clustergym.bench.suites import Limits
 from clustergym.gpu_allocation.rules import RULES
+from clustergym.moe_placement.simulator import Placement, Simulator
+from clustergym.moe_placement.streams import Interval
+from clustergym.planners.base import Planner
 from clustergym.planners.registry import PLANNERS, planner_class
 
-Kind = Literal["named", "function", "agent", "checkpoint"]
+MAX_FAILURES_IN_A_ROW = 3
+"""After so many failed decisions in a row the function is not called again."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One participant."""
 
-    kind: Kind
+    kind: Literal["named", "planner", "agent"]
     target: str
-    """Name of a planner or rule, ``module:function``, ``file.py:function``, or the path of a checkpoint or of a folder
-    with checkpoints."""
-    label: str = ""
-    """Name in tables; by default the target."""
+    """Name of a planner or rule, ``module:function`` or ``file.py:function``."""
+    env_id: str = "MoEPlacement-v0"
+    """The form of the placement environment that an agent acts in."""
 
     @property
     def name(self) -> str:
-        return self.label or self.target
+        return Path(self.target.rpartition("/")[2]).as_posix()
 
     @property
     def folder(self) -> str:
@@ -37,35 +46,18 @@ class Entry:
 
     @property
     def code_sha256(self) -> str:
-        """Hash of the file of a function or checkpoint. Named entries are part of the code of clustergym."""
-        if self.kind == "named":
-            return ""
-        paths = checkpoints(self.target) if self.kind == "checkpoint" else [_source(self.target)]
-        return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+        """Hash of the submitted file. Named entries are part of the code of clustergym."""
+        return "" if self.kind == "named" else hashlib.sha256(_source(self.target).read_bytes()).hexdigest()
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def checkpoints(target: str) -> list[Path]:
-    """A checkpoint, or all of a folder.
-
-    Raises:
-        ValueError: there is none.
-    """
-    path = Path(target)
-    found = sorted(path.glob("*.pt")) if path.is_dir() else [path]
-    if not found or not found[0].is_file():
-        raise ValueError(f"no checkpoint at {target}")
-    return found
+        return asdict(self) | {"name": self.name, "code_sha256": self.code_sha256}
 
 
 def _source(target: str) -> Path:
     """The file of ``module:function``, found without importing it."""
     module = target.rpartition(":")[0]
-    if module.endswith(".py"):
-        path = Path(module)
-    else:
+    path = Path(module)
+    if not module.endswith(".py"):
         try:
             spec = importlib.util.find_spec(module)
         except (ModuleNotFoundError, ValueError):
@@ -95,39 +87,119 @@ def sees_the_future(entry: Entry, kind: str) -> bool:
     return planner.needs_future or planner.needs_mixture
 
 
-def parse_entries(
-    kind: str, planners: list[str], agents: list[str], policies: list[Path], label: str | None = None
-) -> list[Entry]:
+def parse_entries(kind: str, planners: Sequence[str], agents: Sequence[str], env_id: str) -> list[Entry]:
     """Entries from the flags of the command line. Without any, every named entry.
 
     Raises:
         ValueError: a name is unknown, or a file does not exist.
     """
     known = named_entries(kind)
+    if list(planners) == ["all"] or not (planners or agents):
+        planners = known
     entries: list[Entry] = []
-    if planners == ["all"] or not (planners or agents or policies):
-        entries = [Entry("named", name) for name in known]
-        planners = []
     for name in planners:
-        if ":" in name:
-            if kind == "allocation":
-                raise ValueError(f"--planner {name}: an allocation suite takes rules by name, --agent and --checkpoint")
-            entries.append(Entry("function", name))
-        elif name in known or (kind == "placement" and name in PLANNERS):
-            entries.append(Entry("named", name))
-        else:
-            raise ValueError(
-                f"unknown planner {name!r}; give module:function, file.py:function or one of: {', '.join(known)}"
-            )
-    entries += [Entry("agent", target) for target in agents]
-    entries += [Entry("checkpoint", str(path)) for path in policies]
+        if ":" in name and kind == "allocation":
+            raise ValueError(f"--planner {name}: an allocation suite takes rules by name, and --agent")
+        if kind == "placement" and ":" not in name:
+            planner_class(name)  # an error if there is none
+        elif ":" not in name and name not in known:
+            raise ValueError(f"unknown rule {name!r}; the rules are: {', '.join(known)}")
+        entries.append(Entry("planner" if ":" in name else "named", name))
+    entries += [Entry("agent", target, env_id) for target in agents]
     for entry in entries:
         _ = entry.code_sha256
-    if label is not None:
-        if len(entries) != 1:
-            raise ValueError(f"--label {label!r} names one entry, but there are {len(entries)}")
-        entries = [Entry(entries[0].kind, entries[0].target, label)]
-    folders = [entry.folder for entry in entries]
-    if len(set(folders)) < len(folders):
-        raise ValueError("two entries have the same name: run them one at a time with --label")
+    if len({entry.folder for entry in entries}) < len(entries):
+        raise ValueError("two entries have the same name: run them one at a time, with different --folder")
     return entries
+
+
+# Submitted planners
+
+
+def simulator_options(simulator: Simulator) -> dict[str, Any]:
+    """What a process must know to make the simulator, and the arguments of DeepSeek's function."""
+    return {
+        "model": simulator.model.name,
+        "cluster": simulator.cluster.name,
+        "slots_per_gpu": simulator.n_slots,
+        "profile": simulator.profile.name,
+        "passes_per_interval": simulator.passes_per_interval,
+        "num_replicas": simulator.n_gpus * simulator.n_slots,
+        "num_groups": simulator.model.n_groups,
+        "num_nodes": simulator.cluster.n_nodes,
+        "num_gpus": simulator.n_gpus,
+    }
+
+
+def drop_second_copies(placement: npt.NDArray[np.integer[Any]]) -> Placement:
+    """Empty the slots with an expert that the same GPU holds already. DeepSeek's EPLB may give such placements."""
+    cleaned = np.array(placement, np.int16)
+    for slot in range(1, cleaned.shape[2]):
+        column = cleaned[:, :, slot]
+        column[(cleaned[:, :, :slot] == column[:, :, None]).any(2)] = -1
+    return cleaned
+
+
+@dataclass(eq=False, kw_only=True)
+class Submitted(Planner):
+    """Plans with a function in a subprocess. A decision that fails leaves the placement as it is, and is counted."""
+
+    function: LimitedFunction
+    sees_loads: bool
+    """The function has the arguments of DeepSeek's ``rebalance_experts``."""
+    failures: list[str] = field(default_factory=list)
+    """Messages of the failed decisions."""
+    calls: int = 0
+    _in_a_row: int = 0
+
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
+        self.calls += 1
+        if self._in_a_row >= MAX_FAILURES_IN_A_ROW:
+            self.failures.append(f"not called after {MAX_FAILURES_IN_A_ROW} failures in a row")
+            return placement
+        try:
+            answer = self.function(self.request(history, placement))
+            found = self.simulator.check(drop_second_copies(_shaped(answer, placement)))
+        except (CallFailed, ValueError) as error:
+            self._in_a_row += 1
+            self.failures.append(str(error))
+            return placement
+        self._in_a_row = 0
+        return found
+
+    def request(self, history: Sequence[Interval], placement: Placement) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that the function gets."""
+        last = history[-1]
+        if self.sees_loads:
+            return {"weight": last.loads(self.simulator.n_experts)}
+        # Only the tokens that were served: the rest of the trace has those to come.
+        return {
+            "experts": last.experts[:, last.rows.ravel()],
+            "rank_start": last.rank_start,
+            "placement": placement,
+            "first": np.array(len(history) == 1),
+        }
+
+
+def _shaped(answer: npt.NDArray[Any], placement: Placement) -> npt.NDArray[Any]:
+    if answer.dtype.kind not in "iu" or answer.size != placement.size or len(answer) != len(placement):
+        raise ValueError(
+            f"the answer has dtype {answer.dtype} and shape {answer.shape}: expected integers of shape "
+            f"({placement.shape[0]}, {placement[0].size}), the expert in each slot of each layer"
+        )
+    return answer.reshape(placement.shape)
+
+
+def submit(target: str, simulator: Simulator, limits: Limits) -> Submitted:
+    """Start the process of a submitted planner.
+
+    Raises:
+        ValueError: the code cannot be imported.
+    """
+    function = LimitedFunction(target, "planner", simulator_options(simulator), limits)
+    try:
+        sees = function.start()
+    except CallFailed as error:
+        function.close()
+        raise ValueError(f"--planner {target}: {error}") from error
+    return Submitted(simulator, function=function, sees_loads=sees == "loads")

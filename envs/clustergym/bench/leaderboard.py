@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from textwrap import fill
 
 import numpy as np
 
-from clustergym.bench.results import Result
+from clustergym.bench.results import Found
 from clustergym.bench.suites import PlacementTask, Suite
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
@@ -35,7 +35,7 @@ class Row:
     """Tasks without a result. Such an entry has no place."""
 
 
-def rows_of(found: dict[str, dict[str, Result]], suite: Suite) -> list[Row]:
+def rows_of(found: Found, suite: Suite) -> list[Row]:
     """One row per entry, best first. Entries that see the future or lack tasks are ranked too, but get no place."""
     rows = []
     for name, results in found.items():
@@ -147,6 +147,7 @@ def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
         axes.errorbar(
             row.decision_ms, 100 * row.score, yerr=spread, fmt="o", color=colour, markersize=5, elinewidth=0.8, zorder=2
         )
+        axes.annotate(row.entry, (row.decision_ms, 100 * row.score), (5, 3), textcoords="offset points", fontsize=7.5)
     axes.set_xscale("log")
     axes.set_xlim(fastest / 1.5, 4 * max(row.decision_ms for row in rows))
     axes.axhline(0, color="#888888", linewidth=0.8, linestyle=":")
@@ -154,85 +155,50 @@ def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
     axes.set(xlabel=f"decision time, ms {unit}", ylabel=f"{SCORES[kind]}, %, interquartile mean", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
-    _label(axes, rows)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-OFFSETS = [(side * 7, up) for up in (3, -10, 14, -21, 25, -32, 36, -43) for side in (1, -1)]
-"""Where a name may be written beside its point, nearest first, in points."""
-
-
-def _label(axes: Any, rows: Sequence[Row]) -> None:
-    """Write the names beside the points, where they cover no point and no other name if there is such a place."""
-    from matplotlib.transforms import Bbox
-
-    axes.figure.canvas.draw()  # the layout is final, so extents are too
-    centres = [axes.transData.transform((row.decision_ms, 100 * row.score)) for row in rows]
-    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in centres]
-    for row in sorted(rows, key=lambda r: -r.score):
-        place = {"xy": (row.decision_ms, 100 * row.score), "textcoords": "offset points"}
-        style = {"fontsize": 7.5, "color": "#777777" if row.hindsight else "#222222"}
-        texts = [
-            axes.annotate(row.entry, xytext=at, ha="left" if at[0] > 0 else "right", **style, **place) for at in OFFSETS
-        ]
-        boxes = [text.get_window_extent().padded(1) for text in texts]
-        covered = [sum(box.overlaps(other) for other in taken) for box in boxes]
-        best = covered.index(min(covered))
-        taken.append(boxes[best])
-        for text in texts[:best] + texts[best + 1 :]:
-            text.remove()
-        if abs(OFFSETS[best][1]) > 10:
-            line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}
-            axes.annotate("", xytext=OFFSETS[best], arrowprops=line, **place)
-
-
-def markdown(rows: Sequence[Row], suite: Suite, found: dict[str, dict[str, Result]], plot: str | None) -> str:
+def markdown(rows: Sequence[Row], suite: Suite, found: Found, plot: str) -> str:
     """The section of a suite on the leaderboard page."""
-    kind = suite.tasks[0].kind
-    heads, cells = table_cells(rows, kind)
-    lines = [f"## {suite.name}", "", suite.about, ""]
+    heads, cells = table_cells(rows, suite.tasks[0].kind)
+    lines = [f"## {suite.name}", "", fill(suite.about, 120), ""]
     lines += ["| " + " | ".join(heads) + " |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
     lines += ["| " + " | ".join(row) + " |" for row in cells]
-    if plot is not None:
-        lines += ["", f"![{suite.name}: score over decision time]({plot})"]
-    lines += ["", f"Tasks ({len(suite.tasks)}), sha256 of the suite `{suite.sha256[:16]}`:", ""]
-    lines += [f"- `{task.name}`, {task.streams} runs" for task in suite.tasks]
-    lines += shared_data(suite)
+    tasks = ", ".join(f"`{task.name}` ({task.streams})" for task in suite.tasks)
     every = [result for results in found.values() for result in results.values()]
     machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in every})
     codes = sorted({r["code_sha256"][:12] for r in every})
+    lines += ["", f"![{suite.name}: score over decision time]({plot})", ""]
+    lines += [fill(" ".join([f"Tasks and their runs: {tasks}.", *shared_data(suite)]), 120)]
     lines += ["", f"Decision times measured on: {'; '.join(machines)}. Code: {', '.join(f'`{c}`' for c in codes)}.", ""]
     return "\n".join(lines)
 
 
 def shared_data(suite: Suite) -> list[str]:
     """Lines that say which tasks draw from the same sequences."""
-    by_data: dict[str, list[str]] = {}
+    by_trace: dict[str, list[str]] = {}
     for task in suite.tasks:
-        if isinstance(task, PlacementTask):
-            by_data.setdefault(f"{task.trace} {task.data_sha256} {task.split}", []).append(task.name)
-    lines = []
-    for names in by_data.values():
-        if len(names) > 1:
-            tasks = ", ".join(f"`{name}`" for name in names)
-            lines += ["", f"The runs of a task share no sequence. But {tasks} draw from the same test sequences, so "
-                      "these tasks are not independent of each other. The intervals do not count that."]  # fmt: skip
-    return lines
+        if isinstance(task, PlacementTask) and task.trace != "synthetic":
+            by_trace.setdefault(task.trace, []).append(f"`{task.name}`")
+    return [
+        f"{', '.join(names)} draw from the same sequences, so they are not independent of each other, which the "
+        "intervals do not count."
+        for names in by_trace.values()
+        if len(names) > 1
+    ]
 
 
 PAGE = """# Leaderboard
 
-Made by `clustergym bench table --leaderboard` from `benchmarks/leaderboard/`. To add an entry, run a whole suite,
-`clustergym bench submit`, and open a pull request with its file. The test streams are public, and results are not
-checked: [what we got wrong](what-we-got-wrong.md#a-benchmark-that-could-be-cheated).
+Made by a maintainer with `clustergym bench run` and `clustergym bench table --leaderboard`: every result is computed
+from the code of the entry, on streams that follow from a secret. [Submit to the benchmark](../guides/benchmark.md)
+explains how to add an entry.
 
 A score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap.
 Placement: the share of the time of a forward pass, migration included, that is saved compared with EPLB on the same
-traffic. Entries that see the future are bounds and have no place.
-`openevolve-initial` is the first program of the public EPLB evolution benchmark (abmfy/eplb-openevolve); `shinka-1` and
-`shinka-2` are evolved programs (Ruiying-Ma/berkeley-cs294-196-f25-shinka). `ppo` is one seed of `ppo_gpu_alloc.py`.
-Decision times were measured beside other programs: compare them with each other only.
+traffic. Entries that see the future are bounds and have no place. Decision times were measured beside other programs:
+compare them with each other only.
 
 """
 

@@ -1,4 +1,4 @@
-"""A submitted function in a process of its own, with limits on time and memory.
+"""Submitted code in a process of its own, with limits on time and memory.
 
 The limits protect the benchmark from accidents. They are no protection from malice: run code that you do not trust in a
 container.
@@ -29,10 +29,11 @@ from clustergym.bench.suites import Limits
 from clustergym.traces.arrays import read_npy
 
 MAX_ANSWER_BYTES = 64 << 20
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
 class CallFailed(Exception):
-    """The function raised, took too long, ran out of memory, or gave an invalid answer."""
+    """The code raised, took too long, ran out of memory, or gave an invalid answer."""
 
 
 class LimitedFunction:
@@ -40,29 +41,26 @@ class LimitedFunction:
 
     Args:
         target: ``module:function`` or ``file.py:function``.
-        kind: ``placement`` or ``agent``: how the function is called.
+        kind: ``planner`` or ``agent``: how the function is called.
         options: what the process must know of the task, JSON.
         limits: per call.
     """
 
     def __init__(self, target: str, kind: str, options: Mapping[str, Any], limits: Limits) -> None:
         self.target, self.kind, self.options, self.limits = target, kind, dict(options), limits
-        self.seconds = 0.0
-        """Time of the last call, measured in the subprocess."""
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
 
     def start(self) -> str:
-        """Start the process and import the function. Returns what it needs: ``loads``, ``tokens`` or ``obs``.
+        """Start the process and import the code. Returns what it sees: ``loads``, ``tokens`` or ``obs``.
 
         Raises:
-            CallFailed: the function cannot be imported within the limits.
+            CallFailed: the code cannot be imported within the limits.
         """
         self.close()
         # The standard error goes to a file: nobody reads a pipe while the function runs.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
-        source = str(Path(__file__).resolve().parents[2])
-        paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "clustergym.bench.child", self.target, self.kind, json.dumps(self.options)],
             stdin=subprocess.PIPE,
@@ -104,7 +102,7 @@ class LimitedFunction:
 
     def _answer(self, seconds: float) -> bytes:
         until = time.monotonic() + seconds
-        error, self.seconds, length = HEADER.unpack(self._read(HEADER.size, until, seconds))
+        error, length = HEADER.unpack(self._read(HEADER.size, until, seconds))
         if length > MAX_ANSWER_BYTES:
             self.close()
             raise CallFailed(f"the answer has {length} bytes: at most {MAX_ANSWER_BYTES} are accepted")
@@ -161,6 +159,3 @@ class LimitedFunction:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}

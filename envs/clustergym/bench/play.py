@@ -12,16 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from clustergym.bench.entries import Entry, checkpoints
+from clustergym.bench.entries import Entry, Submitted, simulator_options, submit
 from clustergym.bench.limited import CallFailed, LimitedFunction
-from clustergym.bench.submitted import Submitted, simulator_options, submit
 from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
-from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
-from clustergym.moe_placement.simulator import Simulator
 from clustergym.planners.base import Planner
 from clustergym.planners.evaluation import Policy, Result, compile_on, evaluate_planner, evaluate_policy, teach
 from clustergym.planners.registry import make_planner
@@ -45,13 +42,42 @@ class Played:
 
 
 def play(task: Task, entry: Entry) -> Played:
-    """Play a task.
-
-    Raises:
-        ValueError: the entry cannot play this task.
-    """
+    """Play a task. Raises a ValueError if the entry cannot play it."""
     torch.set_num_threads(1)
     return play_placement(task, entry) if isinstance(task, PlacementTask) else play_allocation(task, entry)
+
+
+# Agents
+
+
+class Agent:
+    """Submitted code that acts: its failures become a fallback and are counted."""
+
+    def __init__(self, entry: Entry, function: LimitedFunction) -> None:
+        self.entry, self.function = entry, function
+        self.failures: list[str] = []
+        self.calls = 0
+        try:
+            function.start()
+        except CallFailed as error:
+            raise ValueError(f"agent {entry.name}: {error}") from error
+
+    def act(self, obs: Any, space: gymnasium.Space[Any], fallback: Any) -> Any:
+        """The action, or ``fallback`` if there is no valid one."""
+        self.calls += 1
+        try:
+            action = self.function(obs if isinstance(obs, dict) else {"obs": np.asarray(obs)})
+            if action.dtype.kind in "iuf" and action.size == np.prod(space.shape or ()):
+                action = action.astype(space.dtype).reshape(space.shape or ())[()]
+            if space.contains(action):
+                return action
+            failure = f"action {action!r} is not in {space}"
+        except CallFailed as error:
+            failure = str(error)
+        self.failures.append(failure)
+        if len(self.failures) > 10 and len(self.failures) > self.calls / 2:
+            raise ValueError(f"agent {self.entry.name}: most actions fail, the last one: {failure}")
+        return fallback
 
 
 # Placement
@@ -63,99 +89,46 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
     train, test = protocol.parts(trace)
     warm_up, static = compile_on(test, simulator), simulator.static(test.n_layers)
 
-    def run(planner: Planner, name: str) -> Result:
+    def run(planner: Planner) -> Result:
         teach(planner, trace, protocol)
         planner.plan([warm_up], static)
         if isinstance(planner, Submitted):
             planner.failures.clear()
             planner.calls = 0
-        return evaluate_planner(planner, name, train, test, protocol)
+        return evaluate_planner(planner, entry.name, train, test, protocol)
 
-    eplb = run(make_planner("eplb", simulator), "eplb")
+    eplb = run(make_planner("eplb", simulator))
     failures: list[str] = []
-    calls = 0
+    calls = 1
     if entry.kind == "agent":
-        result, failures, calls = play_agent(task, entry, simulator)
-    elif entry.kind == "function":
-        planner = submit(entry.target, simulator, task.limits, task.seed)
-        try:
-            result = run(planner, entry.name)
-        finally:
-            planner.function.close()
+        with LimitedFunction(entry.target, "agent", simulator_options(simulator), task.limits) as function:
+            agent = Agent(entry, function)
+
+            def policy_of(env: gymnasium.Env[Any, Any]) -> Policy:
+                idle = env.unwrapped.noop_action  # type: ignore[attr-defined]
+                return lambda obs: agent.act(obs, env.action_space, idle())
+
+            budget = {"ops_per_layer": task.ops_per_layer}
+            result = evaluate_policy(policy_of, entry.name, simulator, test, protocol, entry.env_id, **budget)
+        failures, calls = agent.failures, agent.calls
+    elif entry.kind == "planner":
+        planner = submit(entry.target, simulator, task.limits)
+        with planner.function:
+            result = run(planner)
         failures, calls = planner.failures, planner.calls
     else:
-        result = run(_planner(entry, simulator, task.seed), entry.name)
+        result = run(make_planner(entry.target, simulator, seed=task.seed))
     totals, reference = np.array(result.stream_totals_us), np.array(eplb.stream_totals_us)
-    metrics: dict[str, float | None] = {
-        "total_us": result.total_us,
-        "served_us": result.served_us,
-        "migration_us": result.migration_us,
-        "balancedness": result.balancedness,
-        "inter_node_mb": result.inter_node_mb,
-        "moves": result.moves,
-        "decision_ms": result.decision_ms,
-        "reused": result.reused,
-        "failed": len(failures) / max(1, calls),
-    }
+    names = (
+        "total_us", "served_us", "migration_us", "balancedness", "inter_node_mb", "moves", "decision_ms", "reused"
+    )  # fmt: skip
     return Played(
         scores=(1 - totals / reference).tolist(),
-        metrics=metrics,
+        metrics={name: getattr(result, name) for name in names} | {"failed": len(failures) / max(1, calls)},
         reference={"eplb_us": reference.tolist(), "entry_us": totals.tolist(), "groups": result.groups},
         failures=failures[:5],
         specs_sha256=sha256_of([repr(simulator.model), repr(simulator.cluster), repr(simulator.profile)]),
     )
-
-
-def _planner(entry: Entry, simulator: Simulator, seed: int) -> Planner:
-    if entry.kind == "checkpoint":
-        raise ValueError(f"{entry.target}: a placement policy acts in the environment: submit it with --agent")
-    return make_planner(entry.target, simulator, seed=seed)
-
-
-def play_agent(task: PlacementTask, entry: Entry, simulator: Simulator) -> tuple[Result, list[str], int]:
-    """Let a ``predict(obs)`` function play the environment on the streams that planners get."""
-    failures: list[str] = []
-    calls = 0
-    with LimitedFunction(entry.target, "agent", simulator_options(simulator), task.limits) as function:
-        _start(function, entry)
-
-        def policy_of(env: gymnasium.Env[Any, Any]) -> Policy:
-            def act(obs: Any) -> Any:
-                nonlocal calls
-                action, failure = _predict(function, obs, env.action_space, env.unwrapped.noop_action())  # type: ignore[attr-defined]
-                calls += 1
-                if failure:
-                    failures.append(failure)
-                    if len(failures) > 10 and len(failures) > calls / 2:
-                        raise ValueError(f"agent {entry.name}: most actions fail, the last one: {failure}")
-                return action
-
-            return act
-
-        test = task.protocol.parts(task.load())[1]
-        result = evaluate_policy(
-            policy_of, entry.name, simulator, test, task.protocol, ops_per_layer=task.ops_per_layer
-        )  # fmt: skip
-    return result, failures, calls
-
-
-def _start(function: LimitedFunction, entry: Entry) -> None:
-    try:
-        function.start()
-    except CallFailed as error:
-        raise ValueError(f"agent {entry.name}: {error}") from error
-
-
-def _predict(function: LimitedFunction, obs: Any, space: gymnasium.Space[Any], fallback: Any) -> tuple[Any, str]:
-    """The action of an agent and an empty string, or ``fallback`` and why there is no valid action."""
-    try:
-        action = function(obs if isinstance(obs, dict) else {"obs": np.asarray(obs)})
-    except CallFailed as error:
-        return fallback, str(error)
-    action = action.astype(space.dtype) if action.dtype.kind in "iuf" else action
-    if space.contains(action):
-        return action, ""
-    return fallback, f"action {action!r} is not in {space}"
 
 
 # Allocation
@@ -164,67 +137,50 @@ def _predict(function: LimitedFunction, obs: Any, space: gymnasium.Space[Any], f
 def play_allocation(task: AllocationTask, entry: Entry) -> Played:
     config = task.config
     batch = AllocationBatch(config, task.streams)
-    bounds = {name: _rule_rewards(batch, name, task.seed)[0].mean() for name in ("grant", "oracle")}
+
+    def played(act: Callable[[], torch.Tensor], learn: Callable[[], None] | None = None) -> Rewards:
+        return _timed(batch, act, learn, task.seed)
+
+    def rule(name: str) -> Rewards:
+        made = RULES[name](batch)
+        return played(made.act, made.learn)
+
+    grant, oracle = (float(rule(name)[0].mean()) for name in ("grant", "oracle"))
     failures: list[str] = []
     if entry.kind == "named":
-        rewards, metrics = _rule_rewards(batch, entry.target, task.seed)
-    elif entry.kind == "checkpoint":
-        policies = {policy.n_features: policy for policy in map(AllocationPolicy.load, checkpoints(entry.target))}
-        if batch.n_features not in policies:
-            takes = " or ".join(map(str, policies))
-            raise ValueError(f"{entry.target} takes {takes} numbers, but {task.env_id} has {batch.n_features}")
-        policy = policies[batch.n_features]
-        policy.reset()
-        rewards, metrics = _timed(batch, lambda: policy.act(batch.obs), None, task.seed)
-    elif entry.kind == "agent":
-        with LimitedFunction(entry.target, "agent", {"env_id": task.env_id}, task.limits) as function:
-            _start(function, entry)
-            # A failed decision grants the request.
-            space = gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)
-            spent = [0.0]
-
-            def act() -> torch.Tensor:
-                actions = []
-                for row in batch.obs.numpy():
-                    action, failure = _predict(function, row, space, space.high)
-                    spent[0] += function.seconds
-                    actions.append(action)
-                    if failure:
-                        failures.append(failure)
-                return torch.from_numpy(np.stack(actions))
-
-            rewards, metrics = _timed(batch, act, None, task.seed)
-            metrics["decision_ms"] = 1e3 * spent[0] / (task.streams * config.arrivals)
+        rewards, metrics = rule(entry.target)
     else:
-        raise ValueError(f"{entry.target}: a {entry.kind} cannot play an allocation task")
-    metrics["failed"] = len(failures) / (task.streams * config.arrivals)
+        # A failed decision grants the request.
+        space = gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)
+        with LimitedFunction(entry.target, "agent", {"env_id": task.env_id}, task.limits) as function:
+            agent = Agent(entry, function)
+            rewards, metrics = played(
+                lambda: torch.from_numpy(np.stack([agent.act(row, space, space.high) for row in batch.obs.numpy()]))
+            )
+        failures = agent.failures
     return Played(
-        scores=((rewards - bounds["grant"]) / (bounds["oracle"] - bounds["grant"])).tolist(),
-        metrics=metrics,
-        reference={"grant": float(bounds["grant"]), "oracle": float(bounds["oracle"]), "rewards": rewards.tolist()},
+        scores=((rewards - grant) / (oracle - grant)).tolist(),
+        metrics=metrics | {"failed": len(failures) / (task.streams * config.arrivals)},
+        reference={"grant": grant, "oracle": oracle, "rewards": rewards.tolist()},
         failures=failures[:5],
         specs_sha256=sha256_of(repr(asdict(config) | {"workload": batch.workload.name})),
     )
 
 
-def _rule_rewards(
-    batch: AllocationBatch, name: str, seed: int
-) -> tuple[npt.NDArray[np.float64], dict[str, float | None]]:
-    rule = RULES[name](batch)
-    return _timed(batch, rule.act, rule.learn, seed)
+Rewards = tuple[npt.NDArray[np.float64], dict[str, float | None]]
+"""(B,) mean reward per decision of each stream, and means over all of them"""
 
 
 def _timed(
     batch: AllocationBatch, act: Callable[[], torch.Tensor], learn: Callable[[], None] | None, seed: int
-) -> tuple[npt.NDArray[np.float64], dict[str, float | None]]:
-    """(B,) mean reward per decision of each stream, and means over all of them."""
-    spent = 0.0
+) -> Rewards:
+    seconds = 0.0
 
     def timed() -> torch.Tensor:
-        nonlocal spent
+        nonlocal seconds
         began = time.perf_counter()
         action = act()
-        spent += time.perf_counter() - began
+        seconds += time.perf_counter() - began
         return action
 
     result = play_streams(batch, timed, learn, seed)
@@ -232,5 +188,5 @@ def _timed(
     metrics: dict[str, float | None] = {
         name: float(result[name]) for name in ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s")
     }
-    metrics["decision_ms"] = 1e3 * spent / (batch.num_envs * batch.config.arrivals)
+    metrics["decision_ms"] = 1e3 * seconds / (batch.num_envs * batch.config.arrivals)
     return sums[:, SUM_REWARD] / sums[:, SUM_STEPS], metrics

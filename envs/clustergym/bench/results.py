@@ -1,14 +1,17 @@
-"""Result files: one JSON file per entry and task, written atomically. A repeated run keeps finished results."""
+"""Results: one JSON file per entry and task, written atomically. A repeated run keeps finished results.
+
+Results of the test track are signed with its secret, so a file that was edited, or made by someone else, is refused.
+"""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
+import hmac
 import json
 import os
 import platform
-import subprocess
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -17,15 +20,17 @@ from typing import Any
 
 from clustergym import __version__
 from clustergym.bench.entries import Entry, sees_the_future
-from clustergym.bench.play import Played
-from clustergym.bench.suites import Suite, Task, task_sha256
+from clustergym.bench.play import play
+from clustergym.bench.suites import Suite, Task, sha256_of
 from clustergym.common.files import write_atomically
 
 FORMAT = "clustergym-bench"
-SCHEMA = 1
-CODE = ("bench", "common", "gpu_allocation", "moe_placement", "traces")
+SCHEMA = 2
+CODE = ("bench", "common", "gpu_allocation", "moe_placement", "planners", "traces")
 """Packages whose code decides a result."""
 PACKAGES = ("numpy", "numba", "scipy", "torch", "gymnasium")
+HASHES = ("task_sha256", "specs_sha256", "code_sha256")
+"""What must be equal in all results of a table: the task with its data, what it is made of, and our code."""
 
 Result = dict[str, Any]
 
@@ -43,15 +48,11 @@ def code_sha256() -> str:
 @lru_cache(maxsize=1)
 def machine() -> dict[str, Any]:
     """The machine that decision times were measured on."""
-    names = [
-        line.partition(":")[2].strip()
-        for line in (Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else "").splitlines()
-        if line.startswith("model name")
-    ]
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
 
@@ -64,44 +65,46 @@ def versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    try:
-        where = Path(__file__).resolve().parent
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, timeout=10, check=True
-        )
-        found["commit"] = commit.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
     return found
 
 
-def result_of(suite: Suite, task: Task, entry: Entry, played: Played, seconds: float) -> Result:
-    """The document of a result."""
-    return {
+def signature(result: Result, secret: bytes) -> str:
+    """What only the holder of the secret can compute for this content."""
+    content = {key: value for key, value in result.items() if key != "signature"}
+    return hmac.new(secret, json.dumps(content, sort_keys=True).encode(), "sha256").hexdigest()
+
+
+def task_sha256(task: Task) -> str:
+    """Hash of a task as it is played. That of a test task says nothing about the secret."""
+    return sha256_of(asdict(task))
+
+
+def compute(suite: Suite, task: Task, entry: Entry, secret: bytes | None) -> Result:
+    """Play a task of a track. Raises a ValueError if the entry cannot play it."""
+    began = time.perf_counter()
+    played = play(task, entry)
+    result: Result = {
         "format": FORMAT,
         "schema": SCHEMA,
         "suite": suite.name,
+        "track": "validation" if secret is None else "test",
         "task": task.name,
         "task_sha256": task_sha256(task),
-        "data_sha256": task.data_sha256,
-        "entry": entry.as_dict() | {"name": entry.name, "code_sha256": entry.code_sha256},
+        "entry": entry.as_dict(),
         "hindsight": sees_the_future(entry, task.kind),
         "code_sha256": code_sha256(),
         "machine": machine(),
         "versions": versions(),
-        "seconds": seconds,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - began, 1),
         **asdict(played),
     }
+    if secret is not None:
+        result["signature"] = signature(result, secret)
+    return result
 
 
 def result_path(folder: Path, suite: Suite, task: Task, entry: Entry) -> Path:
     return folder / suite.name / entry.folder / f"{task.name}.json"
-
-
-def save_result(path: Path, result: Result) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(result, indent=2) + "\n")
 
 
 def read_result(path: Path) -> Result:
@@ -112,32 +115,27 @@ def read_result(path: Path) -> Result:
         raise ValueError(f"{path}: not a result of clustergym bench: {error}") from error
     if not isinstance(result, dict) or result.get("format") != FORMAT:
         raise ValueError(f"{path}: not a result of clustergym bench")
-    if not isinstance(result.get("schema"), int) or result["schema"] > SCHEMA:
-        raise ValueError(f"{path}: schema {result.get('schema')}, but this version reads up to {SCHEMA}")
+    if result.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: schema {result.get('schema')}, but this version reads {SCHEMA}: run it again")
     return result
 
 
-def is_done(path: Path, task: Task, entry: Entry) -> bool:
+def is_done(path: Path, task: Task, entry: Entry, secret: bytes | None) -> bool:
     """Whether the file has the result of this task, this entry and this code."""
-    if not path.is_file():
-        return False
     try:
         result = read_result(path)
-    except ValueError:
+        check_result(result, task, secret, path)
+    except (ValueError, OSError):
         return False
-    return bool(
-        result["task_sha256"] == task_sha256(task)
-        and result["entry"]["code_sha256"] == entry.code_sha256
-        and result["code_sha256"] == code_sha256()
-    )
+    return bool(result["entry"] == entry.as_dict() and result["code_sha256"] == code_sha256())
 
 
-def check_result(result: Result, task: Task, where: object) -> None:
-    """Raise a ValueError if a result is not of this task as it is frozen, or has other runs."""
-    if result["task_sha256"] != task_sha256(task):
-        raise ValueError(f"{where}: the task {task.name} has changed since this result: run it again")
-    if result["data_sha256"] != task.data_sha256:
-        raise ValueError(f"{where}: the data are not those of the suite")
+def check_result(result: Result, task: Task, secret: bytes | None, where: object) -> None:
+    """Raise a ValueError if a result is not of this task and track, or was not computed here."""
+    if secret is not None and not hmac.compare_digest(str(result.get("signature")), signature(result, secret)):
+        raise ValueError(f"{where}: not signed with this secret: run the submitted code again")
+    if result.get("task_sha256") != task_sha256(task):
+        raise ValueError(f"{where}: the task {task.name} or its track has changed since this result: run it again")
     scores = result.get("scores")
     if not isinstance(scores, list) or len(scores) != task.streams:
         raise ValueError(f"{where}: expected {task.streams} scores, one per run")
@@ -145,34 +143,53 @@ def check_result(result: Result, task: Task, where: object) -> None:
         raise ValueError(f"{where}: a score is not a finite number")
 
 
-def collect(folders: Iterable[Path], suite: Suite) -> dict[str, dict[str, Result]]:
-    """{entry: {task: result}} of all result and submission files of a suite in some folders.
+Found = dict[str, dict[str, Result]]
+"""Entry → task → result"""
+
+
+def collect(folder: Path, suite: Suite, secret: bytes | None) -> Found:
+    """All results of a suite in a folder.
 
     Raises:
-        ValueError: a file is no result, or was made with another version of the suite.
+        ValueError: a file is no result of this track, or results are of different code.
     """
-    tasks = {task.name: task for task in suite.tasks}
-    found: dict[str, dict[str, Result]] = {}
-    for folder in folders:
-        for path in sorted(folder.rglob("*.json")):
-            document = read_result(path)
-            for result in document.get("results", [document]):
-                if result["suite"] == suite.name and result["task"] in tasks:
-                    check_result(result, tasks[result["task"]], path)
-                    found.setdefault(result["entry"]["name"], {})[result["task"]] = result
+    tasks, found, hashes = {task.name: task for task in suite.tasks}, Found(), dict[str, tuple[Any, ...]]()
+    for path in sorted((folder / suite.name).rglob("*.json")):
+        result = read_result(path)
+        if result["task"] not in tasks:
+            continue
+        check_result(result, tasks[result["task"]], secret, path)
+        own = tuple(result[name] for name in HASHES)
+        if hashes.setdefault(result["task"], own) != own:
+            raise ValueError(f"{path}: made with other code or specs than the results before it: run it again")
+        found.setdefault(result["entry"]["name"], {})[result["task"]] = result
     return found
 
 
-def bundle(results: dict[str, Result], suite: Suite) -> Result:
-    """One document with the results of an entry on every task, for the leaderboard.
+def run_suite(
+    suite: Suite,
+    entries: Sequence[Entry],
+    folder: Path,
+    secret: bytes | None,
+    progress: Callable[[str, str], None] = lambda task, entry: None,
+) -> dict[str, str]:
+    """Play every entry on every task that has no result yet, and save each result as soon as it is known.
 
-    Raises:
-        ValueError: a task is missing, or the results are not of the same code.
+    Returns:
+        ``{"entry, task": why it failed}``.
     """
-    missing = [task.name for task in suite.tasks if task.name not in results]
-    if missing:
-        raise ValueError(f"no result of {', '.join(missing)}: run the whole suite first")
-    if len({(result["code_sha256"], result["entry"]["code_sha256"]) for result in results.values()}) > 1:
-        raise ValueError("the results were made with different versions of the code: run the whole suite again")
-    ordered = [results[task.name] for task in suite.tasks]
-    return {"format": FORMAT, "schema": SCHEMA, "suite": suite.name, "suite_sha256": suite.sha256, "results": ordered}
+    errors = {}
+    for task in suite.tasks:
+        for entry in entries:
+            progress(task.name, entry.name)
+            path = result_path(folder, suite, task, entry)
+            if is_done(path, task, entry, secret):
+                continue
+            try:
+                result = compute(suite, task, entry, secret)
+            except ValueError as error:
+                errors[f"{entry.name}, {task.name}"] = str(error)
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(result, indent=2) + "\n")
+    return errors

@@ -1,13 +1,17 @@
 """Suites: versioned lists of frozen tasks, in JSON files under ``frozen/``.
 
-A task defines everything that affects a result: data with their hash, split, model, cluster, profile, schedule, sizes,
-seeds, and the time and memory that a decision may take. A published suite is never changed; a better one gets a new
-version.
+A task defines everything that affects a result: data with their hash, model, cluster, profile, schedule, sizes, and the
+time and memory that a decision may take. A published suite is never changed; a better one gets a new version.
+
+There are two tracks. The validation track serves the validation split with public seeds, so anyone can run it, and
+tune on it. The test track serves the test split. Its streams, the numbers of the experts and generated traces follow
+from a secret that only the maintainer who runs it has.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import lru_cache
@@ -29,18 +33,25 @@ from clustergym.traces import SyntheticConfig, synthetic_trace
 from clustergym.traces.token_trace import TokenTrace
 
 FOLDER = Path(__file__).parent / "frozen"
+VALIDATION_STREAMS = 2
+"""Streams of a placement task on the validation track, which has less data."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one decision of a submitted function may take."""
+    """What one decision of submitted code may take."""
 
     seconds: float = 10.0
     """Maximum wall time of a decision. A slower one is discarded, and the current placement stays."""
     memory_mb: int = 4096
     """Address space of the process."""
     start_seconds: float = 60.0
-    """Wall time for starting the process and importing the function."""
+    """Wall time for starting the process and importing the code."""
+
+
+def seed_of(secret: bytes, what: str) -> int:
+    """A seed that nobody can guess without the secret."""
+    return int.from_bytes(hmac.digest(secret, what.encode(), "sha256")[:7], "little")
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,7 @@ class PlacementTask:
     streams: int
     """Streams, drawn from disjoint sequences with the seeds ``seed``, ``seed`` + 1, …: the runs of the task."""
     seed: int = 0
-    split: str = "test"
+    split: str = "validation"
     model: str | None = None
     synthetic: dict[str, Any] = field(default_factory=dict)
     layers: tuple[int, ...] = ()
@@ -69,10 +80,22 @@ class PlacementTask:
     slots_per_gpu: int | None = None
     drift_rate: float = 0.5
     passes_per_interval: int = 1000
-    ops_per_layer: int = 8
+    ops_per_layer: int = 16
     """Operations of an agent on each layer between two intervals."""
     limits: Limits = field(default_factory=Limits)
+    renumber: int | None = None
+    """Seed of new numbers for the experts of a recorded trace, so that it is not recognized."""
     kind: str = "placement"
+
+    def on_track(self, secret: bytes | None) -> PlacementTask:
+        """The task of the test track for a secret, or else that of the validation track."""
+        if secret is None:
+            return replace(self, split="validation", streams=min(self.streams, VALIDATION_STREAMS))
+        task = replace(self, split="test", seed=seed_of(secret, self.name) >> 8)
+        if self.trace != "synthetic":
+            return replace(task, renumber=seed_of(secret, f"{self.name} experts"))
+        synthetic = self.synthetic | {"seed": seed_of(secret, f"{self.name} trace")}
+        return replace(task, synthetic=synthetic, data_sha256="")
 
     @property
     def protocol(self) -> Protocol:
@@ -89,19 +112,10 @@ class PlacementTask:
         return Simulator(model_for(self.load(), self.model), cluster, self.profile, passes)
 
     def load(self) -> TokenTrace:
-        """The trace.
-
-        Raises:
-            ValueError: the data are not those of the suite.
-        """
+        """The trace. Raises a ValueError if the data are not those of the suite."""
         trace = _load(self.trace, json.dumps(self.synthetic, sort_keys=True), self.layers)
-        found = trace_sha256(trace)
-        if self.data_sha256 and found != self.data_sha256:
-            raise ValueError(
-                f"task {self.name}: the trace {trace.name} has sha256 {found[:12]}…, but the suite was frozen with "
-                f"{self.data_sha256[:12]}…: results would not be comparable"
-            )
-        return trace
+        check_data(self.name, trace_sha256(trace), self.data_sha256)
+        return trace if self.renumber is None else _renumbered(trace, self.renumber)
 
 
 @dataclass(frozen=True)
@@ -121,21 +135,15 @@ class AllocationTask:
     limits: Limits = field(default_factory=Limits)
     kind: str = "allocation"
 
+    def on_track(self, secret: bytes | None) -> AllocationTask:
+        return self if secret is None else replace(self, seed=2**41 + (seed_of(secret, self.name) >> 8))
+
     @property
     def config(self) -> AllocationConfig:
-        """The configuration of the environment.
-
-        Raises:
-            ValueError: the workload is not that of the suite.
-        """
+        """The configuration of the environment. Raises a ValueError if the workload is not that of the suite."""
         spec = gymnasium.spec(self.env_id)
         config = AllocationConfig(**{**spec.kwargs, **self.options})
-        found = workload_sha256(load_workload(config.workload))
-        if self.data_sha256 and found != self.data_sha256:
-            raise ValueError(
-                f"task {self.name}: the workload has sha256 {found[:12]}…, but the suite was frozen with "
-                f"{self.data_sha256[:12]}…: results would not be comparable"
-            )
+        check_data(self.name, workload_sha256(load_workload(config.workload)), self.data_sha256)
         return config
 
 
@@ -155,20 +163,26 @@ class Suite:
     tasks: tuple[Task, ...]
     quick_tasks: tuple[str, ...]
     """Tasks of ``--quick``, with fewer streams and intervals."""
-    reference: str
-    """Entry that scores are compared with."""
 
     def quick(self) -> Suite:
-        """A small version to try things out. Its results are not for the leaderboard."""
+        """A small version to try things out."""
         tasks = [_smaller(task) for task in self.tasks if task.name in self.quick_tasks]
         return replace(self, name=f"{self.name}-quick", tasks=tuple(tasks))
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def on_track(self, secret: bytes | None) -> Suite:
+        """The test track for a secret, or else the validation track."""
+        return replace(self, tasks=tuple(task.on_track(secret) for task in self.tasks))
+
+    def only(self, names: list[str]) -> Suite:
+        """The suite with some tasks; without names, all."""
+        known = [task.name for task in self.tasks]
+        if unknown := sorted(set(names) - set(known)):
+            raise ValueError(f"{self.name} has no task {unknown[0]!r}; it has: {', '.join(known)}")
+        return replace(self, tasks=tuple(task for task in self.tasks if not names or task.name in names))
 
     @property
     def sha256(self) -> str:
-        return sha256_of(self.as_dict())
+        return sha256_of(asdict(self))
 
 
 def _smaller(task: Task) -> Task:
@@ -181,23 +195,17 @@ def sha256_of(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def task_sha256(task: Task) -> str:
-    """Hash of the definition of a task."""
-    return sha256_of(asdict(task))
-
-
 def suite_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def load_suite(name: str) -> Suite:
-    """A suite by name, such as ``placement-v1``."""
-    path = FOLDER / f"{name}.json"
+    """A suite by name, such as ``placement-v2``."""
     if name not in suite_names():
         raise ValueError(f"unknown suite {name!r}; the suites are: {', '.join(suite_names())}")
-    document = json.loads(path.read_text())
+    document = json.loads((FOLDER / f"{name}.json").read_text())
     tasks = tuple(_task(each) for each in document["tasks"])
-    return Suite(document["name"], document["about"], tasks, tuple(document["quick_tasks"]), document["reference"])
+    return Suite(document["name"], document["about"], tasks, tuple(document["quick_tasks"]))
 
 
 def _task(document: dict[str, Any]) -> Task:
@@ -209,6 +217,9 @@ def _task(document: dict[str, Any]) -> Task:
     return kind(**values)
 
 
+# Data
+
+
 @lru_cache(maxsize=8)
 def _load(name: str, synthetic: str, layers: tuple[int, ...]) -> TokenTrace:
     if name == "synthetic":
@@ -218,6 +229,25 @@ def _load(name: str, synthetic: str, layers: tuple[int, ...]) -> TokenTrace:
     else:
         trace = TokenTrace.load(name)
     return trace.select(layers=list(layers)) if layers else trace
+
+
+@lru_cache(maxsize=8)
+def _renumbered(trace: TokenTrace, seed: int) -> TokenTrace:
+    """The trace with the experts of each layer in another order."""
+    rng = np.random.default_rng(seed)
+    experts = trace.experts.copy()
+    for layer in range(trace.n_layers):
+        order = np.append(rng.permutation(trace.n_experts), -1).astype(experts.dtype)  # −1 stays: no expert
+        experts[:, layer] = order[experts[:, layer]]
+    return replace(trace, experts=experts)
+
+
+def check_data(task: str, found: str, expected: str) -> None:
+    if expected and found != expected:
+        raise ValueError(
+            f"task {task}: the data have sha256 {found[:12]}…, but the suite was frozen with {expected[:12]}…: results "
+            "would not be comparable"
+        )
 
 
 @lru_cache(maxsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -44,6 +45,9 @@ from clustergym.plans.report.html import write_report
 from clustergym.plans.report.tables import gain_sentence, plan_table, profiles_table
 from clustergym.plans.transition import Limit
 from clustergym.traces import load_any_trace
+
+MOST_TOKENS_PER_RANK = 32_768
+"""Engines split longer prompts (chunked prefill)."""
 
 
 @dataclass
@@ -152,6 +156,12 @@ def check_arguments(args: Command, name: str) -> None:
         raise ValueError(f"planner {name!r} is for comparison only: it makes no plan to load")
     if args.live is None and (args.max_moves is not None or args.migration_budget is not None):
         raise ValueError("--max-moves and --migration-budget need the live plan: give --from PLAN")
+    if args.seed < 0:
+        raise ValueError(f"--seed is {args.seed}: expected 0 or more")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds is {args.seconds}: expected more than 0")
+    if args.tokens_per_rank is not None and not 1 <= args.tokens_per_rank <= MOST_TOKENS_PER_RANK:
+        raise ValueError(f"--tokens-per-rank is {args.tokens_per_rank}: expected 1 … {MOST_TOKENS_PER_RANK}")
     if args.iterations is not None and args.iterations < 1:
         raise ValueError(f"--iterations is {args.iterations}: expected at least 1")
     if args.report is not None and args.report.suffix not in (".html", ".htm"):
@@ -212,6 +222,8 @@ def explain(plan: Plan, console: Console) -> None:
             f"[yellow]the held-out part is smaller than asked: {served} of {asked} passes are served, and "
             f"{100 * plan.reused:.0f} % of their tokens were served before (the interval takes this into account)[/]"
         )
+    for warning in plan.warnings():
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
     if plan.stopped:
         console.print("[yellow]stopped by Ctrl-C: this is the best plan so far[/]")
     if plan.planner == plan.fallback:
@@ -265,6 +277,10 @@ def run_phase(args: Command, console: Console, line: str) -> None:
     model = model_of(trace, args.model)
     check_layers(trace.layer_ids, model)
     slots = args.slots
+    if slots is not None and slots > model.n_experts:
+        raise ValueError(
+            f"--slots is {slots}, but {model.name} has {model.n_experts} experts: one copy per GPU is enough"
+        )
     cluster = get_cluster(args.cluster, **({} if slots is None else {"slots_per_gpu": slots}))
     live = None if args.live is None else live_plan(args.live, model, cluster, trace.layer_ids)
     if live is not None and slots is None:

@@ -1,6 +1,6 @@
-"""Constants of the workload, fitted once to public data by ``benchmarks/fit_workload.py``, before any training.
+"""Constants of the workload, fitted to public data by ``benchmarks/calibration/fit_workload.py``, before any training.
 
-Do not edit: ``python benchmarks/fit_workload.py --data folder --check`` compares them with the data. Sources: openb
+``python benchmarks/calibration/fit_workload.py --data folder --check`` compares them with data. Sources: openb
 (Alibaba's GPU trace of 2023), gentd26 (Alibaba's GenAI trace of 2026), and published statistics of PAI (Alibaba's GPU
 trace of 2020; Weng et al., NSDI 2022, describes it; the shares by utilisation are from an analysis at affinode.io).
 """

@@ -1,7 +1,7 @@
 """What a layer costs: measured constants of expert kernels and transports, and the costs of a model on a cluster.
 
-``python benchmarks/cost_model.py`` fits these constants to NVIDIA aiconfigurator's H100 tables (Apache-2.0) and prints
-the error on rows that were held out: 2–7 % in the median.
+``python benchmarks/calibration/cost_model.py`` fits these constants to NVIDIA aiconfigurator's H100 tables (Apache-2.0)
+and prints the error on rows that were held out: 2–7 % in the median.
 """
 
 from __future__ import annotations

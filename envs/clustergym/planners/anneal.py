@@ -29,7 +29,7 @@ from clustergym.traces.token_trace import TokenTrace
 
 SHORTEST_SECONDS = 1e-4
 LAYERS_BETWEEN_STOPS = 16
-# Measured with benchmarks/search_curve.py.
+# Measured with benchmarks/placement/search_curve.py.
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
 _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
 _SCENARIOS, _MOST_VARYING = 8, 4

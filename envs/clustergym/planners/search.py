@@ -18,7 +18,7 @@ from clustergym.planners.traffic_model import TrafficModel
 from clustergym.traces.token_trace import TokenTrace
 
 NORM = 16
-"""Under an independent judge (``python benchmarks/judge.py``) it is better than 8 and than the true time."""
+"""Under an independent judge (``python benchmarks/placement/judge.py``) it is better than 8 and than the true time."""
 MOST_TOKENS = 16384
 """Most tokens of the pass to plan on."""
 LEARNED_ROBUSTNESS = 1.4

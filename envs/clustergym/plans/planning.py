@@ -32,9 +32,12 @@ from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
 
 DEFAULT_PLANNERS = {"sglang-lp": "affinity-groups", "vllm": "flashlb"}
-"""The planner by profile if none is asked for and it is not ``anneal``: the best of ``python benchmarks/placement.py
---schedules stationary``, the mean over models. Of planners that are equally good, the quickest."""
+"""The planner by profile if none is asked for and it is not ``anneal``: the best of
+``python benchmarks/placement/placement.py --schedules stationary``, the mean over models. Of planners that are equally
+good, the quickest."""
 
+FEWEST_SEQUENCES = 8
+"""Held-out sequences that an interval needs."""
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
 _FILL_CANDIDATES = 8
 _FILL_PASSES = 4
@@ -110,10 +113,20 @@ class Plan:
     """Planning was stopped early."""
     passes: tuple[int, int] = (0, 0)
     """Held-out passes that were served, and that were asked for"""
+    domains: int = 0
+    """Domains of the trace; 0 for counts"""
+    sequences: int = 0
+    """Held-out sequences; 0 for counts"""
 
     @property
     def model(self) -> ModelSpec:
         return self.simulator.model
+
+    @property
+    def baseline(self) -> str:
+        """Which form of EPLB the plan is compared with: that of the engine."""
+        form = "hierarchical" if baseline_options(self.simulator) else "flat"
+        return f"EPLB ({form}, as {self.simulator.profile.engine} runs it here)"
 
     @property
     def reference(self) -> str:
@@ -144,6 +157,25 @@ class Plan:
         relative, half = self.versus(self.fallback)
         return half > 0 and relative + half < 0
 
+    def warnings(self) -> list[str]:
+        """What a reader must know before using the plan: where it loses, and what the trace cannot show."""
+        found = []
+        for profile in self.other_profiles:
+            relative, half = self.versus("eplb", self.chosen, profile)
+            if relative > half:
+                found.append(
+                    f"under {profile} this plan is {100 * relative:.1f} % slower than EPLB's: if the engine serves "
+                    "that too, plan for it with --profile or --phase both"
+                )
+        if self.domains == 1:
+            found.append("the trace has one domain: on other traffic, the plan may be slower than EPLB's")
+        if self.exact and self.sequences < FEWEST_SEQUENCES:
+            found.append(
+                f"only {self.sequences} sequence(s) are held out, too few for an interval: record at least "
+                f"{4 * FEWEST_SEQUENCES}"
+            )
+        return found
+
     def versus(self, other: str, planner: str | None = None, profile: str | None = None) -> tuple[float, float]:
         """(relative time difference to another plan, half width of its 95 % interval), paired by pass.
 
@@ -169,6 +201,13 @@ def model_of(trace: TokenTrace | LoadTrace, model: str | ModelSpec | None) -> Mo
             f"{spec.n_layers} × {spec.n_experts}"
         )
     return spec
+
+
+def baseline_options(simulator: Simulator) -> dict[str, Any]:
+    """Options of EPLB as the engine runs it: SGLang and vLLM keep expert groups on a node where they divide evenly."""
+    groups, nodes = simulator.model.n_groups, simulator.cluster.n_nodes
+    by_groups = simulator.profile.engine in ("sglang", "vllm") and nodes > 1 and groups > 1 and groups % nodes == 0
+    return {"hierarchical": True} if by_groups else {}
 
 
 def default_planner(profile: EngineProfile, trace: TokenTrace | LoadTrace) -> str:
@@ -222,12 +261,14 @@ def make_plan(
     before: TokenTrace | LoadTrace
     held_out: HeldOutPasses | HeldOutCounts
     others: dict[str, HeldOutPasses] = {}
+    sequences = 0
     if isinstance(trace, TokenTrace):
         # At random, because many traces have one domain after the other: a plan must see all of them.
         before, after = trace.split(sizes.share, seed=sizes.seed)
         said = [f"{part.n_tokens} tokens in {part.n_sequences} sequences" for part in (before, after)]
         held_out = HeldOutPasses(after, simulator, traffic, sizes.passes, sizes.seed)
         others = _other_profiles(after, simulator, traffic, sizes)
+        sequences = after.n_sequences
     else:
         before, steps = trace.split(sizes.share)
         said = [f"{part.n_steps} steps of counts" for part in (before, steps)]
@@ -258,6 +299,8 @@ def make_plan(
         serve("live", first, 0.0, 0)
     for name in dict.fromkeys([*(["static"] if live is None else []), "eplb", planner]):
         given: dict[str, Any] = {"seed": sizes.seed, **((options or {}) if name == planner else {})}
+        if name == "eplb":
+            given |= baseline_options(simulator)
         if planner_class(name).takes_seconds:
             given |= {"seconds": seconds} if iterations is None else {"seconds": None, "iterations": iterations}
             given["stop"] = stop
@@ -295,6 +338,8 @@ def make_plan(
         expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
         force=force,
         stopped=stop(),
+        domains=len(trace.domain_names) if isinstance(trace, TokenTrace) else 0,
+        sequences=sequences,
         passes=(held_out.n_passes, sizes.passes if isinstance(held_out, HeldOutPasses) else held_out.n_passes),
     )
 

@@ -17,9 +17,13 @@ from clustergym.moe_placement.presets.spec_files import read_text
 Config = dict[str, Any]
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "moe_topk", "top_k_experts")
-_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "expert_dim", "intermediate_size",
-          "ffn_dim")  # fmt: skip
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_top_k", "moe_topk",
+          "top_k_experts")  # fmt: skip
+_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "expert_hidden_dim", "expert_dim")
+_DENSE_WIDTH = ("intermediate_size", "ffn_dim")
+"""The width of experts too, in families without dense layers."""
+_LATENT = ("routed_expert_hidden_size", "moe_latent_size")
+"""Size of the tokens that routed experts get, if it is not the hidden size."""
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
@@ -87,8 +91,8 @@ def from_config(config: Config, name: str, source: str = "") -> ModelSpec:
         len(layers),
         n_experts,
         _number(text, _TOP_K),
-        _number(text, _HIDDEN),
-        _number(text, _WIDTH),
+        _number(text, _LATENT, _number(text, _HIDDEN)),
+        _width(text),
         weight_bytes=weight_bytes,
         dispatch_bytes=1.0 if _is_fp8(quantisation) else 2.0,
         n_groups=groups,
@@ -193,6 +197,22 @@ def _rules(config: Config, total: int) -> list[Callable[[int], bool]]:
     if isinstance(pattern, str):
         rules.append(lambda layer: pattern[layer : layer + 1] == "E")
     return rules
+
+
+def _width(config: Config) -> int:
+    """Inner size of a routed expert. An unknown key about experts may be it, so then there is no guess."""
+    found = _number(config, _WIDTH, 0)
+    if found:
+        return found
+    known = {*_EXPERTS, *_TOP_K, *_SHARED, *_SHARED_WIDTH, *_LATENT, "num_expert_group", "expert_layer_period",
+             "expert_layer_offset"}  # fmt: skip
+    for key, value in config.items():
+        if "expert" in key and key not in known and isinstance(value, int) and not isinstance(value, bool):
+            raise ValueError(
+                f"unknown key {key!r} ({value}): it may be the size of an expert, so {_DENSE_WIDTH[0]!r} is not taken: "
+                "describe the model in a YAML file"
+            )
+    return _number(config, _DENSE_WIDTH)
 
 
 def _shared(config: Config) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from clustergym.common.files import atomic_file, write_atomically
@@ -70,7 +71,7 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -
     """Without an all-to-all backend SGLang would send every token to every GPU, and the plan would have no effect."""
     gpus = plan.n_gpus
     command = (
-        f"--init-expert-location {path} --ep-num-redundant-experts {plan.n_redundant} "
+        f"--init-expert-location {quote(str(path))} --ep-num-redundant-experts {plan.n_redundant} "
         f"--tp-size {gpus} --dp-size {gpus} --ep-size {gpus} --nnodes {n_nodes} --enable-dp-attention "
         f"--moe-a2a-backend deepep --deepep-mode {_DEEPEP[profile.transport]} "
         f"--ep-dispatch-algorithm {_DISPATCH[profile.dispatch]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.profiles import EngineProfile
@@ -31,7 +32,7 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -
     command = (
         f"--data-parallel-size {plan.n_gpus} --data-parallel-size-local {plan.n_gpus // n_nodes} "
         f"--enable-expert-parallel --all2all-backend {_BACKEND[profile.transport]} --enable-eplb "
-        f"--eplb-config '{config}', with the environment variable CLUSTERGYM_EPLB_PLAN={path}"
+        f"--eplb-config '{config}', with the environment variable CLUSTERGYM_EPLB_PLAN={quote(str(path))}"
     )
     warning = (
         "upstream vLLM loads no placement file: install clustergym beside it, and its EPLB policy returns this plan at "

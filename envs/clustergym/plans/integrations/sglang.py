@@ -19,6 +19,11 @@ from clustergym.plans.integrations.settings import enabled, fixed_plan, planner_
 logger = logging.getLogger(__name__)
 
 
+def _of_engine(**_: Any) -> Any:
+    """SGLang's own function, which :func:`register` puts here."""
+    raise RuntimeError("SGLang's own algorithm is needed, but clustergym's plugin is not registered")
+
+
 def rebalance_experts(
     tokens_per_expert: torch.Tensor,
     num_physical_experts: int,
@@ -26,16 +31,26 @@ def rebalance_experts(
     num_groups: int | None,
     num_nodes: int,
     algorithm: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Physical to logical (L, P), logical to physical (L, E, X), copies (L, E), from counts (steps, L, E).
 
     SGLang calls it with keyword arguments. ``algorithm`` is what ``--eplb-algorithm`` chose; it tells whether the
-    experts of a group stay on one node.
+    experts of a group stay on one node. SGLang's own function answers where ranks may be lost: elastic algorithms,
+    and ``active_ranks`` that are not all active. Our planners do not know which GPUs are alive.
     """
+    active = others.get("active_ranks")
+    if "elastic" in getattr(algorithm, "name", "") or (active is not None and not bool(torch.as_tensor(active).all())):
+        logger.warning("ranks may be lost: SGLang's own algorithm %s answers", getattr(algorithm, "name", algorithm))
+        return _of_engine(  # type: ignore[no-any-return]
+            tokens_per_expert=tokens_per_expert, num_physical_experts=num_physical_experts,
+            num_local_physical_experts=num_local_physical_experts, num_groups=num_groups, num_nodes=num_nodes,
+            algorithm=algorithm, **others,
+        )  # fmt: skip
     loads = tokens_per_expert.double().cpu().numpy()
     _, n_layers, n_experts = loads.shape
     n_gpus = num_physical_experts // num_local_physical_experts
-    slots = fixed_plan(n_layers, num_physical_experts, n_experts)
+    slots = fixed_plan(n_layers, num_physical_experts, n_experts, n_gpus)
     if slots is None:
         hierarchical = num_groups is not None and "hierarchical" in getattr(algorithm, "name", "")
         groups, nodes = (num_groups, num_nodes) if hierarchical and num_groups else (1, 1)
@@ -51,5 +66,7 @@ def register() -> None:
     from sglang.srt.eplb import eplb_algorithms
 
     name = check_name(planner_name())
-    eplb_algorithms.rebalance_experts = rebalance_experts
+    if eplb_algorithms.rebalance_experts is not rebalance_experts:
+        globals()["_of_engine"] = eplb_algorithms.rebalance_experts
+        eplb_algorithms.rebalance_experts = rebalance_experts
     logger.info("clustergym's planner %r is installed", name)

@@ -5,7 +5,8 @@ with ``--enable-expert-parallel --enable-eplb``. vLLM calls :func:`register` in 
 ``vllm.general_plugins``).
 
 With ``CLUSTERGYM_EPLB_PLAN=plan.json`` the policy returns a plan of ``clustergym plan --engine vllm`` instead. vLLM
-asks for it after ``step_interval`` steps for the first time; a small one applies the plan early.
+asks for it after a quarter of ``step_interval`` for the first time, because its counter starts at three quarters; a
+small one applies the plan early.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ClusterGymPolicy(AbstractEplbPolicy):
         """(L, P) expert in each slot, from the (L, E) loads and the slots until now."""
         loads = weight.float().cpu().numpy()
         old = None if old_global_expert_indices is None else old_global_expert_indices.cpu().numpy()
-        planned = fixed_plan(len(loads), num_replicas, loads.shape[1])
+        planned = fixed_plan(len(loads), num_replicas, loads.shape[1], num_ranks)
         if planned is None:
             planned = slots_of(planner_name(), loads, num_replicas, num_groups, num_nodes, num_ranks, old)
         elif old is not None and old.shape == planned.shape:

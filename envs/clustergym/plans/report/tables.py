@@ -66,12 +66,13 @@ def plan_table(plan: Plan) -> Table:
     table = _table(
         f"{plan.trace} on {plan.simulator.cluster.name}, {plan.simulator.profile.name}, held out: {plan.held_out}",
         (
-            "µs per layer and forward pass; ± 95 % interval from resampled sequences"
+            "µs per layer and forward pass; ± 95 % interval from resampled sequences (sampling only: the model itself "
+            "may be off by more)"
             if plan.exact
             else "µs per layer and forward pass of the expert kernels alone: counts do not show the traffic between "
             "GPUs; ± 95 % interval from blocks of steps"
         )
-        + f". Every plan: {plan_memory(plan).describe()}",
+        + f". eplb: {plan.baseline}. Every plan: {plan_memory(plan).describe()}",
         ("time", f"vs {plan.reference}", "vs eplb", "balance", "GPUs/token", "inter-node MB", "decision s"),
     )
     fastest = min(o.served_us for o in plan.outcomes.values())
@@ -120,5 +121,5 @@ def profile_cells(plan: Plan, planner: str) -> list[str]:
 
 def gain_sentence(plan: Plan) -> str:
     """What the planner's plan is worth."""
-    other = {"eplb": "EPLB", "live": "the live plan"}[plan.fallback]
+    other = {"eplb": plan.baseline, "live": "the live plan"}[plan.fallback]
     return f"{plan.planner} against {other} on held-out traffic: {_percent(*plan.versus(plan.fallback))} time"
