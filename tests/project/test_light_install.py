@@ -80,21 +80,23 @@ import gymnasium, clustergym
 specs = [spec for spec in gymnasium.registry.values() if str(spec.entry_point).startswith("clustergym.")]
 ids = {(spec.entry_point, "history" in spec.kwargs): spec.id for spec in reversed(specs)}.values()  # the first of each
 for name in ids:
-    small = {"tokens_per_rank": 4, "ops_per_layer": 1} if name.startswith("MoE") else {}
+    small = {"tokens_per_rank": 4, "ops_per_layer": 1} if name.startswith("MoEPlacement") else {}
+    if name.startswith("MoEOffload"):
+        small = {"max_tokens": 1}
     env = gymnasium.make(name, **small)
     env.reset(seed=0)
     env.step(env.action_space.sample())
     envs = gymnasium.make_vec(name, 2, **small)
     envs.reset(seed=0)
     envs.step(envs.action_space.sample())
-for module in (clustergym.moe_placement_v0, clustergym.gpu_allocation_v0):
+for module in (clustergym.moe_placement_v0, clustergym.moe_offload_v0, clustergym.gpu_allocation_v0):
     env = module.parallel_env()
     env.reset(seed=0)
 print(len(ids))
 """
     result = run(code, folder=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= 4
+    assert int(result.stdout) >= 6
 
 
 def test_planners_run_without_extras(tmp_path: Path) -> None:
