@@ -115,7 +115,8 @@ def check_observation(task: Any, s: Any, reference: Reference, o: Any, mode: str
                 lag = (key[0] - reference.layer - 1) % layers + 1 + (reference.layer - past[0]) % layers
                 if lag <= 6:
                     graph[r, i] = graph[i, r] = task.chance[lag - 1, past[0], past[1], key[1]]
-                elif lag == layers and key[0] == past[0]:
+                elif lag == layers:
+                    assert key[0] == past[0]
                     graph[r, i] = graph[i, r] = task.chance[6, past[0], past[1], key[1]]
     assert o.expert_graph[0] == pytest.approx(graph)
     ready, load = reference.now + reference.stalls[-1], task.load_ms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -101,6 +102,15 @@ def test_every_step_equals_plain_python(seed: int) -> None:
         assert rewards * task.load_ms == pytest.approx(-sum(reference.stalls), abs=1e-6)
 
 
+def likelihood(reference: Reference, key: tuple[int, int], distance: int) -> float:
+    """What prefetches are chosen by: the logarithm of the count, and the transitions from this visit's experts."""
+    task, token, here = reference.task, reference.token, reference.layer
+    running = [stream[token][here] for stream in reference.streams if token < len(stream)]
+    lift = sum(float(task.lift[distance - 1, here, a, key[1]]) for used in running for a in used if a >= 0)
+    count_ = reference.count(key, state.DECAYS[2]) + 0.3 * float(task.prior[key]) + 0.01
+    return math.log(count_) + 0.6 * lift / len(running)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**40))
 def test_tables_of_experts(seed: int) -> None:
@@ -140,9 +150,13 @@ def test_tables_of_experts(seed: int) -> None:
         else:
             missing = [key for key in keys if key not in reference.residents]
             each = max(task.load_rows // task.horizon, 1)
-            for _, l in reference.ahead():
+            for distance, l in reference.ahead():
                 there = [key for key in reference.missing_ahead() if key[0] == l]
-                assert len([key for key in missing if key[0] == l]) == min(len(there), each)
+                shown = [key for key in missing if key[0] == l]
+                assert len(shown) == min(len(there), each)
+                likely = {key: likelihood(reference, key, distance) for key in there}
+                hidden = [likely[key] for key in there if key not in shown]
+                assert not (shown and hidden) or min(likely[key] for key in shown) >= max(hidden) - 1e-4
             assert set(missing) <= set(reference.missing_ahead())
             movable = [key for key in keys if key in reference.residents]
             assert all(any(reference.can_move(key, g) for g in range(task.gpus)) for key in movable)

@@ -222,7 +222,7 @@ def _edges(task, s, b, o):
                     lag = d + (back if back >= 0 else back + layers)
                     if lag <= LAG_TOKEN:
                         o.expert_graph[b, r, i] = task.chance[lag - 1, layer, s.places[b, i, 1], e]
-                    elif layer == l and lag == layers:
+                    elif lag == layers:  # the same layer, one token later
                         o.expert_graph[b, r, i] = task.chance[LAG_TOKEN, layer, s.places[b, i, 1], e]
     for i in range(first, rows):
         for r in range(first):
