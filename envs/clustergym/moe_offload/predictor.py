@@ -383,7 +383,7 @@ def fit_predictor(
     steps: int = 1500,
     hidden: int = 96,
     batch: int = 192,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 5e-3,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Predictor:
