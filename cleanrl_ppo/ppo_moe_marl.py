@@ -442,7 +442,7 @@ def train(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    moved = [word for word in sys.argv if word in ("--cluster", "--profile", "--model", "--layers", "--ops-per-layer")]
-    if moved:
+    options = ("--cluster", "--profile", "--model", "--intervals", "--ops-per-layer")
+    if moved := [word for word in sys.argv if word in options]:
         exit_with(f"{moved[0]} is an option of the environment: --env-args {moved[0][2:].replace('-', '_')}=VALUE")
     main(train, parse_args(Args, __doc__, ranges={"event_share": PROBABILITY}))

@@ -30,7 +30,7 @@ DATA = ROOT / "docs" / "results" / "data"
 SMALL = ["--tokens-per-rank", "8", "--passes", "1"]
 SHORT_TRAINING = (
     "--total-timesteps 64 --num-envs 8 --num-steps 8 --num-minibatches 2 --eval-episodes 2 "
-    "--env-args cluster=h800-2x4 layers=1 tokens_per_rank=8 ops_per_layer=2"
+    "--env-args cluster=h800-2x4 tokens_per_rank=8 ops_per_layer=2"
 )
 QUICK: dict[str, list[str]] = {
     "clustergym trace info tiny_moe": [],
