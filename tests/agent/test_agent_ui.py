@@ -142,6 +142,9 @@ def test_quickstart_ends_its_agent_on_sigterm(tmp_path: Path) -> None:
     command = [sys.executable, "-c", program, "agent", "quickstart", "--port", "0", "--store", str(tmp_path / "store")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
+        # Imports start short processes of their own: wait for the agent.
+        log = tmp_path / "store" / "agent.log"
+        wait_until(log.exists, "the agent of quickstart", process)
         wait_until(lambda: bool(psutil.Process(process.pid).children()), "the agent of quickstart", process)
         children = psutil.Process(process.pid).children()
         process.send_signal(signal.SIGTERM)
