@@ -245,8 +245,7 @@ def train(args: Args) -> dict[str, Any]:
     actions = torch.zeros(shape, dtype=torch.int64, device=device)
     logprobs, rewards, dones, values = (torch.zeros(shape, device=device) for _ in range(4))
 
-    # Whole games with the real score: a lost life is no end, and rewards are not clipped.
-    recent: deque[float] = deque(maxlen=100)
+    recent: deque[float] = deque(maxlen=100)  # real scores of whole games: a lost life is no end
     next_obs = torch.as_tensor(envs.reset(seed=derive_seed(args.seed, run.first_iteration))[0], device=device)
     run.load_checkpoint(agent=agent, optimizer=optimizer)
 
