@@ -44,7 +44,8 @@ def check_script(words: list[str], folder: Path) -> None:
     if script.parent.name == "cleanrl_ppo":
         (folder / "ppo.yaml").write_text("seed: 1\n")
         module = load_trainer(script.stem)
-        parse_args(module.Args, argv=flags, presets={"seed": getattr(module, "SEED_PRESET", {})})
+        presets, ranges = {"seed": getattr(module, "SEED_PRESET", {})}, getattr(module, "RANGES", None)
+        parse_args(module.Args, argv=flags, presets=presets, ranges=ranges)
         return
     source = script.read_text()
     for import_ in re.findall(r"^from (\w+) import", source, flags=re.M):

@@ -78,7 +78,7 @@ def test_the_trainer_parses_the_proposed_flags(file: Path, tmp_path: Path, monke
         }
         command = sweep.command_line(proposed)
         flags = [*command[command.index(sweep.program) + 1 :], f"--seed={seed}", f"--run-dir={tmp_path}"]
-        values = all_values(parse_args(module.Args, argv=flags))
+        values = all_values(parse_args(module.Args, argv=flags, ranges=getattr(module, "RANGES", None)))
         for name, value in proposed.items():
             found = values[name.replace("-", "_")]
             if isinstance(found, tuple):  # a flag that takes several values gets one
