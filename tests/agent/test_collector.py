@@ -147,7 +147,7 @@ def test_nvml_attributes_processes_to_pods(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
         env={
             "LD_LIBRARY_PATH": str(tmp_path), "NVML_STUB": str(state), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{Path(cli.__file__).parents[2]}:{source.parent}:{source.parents[2] / 'benchmarks'}",
+            "PYTHONPATH": f"{Path(cli.__file__).parents[2]}:{source.parent}:{source.parents[2] / 'benchmarks/agent'}",
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ import clustergym
 from clustergym import TokenTrace
 print(clustergym.__file__)
 print(TokenTrace.load("synthetic"))
-print(obs["placement"].shape, total != 0, bool(info["legal"]))
+print(obs["expert_graph"].shape, total != 0, bool(info["legal"]))
 """
 
 
@@ -120,10 +120,11 @@ def test_the_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> No
     lines = run(python, "-c", PROGRAM, cwd=empty, NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="1").splitlines()
     assert Path(lines[0]) == site / "clustergym" / "__init__.py"
     assert lines[1] == repr(TokenTrace.load("synthetic"))
-    assert lines[2] == "(64, 16) True True"
+    assert lines[2] == "(64, 64) True True"
     quickstart = blocks(ROOT / "README.md", "python")[0]
     small = quickstart.replace(
-        'cluster="h800-4x4"', 'cluster="h800-2x4", tokens_per_rank=2, ops_per_layer=1, intervals=1'
+        "compare_eplb=True",
+        'compare_eplb=True, cluster="h800-2x4", tokens_per_rank=2, ops_per_layer=1, intervals=1',
     )
     assert small != quickstart
     output = run(python, "-c", small, cwd=empty, NUMBA_DISABLE_JIT="1", OMP_NUM_THREADS="1")

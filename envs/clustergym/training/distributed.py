@@ -52,6 +52,8 @@ class World:
         number = len(rows)
         mean = rows.sum(0) / number
         variance = ((rows - mean) ** 2).sum(0) / number
+        if self.size == 1:
+            return mean, variance, number
         own = torch.from_numpy(np.stack([mean, variance])[None]).to(self.device)
         means, variances = self.all_gather(own).cpu().numpy().swapaxes(0, 1)
         return means.mean(0), variances.mean(0) + means.var(0), number * self.size
