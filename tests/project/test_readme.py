@@ -41,6 +41,9 @@ QUICK: dict[str, list[str]] = {
     "clustergym eval --trace tiny_moe --schedule drift --planner static eplb flashlb anneal --plot planners.png": [
         "--intervals", "1", *SMALL,
     ],
+    "clustergym offload eval tiny_decode --policy rules bounds --plot memory.png": [
+        "--tokens", "200", "--tune-tokens", "300", "--evaluations", "1",
+    ],
     "clustergym bench run placement-v2 --planner eplb anneal --quick": ["--task", "small-2x8-decode-drift"],
 }  # fmt: skip
 """Commands that run in this process, and the flags that make them short."""
