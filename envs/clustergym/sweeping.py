@@ -20,6 +20,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import ray
 import yaml
 from ray import tune
 from ray.tune.logger import JsonLoggerCallback
@@ -28,12 +29,13 @@ from ray.tune.search.basic_variant import BasicVariantGenerator
 from ray.tune.search.optuna import OptunaSearch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from clustergym.common.executors import RETRIES, connect_ray
 from clustergym.common.files import write_atomically
 
 OUTPUT, RESULT, CHECKPOINT = "output.log", "result.json", "checkpoint.pt"
 _POLL_S = 0.5
 _GRACE_S = 10.0
+_RETRIES = 5
+"""Times that Ray starts a configuration again after a host or process was lost."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -171,10 +173,10 @@ def distribution(name: str, spec: Any) -> str:
     if name == "seed" or "/" in name:
         raise ValueError(f"{name}: a search over seeds finds lucky ones, and names with / are not supported: remove it")
     ints = isinstance(spec.get("min"), int) and isinstance(spec.get("max"), int)
-    usual = (
+    default = (
         "constant" if "value" in spec else "categorical" if "values" in spec else "int_uniform" if ints else "uniform"
     )
-    kind = str(spec.get("distribution", usual))
+    kind = str(spec.get("distribution", default))
     _check_choice(f"{name}: distribution", kind, DISTRIBUTIONS)
     try:
         inspect.signature(DISTRIBUTIONS[kind]).bind(**{key: spec[key] for key in spec if key != "distribution"})
@@ -415,7 +417,8 @@ def run_sweep(
     os.environ["TUNE_GLOBAL_CHECKPOINT_S"] = "1"
     os.environ["TUNE_DISABLE_STRICT_METRIC_CHECKING"] = "1"
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"
-    nodes = connect_ray(address).nodes()
+    _connect(address)
+    nodes = ray.nodes()
     most = max(node["Resources"].get("CPU", 0) for node in nodes if node["Alive"])
     trainable = tune.with_resources(
         tune.with_parameters(Configuration, sweep=sweep, seeds=seeds, folder=str(folder), cwd=os.getcwd()),
@@ -441,10 +444,18 @@ def run_sweep(
             verbose=1,
             callbacks=[JsonLoggerCallback()],
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
-            failure_config=tune.FailureConfig(max_failures=RETRIES),
+            failure_config=tune.FailureConfig(max_failures=_RETRIES),
         ),
     )
     return [_outcome(result) for result in tuner.fit()]
+
+
+def _connect(address: str | None) -> None:
+    """Connect to a Ray cluster. Without an address, Ray is started on this machine."""
+    if not ray.is_initialized():
+        # Workers must find this checkout if clustergym is not installed.
+        environment = {"env_vars": {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}}
+        ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level="warning")
 
 
 def _outcome(result: Any) -> Outcome:

@@ -16,9 +16,9 @@ from clustergym import cli
 from clustergym.bench import results, suites
 from clustergym.bench.entries import Entry, drop_second_copies, parse_entries
 from clustergym.bench.leaderboard import Row, pareto, places, rows_of
-from clustergym.bench.limited import CallFailed, LimitedFunction
-from clustergym.bench.play import play
+from clustergym.bench.run_task import run_task
 from clustergym.bench.suites import AllocationTask, Limits, PlacementTask, Suite, load_suite
+from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, IntervalStream
@@ -63,7 +63,7 @@ class Keep(Planner):
 def nothing_moved() -> list[float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PLANNERS, "keep", PlannerEntry(Keep))
-        return play(TASK, Entry("named", "keep")).scores
+        return run_task(TASK, Entry("named", "keep")).scores
 
 
 # Suites and tracks
@@ -127,7 +127,7 @@ def test_unknown_suites_and_tasks_are_refused(tiny_suite: Suite) -> None:
 
 
 def test_a_function_with_the_arguments_of_deepseek() -> None:
-    with LimitedFunction(target("in_order"), "planner", OPTIONS, Limits()) as function:
+    with WorkerFunction(target("in_order"), "planner", OPTIONS, Limits()) as function:
         assert function.start() == "loads"
         assert function({"weight": WEIGHT}).tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]] * 2
 
@@ -144,7 +144,7 @@ def test_a_function_with_the_arguments_of_deepseek() -> None:
 )
 def test_a_function_that_breaks_a_limit_fails_and_the_next_call_works(name: str, message: str, seconds: float) -> None:
     """The first call of each function works, the second fails, the third is answered by a process that is well."""
-    with LimitedFunction(f"{LIGHT}:{name}", "agent", {}, Limits(seconds=60)) as function:
+    with WorkerFunction(f"{LIGHT}:{name}", "agent", {}, Limits(seconds=60)) as function:
         assert function.start() == "obs"
         assert function({"obs": np.array(1)}) == 2
         function.limits = Limits(seconds=seconds)
@@ -157,7 +157,7 @@ def test_a_function_that_breaks_a_limit_fails_and_the_next_call_works(name: str,
 def test_a_function_that_cannot_be_imported() -> None:
     for name, message in (("absent", "has no 'absent'"), ("", "expected module:function")):
         with (
-            LimitedFunction(f"{LIGHT}:{name}", "agent", {}, Limits()) as function,
+            WorkerFunction(f"{LIGHT}:{name}", "agent", {}, Limits()) as function,
             pytest.raises(CallFailed, match=message),
         ):
             function.start()
@@ -172,55 +172,55 @@ def test_second_copies_on_a_gpu_are_dropped() -> None:
 
 
 def test_submitted_planners_score_as_the_planners_that_they_copy() -> None:
-    eplb = play(TASK, Entry("named", "eplb"))
+    eplb = run_task(TASK, Entry("named", "eplb"))
     assert eplb.scores == [0.0, 0.0]
     assert eplb.metrics["reused"] == 0
-    subclass = play(TASK, Entry("planner", target("OurEPLB")))
+    subclass = run_task(TASK, Entry("planner", target("OurEPLB")))
     assert subclass.scores == [0.0, 0.0]
     assert subclass.metrics["failed"] == 0
-    kept = play(TASK, Entry("planner", target("keep")))
+    kept = run_task(TASK, Entry("planner", target("keep")))
     assert kept.scores == nothing_moved()
     assert kept.metrics["moves"] == 0
-    deepseek = play(TASK, Entry("planner", target("rebalance_experts")))
+    deepseek = run_task(TASK, Entry("planner", target("rebalance_experts")))
     assert deepseek.metrics["failed"] == 0
     # The same replicas and packing; only GPUs may be renamed.
     assert deepseek.metrics["served_us"] == pytest.approx(eplb.metrics["served_us"], rel=0.01)
 
 
 def test_failed_decisions_keep_the_placement_and_are_counted() -> None:
-    played = play(TASK, Entry("planner", target("wrong_shape")))
-    assert played.scores == nothing_moved()
-    assert played.metrics["failed"] == 1
-    assert "expected integers of shape (2, " in played.failures[0]
-    half = play(TASK, Entry("planner", target("fails_every_second_time")))
+    found = run_task(TASK, Entry("planner", target("wrong_shape")))
+    assert found.scores == nothing_moved()
+    assert found.metrics["failed"] == 1
+    assert "expected integers of shape (2, " in found.failures[0]
+    half = run_task(TASK, Entry("planner", target("fails_every_second_time")))
     assert half.metrics["failed"] == 0.5
 
 
 def test_submitted_code_does_not_hold_the_clock() -> None:
-    played = play(TASK, Entry("planner", target("sets_the_clock")))
-    assert played.metrics["failed"] == 0
-    assert played.metrics["decision_ms"] * len(TASK.layers) > 50  # type: ignore[operator]
+    found = run_task(TASK, Entry("planner", target("sets_the_clock")))
+    assert found.metrics["failed"] == 0
+    assert found.metrics["decision_ms"] * len(TASK.layers) > 50  # type: ignore[operator]
 
 
 def test_an_agent_that_does_nothing_scores_as_the_planner_that_does_nothing() -> None:
-    agent = play(TASK, Entry("agent", target("do_nothing")))
+    agent = run_task(TASK, Entry("agent", target("do_nothing")))
     assert agent.scores == pytest.approx(nothing_moved(), abs=1e-6)
     assert agent.metrics["failed"] == 0
     with pytest.raises(ValueError, match="most actions fail, the last one: action"):
-        play(TASK, Entry("agent", target("out_of_range")))
+        run_task(TASK, Entry("agent", target("out_of_range")))
 
 
 def test_an_agent_acts_in_the_form_of_the_environment_that_it_names() -> None:
     """In the flat form, 0 is the action that changes nothing."""
-    agent = play(TASK, Entry("agent", target("always_0"), "MoEPlacementFlat-v0"))
+    agent = run_task(TASK, Entry("agent", target("always_0"), "MoEPlacementFlat-v0"))
     assert agent.scores == pytest.approx(nothing_moved(), abs=1e-6)
 
 
 def test_allocation_scores_lie_between_the_references() -> None:
     task = AllocationTask("a", "GPUAllocation-v0", 16, options={"arrivals": 32})
-    assert np.mean(play(task, Entry("named", "grant")).scores) == pytest.approx(0)
-    assert np.mean(play(task, Entry("named", "oracle")).scores) == pytest.approx(1)
-    half = play(task, Entry("agent", target("Half")))
+    assert np.mean(run_task(task, Entry("named", "grant")).scores) == pytest.approx(0)
+    assert np.mean(run_task(task, Entry("named", "oracle")).scores) == pytest.approx(1)
+    half = run_task(task, Entry("agent", target("Half")))
     assert half.metrics["failed"] == 0
     assert np.mean(half.scores) < 1
 

@@ -253,13 +253,13 @@ def test_learning_makes_a_plan_for_past_traffic_that_searches_start_from() -> No
     planner = make_planner("anneal", sim, seconds=SHORTEST_SECONDS)
     past, apart = trace_of_pairs(1), np.arange(8).reshape(1, 4, 2).astype(np.int16)
     planner.learn(past)
-    usual = planner.usual
-    assert united(sim.check(usual), 1)
+    past_plan = planner.past_plan
+    assert united(sim.check(past_plan), 1)
     # The time is too short for any step, so the start is the plan. Other traffic: the current placement is better.
     for partner, current in ((1, apart), (2, np.array([[[0, 6], [1, 7], [2, 4], [3, 5]]], np.int16))):
         seen = Interval.even(layer_first(trace_of_pairs(partner)), np.arange(1024, dtype=np.int32)[None], 4)
         plan = planner.plan([seen], current)
-        np.testing.assert_array_equal(plan, usual if partner == 1 else current)
+        np.testing.assert_array_equal(plan, past_plan if partner == 1 else current)
         assert united(plan, partner)
 
 
@@ -267,7 +267,7 @@ def test_learning_makes_a_plan_for_past_traffic_that_searches_start_from() -> No
 def test_only_searches_with_an_estimate_have_a_plan_for_past_traffic(profile: str) -> None:
     planner = make_planner("anneal", Simulator(PAIRS_MODEL, ClusterSpec("2x2", 2, 2, 2), profile))
     planner.learn(trace_of_pairs(1))
-    assert (planner.usual is None) == (profile == "sglang-lp")
+    assert (planner.past_plan is None) == (profile == "sglang-lp")
 
 
 def test_a_search_with_a_plan_for_past_traffic_begins_cooler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ def test_a_search_with_a_plan_for_past_traffic_begins_cooler(monkeypatch: pytest
     for heat in ((1e-2, 1e-3), (1e-3, 5e-4)):
         planner.estimate_heat = heat
         planner.search_estimate([seen], sim.static(1))
-    planner.usual = None
+    planner.past_plan = None
     planner.search_estimate([seen], sim.static(1))
     # Not below the last temperature.
     assert heats == [(pytest.approx(3e-3), 1e-3), (5e-4, 5e-4), (1e-3, 5e-4)]

@@ -53,6 +53,8 @@ def test_the_contracts_hold(copied: Path) -> None:
         ("kubernetes/names.py", "clustergym.training"),
         ("training/communication.py", "clustergym.traces"),
         ("agent/settings.py", "clustergym.training"),
+        ("agent/settings.py", "clustergym.moe_offload.specs"),
+        ("agent/settings.py", "clustergym.planners.base"),
         ("moe_placement/specs.py", "clustergym.cli"),
         ("moe_placement/specs.py", "clustergym.moe_placement.simulator"),
         ("moe_placement/kernels/cost.py", "clustergym.moe_placement.launchers.cpu"),

@@ -223,7 +223,7 @@ def test_the_flags_of_the_manifests_are_accepted(name: str, command: Any) -> Non
 def test_the_image_contains_what_the_manifests_run() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     for name in ("DaemonSet/clustergym-agent", "StatefulSet/clustergym-recommender"):
-        # The wheel contains the program: tests/project/test_wheel.py installs it.
+        # The wheel contains the program: tests/project/test_packaging.py installs it.
         assert pod_of(name)["containers"][0]["command"] == ["clustergym", "agent", "serve"]
     assert re.search(r"USER 65532", dockerfile)
     for source in re.findall(r"^COPY (?!--)(.+) \S+$", dockerfile, flags=re.M):

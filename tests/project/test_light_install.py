@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
-    "cryptography", "fastapi", "httpx", "jinja2", "matplotlib", "moviepy", "numba_cuda", "optuna", "prometheus_client",
+    "cryptography", "fastapi", "httpx", "matplotlib", "moviepy", "numba_cuda", "optuna", "prometheus_client",
     "pygame", "pynvml", "ray", "safetensors", "stable_baselines3", "tensorboard", "torch_geometric",
     "transformers", "uvicorn", "wandb", "yaml",
 )  # fmt: skip

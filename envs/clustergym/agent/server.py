@@ -108,7 +108,7 @@ def run(service: Service, create_app: Callable[..., Any], listener: socket.socke
                 ("policy", 0.25, lambda: follow_policy(service)),
                 ("credentials", 0.25, lambda: refresh_credentials(service)),
                 ("maintenance", 1.0, lambda: run_maintenance(service)),
-                ("connections", settings.read_timeout_s, silent),
+                ("connections", settings.read_timeout_s, stalled),
             )
         ]
         yield
@@ -128,7 +128,7 @@ def run(service: Service, create_app: Callable[..., Any], listener: socket.socke
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
         service.certificate = CertificateReloader(config.ssl, settings.tls_cert, settings.tls_key, settings.client_ca)
     server = uvicorn.Server(config)
-    silent = SilentConnections(server)
+    stalled = StalledConnections(server)
     log.info("listening on %s, port %s", settings.host, listener.getsockname()[1])
     # After its shutdown, uvicorn raises the signal again: what follows the server must run.
     with contextlib.suppress(KeyboardInterrupt), terminated_like_interrupted():
@@ -147,7 +147,7 @@ def terminated_like_interrupted() -> Any:
         signal.signal(signal.SIGTERM, before)
 
 
-class SilentConnections:
+class StalledConnections:
     """Closes connections that have not sent a complete head of a request between two calls: uvicorn waits for ever."""
 
     def __init__(self, server: uvicorn.Server) -> None:
@@ -155,10 +155,10 @@ class SilentConnections:
         self._seen: set[Any] = set()
 
     def __call__(self) -> None:
-        silent = {one for one in self.server.server_state.connections if getattr(one, "cycle", None) is None}
-        for connection in silent & self._seen:
+        stalled = {one for one in self.server.server_state.connections if getattr(one, "cycle", None) is None}
+        for connection in stalled & self._seen:
             connection.transport.abort()
-        self._seen = silent
+        self._seen = stalled
 
 
 async def repeat(service: Service, name: str, interval_s: float, task: Callable[[], None]) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.bench.limited import CallFailed, LimitedFunction
 from clustergym.bench.suites import Limits
+from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.streams import Interval
@@ -141,10 +141,10 @@ def drop_second_copies(placement: npt.NDArray[np.integer[Any]]) -> Placement:
 
 
 @dataclass(eq=False, kw_only=True)
-class Submitted(Planner):
+class SubmittedPlanner(Planner):
     """Plans with a function in a subprocess. A decision that fails leaves the placement as it is, and is counted."""
 
-    function: LimitedFunction
+    function: WorkerFunction
     sees_loads: bool
     """The function has the arguments of DeepSeek's ``rebalance_experts``."""
     failures: list[str] = field(default_factory=list)
@@ -190,16 +190,16 @@ def _shaped(answer: npt.NDArray[Any], placement: Placement) -> npt.NDArray[Any]:
     return answer.reshape(placement.shape)
 
 
-def submit(target: str, simulator: Simulator, limits: Limits) -> Submitted:
+def start_planner(target: str, simulator: Simulator, limits: Limits) -> SubmittedPlanner:
     """Start the process of a submitted planner.
 
     Raises:
         ValueError: the code cannot be imported.
     """
-    function = LimitedFunction(target, "planner", simulator_options(simulator), limits)
+    function = WorkerFunction(target, "planner", simulator_options(simulator), limits)
     try:
         sees = function.start()
     except CallFailed as error:
         function.close()
         raise ValueError(f"--planner {target}: {error}") from error
-    return Submitted(simulator, function=function, sees_loads=sees == "loads")
+    return SubmittedPlanner(simulator, function=function, sees_loads=sees == "loads")

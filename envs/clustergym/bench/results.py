@@ -20,7 +20,7 @@ from typing import Any
 
 from clustergym import __version__
 from clustergym.bench.entries import Entry, sees_the_future
-from clustergym.bench.play import play
+from clustergym.bench.run_task import run_task
 from clustergym.bench.suites import Suite, Task, sha256_of
 from clustergym.common.files import write_atomically
 
@@ -82,7 +82,7 @@ def task_sha256(task: Task) -> str:
 def compute(suite: Suite, task: Task, entry: Entry, secret: bytes | None) -> Result:
     """Play a task of a track. Raises a ValueError if the entry cannot play it."""
     began = time.perf_counter()
-    played = play(task, entry)
+    found = run_task(task, entry)
     result: Result = {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -96,7 +96,7 @@ def compute(suite: Suite, task: Task, entry: Entry, secret: bytes | None) -> Res
         "machine": machine(),
         "versions": versions(),
         "seconds": round(time.perf_counter() - began, 1),
-        **asdict(played),
+        **asdict(found),
     }
     if secret is not None:
         result["signature"] = signature(result, secret)

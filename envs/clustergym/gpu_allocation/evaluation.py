@@ -13,30 +13,13 @@ from clustergym.gpu_allocation.batch import FIRST_SEEDS, AllocationBatch
 from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import (
-    SUM_EFFICIENCY,
     SUM_MET,
-    SUM_MONOPOLY,
-    SUM_OOM,
     SUM_REWARD,
-    SUM_ROOM,
     SUM_STEPS,
-    SUM_WAIT,
 )
 
 HELD_OUT_SEED = FIRST_SEEDS["test"]
 """First seed of the streams for evaluation. Trainers use 31-bit seeds, so they never see these streams."""
-
-
-def episode_means(sums: torch.Tensor) -> dict[str, float]:
-    """Mean return and length of episodes, and means over their decisions, from their sums (episodes, SUM_*)."""
-    means = sums.mean(0)
-    columns = {
-        "qos": SUM_MET, "efficiency": SUM_EFFICIENCY, "oom": SUM_OOM, "monopoly": SUM_MONOPOLY, "wait_s": SUM_WAIT,
-        "room": SUM_ROOM,
-    }  # fmt: skip
-    found = {"episodic_return": means[SUM_REWARD], "episodic_length": means[SUM_STEPS]}
-    found |= {name: means[column] / means[SUM_STEPS] for name, column in columns.items()}
-    return {name: float(value) for name, value in found.items()}
 
 
 def play(

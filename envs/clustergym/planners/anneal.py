@@ -39,7 +39,7 @@ estimate has all of the past traffic, the exact steps a few tokens of it."""
 _HURRY_MS, _LEARNED_HURRY_MS = 8.0, 20.0
 """With at most so much time per layer and core, the estimate is made from fewer tokens: without past traffic, and with
 it. With it, no topics are looked for in the interval either."""
-_USUAL_STEPS, _USUAL_STEPS_PER_PLACE = 200_000, 20
+_PAST_PLAN_STEPS, _PAST_PLAN_STEPS_PER_PLACE = 200_000, 20
 """Steps per layer of the plan for past traffic: at least so many, and so many per expert and GPU."""
 _WARM = 0.3
 """Share of the first temperature of the estimate for searches that have a plan for past traffic: a high temperature
@@ -96,26 +96,26 @@ class Anneal(Search):
             raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
         if not 0 <= self.estimate_share <= 1:
             raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
-        self.usual: Placement | None = None
+        self.past_plan: Placement | None = None
         self.estimates = self.estimate_steps > 0 and self.simulator.profile.dispatch != "lp"
 
     def learn(self, trace: TokenTrace) -> None:
         """Learn the topics of past traffic, and make a plan for all of it, which later searches may start from."""
         super().learn(trace)
-        self.usual = self._plan_for_past_traffic()
+        self.past_plan = self._plan_for_past_traffic()
 
     def _plan_for_past_traffic(self) -> Placement | None:
         """A plan for the past traffic by a long search, migration left out."""
         if self.traffic is None or not self.estimates:
             return None
         simulator = self.simulator
-        steps = max(_USUAL_STEPS, _USUAL_STEPS_PER_PLACE * simulator.n_experts * simulator.n_gpus)
+        steps = max(_PAST_PLAN_STEPS, _PAST_PLAN_STEPS_PER_PLACE * simulator.n_experts * simulator.n_gpus)
         search = Anneal(
-            simulator, self.seed, norm=self.norm, robustness=self.spread, migration_weight=0.0, estimate_steps=steps,
-            stop=self.stop,
+            simulator, self.seed, norm=self.norm, robustness=self.mixture_std, migration_weight=0.0,
+            estimate_steps=steps, stop=self.stop,
         )  # fmt: skip
         pass_tokens = Traffic(simulator.profile.phase).sizes[1] * simulator.n_gpus
-        interval = self.traffic.usual(simulator.n_gpus, _ESTIMATE_TOKENS, pass_tokens)
+        interval = self.traffic.all_topics(simulator.n_gpus, _ESTIMATE_TOKENS, pass_tokens)
         return search.search_estimate([interval], simulator.static(interval.n_layers), topic=self.traffic.topic)
 
     def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
@@ -124,16 +124,16 @@ class Anneal(Search):
         topic = self.topics(history, hurry=core_ms <= _LEARNED_HURRY_MS)
         short = core_ms < (_LEAST_EXACT_MS if self.traffic is None else _LEARNED_EXACT_MS)
         if self.estimates:
-            spent, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
-            estimated = self.search_estimate(history, placement, share, others, topic, spent)
+            elapsed_s, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
+            estimated = self.search_estimate(history, placement, share, others, topic, elapsed_s)
             if short:
                 return estimated
             others = [*others, estimated]
         interval = self.observe(history, self.tokens_for(len(placement)))
-        if self.spread:
+        if self.mixture_std:
             if self.traffic is not None:
                 topic = np.concatenate([topic, self.traffic.topic + (topic.max() + 1)])
-            interval = scenarios(interval, topic, _SCENARIOS, self.spread, self.seed)
+            interval = scenarios(interval, topic, _SCENARIOS, self.mixture_std, self.seed)
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
         starts = list(others)
@@ -176,7 +176,7 @@ class Anneal(Search):
         share: float = 1.0,
         others: Sequence[Placement] = (),
         topic: npt.NDArray[np.int8] | None = None,
-        spent: float = 0.0,
+        elapsed_s: float = 0.0,
     ) -> Placement:
         """Anneal on the estimate, for ``share`` of the time budget if there is one, less the seconds already spent."""
         began = time.perf_counter()
@@ -184,7 +184,7 @@ class Anneal(Search):
         start, _ = self.start_estimate(state, placement, objective, others)
         left = None
         if self.seconds is not None:
-            left = max(SHORTEST_SECONDS, share * self.seconds - spent - (time.perf_counter() - began))
+            left = max(SHORTEST_SECONDS, share * self.seconds - elapsed_s - (time.perf_counter() - began))
         best, steps = self.anneal_estimate(state, objective, self.estimate_steps, left)
         # The first steps follow the errors of the estimate: too few of them do harm.
         return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best
@@ -199,7 +199,7 @@ class Anneal(Search):
         """
         start, least = placement, self.take(state, placement, objective)
         if self.restart:
-            past = [] if self.usual is None else [self.usual]
+            past = [] if self.past_plan is None else [self.past_plan]
             others = [*others, *past, EPLB(self.simulator).pack(state.load)]
         for other in others:
             found = self.take(state, other, objective)
@@ -220,7 +220,7 @@ class Anneal(Search):
             over_layers(anneal_layers, first, last, *arguments)
 
         first, last = self.estimate_heat
-        if self.usual is not None:
+        if self.past_plan is not None:
             first = max(_WARM * first, last)
         return best, self._run(run, layers, seconds, (first, last), steps)
 
@@ -238,7 +238,7 @@ class Anneal(Search):
         placement = np.array(placement, np.int16)
         before = None if simulator.background_share < 0 else simulator.count(seen, placement)
         n_topics = int(topic.max()) + 1 + (self.traffic.n_topics if self.traffic is not None else 0)
-        n_varying = n_topics if self.spread else 0
+        n_varying = n_topics if self.mixture_std else 0
         state = surrogate.allocate(
             self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
             simulator.cluster.n_nodes, simulator.topology.transport == DEDUP, min(n_varying, _MOST_VARYING),
@@ -248,8 +248,8 @@ class Anneal(Search):
         over_layers(count_tokens, 0, layers, state, seen.experts, rows, seen.rows[0], placement, topic, by_topic)
         if self.traffic is not None:
             self._add_past(state, len(rows), shares, by_topic)
-        if self.spread:
-            state.deviation[:] = deviations(state.load, by_topic, shares, self.spread, _MOST_VARYING)
+        if self.mixture_std:
+            state.deviation[:] = deviations(state.load, by_topic, shares, self.mixture_std, _MOST_VARYING)
         return state, self.objective(seen, before)
 
     def _add_past(

@@ -409,7 +409,7 @@ def evaluate_policy(
     )
 
 
-def teach(planner: Planner, trace: TokenTrace, protocol: Protocol) -> None:
+def learn_from_train_split(planner: Planner, trace: TokenTrace, protocol: Protocol) -> None:
     """Let a planner that can learn do so, from the train split of the trace, if no stream is drawn from that split."""
     if planner.learns and protocol.split in UNSEEN_SPLITS:
         planner.learn(split_trace(trace, "train"))
@@ -439,7 +439,7 @@ def compare(
     for name in names:
         progress(name)
         planner = make_planner(name, simulator, **{"seed": protocol.seed, **(options or {}).get(name, {})})
-        teach(planner, trace, protocol)
+        learn_from_train_split(planner, trace, protocol)
         # Decision times must not include compilation.
         planner.plan([compile_on(test, simulator)], simulator.static(test.n_layers))
         results.append(evaluate_planner(planner, name, train, test, protocol))

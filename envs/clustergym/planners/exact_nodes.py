@@ -47,9 +47,9 @@ class NodeSearch:
         self.nodes, self.per_node, self.slots = sim.cluster.n_nodes, sim.cluster.gpus_per_node, sim.n_slots
         self.intra_us = self.costs.dispatch_intra_us + self.costs.combine_intra_us
         self.inter_us = self.costs.dispatch_inter_us + self.costs.combine_inter_us
-        self.dedup, self.silent = sim.profile.transport == "dedup", sim.profile.transport == "allgather"
+        self.dedup, self.allgather = sim.profile.transport == "dedup", sim.profile.transport == "allgather"
         # All-gather costs the same on every placement.
-        if self.silent:
+        if self.allgather:
             self.intra_us = self.inter_us = 0.0
         # A filling is a set of experts that fill a GPU.
         self.fillings: Ids = np.array(list(combinations(range(sim.n_experts), self.slots)))
@@ -83,7 +83,7 @@ class NodeSearch:
         work = costs.pair_us * loads + costs.expert_us * (loads > 0) + costs.block_us * blocks
         self.work = work
         """(P, E) what an expert adds to the kernel of its GPU at least"""
-        tokens = np.full(visits.shape[::2], interval.n_tokens) if self.silent else visits.sum(1)
+        tokens = np.full(visits.shape[::2], interval.n_tokens) if self.allgather else visits.sum(1)
         self.kernel = work[:, self.fillings].sum(2) + costs.token_us * tokens
         """(P, fillings)"""
         by_node = visits.reshape(self.passes, self.nodes, self.per_node, -1)

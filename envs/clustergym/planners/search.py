@@ -66,8 +66,8 @@ class Search(Planner):
             self.traffic = TrafficModel.learn(trace, self.simulator.n_experts, seed=self.seed)
 
     @property
-    def spread(self) -> float:
-        """The robustness, or its default."""
+    def mixture_std(self) -> float:
+        """Standard deviation of the logarithms of the weights of topics: the robustness, or its default."""
         if self.robustness is None:
             return 0.0 if self.traffic is None else LEARNED_ROBUSTNESS
         return self.robustness
@@ -85,7 +85,7 @@ class Search(Planner):
         A model of the traffic has topics. If it knows the traffic, or in a ``hurry``, none are looked for.
         """
         seen = history[-1]
-        known = self.spread == 0
+        known = self.mixture_std == 0
         if self.traffic is not None:
             self.traffic.check(seen.n_layers, seen.experts.shape[2])
             known = known or hurry or self.traffic.knows(seen.loads(self.simulator.n_experts).astype(np.float64))

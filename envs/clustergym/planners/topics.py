@@ -42,18 +42,18 @@ def topics_of(interval: Interval, n_experts: int, seed: int = 0) -> npt.NDArray[
     return found
 
 
-def scenarios(interval: Interval, topic: npt.NDArray[np.int8], n: int, spread: float, seed: int) -> Interval:
+def scenarios(interval: Interval, topic: npt.NDArray[np.int8], n: int, mixture_std: float, seed: int) -> Interval:
     """``n`` passes of tokens of the interval, each with another mixture of topics, dealt over the ranks at random.
 
-    The logarithms of the weights of the topics have the standard deviation ``spread``. All passes together have as many
-    tokens as the interval.
+    The logarithms of the weights of the topics have the standard deviation ``mixture_std``. All passes together have as
+    many tokens as the interval.
     """
     rng, rows, ranks = np.random.default_rng(seed), interval.rows.ravel(), interval.rank_start.shape[1] - 1
     n_tokens = max(1, len(rows) // (n * ranks)) * ranks
     passes = np.empty((n, n_tokens), np.int32)
     for each in passes:
         order = rng.permutation(rows)
-        bounds = np.cumsum(np.exp(spread * rng.normal(size=int(topic.max()) + 1))[topic[order]])
+        bounds = np.cumsum(np.exp(mixture_std * rng.normal(size=int(topic.max()) + 1))[topic[order]])
         # Every token as often as its weight says, rounded up or down by chance.
         drawn = np.searchsorted(bounds, (np.arange(n_tokens) + rng.random()) / n_tokens * bounds[-1], side="right")
         each[:] = rng.permutation(order[np.minimum(drawn, len(order) - 1)])

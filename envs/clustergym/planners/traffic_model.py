@@ -183,7 +183,7 @@ class TrafficModel:
         extended = Interval.even(experts, drawn[None], ranks)
         return replace(extended, stands_for=interval.stands_for or interval.n_tokens)
 
-    def usual(self, n_gpus: int, most_tokens: int, stands_for: int) -> Interval:
+    def all_topics(self, n_gpus: int, most_tokens: int, stands_for: int) -> Interval:
         """One pass with training tokens of all topics, priced as a pass of ``stands_for`` tokens."""
         rows, rng = np.arange(self.experts.shape[1]), np.random.default_rng(0)
         drawn = _draw(rows, max(n_gpus, min(most_tokens, len(rows)) // n_gpus * n_gpus), rng).astype(np.int32)

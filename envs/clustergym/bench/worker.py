@@ -1,4 +1,4 @@
-"""The process of submitted code: ``python -m clustergym.bench.child TARGET KIND OPTIONS``.
+"""The process of submitted code: ``python -m clustergym.bench.worker TARGET KIND OPTIONS``.
 
 Reads requests from standard input, calls the function, and writes answers to a pipe of its own: what the function
 prints goes to standard error. A request is a length and an .npz file, an answer is a header (see ``HEADER``) and an

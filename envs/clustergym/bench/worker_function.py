@@ -24,8 +24,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.bench.child import HEADER, LENGTH
 from clustergym.bench.suites import Limits
+from clustergym.bench.worker import HEADER, LENGTH
 from clustergym.traces.arrays import read_npy
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -36,7 +36,7 @@ class CallFailed(Exception):
     """The code raised, took too long, ran out of memory, or gave an invalid answer."""
 
 
-class LimitedFunction:
+class WorkerFunction:
     """Calls a function in a subprocess.
 
     Args:
@@ -62,7 +62,7 @@ class LimitedFunction:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "clustergym.bench.child", self.target, self.kind, json.dumps(self.options)],
+            [sys.executable, "-m", "clustergym.bench.worker", self.target, self.kind, json.dumps(self.options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -154,7 +154,7 @@ class LimitedFunction:
             self._errors.close()
             self._errors = None
 
-    def __enter__(self) -> LimitedFunction:
+    def __enter__(self) -> WorkerFunction:
         return self
 
     def __exit__(self, *_: object) -> None:

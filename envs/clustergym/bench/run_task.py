@@ -1,4 +1,4 @@
-"""Play one task with one entry: the scores of its runs, and what they are made of."""
+"""Run one entry on one task: the scores of its runs, and what they are made of."""
 
 from __future__ import annotations
 
@@ -12,20 +12,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from clustergym.bench.entries import Entry, Submitted, simulator_options, submit
-from clustergym.bench.limited import CallFailed, LimitedFunction
+from clustergym.bench.entries import Entry, SubmittedPlanner, simulator_options, start_planner
 from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
+from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
 from clustergym.planners.base import Planner
-from clustergym.planners.evaluation import Policy, Result, compile_on, evaluate_planner, evaluate_policy, teach
+from clustergym.planners.evaluation import (
+    Policy,
+    Result,
+    compile_on,
+    evaluate_planner,
+    evaluate_policy,
+    learn_from_train_split,
+)
 from clustergym.planners.registry import make_planner
 
 
 @dataclass
-class Played:
+class TaskResult:
     """Results of one entry on one task."""
 
     scores: list[float]
@@ -41,19 +48,19 @@ class Played:
     """Hash of the model, cluster and profile, or of the configuration, in this version of clustergym."""
 
 
-def play(task: Task, entry: Entry) -> Played:
-    """Play a task. Raises a ValueError if the entry cannot play it."""
+def run_task(task: Task, entry: Entry) -> TaskResult:
+    """Run an entry on a task. Raises a ValueError if the entry does not fit the task."""
     torch.set_num_threads(1)
-    return play_placement(task, entry) if isinstance(task, PlacementTask) else play_allocation(task, entry)
+    return run_placement(task, entry) if isinstance(task, PlacementTask) else run_allocation(task, entry)
 
 
 # Agents
 
 
-class Agent:
+class SubmittedAgent:
     """Submitted code that acts: its failures become a fallback and are counted."""
 
-    def __init__(self, entry: Entry, function: LimitedFunction) -> None:
+    def __init__(self, entry: Entry, function: WorkerFunction) -> None:
         self.entry, self.function = entry, function
         self.failures: list[str] = []
         self.calls = 0
@@ -83,16 +90,16 @@ class Agent:
 # Placement
 
 
-def play_placement(task: PlacementTask, entry: Entry) -> Played:
+def run_placement(task: PlacementTask, entry: Entry) -> TaskResult:
     simulator, protocol = task.simulator, task.protocol
     trace = task.load()
     train, test = protocol.parts(trace)
     warm_up, static = compile_on(test, simulator), simulator.static(test.n_layers)
 
     def run(planner: Planner) -> Result:
-        teach(planner, trace, protocol)
+        learn_from_train_split(planner, trace, protocol)
         planner.plan([warm_up], static)
-        if isinstance(planner, Submitted):
+        if isinstance(planner, SubmittedPlanner):
             planner.failures.clear()
             planner.calls = 0
         return evaluate_planner(planner, entry.name, train, test, protocol)
@@ -101,8 +108,8 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
     failures: list[str] = []
     calls = 1
     if entry.kind == "agent":
-        with LimitedFunction(entry.target, "agent", simulator_options(simulator), task.limits) as function:
-            agent = Agent(entry, function)
+        with WorkerFunction(entry.target, "agent", simulator_options(simulator), task.limits) as function:
+            agent = SubmittedAgent(entry, function)
 
             def policy_of(env: gymnasium.Env[Any, Any]) -> Policy:
                 idle = env.unwrapped.noop_action  # type: ignore[attr-defined]
@@ -112,7 +119,7 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
             result = evaluate_policy(policy_of, entry.name, simulator, test, protocol, entry.env_id, **budget)
         failures, calls = agent.failures, agent.calls
     elif entry.kind == "planner":
-        planner = submit(entry.target, simulator, task.limits)
+        planner = start_planner(entry.target, simulator, task.limits)
         with planner.function:
             result = run(planner)
         failures, calls = planner.failures, planner.calls
@@ -122,7 +129,7 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
     names = (
         "total_us", "served_us", "migration_us", "balancedness", "inter_node_mb", "moves", "decision_ms", "reused"
     )  # fmt: skip
-    return Played(
+    return TaskResult(
         scores=(1 - totals / reference).tolist(),
         metrics={name: getattr(result, name) for name in names} | {"failed": len(failures) / max(1, calls)},
         reference={"eplb_us": reference.tolist(), "entry_us": totals.tolist(), "groups": result.groups},
@@ -134,16 +141,16 @@ def play_placement(task: PlacementTask, entry: Entry) -> Played:
 # Allocation
 
 
-def play_allocation(task: AllocationTask, entry: Entry) -> Played:
+def run_allocation(task: AllocationTask, entry: Entry) -> TaskResult:
     config = task.config
     batch = AllocationBatch(config, task.streams)
 
-    def played(act: Callable[[], torch.Tensor], learn: Callable[[], None] | None = None) -> Rewards:
+    def measured(act: Callable[[], torch.Tensor], learn: Callable[[], None] | None = None) -> Rewards:
         return _timed(batch, act, learn, task.seed)
 
     def rule(name: str) -> Rewards:
         made = RULES[name](batch)
-        return played(made.act, made.learn)
+        return measured(made.act, made.learn)
 
     grant, oracle = (float(rule(name)[0].mean()) for name in ("grant", "oracle"))
     failures: list[str] = []
@@ -152,13 +159,13 @@ def play_allocation(task: AllocationTask, entry: Entry) -> Played:
     else:
         # A failed decision grants the request.
         space = gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)
-        with LimitedFunction(entry.target, "agent", {"env_id": task.env_id}, task.limits) as function:
-            agent = Agent(entry, function)
-            rewards, metrics = played(
+        with WorkerFunction(entry.target, "agent", {"env_id": task.env_id}, task.limits) as function:
+            agent = SubmittedAgent(entry, function)
+            rewards, metrics = measured(
                 lambda: torch.from_numpy(np.stack([agent.act(row, space, space.high) for row in batch.obs.numpy()]))
             )
         failures = agent.failures
-    return Played(
+    return TaskResult(
         scores=((rewards - grant) / (oracle - grant)).tolist(),
         metrics=metrics | {"failed": len(failures) / (task.streams * config.arrivals)},
         reference={"grant": grant, "oracle": oracle, "rewards": rewards.tolist()},
