@@ -1,4 +1,4 @@
-"""Draw the pictures of both environments on the pages: ``python docs/make_pictures.py``."""
+"""Draw the pictures of the placement and the allocation environment on the pages: ``python docs/make_pictures.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Registered ids of the placement environments, and why each of them exists.
+"""Registered ids of the placement and the offloading environments. ``clustergym/__init__.py`` registers them.
 
-A task is here if the best planner is at least two points above agents that play at random. Other traces, clusters,
-profiles and schedules are keyword arguments: ``gymnasium.make("MoEPlacement-v0", cluster="h800-2x8")``.
+The two ids of GPU allocation are in ``clustergym/__init__.py`` only.
+
+A placement task is here if the best planner is at least two points above agents that play at random. Other traces,
+clusters, profiles and schedules are keyword arguments: ``gymnasium.make("MoEPlacement-v0", cluster="h800-2x8")``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Training, validation and test part of a trace: the same for environments, trainers, ``eval`` and benchmarks."""
+"""Training, validation and test part of a trace: for placement environments, trainers, ``eval`` and benchmarks.
+
+Offloading has parts of its own: :func:`clustergym.moe_offload.tables.split_sequences`.
+"""
 
 from __future__ import annotations
 
