@@ -6,7 +6,7 @@
 CPU time of one thread on synthetic tokens of one layer, 64 experts, top-6, 16 GPUs. A step is measured as the
 difference between a long and a short plan on the same tokens, so what a plan does before its first step does not count.
 All revisions plan on the same array of tokens, spread evenly over the GPUs, and follow the true time of the pass.
-``growth`` is the cost per step divided by that with the fewest tokens. Until version 0.1 there was no estimate.
+``growth`` is the cost per step divided by that with the fewest tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[2]
-# Profile → the transport's name until 0.1, which had no profiles.
-PROFILES = {"sglang-prefill": "dedup", "sglang-decode": "per-expert"}
+PROFILES = ("sglang-prefill", "sglang-decode")
 # Kind of step → (steps of the short plan, steps of the long plan).
 STEPS = {"exact": (1000, 6000), "estimate": (100_000, 400_000)}
 
@@ -45,10 +43,8 @@ class Args:
     seed: int = 0
 
 
-class Today:
-    """Annealing in this revision."""
-
-    has_estimate = True
+class Task:
+    """Annealing one interval."""
 
     def __init__(self, profile: str, experts: npt.NDArray[np.int16], rows: npt.NDArray[np.int32]) -> None:
         from clustergym.moe_placement import Interval, Simulator
@@ -62,28 +58,8 @@ class Today:
         return make_planner("anneal", self.simulator, norm=0, mix_tokens=0, iterations=exact, estimate_steps=estimate)
 
 
-class Until01:
-    """Annealing until version 0.1, whose windows had no passes and whose steps were all exact."""
-
-    has_estimate = False
-
-    def __init__(self, profile: str, experts: npt.NDArray[np.int16], rows: npt.NDArray[np.int32]) -> None:
-        from clustergym.moe_placement.simulator import Simulator, Window
-
-        self.simulator = Simulator("deepseek-v2-lite", "h800-4x4", PROFILES[profile])
-        home = (np.arange(len(rows)) * self.simulator.n_gpus // len(rows)).astype(np.int16)
-        self.seen = Window(experts, rows, home)
-
-    def planner(self, exact: int, estimate: int) -> Any:
-        from clustergym.planners import make_planner
-
-        return make_planner("anneal", self.simulator, iterations=exact, norm=0)
-
-
-def step_us(task: Today | Until01, kind: str) -> float:
-    """CPU time of an annealing step, µs; not a number if the revision has no such step."""
-    if kind == "estimate" and not task.has_estimate:
-        return float("nan")
+def step_us(task: Task, kind: str) -> float:
+    """CPU time of an annealing step, µs."""
     static = task.simulator.static(1)
 
     def seconds(steps: int) -> float:
@@ -100,11 +76,10 @@ def step_us(task: Today | Until01, kind: str) -> float:
 def work(path: str) -> None:
     """Measure the cases named on standard input: profile, kind and tokens. Writes µs per step to standard output."""
     experts = np.load(path)
-    revision = Today if find_spec("clustergym.planners.registry") else Until01
     for line in sys.stdin:
         profile, kind, tokens = line.split()
         rows = np.random.default_rng(0).permutation(experts.shape[1])[: int(tokens)].astype(np.int32)
-        print(step_us(revision(profile, experts, rows), kind), flush=True)
+        print(step_us(Task(profile, experts, rows), kind), flush=True)
 
 
 def measure(args: Args, path: str) -> dict[tuple[str, str, int], list[npt.NDArray[np.float64]]]:
@@ -147,9 +122,6 @@ def main(args: Args) -> None:
     for (profile, kind, tokens), checkouts in found.items():
         cells = []
         for i, values in enumerate(checkouts):
-            if np.isnan(values).any():
-                cells += ["", ""]
-                continue
             median, fewest = np.median(values), np.median(found[profile, kind, min(args.tokens)][i])
             cells += [f"{median:.2f} ({values.min():.2f} … {values.max():.2f})", f"{median / fewest:.2f}"]
         table.add_row(profile, kind, f"{tokens:,}", *cells)

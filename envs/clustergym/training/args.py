@@ -26,7 +26,7 @@ class RunArgs:
     total_timesteps: int = 500_000
     """Total number of environment steps. Rounded up to whole iterations."""
     config: Path | None = None
-    """YAML file with values of flags, for example "learning_rate: 0.001". Flags on the command line come first."""
+    """YAML file with values of flags, for example "learning_rate: 0.001". Flags on the command line override it."""
     run_dir: Path | None = None
     """Folder for logs and checkpoints. Default: runs/<trainer>__<task>__<seed>."""
     resume: bool = False
