@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,24 @@ def test_the_files_on_the_architecture_page_exist() -> None:
     assert shown == modules - {"__init__", "__pycache__"}
 
 
+def test_the_levels_on_the_architecture_page_are_those_of_the_contract() -> None:
+    text = (ROOT / "docs" / "development" / "architecture.md").read_text()
+    (diagram,) = re.findall(r"^## Packages\n.+?```text\n(.*?)```", text, flags=re.S | re.M)
+    shown: list[set[str]] = []
+    for number, name in re.findall(r"^(\d| )  (\S+?)(?:/|\.py)(?= )", diagram, flags=re.M):
+        if number != " ":
+            shown.append(set())
+        shown[-1].add(name)
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    levels = [{re.sub(r"^\w+_v0$", "*_v0", name) for name in layer.split(" | ")} for layer in contract["layers"]]
+    assert shown == [{"cleanrl_ppo"}, *levels]
+
+
 def test_the_classes_and_functions_on_the_architecture_page_exist() -> None:
     text = (ROOT / "docs" / "development" / "architecture.md").read_text()
     folders = (ROOT / "cleanrl_ppo", ROOT / "envs" / "clustergym")
     source = "\n".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
-    others = {"Auto", "env.step", "nav", "torchrun"} | set(re.findall(r"`(\w+\.(?:py|toml|yml))`", text))
+    others = {"env.step", "nav", "torchrun"} | set(re.findall(r"`(\w+\.(?:py|toml|yml))`", text))
     named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)`", text)) - others
     assert named >= {"Interval", "Planner", "TokenTrace", "train"}
     defined = set(re.findall(r"^ *(?:class|def) (\w+)", source, flags=re.M))
