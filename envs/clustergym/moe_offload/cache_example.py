@@ -56,6 +56,8 @@ class ExpertCache:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("give a trace: python cache_example.py TRACE.npz")
     cache, experts = ExpertCache(Path(__file__).parent), np.load(sys.argv[1])["experts"].astype(int)[:2000]
     n = sum(len(cache.visit(l, e[e >= 0], 1)[0]) for token in experts for l, e in enumerate(token))
     print(f"{n / len(experts):.2f} of {experts[0].size} experts per token had to be waited for")
