@@ -280,10 +280,11 @@ def train(args: Args) -> dict[str, Any]:
             next_value = agent.get_value(next_obs)
         advantages = torch.zeros_like(rewards)
         lastgaelam = torch.zeros(args.num_envs, device=device)
+        nextvalues = torch.cat([values[1:], next_value[None]])
+        deltas = rewards + args.gamma * nextvalues * (1 - dones) - values
+        decays = args.gamma * args.gae_lambda * (1 - dones)
         for t in reversed(range(args.num_steps)):
-            nextvalues = values[t + 1] if t + 1 < args.num_steps else next_value
-            delta = rewards[t] + args.gamma * nextvalues * (1 - dones[t]) - values[t]
-            advantages[t] = lastgaelam = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * lastgaelam
+            advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
         returns = advantages + values
 
         b_obs, b_actions = obs.flatten(0, 1), actions.flatten(0, 1)

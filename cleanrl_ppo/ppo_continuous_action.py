@@ -142,16 +142,16 @@ class Agent(nn.Module):
     def get_value(self, obs: Tensor) -> Tensor:
         return self.critic(obs).squeeze(-1)
 
-    def get_action_and_value(self, obs: Tensor, action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns (actions, their log-probabilities, entropies, values). Samples the actions if none are given."""
-        policy = Normal(self.actor(obs), self.log_std.exp(), validate_args=False)
-        if action is None:
-            action = policy.sample()
-        # Detail 25: the components are independent, so their log-probabilities are added.
-        return action, policy.log_prob(action).sum(-1), policy.entropy().sum(-1), self.get_value(obs)
+    def get_action(self, obs: Tensor, greedy: bool = False) -> Tensor:
+        """Sampled actions, or the most probable ones."""
+        mean = self.actor(obs)
+        return mean if greedy else torch.normal(mean, self.log_std.exp())
 
-    def get_best_action(self, obs: Tensor) -> Tensor:
-        return self.actor(obs)
+    def evaluate_action(self, obs: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (log-probabilities of the actions, entropies, values)."""
+        policy = Normal(self.actor(obs), self.log_std.exp(), validate_args=False)
+        # Detail 25: the components are independent, so their log-probabilities are added.
+        return policy.log_prob(action).sum(-1), policy.entropy().sum(-1), self.get_value(obs)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -165,10 +165,10 @@ def train(args: Args) -> dict[str, Any]:
     agent = Agent(envs, args.hidden).to(device)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    get_action_and_value = agent.get_action_and_value
+    get_action, evaluate_action = agent.get_action, agent.evaluate_action
     if args.compile or args.cudagraphs:
         mode = "reduce-overhead" if args.cudagraphs else None
-        get_action_and_value = torch.compile(get_action_and_value, mode=mode)
+        get_action, evaluate_action = (torch.compile(each, mode=mode) for each in (get_action, evaluate_action))
 
     obs_rms, return_rms = RunningMeanStd(envs.single_observation_space.shape), RunningMeanStd()
     discounted = np.zeros(args.num_envs)
@@ -187,7 +187,7 @@ def train(args: Args) -> dict[str, Any]:
 
     def evaluate_agent() -> list[float]:
         def act(obs: np.ndarray, infos: dict[str, Any]) -> np.ndarray:
-            return clip_action(agent.get_best_action(see(obs)))
+            return clip_action(agent.get_action(see(obs), greedy=True))
 
         return evaluate(partial(make_envs, args.env_id), act, args.eval_episodes, args.seed, run.video_folder())
 
@@ -195,7 +195,7 @@ def train(args: Args) -> dict[str, Any]:
     shape = (args.num_steps, args.num_envs)
     obs = torch.zeros(*shape, *envs.single_observation_space.shape, device=device)
     actions = torch.zeros(*shape, len(agent.log_std), device=device)
-    logprobs, rewards, dones, values = (torch.zeros(shape, device=device) for _ in range(4))
+    rewards, dones = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
 
     next_array, _ = envs.reset(seed=derive_seed(args.seed, run.first_iteration))
     saved = run.load_checkpoint(agent=agent, optimizer=optimizer, obs_rms=obs_rms, return_rms=return_rms, envs=envs)
@@ -214,7 +214,7 @@ def train(args: Args) -> dict[str, Any]:
         for step in range(args.num_steps):
             obs[step] = next_obs
             with torch.no_grad():
-                actions[step], logprobs[step], _, values[step] = get_action_and_value(next_obs)
+                actions[step] = get_action(next_obs)
             next_array, reward, terminations, truncations, infos = envs.step(clip_action(actions[step]))
             obs_rms.update(next_array)
             next_obs = see(next_array)
@@ -240,13 +240,16 @@ def train(args: Args) -> dict[str, Any]:
 
         # Detail 5: generalised advantage estimation.
         with torch.no_grad():
+            # In one pass for all steps, because the environments only needed the actions.
+            logprobs, _, values = agent.evaluate_action(obs, actions)
             next_value = agent.get_value(next_obs)
         advantages = torch.zeros_like(rewards)
         lastgaelam = torch.zeros(args.num_envs, device=device)
+        nextvalues = torch.cat([values[1:], next_value[None]])
+        deltas = rewards + args.gamma * nextvalues * (1 - dones) - values
+        decays = args.gamma * args.gae_lambda * (1 - dones)
         for t in reversed(range(args.num_steps)):
-            nextvalues = values[t + 1] if t + 1 < args.num_steps else next_value
-            delta = rewards[t] + args.gamma * nextvalues * (1 - dones[t]) - values[t]
-            advantages[t] = lastgaelam = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * lastgaelam
+            advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
         returns = advantages + values
 
         b_obs, b_actions = obs.flatten(0, 1), actions.flatten(0, 1)
@@ -259,7 +262,7 @@ def train(args: Args) -> dict[str, Any]:
             b_inds = torch.randperm(batch_size, device=device)
             for start in range(0, batch_size, minibatch_size):
                 mb_inds = b_inds[start : start + minibatch_size]
-                _, newlogprob, entropy, newvalue = get_action_and_value(b_obs[mb_inds], b_actions[mb_inds])
+                newlogprob, entropy, newvalue = evaluate_action(b_obs[mb_inds], b_actions[mb_inds])
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
 

@@ -282,10 +282,11 @@ def train(args: Args) -> dict[str, Any]:
             next_value = agent.get_value(see(next_array))
         advantages = torch.zeros_like(rewards)
         lastgaelam = torch.zeros(args.num_envs, device=device)
+        nextvalues = torch.cat([values[1:], next_value[None]])
+        deltas = rewards + args.gamma * nextvalues * (1 - dones) - values
+        decays = args.gamma * args.gae_lambda * (1 - dones)
         for t in reversed(range(args.num_steps)):
-            nextvalues = values[t + 1] if t + 1 < args.num_steps else next_value
-            delta = rewards[t] + args.gamma * nextvalues * (1 - dones[t]) - values[t]
-            advantages[t] = lastgaelam = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * lastgaelam
+            advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
         returns = advantages + values
         if args.copies > 1:
             # Only the difference to the other decisions on the same pod counts.

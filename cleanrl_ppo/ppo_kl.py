@@ -25,7 +25,6 @@ import gymnasium as gym
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
 
 # Importing clustergym registers its environments.
 from clustergym.training.args import RunArgs, main, parse_args
@@ -121,24 +120,23 @@ class Agent(nn.Module):
     def get_value(self, obs: Tensor) -> Tensor:
         return self.critic(obs).squeeze(-1)
 
-    def get_policy(self, obs: Tensor, mask: Tensor) -> list[Categorical]:
-        """One distribution per component. Invalid actions get the logit −1e8: probability 0 and no gradient."""
+    def get_policy(self, obs: Tensor, mask: Tensor) -> list[Tensor]:
+        """Log-probabilities of the actions of each component. Invalid ones get the logit −1e8: probability 0."""
         logits = torch.where(mask, self.actor(obs), -1e8)
-        return [Categorical(logits=part, validate_args=False) for part in logits.split(self.nvec, -1)]
+        return [part.log_softmax(-1) for part in logits.split(self.nvec, -1)]
 
-    def get_action_and_value(
-        self, obs: Tensor, mask: Tensor, action: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns (actions, their log-probabilities, entropies, values). Samples the actions if none are given."""
+    def get_action(self, obs: Tensor, mask: Tensor, greedy: bool = False) -> Tensor:
+        """Sampled actions, or the most probable ones."""
         policy = self.get_policy(obs, mask)
-        parts = [each.sample() for each in policy] if action is None else action.view(len(obs), -1).unbind(-1)
-        logprob = sum(each.log_prob(part) for each, part in zip(policy, parts, strict=True))
-        entropy = sum(each.entropy() for each in policy)
-        return torch.stack(list(parts), -1).view(-1, *self.action_shape), logprob, entropy, self.get_value(obs)
+        parts = [each.argmax(-1, keepdim=True) if greedy else each.exp().multinomial(1) for each in policy]
+        return torch.cat(parts, -1).view(-1, *self.action_shape)
 
-    def get_best_action(self, obs: Tensor, mask: Tensor) -> Tensor:
-        parts = [each.logits.argmax(-1) for each in self.get_policy(obs, mask)]
-        return torch.stack(parts, -1).view(-1, *self.action_shape)
+    def evaluate_action(self, obs: Tensor, mask: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (log-probabilities of the actions, entropies, values)."""
+        policy, parts = self.get_policy(obs, mask), action.view(*obs.shape[:-1], -1).split(1, -1)
+        logprobs = [each.gather(-1, part) for each, part in zip(policy, parts, strict=True)]
+        entropies = [-each.exp() * each for each in policy]
+        return torch.cat(logprobs, -1).sum(-1), torch.cat(entropies, -1).sum(-1), self.get_value(obs)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -152,10 +150,10 @@ def train(args: Args) -> dict[str, Any]:
     agent = Agent(envs, args.hidden).to(device)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    get_action_and_value = agent.get_action_and_value
+    get_action, evaluate_action = agent.get_action, agent.evaluate_action
     if args.compile or args.cudagraphs:
         mode = "reduce-overhead" if args.cudagraphs else None
-        get_action_and_value = torch.compile(get_action_and_value, mode=mode)
+        get_action, evaluate_action = (torch.compile(each, mode=mode) for each in (get_action, evaluate_action))
 
     def tensors(obs: np.ndarray, infos: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Observations and masks of valid actions, on the device."""
@@ -164,7 +162,7 @@ def train(args: Args) -> dict[str, Any]:
 
     def evaluate_agent() -> list[float]:
         def act(obs: np.ndarray, infos: dict[str, Any]) -> np.ndarray:
-            return agent.get_best_action(*tensors(obs, infos)).cpu().numpy()
+            return agent.get_action(*tensors(obs, infos), greedy=True).cpu().numpy()
 
         return evaluate(partial(make_envs, args.env_id), act, args.eval_episodes, args.seed, run.video_folder())
 
@@ -173,7 +171,7 @@ def train(args: Args) -> dict[str, Any]:
     obs = torch.zeros(*shape, *envs.single_observation_space.shape, device=device)
     masks = torch.ones(*shape, sum(agent.nvec), dtype=torch.bool, device=device)
     actions = torch.zeros(*shape, *agent.action_shape, dtype=torch.int64, device=device)
-    logprobs, rewards, dones, values = (torch.zeros(shape, device=device) for _ in range(4))
+    rewards, dones = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
 
     next_obs, next_mask = tensors(*envs.reset(seed=derive_seed(args.seed, run.first_iteration)))
     saved = run.load_checkpoint(agent=agent, optimizer=optimizer, envs=envs)
@@ -190,7 +188,7 @@ def train(args: Args) -> dict[str, Any]:
         for step in range(args.num_steps):
             obs[step], masks[step] = next_obs, next_mask
             with torch.no_grad():
-                actions[step], logprobs[step], _, values[step] = get_action_and_value(next_obs, next_mask)
+                actions[step] = get_action(next_obs, next_mask)
             next_array, reward, terminations, truncations, infos = envs.step(actions[step].cpu().numpy())
             next_obs, next_mask = tensors(next_array, infos)
             rewards[step] = torch.as_tensor(reward)
@@ -208,14 +206,17 @@ def train(args: Args) -> dict[str, Any]:
 
         # Detail 5: generalised advantage estimation.
         with torch.no_grad():
+            # In one pass for all steps, because the environments only needed the actions.
+            logprobs, _, values = agent.evaluate_action(obs, masks, actions)
             next_value = agent.get_value(next_obs)
-        advantages, td_targets = torch.zeros_like(rewards), torch.zeros_like(rewards)
+        advantages = torch.zeros_like(rewards)
         lastgaelam = torch.zeros(args.num_envs, device=device)
+        nextvalues = torch.cat([values[1:], next_value[None]])
+        td_targets = rewards + args.gamma * nextvalues * (1 - dones)
+        deltas = td_targets - values
+        decays = args.gamma * args.gae_lambda * (1 - dones)
         for t in reversed(range(args.num_steps)):
-            nextvalues = values[t + 1] if t + 1 < args.num_steps else next_value
-            td_targets[t] = rewards[t] + args.gamma * nextvalues * (1 - dones[t])
-            delta = td_targets[t] - values[t]
-            advantages[t] = lastgaelam = delta + args.gamma * args.gae_lambda * (1 - dones[t]) * lastgaelam
+            advantages[t] = lastgaelam = deltas[t] + decays[t] * lastgaelam
 
         b_obs, b_masks, b_actions = obs.flatten(0, 1), masks.flatten(0, 1), actions.flatten(0, 1)
         b_logprobs, b_values = logprobs.flatten(), values.flatten()
@@ -227,9 +228,7 @@ def train(args: Args) -> dict[str, Any]:
             b_inds = torch.randperm(batch_size, device=device)
             for start in range(0, batch_size, minibatch_size):
                 mb_inds = b_inds[start : start + minibatch_size]
-                _, newlogprob, entropy, newvalue = get_action_and_value(
-                    b_obs[mb_inds], b_masks[mb_inds], b_actions[mb_inds]
-                )
+                newlogprob, entropy, newvalue = evaluate_action(b_obs[mb_inds], b_masks[mb_inds], b_actions[mb_inds])
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
 
@@ -263,7 +262,7 @@ def train(args: Args) -> dict[str, Any]:
 
         # KL(old ‖ new) of the whole batch after the update. The estimates above are from before each step.
         with torch.no_grad():
-            logratio = get_action_and_value(b_obs, b_masks, b_actions)[1] - b_logprobs
+            logratio = evaluate_action(b_obs, b_masks, b_actions)[0] - b_logprobs
             kl = float(((logratio.exp() - 1) - logratio).mean())
         if kl > 1.5 * args.kl_target:
             kl_coef *= 2

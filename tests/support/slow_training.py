@@ -103,6 +103,10 @@ def record(trainer: ModuleType, args: Any, monkeypatch: pytest.MonkeyPatch, make
                 found.actions.append(sampled[0] if len(out) == 5 else sampled.clone())
             return out
 
+        def get_action(self, *given: Any, **named: Any) -> Any:
+            found.actions.append(super().get_action(*given, **named))
+            return found.actions[-1]
+
     def watched_envs(*given: Any, **named: Any) -> Any:
         envs = make_envs(*given, **named)
         reset, step = envs.reset, envs.step

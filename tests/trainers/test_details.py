@@ -82,11 +82,12 @@ def test_valid_actions_are_sampled_with_their_probabilities(name: str) -> None:
         bias.copy_(torch.tensor([0.0, 1.0, 2.0, 9.0]))
     mask = torch.tensor([True, True, True, False]).expand(n, 4)
 
-    def ask(agent: Any, n: int, mask: torch.Tensor, **given: Any) -> Any:
+    def ask(agent: Any, n: int, mask: torch.Tensor) -> Any:
         if name != "ppo_lstm":
-            return agent.get_action_and_value(torch.zeros(n, 3), mask, **given)
+            actions = agent.get_action(torch.zeros(n, 3), mask)
+            return actions, *agent.evaluate_action(torch.zeros(n, 3), mask, actions)
         starts, state = torch.ones(1, n, dtype=torch.bool), agent.initial_state(n)
-        out = agent.get_action_and_value(torch.zeros(1, n, 3), mask[None], starts, state, **given)
+        out = agent.get_action_and_value(torch.zeros(1, n, 3), mask[None], starts, state)
         return [each[0] for each in out]
 
     actions, _, entropies, *_ = ask(agent, n, mask)
@@ -110,7 +111,7 @@ def test_continuous_actions_are_independent_samples_around_the_mean() -> None:
     with torch.no_grad():
         agent.actor[-1].bias.copy_(torch.tensor([3.0, -1.0]))
         agent.log_std.copy_(torch.tensor([0.5, 2.0]).log())
-        noise = agent.get_action_and_value(torch.zeros(4000, 3))[0] - torch.tensor([3.0, -1.0])
+        noise = agent.get_action(torch.zeros(4000, 3)) - torch.tensor([3.0, -1.0])
     noise /= torch.tensor([0.5, 2.0])
     assert (noise.mean(0).abs() < 5 / 4000**0.5).all()
     assert ((noise**2).mean(0) - 1).abs().max() < 5 * (2 / 4000) ** 0.5
