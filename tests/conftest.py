@@ -14,8 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / folder) for folder in ("tests/support", "benchmarks", "traces")]
 sys.path += [str(ROOT / "benchmarks" / folder) for folder in ("agent", "allocation", "calibration", "placement")]
-# Until no test imports a test any more.
-sys.path += [str(ROOT / "tests" / folder) for folder in ("trainers", "planners", "project", "benchmarks", "agent")]
 
 
 @pytest.fixture

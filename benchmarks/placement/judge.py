@@ -1,4 +1,4 @@
-"""Planners under the judge of tests/benchmarks/test_judge.py with the same time: some layers, several splits.
+"""Planners under the judge of tests/support/independent_judge.py with the same time: some layers, several splits.
 
     python benchmarks/placement/judge.py                                   # greedy and annealing; six minutes
     python benchmarks/placement/judge.py --models gpt-oss-20b --phases decode --layers 8
@@ -28,8 +28,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
-import test_judge as judge  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+import independent_judge as judge  # noqa: E402
 
 SIZES = {"deepseek-v2-lite": (2048, 5), "gpt-oss-20b": (2880, 3)}
 """Hidden size and slots per GPU"""

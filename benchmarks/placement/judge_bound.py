@@ -1,4 +1,4 @@
-"""Decode plans under the judge of tests/benchmarks/test_judge.py: the default plan and direct searches.
+"""Decode plans under the judge of tests/support/independent_judge.py: the default plan and direct searches.
 
     python benchmarks/placement/judge_bound.py                 # DeepSeek-V2-Lite, 4 layers; six minutes of one core
     python benchmarks/placement/judge_bound.py --layers 8 --seen-passes 96 --planners greedy anneal
@@ -33,8 +33,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from public_data import data_files
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
-import test_judge as judge  # noqa: E402
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+import independent_judge as judge  # noqa: E402
 
 GPUS, PER_NODE = judge.GPUS, judge.PER_NODE
 INTRA, INTER = judge.INTRA_GB_S, judge.INTER_GB_S

@@ -109,7 +109,7 @@ NVML_PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 from clustergym.agent.collector.usage import Nvml
-from test_collector import managed
+from collector_pods import managed
 
 async def main():
     source = Nvml(Path(sys.argv[1]))

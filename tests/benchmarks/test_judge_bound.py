@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-import test_judge as judge
 
+import independent_judge as judge
 import judge_bound
 from clustergym.traces import SyntheticConfig, TokenTrace, synthetic_trace
 

@@ -13,9 +13,7 @@ import pytest
 import tyro
 
 from clustergym.cli import COMMANDS, module_of
-from clustergym.training.args import parse_args
-from doc_commands import ROOT, commands, words_of
-from trainers import load_trainer
+from doc_commands import ROOT, check_script, commands, words_of
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINES = [(page.relative_to(ROOT).as_posix(), line) for page in PAGES for line in commands(page)]
@@ -35,25 +33,6 @@ def check_clustergym(words: list[str]) -> None:
         return
     command = import_module(f"clustergym.cli.{module_of(words)}").Command
     tyro.cli(command, args=words[1:], prog="clustergym")
-
-
-def check_script(words: list[str], folder: Path) -> None:
-    """A trainer must parse its flags. The flags of other scripts must be in their source."""
-    script, flags = ROOT / words[0], words[1:]
-    assert script.is_file(), words[0]
-    if script.parent.name == "cleanrl_ppo":
-        (folder / "ppo.yaml").write_text("seed: 1\n")
-        module = load_trainer(script.stem)
-        presets, ranges = {"seed": getattr(module, "SEED_PRESET", {})}, getattr(module, "RANGES", None)
-        parse_args(module.Args, argv=flags, presets=presets, ranges=ranges)
-        return
-    source = script.read_text()
-    for import_ in re.findall(r"^from (\w+) import", source, flags=re.M):
-        if (script.parent / f"{import_}.py").is_file():
-            source += (script.parent / f"{import_}.py").read_text()
-    for flag in (word.partition("=")[0] for word in flags if word.startswith("--")):
-        name = flag.removeprefix("--").removeprefix("no-")
-        assert name in source or name.replace("-", "_") in source, f"{words[0]} has no {flag}"
 
 
 def check_make(words: list[str]) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from test_docs_commands import check_script
 
 from clustergym.agent.metrics import TEXTS
 from clustergym.cli import COMMANDS
@@ -22,6 +21,7 @@ from clustergym.gpu_allocation.environment import EPISODE_INFO, INFO
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.moe_placement.environment import STEP_INFO
 from clustergym.planners.registry import PLANNERS
+from doc_commands import check_script
 
 ROOT = Path(__file__).parents[2]
 

@@ -284,6 +284,8 @@ def test_processes_are_used_on_demand_and_learn_the_same(tmp_path: Path, monkeyp
 
         def make(*given: Any, plain: Any = plain, name: str = name, **named: Any) -> Any:
             used.append(name)
+            # torchrl, which other tests import, makes "spawn" the default, and a test module cannot be imported again.
+            named |= {"context": "fork"} if name == "AsyncVectorEnv" else {}
             return plain(*given, **named)
 
         monkeypatch.setattr(gym.vector, name, make)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -47,14 +48,28 @@ def running_agent(store: Path, port: int, shadow: bool) -> Iterator[subprocess.P
         process.wait()
 
 
-def wait_until_ready(client: httpx.Client, process: subprocess.Popen[bytes], store: Path) -> None:
-    while True:
+def wait_until_ready(
+    client: httpx.Client, process: subprocess.Popen[bytes], store: Path, stop: threading.Event
+) -> None:
+    while not stop.wait(0.1):
         with contextlib.suppress(httpx.HTTPError):
             client.get("/healthz")
             return
         if process.poll() is not None:
             raise ValueError(f"the agent did not start: {(store / 'agent.log').read_text()[-500:]}")
-        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set. An exception instead could leave the agent behind while it is started."""
+    stop = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def run(store: Path, port: int, pods: int, pods_per_s: float, shadow: bool, console: Console) -> None:
@@ -63,21 +78,25 @@ def run(store: Path, port: int, pods: int, pods_per_s: float, shadow: bool, cons
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    # SIGTERM, as from a service manager, ends the agent like Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with (
-        contextlib.suppress(KeyboardInterrupt),
+        stop_signals() as stop,
         running_agent(store, port, shadow) as process,
         httpx.Client(base_url=url, trust_env=False) as client,
     ):
-        wait_until_ready(client, process, store)
+        wait_until_ready(client, process, store, stop)
         console.print(f"status page: {url}/ui   metrics: {url}/metrics   Ctrl-C ends it")
         node, begin = SimulatedNode(1, 10**8, "quickstart"), time.monotonic()
         for i in range(pods) if pods else count():
-            time.sleep(max(0.0, begin + i / pods_per_s - time.monotonic()))
-            granted = client.post("/allocate", json=node.request()).raise_for_status().json()
-            outcome, _ = node.apply(granted["cores"], granted["memory"])
-            feedback = outcome | {"allocation_id": granted["allocation_id"]}
-            client.post("/feedback", json=feedback).raise_for_status()
+            if stop.wait(max(0.0, begin + i / pods_per_s - time.monotonic())):
+                return
+            try:
+                granted = client.post("/allocate", json=node.request()).raise_for_status().json()
+                outcome, _ = node.apply(granted["cores"], granted["memory"])
+                feedback = outcome | {"allocation_id": granted["allocation_id"]}
+                client.post("/feedback", json=feedback).raise_for_status()
+            except httpx.HTTPError:
+                if stop.is_set():  # Ctrl-C in a terminal ends the agent, too
+                    return
+                raise
             if i % 200 == 199:
                 console.print(f"{i + 1} pods, policy version {granted['policy_version']}")
