@@ -307,7 +307,7 @@ def run_curve(args: Curve, console: Console, line: str) -> None:
     if not about["env_id"].startswith("MoEOffload"):
         raise ValueError(f"{args.run} was trained in {about['env_id']}: expected an offloading task")
     path = args.output or args.run / "curve.png"
-    prepare_files(path)
+    prepare_outputs(None, path)
     options = {key: value for key, value in about["env_args"].items() if key in OffloadConfig.__dataclass_fields__}
     trace = load_once(options.get("trace", DEFAULT_TRACE))
     source = trace if options.get("fit_on") is None else load_once(options["fit_on"])
