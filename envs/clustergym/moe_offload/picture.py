@@ -73,7 +73,7 @@ def plot_curve(
         left.annotate(f"{name}  {stall:.2f}", (1, stall), (4, 0), xycoords=("axes fraction", "data"),
                       textcoords="offset points", va="center", fontsize=8)  # fmt: skip
     left.plot(steps, stall_ms, color=_COLOURS["trained"], marker="o", ms=4, label="trained policy")
-    left.set(xlabel="training steps", ylabel="stall, ms per token", title="the episodes of the trainer's evaluations")
+    left.set(xlabel="training steps", ylabel="stall, ms per token", title="episodes of the evaluations while training")
     left.set_ylim(0, 1.08 * max(*stall_ms, *levels.values()))
     left.legend(loc="lower left")
     ordered = sorted(rows, key=lambda row: -row.stall_ms_per_token)
