@@ -399,7 +399,7 @@ def test_features_have_names_and_bounds() -> None:
     assert obs["experts"].shape[1] == len(EXPERT_FEATURES)
     while not done:
         obs, _, done, _, _ = env.step(legal_pair(obs["action_mask"], rng))
-        assert max(np.abs(array).max() for array in obs.values()) < 10
+        assert max(np.abs(array).max(initial=0) for array in obs.values()) < 10
 
 
 @pytest.mark.parametrize(
