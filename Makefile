@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-TRAIN_FLAGS ?= --env-id MoEPlacement-v0 --total-timesteps 160000 --eval-interval 5
+TRAIN_RUN ?= runs/train
+TRAIN_FLAGS ?= --total-timesteps 650000 --eval-interval 6 --eval-episodes 16
+CURVE_FLAGS ?=
 DEMO_FLAGS ?= -o demo.html
 
 .PHONY: train test test-all demo lint docs install clean
 
-train: $(VENV)/.trainable  ## train two agents that place experts on the bundled trace
-	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py $(TRAIN_FLAGS)
+train: $(VENV)/.trainable  ## train two agents that keep the right experts on a GPU; table and picture on test sequences
+	$(BIN)/python cleanrl_ppo/ppo_moe_marl.py --run-dir $(TRAIN_RUN) $(TRAIN_FLAGS)
+	$(BIN)/clustergym offload curve $(TRAIN_RUN) $(CURVE_FLAGS)
 
 test: install  ## linters, types, and the tests of all behaviour on small cases
 	$(BIN)/ruff check .

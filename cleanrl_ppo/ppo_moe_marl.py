@@ -1,8 +1,8 @@
 """Multi-agent PPO for the two MoE tasks: an expert actor, a GPU actor and one centralised critic.
 
-    python cleanrl_ppo/ppo_moe_marl.py                                          # MoEPlacement-v0, the bundled trace
-    python cleanrl_ppo/ppo_moe_marl.py --env-id MoEOffload-v0 --trace mine.npz  # another task, another trace
-    python cleanrl_ppo/ppo_moe_marl.py --env-args cluster=h800-2x8 --resume     # an option; continue after a crash
+    python cleanrl_ppo/ppo_moe_marl.py                                          # MoEOffload-v0, the bundled trace
+    python cleanrl_ppo/ppo_moe_marl.py --env-id MoEPlacement-v0 --num-envs 16   # another task
+    python cleanrl_ppo/ppo_moe_marl.py --env-args link=pcie4 --resume           # an option; continue after a crash
     torchrun --nproc-per-node 2 cleanrl_ppo/ppo_moe_marl.py                     # two processes, averaged gradients
 
 In each step the expert actor picks a row of a table of experts. The GPU actor sees the picked row and picks one of 3·G
@@ -44,7 +44,7 @@ from clustergym.training.runs import Run
 
 @dataclass
 class Args(RunArgs):
-    env_id: str = "MoEPlacement-v0"
+    env_id: str = "MoEOffload-v0"
     """Gymnasium id of an MoE task. "module:Id-v0" imports the module first."""
     trace: str | None = None
     """Token trace: a file, or the name of a bundled trace. Default: that of the environment."""
@@ -62,13 +62,13 @@ class Args(RunArgs):
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
-    num_envs: int = 16
+    num_envs: int = 64
     """Number of parallel environments per process."""
     num_steps: int = 256
     """Number of steps per environment between updates."""
     num_minibatches: int = 16
     """Number of minibatches per epoch."""
-    update_epochs: int = 2
+    update_epochs: int = 1
     """Number of epochs per update."""
     gamma: float = 0.98
     """Discount factor per unit of elapsed time."""
@@ -135,20 +135,27 @@ def of_row(table: Tensor, row: Tensor) -> Tensor:
 
 
 class GraphEncoder(nn.Module):
-    """Embeds the nodes of a weighted graph: a linear layer, then one round of messages between neighbours."""
+    """Embeds the nodes of a weighted graph: a linear layer, then one round of messages between neighbours.
 
-    def __init__(self, features: int, context: int, hidden: int) -> None:
+    A graph without edges is given as an array of size 0. Then the second layer sees each node alone.
+    """
+
+    def __init__(self, features: int, context: int, edges: int, hidden: int) -> None:
         super().__init__()
         self.own = layer_init(nn.Linear(features, hidden))
         self.context = layer_init(nn.Linear(context, hidden, bias=False))
-        self.messages = DenseGraphConv(hidden, hidden, aggr="mean")
-        layer_init(self.messages.lin_rel, std=1.0)
-        layer_init(self.messages.lin_root)
+        self.messages: nn.Module
+        if edges:
+            self.messages = DenseGraphConv(hidden, hidden, aggr="mean")
+            layer_init(self.messages.lin_rel, std=1.0)
+            layer_init(self.messages.lin_root)
+        else:
+            self.messages = layer_init(nn.Linear(hidden, hidden))
 
     def forward(self, nodes: Tensor, graph: Tensor, context: Tensor) -> Tensor:
         """Nodes (B, N, features), weights (B, N, N), context (B, C) → (B, N, hidden), before the activation."""
         nodes = torch.relu(self.own(nodes) + self.context(context)[:, None])
-        return self.messages(nodes, graph)
+        return self.messages(nodes, graph) if graph.numel() else self.messages(nodes)
 
 
 class Agent(nn.Module):
@@ -164,13 +171,15 @@ class Agent(nn.Module):
 
     def __init__(self, space: gym.spaces.Dict, hidden: int) -> None:
         super().__init__()
-        experts, gpus, pairs, context = (space[key].shape[-1] for key in ("experts", "gpus", "pairs", "context"))
+        experts, gpus, pairs, context, edges = (
+            space[key].shape[-1] for key in ("experts", "gpus", "pairs", "context", "expert_graph")
+        )
         # The expert actor: graph encoder and decoder.
-        self.experts = GraphEncoder(experts, context, hidden)
+        self.experts = GraphEncoder(experts, context, edges, hidden)
         score = layer_init(nn.Linear(hidden, 1, bias=False), std=0.01)
         self.expert_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, hidden)), nn.ReLU(), score)
         # The GPU actor: graph encoder of the 3·G nodes, decoder of a node, and decoder of a pair for each operation.
-        self.gpus = GraphEncoder(gpus, context, hidden)
+        self.gpus = GraphEncoder(gpus, context, gpus, hidden)
         self.node_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 1, bias=False), std=0.01))
         self.pairs = layer_init(nn.Linear(pairs, hidden, bias=False), std=1.0) if pairs else None
         self.pair_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 3), std=0.01))

@@ -118,7 +118,7 @@ def check_observation(task: Any, s: Any, reference: Reference, o: Any, mode: str
                 elif lag == layers:
                     assert key[0] == past[0]
                     graph[r, i] = graph[i, r] = task.chance[6, past[0], past[1], key[1]]
-    assert o.expert_graph[0] == pytest.approx(graph)
+    assert o.expert_graph[0] == pytest.approx(graph if task.context_rows else np.zeros((0, 0)))
     ready, load = reference.now + reference.stalls[-1], task.load_ms
     for node in range(3 * task.gpus):
         kind, g = divmod(node, task.gpus)

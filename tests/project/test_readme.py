@@ -29,8 +29,8 @@ README = ROOT / "README.md"
 DATA = ROOT / "docs" / "results" / "data"
 SMALL = ["--tokens-per-rank", "8", "--passes", "1"]
 SHORT_TRAINING = (
-    "--total-timesteps 64 --num-envs 8 --num-steps 8 --num-minibatches 2 --eval-episodes 2 "
-    "--env-args cluster=h800-2x4 tokens_per_rank=8 ops_per_layer=2"
+    "--total-timesteps 128 --num-envs 8 --num-steps 8 --num-minibatches 2 --eval-interval 1 --eval-episodes 2 "
+    "--env-args max_tokens=4"
 )
 QUICK: dict[str, list[str]] = {
     "clustergym trace info tiny_moe": [],
@@ -110,10 +110,14 @@ def test_pip_resolves_the_extras() -> None:
 
 @installed
 def test_make_train(folder: Path) -> None:
-    """``make train`` with a short training ends in an evaluation and an exported policy."""
-    output = run(f"make -C {ROOT} train TRAIN_FLAGS='{SHORT_TRAINING} --run-dir {folder / 'train'}'", folder)
+    """``make train`` with a short training ends in an exported policy, a table of rules, and the learning curve."""
+    short = "--policy lru decayed-lfu belady --evaluations 1 --tune-tokens 300"
+    flags = f"TRAIN_RUN={folder / 'train'} TRAIN_FLAGS='{SHORT_TRAINING}' CURVE_FLAGS='{short}'"
+    output = run(f"make -C {ROOT} train {flags}", folder)
     assert '"mean_return"' in output
+    assert all(name in output for name in ("lru", "decayed-lfu", "belady", "trained"))
     assert (folder / "train" / "policy.onnx").stat().st_size > 10_000
+    assert (folder / "train" / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_make_test_runs_all_linters_and_the_suite() -> None:

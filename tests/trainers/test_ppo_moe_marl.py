@@ -15,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from clustergym.cli import main as cli_main
+from clustergym.cli import offload
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint
 from clustergym.training.args import FlagError
 from clustergym.training.distributed import World
@@ -482,3 +484,22 @@ def test_a_file_that_is_no_policy_is_refused(tmp_path: Path) -> None:
     (tmp_path / "policy.onnx").write_bytes(b"not a program")
     with pytest.raises(CheckpointError, match="is not a policy"):
         Policy(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_learning_curve_is_that_of_the_evaluated_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last point of ``offload curve`` is the stall of the exported policy on the evaluated episodes."""
+    options = ("max_tokens=4", "slots=0.5")
+    changes = {"env_id": "MoEOffload-v0", "env_args": options, "save_model": True, "eval_episodes": 5}
+    marl.train(small(tmp_path, **changes))
+    played: list[Any] = []
+    drawn: list[Any] = []
+    play = offload.play_policy
+    monkeypatch.setattr(offload, "play_policy", lambda *a: played.append(play(*a)) or played[-1])
+    monkeypatch.setattr(offload, "plot_curve", lambda *a: drawn.append(a))
+    assert cli_main(["offload", "curve", str(tmp_path), "--policy", "lru", "--tune-tokens", "200"]) == 0
+    steps, stall, levels, *_ = drawn[0]
+    _, _, episodes = offload.evaluations_of(tmp_path, Policy(tmp_path).about)
+    assert len(steps) == len(stall)
+    assert stall[-1] == pytest.approx(played[0].stall_ms[episodes].sum() / (4 * len(episodes)), rel=1e-5)
+    assert list(levels) == ["lru"]

@@ -27,7 +27,7 @@ from clustergym.cli.common import prepare_files, prepare_outputs
 from clustergym.common.files import write_atomically
 from clustergym.moe_offload.evaluation import Row, compare, make_environment, play, policy_names
 from clustergym.moe_offload.export import export_cache
-from clustergym.moe_offload.picture import plot_rows
+from clustergym.moe_offload.picture import plot_curve, plot_rows
 from clustergym.moe_offload.predictor import Predictor, fit_predictor, recall
 from clustergym.moe_offload.rules import Outcome, Workload, tune_all
 from clustergym.moe_offload.scores import scores_of
@@ -106,6 +106,29 @@ class Eval:
     """Write the rows to this JSON file."""
     plot: Path | None = None
     """Write a picture of tokens per second over memory to this file (.png, .svg or .pdf)."""
+
+
+@dataclass
+class Curve:
+    """Show what a training run has learned: stall over its steps beside the rules, and a table on all test sequences.
+
+    Example: clustergym offload curve runs/ppo_moe_marl__MoEOffload-v0__1
+    """
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
+    """Run folder of ppo_moe_marl.py, trained with --eval-interval in an offloading task."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Picture to write. Default: curve.png in the run folder."""
+    policy: list[str] = field(default_factory=lambda: ["rules", "bounds"])
+    """What to compare with: rules, control, bounds, names of rules, or other run folders."""
+    predictor: Path | None = None
+    """Folder of a fitted predictor, for the control and for policies that read its columns."""
+    tune_tokens: int = 8000
+    """Tokens to tune on."""
+    evaluations: int = 20
+    """Trials per parameter of the search that tunes a rule."""
+    num_envs: int = 64
+    """Environments in which trained policies are played."""
 
 
 @dataclass
@@ -276,6 +299,74 @@ def run_eval(args: Eval, console: Console, line: str) -> None:
         console.print(escape(f"rows: {args.json}"))
 
 
+def run_curve(args: Curve, console: Console, line: str) -> None:
+    predictor = None if args.predictor is None else Predictor.load(args.predictor)
+    names, runs = policy_names(args.policy, predictor is not None)
+    policies = {name: read_policy(name) for name in (str(args.run), *runs)}
+    about = policies[str(args.run)].about
+    if not about["env_id"].startswith("MoEOffload"):
+        raise ValueError(f"{args.run} was trained in {about['env_id']}: expected an offloading task")
+    path = args.output or args.run / "curve.png"
+    prepare_outputs(None, path)
+    options = {key: value for key, value in about["env_args"].items() if key in OffloadConfig.__dataclass_fields__}
+    trace = load_once(options.get("trace", DEFAULT_TRACE))
+    source = trace if options.get("fit_on") is None else load_once(options["fit_on"])
+    tables, parts = Tables.count(split_sequences(source)["fit"]), split_sequences(trace)
+    config = OffloadConfig(**options | {"trace": parts["test"], "split": "all", "fit_on": source, "predictor": None})
+    tuning = first_tokens(parts["train"], args.tune_tokens)
+    with bar(console) as progress:
+        bars = progress.add_task("", total=len(names) + len(policies), note="")
+        train = Workload(build_task(replace(config, trace=tuning), tables), tuning, tables, predictor, reuse=True)
+        test = Workload(build_task(config, tables), parts["test"], tables, predictor)
+        tuned = tune_all(train, names, args.evaluations, 0, stepper(progress, bars, config.slots))
+        trained: dict[str, Outcome] = {}
+        for name, policy in policies.items():
+            progress.update(bars, description=f"play {Path(name).name[:20]}", advance=1)
+            trained[name] = play_policy(policy, config, args.predictor, test, args.num_envs, progress, bars)
+    rows = compare(test, tuned, config.slots, trained)
+    steps, returns, episodes = evaluations_of(args.run, about)
+    tokens = test.lengths[episodes].sum()
+    stall = [-value * len(episodes) * test.task.load_ms / tokens for value in returns]
+    shown = shown_levels(rows)
+    levels = {
+        name: float(outcome.stall_ms[episodes].sum() / tokens)
+        for name, outcome in zip(shown, test.run_all([tuned[name] for name in shown]), strict=True)
+    }
+    part, megabytes = parts["test"], config.megabytes(trace)
+    cells = part.n_layers * part.n_experts
+    console.print(results_table(rows, config.slots, cells, megabytes))
+    title = f"{about['env_id']} on {trace.name}: {part.n_sequences} test sequences, {part.n_tokens} tokens"
+    plot_curve(steps, stall, levels, rows, title, path)
+    console.print(escape(f"plot: {path}"))
+
+
+def shown_levels(rows: list[Row]) -> list[str]:
+    """Rules and bounds that the learning curve is compared with: what engines have, the best ones, and Belady."""
+    names = {"lru", "decayed-lfu", "belady"} & {row.policy for row in rows}
+    for kind in ("rule", "control"):
+        names |= {min(each, key=lambda row: row.stall_ms_per_token).policy
+                  for each in [[row for row in rows if row.kind == kind]] if each}  # fmt: skip
+    return sorted(names)
+
+
+def evaluations_of(run: Path, about: dict[str, Any]) -> tuple[list[int], list[float], Any]:
+    """Steps and mean returns of a run's evaluations, and the test episodes that they were played on."""
+    from clustergym.moe_offload.kernels.state import GROUP
+    from clustergym.training.envs import evaluation_seed
+    from clustergym.training.logs import read_scalars
+
+    trained = json.loads((run / "model.json").read_text())["args"]
+    if trained["eval_args"] != ["split=test"] or not trained["eval_episodes"]:
+        raise ValueError(f"{run} was evaluated with {trained['eval_args']}: expected --eval-args split=test")
+    steps, returns = read_scalars(run, "eval/mean_return")
+    options = about["env_args"] | {"split": "test"}
+    for key in ("autoreset_mode", "num_envs", "render_mode"):
+        options.pop(key, None)
+    env = make_environment(about["env_id"], trained["eval_episodes"], **options)
+    env.reset(seed=evaluation_seed(trained["seed"]))
+    return steps, returns, env.unwrapped.batch.state.clock[:, GROUP].copy()  # type: ignore[attr-defined]
+
+
 def stepper(progress: Progress, task: TaskID, slots: float) -> Callable[[str, int, int], None]:
     def step(name: str, done: int, total: int) -> None:
         progress.update(task, description=f"{slots:.1%} {name}", advance=1)
@@ -300,10 +391,10 @@ def play_policy(
     options = dict(policy.about.get("env_args", {}))
     if options.get("predictor") and predictor is None:
         raise ValueError(f"{policy.path} reads the columns of a predictor: give --predictor")
-    for key in ("trace", "split", "fit_on", "slots", "per_layer", "gpus", "batch", "link", "expert_mb"):
+    for key in ("trace", "split", "fit_on", "slots", "per_layer", "gpus", "batch", "link", "expert_mb", "max_tokens"):
         options[key] = getattr(config, key)
     options["predictor"] = predictor if options.get("predictor") else None
-    for key in ("autoreset_mode", "num_envs", "render_mode", "max_tokens"):
+    for key in ("autoreset_mode", "num_envs", "render_mode"):
         options.pop(key, None)
     env = make_environment(policy.about["env_id"], min(num_envs, len(test.task.groups)), **options)
     try:
@@ -373,7 +464,7 @@ def copied(source: Path, folder: Path, names: tuple[str, ...]) -> list[tuple[str
     return found
 
 
-RUN: dict[type, Callable[..., None]] = {Fit: run_fit, Eval: run_eval, Export: run_export}
+RUN: dict[type, Callable[..., None]] = {Fit: run_fit, Eval: run_eval, Curve: run_curve, Export: run_export}
 """The function of each subcommand."""
 
 
@@ -384,6 +475,7 @@ class Command:
     command: Annotated[
         Annotated[Fit, tyro.conf.subcommand("fit", prefix_name=False)]
         | Annotated[Eval, tyro.conf.subcommand("eval", prefix_name=False)]
+        | Annotated[Curve, tyro.conf.subcommand("curve", prefix_name=False)]
         | Annotated[Export, tyro.conf.subcommand("export", prefix_name=False)],
         tyro.conf.arg(name=""),
     ]

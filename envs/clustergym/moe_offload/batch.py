@@ -164,13 +164,13 @@ class OffloadBatch:
         return np.where(where, self.state.reward, 0.0), ended
 
     def step_info(self, where: Flags | None = None) -> dict[str, Any]:
-        """Results of the last step, arrays (N,): no-op, illegal, expert and tokens that have passed; and its events."""
+        """Results of the last step, arrays (N,): no-op, illegal, expert and visits that have passed; and its events."""
         out = self.state.outcome
         info = {
             "no_op": out[:, OUT_NO_OP] > 0,
             "illegal": out[:, OUT_ILLEGAL] > 0,
             "expert": out[:, OUT_EXPERT].astype(np.int64),
-            "elapsed": out[:, OUT_VISITS] / self.n_layers,
+            "elapsed": out[:, OUT_VISITS].astype(np.float64),
         }
         if where is not None and not where.all():
             for name, idle in (("no_op", True), ("illegal", False), ("expert", -1), ("elapsed", 0.0)):

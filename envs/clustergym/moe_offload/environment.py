@@ -123,17 +123,18 @@ class MoEOffloadEnv(Rendering, gymnasium.Env[Any, Any]):
     prefetches are possible it ends the visit.
 
     ## Observation Space
-    `Dict` of float32 arrays. R rows: first the experts that can be chosen, in random order, then those of the last
-    visits, which are neighbours in the graph and cannot be chosen. An eviction can choose all residents of the current
-    layer (those with the lowest counts, should there be very many) and the `low_rows` lowest decayed counts of the
-    other layers; a prefetch the `load_rows` missing experts that are likeliest by counts and transitions.
+    `Dict` of float32 arrays. R rows: first the experts that can be chosen, in random order, then `context_rows` of the
+    last visits (none by default), which are neighbours in the graph and cannot be chosen. An eviction can choose all
+    residents of the current layer (those with the lowest counts, should there be very many) and the `low_rows` lowest
+    decayed counts of the other layers; a prefetch the `load_rows` missing experts that are likeliest by counts and
+    transitions.
 
     | key | shape | content |
     | --- | --- | --- |
     | `experts` | (R, 21) | `kernels.observation.EXPERT_FEATURES`; 9 more with a predictor (see below) |
     | `gpus` | (3·G, 10) | `GPU_FEATURES`: kind of operation, backlog and free time of the link, free slots, residents |
     | `pairs` | (R, G, 1) | 1 where the expert is on the GPU |
-    | `expert_graph` | (R, R) | chance that an expert of the last visits is followed by one that can be chosen |
+    | `expert_graph` | (R, R) | chance that one expert is followed by another; (0, 0) unless `context_rows` is given |
     | `gpu_graph` | (G, G) | 1 between GPUs |
     | `context` | (10,) | `CONTEXT_FEATURES`: evict or prefetch, layer, demand loads per visit, … |
     | `action_mask` | (R, 3·G) | int8, legal pairs |
@@ -154,7 +155,7 @@ class MoEOffloadEnv(Rendering, gymnasium.Env[Any, Any]):
     The episode terminates after the last token of the sequence, or of the longest of the batch; or after `max_tokens`.
 
     ## Information
-    Each step: `no_op`, `illegal`, `expert` (layer · E + id of the row), `elapsed` (tokens since the last decision),
+    Each step: `no_op`, `illegal`, `expert` (layer · E + id of the row), `elapsed` (visits since the last decision),
     `events` (what has become of earlier decisions: see :meth:`OffloadBatch.events`), and sums over the episode:
     `stall_ms`, `tokens`, `tokens_per_s`, `hit_rate`, `loads`, `prefetches`, `useful_prefetches`, `moves`, `bytes`.
 

@@ -1,8 +1,8 @@
-"""How many experts to keep: tokens per second over memory."""
+"""How many experts to keep: tokens per second over memory. What a policy learns: stall over training steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clustergym.common.plotting import require_matplotlib
@@ -55,6 +55,38 @@ def plot_rows(rows: Sequence[Row], all_experts_gb: float, title: str, path: Path
         axes.grid(alpha=0.25)
         axes.set_ylim(bottom=0)
         axes.legend(loc="lower right", fontsize=9)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_curve(
+    steps: Sequence[int], stall_ms: Sequence[float], levels: Mapping[str, float], rows: Sequence[Row], title: str,
+    path: Path,
+) -> None:  # fmt: skip
+    """Stall per token over training steps with ``levels`` as horizontal lines; beside it one bar per row."""
+    plt = require_matplotlib()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 0.3 * len(rows) + 1.8), layout="constrained")
+    kinds_of = {row.policy: row.kind for row in rows}
+    for name, stall in sorted(levels.items(), key=lambda level: -level[1]):
+        kind = kinds_of[name]
+        left.axhline(stall, color=_COLOURS[kind], ls=_LINES[kind], lw=1)
+        left.annotate(f"{name}  {stall:.2f}", (1, stall), (4, 0), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", va="center", fontsize=8)  # fmt: skip
+    left.plot(steps, stall_ms, color=_COLOURS["trained"], marker="o", ms=4, label="trained policy")
+    left.set(xlabel="training steps", ylabel="stall, ms per token", title="episodes of the evaluations while training")
+    left.set_ylim(0, 1.08 * max(*stall_ms, *levels.values()))
+    left.legend(loc="lower left")
+    ordered = sorted(rows, key=lambda row: -row.stall_ms_per_token)
+    errors = [[abs(row.stall_ms_per_token - row.ci95[i]) for row in ordered] for i in (0, 1)]
+    right.barh(
+        [Path(row.policy).name if row.kind == "trained" else row.policy for row in ordered],
+        [row.stall_ms_per_token for row in ordered], color=[_COLOURS[row.kind] for row in ordered], xerr=errors,
+        error_kw={"lw": 0.8},
+    )  # fmt: skip
+    kinds = [kind for kind in _COLOURS if any(row.kind == kind for row in rows)]
+    right.legend([plt.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in kinds], kinds, loc="upper right")
+    right.set(xlabel="stall, ms per token", title="all test sequences, with 95 % intervals")
+    figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -55,12 +55,13 @@ class OffloadConfig:
     """Layers ahead from which experts can be prefetched."""
     max_tokens: int | None = None
     """Serve only the first tokens of each sequence."""
-    low_rows: int = 32
+    low_rows: int = 16
     """Residents with the lowest decayed counts that can be evicted."""
     load_rows: int = 24
     """Missing experts of the next layers that can be prefetched."""
-    context_rows: int = 12
-    """Experts of the last visits that the agents see as neighbours in the graph."""
+    context_rows: int = 0
+    """Experts of the last visits that the agents see as neighbours in the graph, for example 12. Without any the graph
+    is empty, and training is faster. The columns of transition scores say nearly the same."""
     predictor: Any = None
     """A fitted predictor (a folder or an object, see :mod:`clustergym.moe_offload.predictor`), or None."""
 

@@ -299,7 +299,8 @@ def new_observation(task, rows, n):
         experts=floats(rows, N_EXPERT_FEATURES + task.foresight.shape[3]),
         gpus=floats(3 * gpus, N_GPU_FEATURES),
         pairs=floats(rows, gpus, 1),
-        expert_graph=floats(rows, rows),
+        # Without context there is no edge: an empty graph costs neither memory nor time.
+        expert_graph=floats(*(rows if task.context_rows else 0,) * 2),
         gpu_graph=floats(gpus, gpus),
         context=floats(N_CONTEXT_FEATURES),
         action_mask=np.zeros((n, rows, 3 * gpus), np.int8),
