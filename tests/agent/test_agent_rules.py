@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from clustergym.agent.hindsight import Measured, best_reward, would_be
@@ -103,6 +103,7 @@ AMOUNT = st.tuples(st.floats(1, 100), st.floats(1, 1 << 20)).map(lambda pair: Am
     AMOUNT,
     AMOUNT,
 )
+@example(Amounts(1, 1), Amounts(80, 4000), False, 5e-324, 0.0, 0.0, 0.0, Amounts(1, 1), Amounts(100, 1e5))
 def test_no_grant_breaks_a_rail_or_bound(
     proposal: Amounts, request: Amounts, sensitive: bool, pods: float, need: float, peak_mb: float, peak: float,
     least: Amounts, most: Amounts,
@@ -115,8 +116,9 @@ def test_no_grant_breaks_a_rail_or_bound(
     assert found.memory_mb <= request.memory_mb
     cores, memory = request
     if pods:
-        cores = (1.4 * (1 + 50 / pods) if sensitive else 1.1 * (1 + 2 / pods)) * need * request.cores
-        memory = (1.4 * (1 + 50 / pods) if sensitive else 1.2 * (1 + 2 / pods)) * peak * request.memory_mb
+        rare = 50 if sensitive else 2
+        cores = (1.4 if sensitive else 1.1) * need * request.cores * (pods + rare) / pods
+        memory = (1.4 if sensitive else 1.2) * peak * request.memory_mb * (pods + rare) / pods
     memory = max(memory, 1.2 * peak_mb)
     assert found.cores >= min(max(cores, 0.1 * request.cores, 10), request.cores) - 1e-6
     assert found.memory_mb >= min(max(memory, 0.1 * request.memory_mb, 512), request.memory_mb) - 1e-6

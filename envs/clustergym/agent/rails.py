@@ -49,7 +49,8 @@ def needed(peak: float, pods: float, margin: float, rare: float) -> float:
     >>> [round(needed(0.2, n, 1.4, RARE_PODS_SENSITIVE), 2) for n in (0, 10, 50, 100, 1000)]
     [1.0, 1.0, 0.56, 0.42, 0.29]
     """
-    return min(peak * margin * (1.0 + rare / pods), 1.0) if pods > 0 else 1.0
+    # In this order, a peak of 0 stays 0 for very small numbers of pods.
+    return min(peak * margin * (pods + rare) / pods, 1.0) if pods > 0 else 1.0
 
 
 def apply_rails(
