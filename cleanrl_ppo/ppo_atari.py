@@ -234,8 +234,7 @@ def train(args: Args) -> dict[str, Any]:
         def act(obs: np.ndarray, infos: dict[str, Any]) -> np.ndarray:
             return agent.get_action_and_value(torch.as_tensor(obs, device=device))[0].cpu().numpy()
 
-        # The random numbers of the training stay as they are.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # training stays as it is
             torch.manual_seed(evaluation_seed(args.seed))
             return evaluate(partial(make_envs, args.env_id), act, args.eval_episodes, args.seed, run.video_folder())
 

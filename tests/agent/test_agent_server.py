@@ -397,7 +397,7 @@ def test_each_feedback_is_learned_from_once_even_across_kills(tmp_path: Path) ->
         assert cli.main(["agent", "rollback", "--store", str(tmp_path), "--to", "1"]) == 0
         wait_until(lambda: version(server) == 3, "the rollback")
         rounds(server, 32)
-        wait_until(lambda: version(server) == 4, "the learner goes on from it")
+        wait_until(lambda: version(server) == 4, "the learner continues from it")
         with open_store(tmp_path) as connection:
             notes = [one.note for one in kept_versions(connection)]
         assert notes == ["initial", "update", "update", "rollback to 1", "update"]
@@ -425,7 +425,7 @@ def test_the_gaussian_agent_of_the_task(tmp_path: Path) -> None:
         wait_until(lambda: version(server) == 1, "the update")
         ((obs, action),) = rows(tmp_path, "SELECT obs, action FROM allocations LIMIT 1")
         assert (len(np.frombuffer(obs, np.float32)), len(np.frombuffer(action, np.float32))) == (5, 2)
-    # What it has learned goes on from here, even with another preset.
+    # The agent continues from what it has learned, even with another preset.
     with agent_server(tmp_path) as server:
         assert version(server) == 1
 

@@ -127,7 +127,7 @@ def test_old_versions_are_deleted(store: Store, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_of_an_update_and_a_rollback_only_one_counts(store: Store) -> None:
-    """A rollback that comes while an update is computed wins, and the learner goes on from it."""
+    """A rollback that comes while an update is computed wins, and the learner continues from it."""
     for version in range(3):
         add_version(store.connection, state(version), "update", version - 1 if version else None, {})
     add_pods(store, 40)

@@ -22,7 +22,7 @@ def training_loop(name: str) -> list[str]:
     [
         ("ppo", "ppo_kl", 60),
         ("ppo", "ppo_continuous_action", 80),
-        ("ppo", "ppo_atari", 64),
+        ("ppo", "ppo_atari", 60),
         ("ppo", "ppo_lstm", 100),
         ("ppo_gpu_alloc", "ppo_gpu_alloc_lstm", 130),
     ],

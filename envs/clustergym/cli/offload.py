@@ -351,7 +351,6 @@ def shown_levels(rows: list[Row]) -> list[str]:
 
 def evaluations_of(run: Path, about: dict[str, Any]) -> tuple[list[int], list[float], Any]:
     """Steps and mean returns of a run's evaluations, and the test episodes that they were played on."""
-    from clustergym.moe_offload.kernels.state import GROUP
     from clustergym.training.envs import evaluation_seed
     from clustergym.training.logs import read_scalars
 
@@ -363,8 +362,8 @@ def evaluations_of(run: Path, about: dict[str, Any]) -> tuple[list[int], list[fl
     for key in ("autoreset_mode", "num_envs", "render_mode"):
         options.pop(key, None)
     env = make_environment(about["env_id"], trained["eval_episodes"], **options)
-    env.reset(seed=evaluation_seed(trained["seed"]))
-    return steps, returns, env.unwrapped.batch.state.clock[:, GROUP].copy()  # type: ignore[attr-defined]
+    _, infos = env.reset(seed=evaluation_seed(trained["seed"]))
+    return steps, returns, infos["group"]
 
 
 def stepper(progress: Progress, task: TaskID, slots: float) -> Callable[[str, int, int], None]:
@@ -398,8 +397,7 @@ def play_policy(
         options.pop(key, None)
     env = make_environment(policy.about["env_id"], min(num_envs, len(test.task.groups)), **options)
     try:
-        note = lambda done, total: progress.update(steps, note=f"{done}/{total} episodes")  # noqa: E731
-        return play(env, policy.act, test, note)
+        return play(env, policy.act, test, lambda done, total: progress.update(steps, note=f"{done}/{total} episodes"))
     finally:
         env.close()
 

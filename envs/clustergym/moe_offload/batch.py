@@ -200,10 +200,11 @@ class OffloadBatch:
         }
 
     def totals(self) -> dict[str, npt.NDArray[Any]]:
-        """Sums over the episodes so far, arrays (N,)."""
+        """The sequences served (a row of ``task.groups``) and sums over the episodes so far, arrays (N,)."""
         stats, time = self.state.stats, self.state.time
         served_ms = time[:, STALL] + time[:, COMPUTE]
         return {
+            "group": self.state.clock[:, GROUP].copy(),
             "stall_ms": time[:, STALL].copy(),
             "tokens": stats[:, GENERATED].copy(),
             "tokens_per_s": 1e3 * stats[:, GENERATED] / np.maximum(served_ms, 1e-9),

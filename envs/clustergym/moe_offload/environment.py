@@ -156,8 +156,9 @@ class MoEOffloadEnv(Rendering, gymnasium.Env[Any, Any]):
 
     ## Information
     Each step: `no_op`, `illegal`, `expert` (layer · E + id of the row), `elapsed` (visits since the last decision),
-    `events` (what has become of earlier decisions: see :meth:`OffloadBatch.events`), and sums over the episode:
-    `stall_ms`, `tokens`, `tokens_per_s`, `hit_rate`, `loads`, `prefetches`, `useful_prefetches`, `moves`, `bytes`.
+    `events` (what has become of earlier decisions: see :meth:`OffloadBatch.events`), `group` (what is served), and sums
+    over the episode: `stall_ms`, `tokens`, `tokens_per_s`, `hit_rate`, `loads`, `prefetches`, `useful_prefetches`,
+    `moves`, `bytes`.
 
     ## Arguments
     The fields of :class:`clustergym.moe_offload.specs.OffloadConfig`, and `render_mode` (`"rgb_array"`, `"human"`).
