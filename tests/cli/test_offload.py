@@ -41,8 +41,8 @@ def test_eval_writes_rows_of_all_kinds_and_a_picture(folder: Path) -> None:
     rows_file, plot = folder / "rows.json", folder / "plot.png"
     assert run(
         "eval", folder / "trace.npz", "--predictor", folder / "predictor", "--policy", "rules", "control", "bounds",
-        "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300, "--tokens", 500, "--json", rows_file,
-        "--plot", plot,
+        "random-networks", "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300, "--tokens", 500,
+        "--json", rows_file, "--plot", plot,
     ) == 0  # fmt: skip
     document = json.loads(rows_file.read_text())
     assert document["complete"]
@@ -55,6 +55,7 @@ def test_eval_writes_rows_of_all_kinds_and_a_picture(folder: Path) -> None:
     stall = {(row["slots"], row["policy"]): row["stall_ms_per_token"] for row in rows}
     for slots in (0.3, 0.5):
         assert stall[slots, "clairvoyant"] < stall[slots, "belady"] < stall[slots, "lru"]
+        assert stall[slots, "belady"] < stall[slots, "random-networks"]
     assert stall[0.5, "lru"] < stall[0.3, "lru"]
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -100,7 +101,7 @@ def test_export_gives_a_cache_that_runs_alone(folder: Path) -> None:
         (["--slots", "12"], "expected a share of all experts"),
         (["--slots", "many"], "expected a share of all experts"),
         (["--policy", "control"], "the control needs a predictor"),
-        (["--policy", "fifo"], "expected rules, control, bounds, the name of a rule, or a run folder"),
+        (["--policy", "fifo"], "expected rules, control, bounds, the name of a rule, random-networks"),
         (["--link", "isa"], "expected one of pcie4, pcie5"),
         (["--split", "new-domain"], "the parts of trace are fit, test, train, validation"),
         (["--predictor", "nowhere"], "is no predictor"),

@@ -43,6 +43,14 @@ def test_a_paired_difference_does_not_depend_on_the_sequences() -> None:
     assert stall_interval(outcome(stall_ms, tokens))[1] > 1.2 * stall_interval(outcome(stall_ms, tokens))[0]
 
 
+def test_the_mean_of_policies_is_that_of_each_episode() -> None:
+    tokens = np.array([5, 10])
+    found = Outcome.mean([outcome(np.array([1.0, 8.0]), tokens), outcome(np.array([3.0, 4.0]), tokens)])
+    assert found.stall_ms.tolist() == [2.0, 6.0]
+    assert found.stall_ms_per_token == 8 / 15
+    assert found.generated == 2
+
+
 @pytest.fixture(scope="module")
 def workload() -> Workload:
     config = SyntheticConfig(n_tokens=600, n_layers=6, n_experts=16, top_k=2, mean_seq_len=30, seq_len_spread=0.5)
@@ -84,10 +92,11 @@ def test_a_policy_in_the_environment_equals_the_same_rule(workload: Workload) ->
         return np.array(actions)
 
     env = make_environment("MoEOffload-v0", 7, trace=workload.trace, split="all", fit_on=workload.trace, slots=0.375)
-    done: list[int] = []
-    found = play(env, act, workload, progress=lambda i, n: done.append(i))
+    notes: list[str] = []
+    found = play(env, act, workload, progress=lambda step, note: notes.append(note))
     env.close()
-    assert done == list(range(1, len(workload.task.groups) + 1))
+    n = len(workload.task.groups)
+    assert notes == [f"{i}/{n} episodes" for i in range(1, n + 1)]
     assert set(shown) == {7}
     assert found.generated == workload.trace.n_tokens
     assert found.stats[:, PREFETCHES].sum() == 0

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from clustergym.cli import main as cli_main
-from clustergym.cli import offload
+from clustergym.cli import offload_curve
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint
+from clustergym.moe_offload import evaluation
 from clustergym.training.args import FlagError
 from clustergym.training.distributed import World
 from clustergym.training.envs import evaluation_seed
@@ -494,12 +495,12 @@ def test_the_learning_curve_is_that_of_the_evaluated_episodes(tmp_path: Path, mo
     marl.train(small(tmp_path, **changes))
     played: list[Any] = []
     drawn: list[Any] = []
-    play = offload.play_policy
-    monkeypatch.setattr(offload, "play_policy", lambda *a: played.append(play(*a)) or played[-1])
-    monkeypatch.setattr(offload, "plot_curve", lambda *a: drawn.append(a))
+    play = evaluation.play_networks
+    monkeypatch.setattr(evaluation, "play_networks", lambda *a: played.append(play(*a)) or played[-1])
+    monkeypatch.setattr(offload_curve, "plot_curve", lambda *a: drawn.append(a))
     assert cli_main(["offload", "curve", str(tmp_path), "--policy", "lru", "--tune-tokens", "200"]) == 0
     steps, stall, levels, *_ = drawn[0]
-    _, _, episodes = offload.evaluations_of(tmp_path, Policy(tmp_path).about)
+    _, _, episodes = offload_curve.evaluations_of(tmp_path, evaluation.Player.of(Policy(tmp_path)))
     assert len(steps) == len(stall)
     assert stall[-1] == pytest.approx(played[0].stall_ms[episodes].sum() / (4 * len(episodes)), rel=1e-5)
     assert list(levels) == ["lru"]

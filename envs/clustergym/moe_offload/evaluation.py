@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import gymnasium
@@ -12,11 +12,20 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clustergym.moe_offload.kernels.state import GENERATED, HITS, LOADS, N_STATS, NEEDED, PREFETCHES, USEFUL
+from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.rules import RULES, Kind, Outcome, Rule, Vector, Workload, as_json, tune_all
+from clustergym.moe_offload.simulator import build_task
+from clustergym.moe_offload.specs import OffloadConfig
+from clustergym.moe_offload.tables import Tables, clean, split_sequences, without
+from clustergym.traces.token_trace import TokenTrace
 
 RESAMPLES = 2000
+SERVED = ("trace", "split", "fit_on", "slots", "per_layer", "gpus", "batch", "link", "expert_mb", "max_tokens")
+"""Options of an environment that say what is served. The others say what its agents see."""
 Act = Callable[[dict[str, npt.NDArray[Any]]], npt.NDArray[np.integer[Any]]]
 """Observations of N environments → actions (N, 2)."""
+Progress = Callable[[str, str], None]
+"""Called with the step at hand and a note."""
 
 
 @dataclass
@@ -95,14 +104,14 @@ def compare(
     workload: Workload,
     tuned: Mapping[str, tuple[Rule, Vector]],
     slots: float,
-    trained: Mapping[str, Outcome] | None = None,
+    played: Mapping[str, tuple[Kind, Outcome]] | None = None,
 ) -> list[Row]:
-    """Rows of tuned rules and of the outcomes of trained policies on the same episodes."""
+    """Rows of tuned rules and of the outcomes of networks on the same episodes."""
     outcomes = dict(zip(tuned, workload.run_all(list(tuned.values())), strict=True))
     rows = [row_of(name, rule.kind, slots, outcomes[name], as_json(rule, z)) for name, (rule, z) in tuned.items()]
-    for name, outcome in (trained or {}).items():
+    for name, (kind, outcome) in (played or {}).items():
         outcomes[name] = outcome
-        rows.append(row_of(name, "trained", slots, outcome))
+        rows.append(row_of(name, kind, slots, outcome))
     belady = outcomes.get("belady") or workload.run(*tune_all(workload, ["belady"])["belady"])
     ordinary = [row for row in rows if row.kind == "rule"]
     best = min(ordinary, key=lambda row: row.stall_ms_per_token).policy if ordinary else None
@@ -111,6 +120,120 @@ def compare(
         if best is not None:
             row.against_best_rule, row.against_best_rule_ci95 = change(outcomes[row.policy], outcomes[best])
     return rows
+
+
+@dataclass(frozen=True)
+class Player:
+    """Networks that act in the environment."""
+
+    kind: Kind
+    acts: Callable[[VectorEnv[Any, Any, Any]], Sequence[Act]]
+    """The networks for an environment. Of several, the means are shown."""
+    env_id: str = "MoEOffload-v0"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the environment that they were trained in."""
+
+    @classmethod
+    def of(cls, policy: Any) -> Player:
+        """A trained policy: ``policy.act`` and, in ``policy.about``, where it was trained."""
+        return cls("trained", lambda env: [policy.act], policy.about["env_id"], policy.about["env_args"])
+
+
+def play_networks(
+    player: Player, config: OffloadConfig, workload: Workload, num_envs: int = 64, progress: Progress | None = None
+) -> Outcome:
+    """Play networks on all episodes of a workload, in the environment that they know, with what ``config`` serves."""
+    options = {name: value for name, value in player.options.items() if name in OffloadConfig.__dataclass_fields__}
+    if options.get("predictor"):
+        if workload.predictor is None:
+            raise ValueError("the policy reads the columns of a predictor: give --predictor")
+        options["predictor"] = workload.predictor
+    options |= {name: getattr(config, name) for name in SERVED}
+    env = make_environment(player.env_id, min(num_envs, len(workload.task.groups)), **options)
+    try:
+        return Outcome.mean([play(env, act, workload, progress) for act in player.acts(env)])
+    finally:
+        env.close()
+
+
+@dataclass
+class Comparison:
+    """Policies on the same sequences, with the same slots and link."""
+
+    rows: list[Row]
+    test: Workload
+    tuned: dict[str, tuple[Rule, Vector]]
+
+    def levels(self, episodes: npt.NDArray[np.integer[Any]]) -> dict[str, float]:
+        """Stall per token on some episodes of LRU, decayed LFU, Belady, the best rule and the best control."""
+        shown = {"lru", "decayed-lfu", "belady"} & set(self.tuned)
+        for kind in ("rule", "control"):
+            own = [row for row in self.rows if row.kind == kind]
+            shown |= {row.policy for row in sorted(own, key=lambda row: row.stall_ms_per_token)[:1]}
+        tokens, names = self.test.lengths[episodes].sum(), sorted(shown)
+        outcomes = self.test.run_all([self.tuned[name] for name in names])
+        return {name: float(o.stall_ms[episodes].sum() / tokens) for name, o in zip(names, outcomes, strict=True)}
+
+
+def evaluate(
+    names: list[str],
+    players: Mapping[str, Player],
+    config: OffloadConfig,
+    tuning: TokenTrace,
+    tables: Tables,
+    predictor: Predictor | None = None,
+    evaluations: int = 20,
+    seed: int = 0,
+    num_envs: int = 64,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Tune rules, then play them and networks.
+
+    Args:
+        names: of rules.
+        players: networks by name.
+        config: its ``trace`` is served, all of it.
+        tuning: sequences to tune on.
+        tables, predictor: what rules know.
+        evaluations: trials per parameter of a rule.
+        seed: of the search.
+        num_envs: environments that networks are played in.
+        progress: told what is going on.
+    """
+    tell = progress or (lambda step, note: None)
+    train = Workload(build_task(replace(config, trace=tuning), tables), tuning, tables, predictor, reuse=True)
+    tuned = tune_all(train, names, evaluations, seed, lambda name, done, total: tell(f"tune {name}", ""))
+    del train
+    assert isinstance(config.trace, TokenTrace)
+    test = Workload(build_task(config, tables), config.trace, tables, predictor)
+    played: dict[str, tuple[Kind, Outcome]] = {}
+    for name, player in players.items():
+        note = lambda step, note, name=name: tell(f"play {name}", note)  # noqa: E731
+        played[name] = player.kind, play_networks(player, config, test, num_envs, note)
+    tell("play rules", "")
+    return Comparison(compare(test, tuned, config.slots, played), test, tuned)
+
+
+def parts_to_serve(
+    trace: TokenTrace, source: TokenTrace, split: str | None, seed: int = 0, new_domains: Sequence[str] = ()
+) -> tuple[TokenTrace, dict[str, TokenTrace]]:
+    """The sequences of ``trace`` to serve, and the parts of ``source`` to fit and tune on: never the same sequences.
+
+    By default, the part ``test`` is served, or all of another trace than ``source``.
+    """
+    parts = served = split_sequences(source, seed, new_domains)
+    if source is trace:
+        if split == "all":
+            raise ValueError("--split all would serve the sequences that rules are tuned on: give --fit-on TRACE")
+        split = split or "test"
+    else:
+        others = without(clean(trace), [parts["fit"], parts["train"]])
+        if split in (None, "all"):
+            return others, parts
+        served = split_sequences(others, seed, new_domains)
+    if split not in served:
+        raise ValueError(f"--split {split}: the parts of {trace.name} are {', '.join(served)}")
+    return served[split], parts
 
 
 def make_environment(env_id: str, num_envs: int, **arguments: Any) -> VectorEnv[Any, Any, Any]:
@@ -122,7 +245,7 @@ def play(
     env: VectorEnv[Any, Any, Any],
     act: Act,
     workload: Workload,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Play a policy on all episodes of a workload.
 
@@ -130,7 +253,7 @@ def play(
         env: of :func:`make_environment`, for the workload's trace, slots and link.
         act: the policy.
         workload: its ``task.groups`` are the episodes.
-        progress: called with episodes done and in total, when an episode ends.
+        progress: told when an episode ends.
     """
     n, groups = env.num_envs, len(workload.task.groups)
     # Long episodes first. Environments that find none left repeat the shortest one, and nobody counts it.
@@ -151,7 +274,7 @@ def play(
                 _store(outcome, int(current[i]), i, infos)
                 done += 1
                 if progress is not None:
-                    progress(done, groups)
+                    progress("play", f"{done}/{groups} episodes")
             current[i] = next(waiting, -1)
         if done < groups:
             where = {"reset_mask": ended, "group": np.where(current < 0, shortest, current)}

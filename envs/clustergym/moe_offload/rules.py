@@ -196,6 +196,14 @@ class Outcome:
     def join(cls, parts: list[Outcome]) -> Outcome:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
+    @classmethod
+    def mean(cls, outcomes: list[Outcome]) -> Outcome:
+        """Of several policies on the same episodes; numbers of events are rounded."""
+        stall_ms, compute_ms, stats = (
+            np.mean([getattr(outcome, name) for outcome in outcomes], 0) for name in ("stall_ms", "compute_ms", "stats")
+        )
+        return cls(outcomes[0].tokens, stall_ms, compute_ms, np.rint(stats).astype(np.int64))
+
 
 @dataclass
 class Workload:

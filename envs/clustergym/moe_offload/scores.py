@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_offload.kernels.rules import N_AHEAD, Scores
-from clustergym.moe_offload.predictor import Predictor, next_use, use
+from clustergym.moe_offload.predictor import Predictor, next_use, recall, use
 from clustergym.moe_offload.tables import Tables
 from clustergym.traces.token_trace import TokenTrace
 
@@ -67,6 +67,16 @@ def scores_of(
         else:
             keep = _next_visit(used[0], lengths)
     return Scores(np.cumsum(lengths) - lengths, np.ascontiguousarray(keep), np.ascontiguousarray(ahead))
+
+
+def recalls(trace: TokenTrace, tables: Tables, predictor: Predictor) -> dict[str, list[float]]:
+    """Share of the used experts among the top-k 1, 2, 3 layers ahead, by what predicts them."""
+    alone = np.arange(trace.n_sequences)[:, None]
+    popular = np.broadcast_to(tables.popularity, (trace.n_tokens, *tables.shape))
+    found = {"popularity": [recall(popular, trace)] * 3}
+    for name in ("transitions", "frequency-transitions"):
+        found[name] = [recall(ahead, trace) for ahead in scores_of(name, trace, alone, tables, None).ahead]
+    return found | {"predictor": predictor.recall(trace)}
 
 
 def merge(

@@ -88,16 +88,29 @@ class OffloadConfig:
 
     @property
     def link_gb_s(self) -> float:
-        if isinstance(self.link, str):
-            if self.link not in LINKS:
-                raise ValueError(f"link is {self.link!r}: expected one of {', '.join(LINKS)}, or a number of GB/s")
+        if isinstance(self.link, str) and self.link in LINKS:
             return LINKS[self.link]
-        if not (math.isfinite(self.link) and self.link > 0):
-            raise ValueError(f"link is {self.link}: expected one of {', '.join(LINKS)}, or a number of GB/s")
-        return float(self.link)
+        try:
+            found = float(self.link)
+        except ValueError:
+            found = math.nan
+        if not (math.isfinite(found) and found > 0):
+            raise ValueError(f"link is {self.link!r}: expected one of {', '.join(LINKS)}, or a number of GB/s")
+        return found
 
     def megabytes(self, trace: TokenTrace) -> float:
         """MB of one expert of the trace's model."""
         if self.expert_mb is not None:
             return self.expert_mb
         return EXPERT_MB.get(trace.model or "", DEFAULT_EXPERT_MB)
+
+
+def share(text: str) -> float:
+    """A share of all experts: ``37%`` or ``0.37``."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise ValueError(f"--slots {text}: expected a share of all experts, like 37% or 0.37")
+    return value

@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import runpy
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,6 +27,8 @@ from clustergym.common.files import atomic_file
 FILE_NAME = "policy.onnx"
 INPUTS = ("experts", "gpus", "pairs", "expert_graph", "gpu_graph", "context", "action_mask")
 OUTPUTS = ("expert_logits", "gpu_logits")
+Act = Callable[[Mapping[str, npt.NDArray[Any]]], npt.NDArray[np.int64]]
+"""Observations of N environments → the most likely actions (N, 2)."""
 
 
 class _Positional(torch.nn.Module):
@@ -117,3 +121,26 @@ class Policy:
         node = gpu_logits[np.arange(len(expert)), expert].argmax(-1)
         actions = np.stack([expert, node], -1)
         return actions[0] if single else actions
+
+
+def random_networks(env: gymnasium.vector.VectorEnv[Any, Any, Any], seeds: Sequence[int] = range(5)) -> list[Act]:
+    """The networks of ``ppo_moe_marl.py`` without training: their most likely actions, for each seed."""
+    script = Path(__file__).parents[3] / "cleanrl_ppo" / "ppo_moe_marl.py"
+    if not script.is_file():
+        raise ValueError(f"networks without training need the trainer: no file {script}; install from a checkout")
+    trainer = runpy.run_path(str(script), run_name=script.stem)
+
+    def network(seed: int) -> Act:
+        torch.manual_seed(seed)
+        agent = trainer["Agent"](env.single_observation_space, trainer["Args"]().hidden)
+
+        def act(obs: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[np.int64]:
+            with torch.inference_mode():
+                actions: npt.NDArray[np.int64] = agent.get_best_action(
+                    {name: torch.as_tensor(value) for name, value in obs.items()}
+                ).numpy()
+            return actions
+
+        return act
+
+    return [network(seed) for seed in seeds]
