@@ -137,19 +137,25 @@ def test_ppo_trains(folder: Path) -> None:
 # Readers
 
 QUESTIONS = {
-    "How do I install it, and which extras are there?": ("docs/get-started.md", "## Extras"),
-    "What do rank, slot, replica and profile mean?": ("docs/concepts.md", "**Replica**"),
-    "How do I get a placement file into SGLang?": ("docs/guides/plan.md", "--init-expert-location"),
-    "How do I record the traffic of my own model?": ("docs/guides/traces.md", "clustergym trace record"),
-    "Which planner is best for my engine, and by how much?": ("docs/results/placement.md", "best rule, %"),
-    "What are the observations, actions and rewards?": (
-        "docs/reference/moe-placement.md",
-        "::: clustergym.moe_placement.environment.MoEPlacementEnv",
+    # RL researcher
+    "What are the observations, actions and rewards of offloading?": (
+        "docs/reference/moe-offload.md",
+        "::: clustergym.moe_offload.environment.MoEOffloadEnv",
     ),
     "Can I train with Stable-Baselines3?": ("docs/guides/libraries.md", "MaskablePPO"),
-    "What does --ent-coef do?": ("docs/reference/ppo.md", "<!-- flags: ppo -->"),
+    "What must a learned policy beat, and does it?": ("docs/results/offload.md", "best rule"),
+    # serving engineer
+    "How many experts do I keep on my GPU?": ("docs/guides/offload.md", "clustergym offload eval"),
+    "How do I get a placement file into SGLang?": ("docs/guides/plan.md", "--init-expert-location"),
+    "How do I record the traffic of my own model?": ("docs/guides/traces.md", "clustergym trace record"),
+    # operator of GPU pods
     "How do I try the agent in Kubernetes without risk?": ("docs/guides/agent.md", "shadow mode"),
+    "Is the learned policy better than VPA?": ("docs/results/agent.md", "VPA rule"),
     "Has this run on a GPU or in a real engine?": ("docs/results/index.md", "What has not been measured"),
+    # the code
+    "Where is what, and which package may import which?": ("docs/development/architecture.md", "import-linter"),
+    "Which of the 37 details of PPO are where?": ("docs/reference/37-details.md", "ppo_atari.py"),
+    "What do rank, slot, replica and profile mean?": ("docs/concepts.md", "**Replica**"),
 }
 """What a newcomer asks → the page with the answer, and words on it."""
 
