@@ -114,7 +114,7 @@ def likelihood(reference: Reference, key: tuple[int, int], distance: int) -> flo
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**40))
 def test_tables_of_experts(seed: int) -> None:
-    """Evictions: all residents of the current layer, and the lowest counts. Prefetches: what the next layers lack."""
+    """Evictions: all residents of the current layer, then the lowest counts. Prefetches: what the next layers lack."""
     draw = random.Random(seed)
     task, _ = random_task(draw)
     group = draw.randrange(len(task.groups))
@@ -142,7 +142,8 @@ def test_tables_of_experts(seed: int) -> None:
             shown_own = [key for key in keys if key[0] == reference.layer]
             shown_low = [key for key in keys if key[0] != reference.layer]
             assert len(shown_own) == min(len(own), task.own_rows)
-            assert len(shown_low) == min(len(inside) - len(own), task.low_rows)
+            rest_of_table = task.low_rows + task.own_rows - len(shown_own)
+            assert len(shown_low) == min(len(inside) - len(own), rest_of_table)
             for shown, rest in ((shown_own, own), (shown_low, [key for key in inside if key not in own])):
                 hidden = [score[key] for key in rest if key not in shown]
                 if shown and hidden:

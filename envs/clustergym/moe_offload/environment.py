@@ -125,9 +125,9 @@ class MoEOffloadEnv(Rendering, gymnasium.Env[Any, Any]):
     ## Observation Space
     `Dict` of float32 arrays. R rows: first the experts that can be chosen, in random order, then `context_rows` of the
     last visits (none by default), which are neighbours in the graph and cannot be chosen. An eviction can choose all
-    residents of the current layer (those with the lowest counts, should there be very many) and the `low_rows` lowest
-    decayed counts of the other layers; a prefetch the `load_rows` missing experts that are likeliest by counts and
-    transitions.
+    residents of the current layer (those with the lowest counts, should there be very many); the lowest decayed counts
+    of the other layers fill the table, at least `low_rows`. A prefetch can choose the `load_rows` missing experts that
+    are likeliest by counts and transitions.
 
     | key | shape | content |
     | --- | --- | --- |

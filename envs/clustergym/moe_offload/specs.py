@@ -56,7 +56,7 @@ class OffloadConfig:
     max_tokens: int | None = None
     """Serve only the first tokens of each sequence."""
     low_rows: int = 16
-    """Residents with the lowest decayed counts that can be evicted."""
+    """Residents of other layers with the lowest decayed counts that can be evicted, at least."""
     load_rows: int = 24
     """Missing experts of the next layers that can be prefetched."""
     context_rows: int = 0

@@ -71,15 +71,19 @@ def _select(s, b, first, last, size, n):
 
 @inlined
 def choose_evictions(task, s, b):
-    """Table of an eviction: residents of the current layer, and the lowest counts of all other layers."""
+    """Table of an eviction: residents of the current layer. The lowest counts of all other layers fill it."""
     layers, experts = s.where.shape[1], s.where.shape[2]
     gpu, pool, here = s.clock[b, OVER], s.clock[b, POOL], s.clock[b, LAYER]
-    n, others, t = 0, 0, s.clock[b, TOKEN]
+    n, others, t, own = 0, 0, s.clock[b, TOKEN], 0
+    if pool_of(task, here) == pool:
+        for e in range(experts):
+            own += 1 if s.where[b, here, e] == gpu else 0
+    low = task.low_rows + task.own_rows - min(own, task.own_rows)
     for back in range(layers):
         # The current layer comes last.
         l = (here + back + 1) % layers
         if back == layers - 1:
-            n = _select(s, b, 0, others, task.low_rows, 0)
+            n = _select(s, b, 0, others, low, 0)
             others = 0
         if pool_of(task, l) != pool:
             continue

@@ -90,7 +90,7 @@ class Task(NamedTuple):
     horizon: int
     """layers ahead from which experts may be prefetched"""
     low_rows: int
-    """eviction table: residents with the lowest counts"""
+    """eviction table: residents of other layers with the lowest counts, at least"""
     own_rows: int
     """eviction table: residents of the current layer"""
     load_rows: int
