@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from clustergym.moe_placement import ClusterSpec, EngineProfile, Interval, ModelSpec, Placement, Simulator, Traffic
 from clustergym.moe_placement.kernels.cost import mean_pass_time
-from clustergym.moe_placement.profiles import DEDUP, DISPATCHES
+from clustergym.moe_placement.profiles import DISPATCHES
 from clustergym.moe_placement.streams import sample_passes
-from clustergym.planners.anneal import Anneal
+from clustergym.planners.anneal import Anneal, OtherPhase
 from clustergym.planners.kernels import surrogate
 from clustergym.planners.kernels.counts import count_tokens, deviations
 from clustergym.planners.kernels.launch import Objective
@@ -47,8 +47,9 @@ def surrogate_of(
 ) -> Surrogate:
     """The estimate. The rows take turns with the topics."""
     state = surrogate.allocate(
-        surrogate.DEFAULT_SHAPE, interval.rows.size, interval.experts.shape[2], sim.n_experts, placement.copy(),
-        sim.cluster.n_nodes, sim.topology.transport == DEDUP, n_topics,
+        surrogate.DEFAULT_SHAPE, [surrogate.prices_of(sim.interval_costs(interval), sim.topology.transport)],
+        interval.rows.size, interval.experts.shape[2], sim.n_experts, placement.copy(),
+        sim.cluster.n_nodes, n_topics,
     )  # fmt: skip
     rows, topic = interval.rows.ravel(), (np.arange(interval.experts.shape[1]) % max(1, n_topics)).astype(np.int8)
     share = np.bincount(topic[rows], minlength=n_topics) / len(rows)
@@ -189,6 +190,29 @@ def test_the_estimate_is_exact_if_all_ranks_send_the_same_tokens(transport: str,
     # Kernels do not run in blocks here: the estimate of a mixed pass has none either.
     assert objective.costs.block_us == 0
     assert told[0] == pytest.approx(exact, rel=1e-6)
+
+
+def test_several_phases_are_the_weighted_sum_of_each() -> None:
+    """Prefill and decode of one placement, against one estimate for each: at the start, and after many steps."""
+    trace = synthetic_trace(SyntheticConfig(n_tokens=4096, n_layers=2, n_experts=16, top_k=4), seed=3)
+    prefill, decode = (simulator(2, 2, 16, 4, 5, f"sglang-{phase}") for phase in ("prefill", "decode"))
+    interval = sample_passes(trace, 4, Traffic("prefill"), 8)
+    decode_tokens, passes = 4 * 32, 3.0
+    both = Anneal(prefill, migration_weight=0.0, other_phases=[OtherPhase(decode, decode_tokens, passes)])
+    topic = np.zeros(interval.experts.shape[1], np.int8)
+    static = prefill.static(2)
+    state, objective = both.prepare_estimate([interval], static, topic)
+    both.take(state, static, objective)
+    placement, _ = both.anneal_estimate(state, objective, 500)
+    assert (placement != static).any()
+    alone = []
+    for sim, tokens in ((prefill, interval.n_tokens), (decode, decode_tokens)):
+        one = Anneal(sim, migration_weight=0.0)
+        made, single = one.prepare_estimate([replace(interval, stands_for=tokens)], static, topic)
+        alone.append(one.take(made, placement, single))
+    np.testing.assert_allclose(both.take(state, placement, objective), alone[0] + passes * alone[1], rtol=1e-6)
+    with pytest.raises(ValueError, match="no estimate for dispatch 'lp'"):
+        Anneal(prefill, other_phases=[OtherPhase(simulator(2, 2, 16, 4, 5, "sglang-lp"), 64, 1.0)])
 
 
 def test_visits_of_experts_that_are_always_used_together() -> None:

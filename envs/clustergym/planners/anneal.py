@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from numba import config
 
 from clustergym.moe_placement.kernels.state import SimulationState
-from clustergym.moe_placement.profiles import DEDUP
-from clustergym.moe_placement.simulator import Placement
+from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.streams import Interval, Traffic
 from clustergym.planners.eplb import EPLB
 from clustergym.planners.kernels import anneal as kernels
@@ -48,6 +48,16 @@ _LEAST_CHUNK_S = 5e-4
 """Shortest time between two looks at the clock: threads that start and end cost time, too."""
 
 
+class OtherPhase(NamedTuple):
+    """Another phase that the same placement serves."""
+
+    simulator: Simulator
+    tokens: int
+    """Of a pass."""
+    passes: float
+    """Passes of it per pass of the planner's own profile."""
+
+
 @dataclass(eq=False, kw_only=True)
 class Anneal(Search):
     """Simulated annealing of every layer, migration included.
@@ -56,7 +66,8 @@ class Anneal(Search):
     traffic.
 
     Most steps are made on an estimate from loads and co-activation (:mod:`.kernels.surrogate`), the last ones on the
-    exact time of the observed tokens. With dispatch ``lp`` there is no estimate.
+    exact time of the observed tokens. With dispatch ``lp`` there is no estimate. If the placement serves several
+    phases, all steps are made on the estimate, which has the sum of their times.
     """
 
     takes_seconds = True
@@ -80,6 +91,8 @@ class Anneal(Search):
     kind that empties a slot instead; engines need all slots filled."""
     shape: tuple[float, ...] = surrogate.DEFAULT_SHAPE
     """Numbers of the estimate and of its steps."""
+    other_phases: Sequence[OtherPhase] = ()
+    """Other phases that the placement serves: the search minimizes the time of all passes together."""
     stop: Callable[[], bool] = lambda: False
     """Asked between parts of the search: True ends it with the best placement so far."""
     restart: bool = True
@@ -96,6 +109,9 @@ class Anneal(Search):
             raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
         if not 0 <= self.estimate_share <= 1:
             raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
+        served = (self.simulator, *(phase.simulator for phase in self.other_phases))
+        if len(served) > 1 and "lp" in {simulator.profile.dispatch for simulator in served}:
+            raise ValueError("there is no estimate for dispatch 'lp', so it cannot be one of several phases")
         self.past_plan: Placement | None = None
         self.estimates = self.estimate_steps > 0 and self.simulator.profile.dispatch != "lp"
 
@@ -112,7 +128,7 @@ class Anneal(Search):
         steps = max(_PAST_PLAN_STEPS, _PAST_PLAN_STEPS_PER_PLACE * simulator.n_experts * simulator.n_gpus)
         search = Anneal(
             simulator, self.seed, norm=self.norm, robustness=self.mixture_std, migration_weight=0.0,
-            estimate_steps=steps, stop=self.stop,
+            estimate_steps=steps, other_phases=self.other_phases, stop=self.stop,
         )  # fmt: skip
         pass_tokens = Traffic(simulator.profile.phase).sizes[1] * simulator.n_gpus
         interval = self.traffic.all_topics(simulator.n_gpus, _ESTIMATE_TOKENS, pass_tokens)
@@ -122,7 +138,8 @@ class Anneal(Search):
         """``others`` are more placements that the search may start from."""
         began, core_ms = time.perf_counter(), self.core_ms(len(placement))
         topic = self.topics(history, hurry=core_ms <= _LEARNED_HURRY_MS)
-        short = core_ms < (_LEAST_EXACT_MS if self.traffic is None else _LEARNED_EXACT_MS)
+        least_ms = _LEAST_EXACT_MS if self.traffic is None else _LEARNED_EXACT_MS
+        short = core_ms < least_ms or bool(self.other_phases)
         if self.estimates:
             elapsed_s, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
             estimated = self.search_estimate(history, placement, share, others, topic, elapsed_s)
@@ -239,9 +256,13 @@ class Anneal(Search):
         before = None if simulator.background_share < 0 else simulator.count(seen, placement)
         n_topics = int(topic.max()) + 1 + (self.traffic.n_topics if self.traffic is not None else 0)
         n_varying = n_topics if self.mixture_std else 0
+        prices = [surrogate.prices_of(simulator.interval_costs(seen), simulator.topology.transport)]
+        for other, tokens, passes in self.other_phases:
+            costs = other.interval_costs(replace(seen, stands_for=tokens))
+            prices.append(surrogate.prices_of(costs, other.topology.transport, passes))
         state = surrogate.allocate(
-            self.shape, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
-            simulator.cluster.n_nodes, simulator.topology.transport == DEDUP, min(n_varying, _MOST_VARYING),
+            self.shape, prices, seen.n_tokens, seen.experts.shape[2], simulator.n_experts, placement.copy(),
+            simulator.cluster.n_nodes, min(n_varying, _MOST_VARYING),
         )  # fmt: skip
         rows, by_topic = whole.rows.ravel(), np.zeros((layers, simulator.n_experts, n_varying))
         shares = np.bincount(topic[rows], minlength=n_topics) / len(rows)

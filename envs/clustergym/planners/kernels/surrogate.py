@@ -7,6 +7,9 @@ so all ranks send alike: a replica that serves a share of the ranks gets that sh
 With deduplication a token is sent once to a GPU (and to a node) however many of its experts are there. For a set of
 experts with ``uses`` uses in all, ``common`` of them (ordered pairs) by one token, the number of tokens is estimated as
 ``uses / (1 + a·x + b·x²)``, x = common / uses: how many other experts of the set the token of a use has on average.
+
+One placement may serve several phases with their own kernels and transports. The sums are the same for all of them, so
+a phase more costs little.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import with_migration
-from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
+from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE, Costs
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, LOCAL_HASH, RANK_MOD, RANK_NEAREST
 from clustergym.planners.kernels.proposals import SAMPLE
 
@@ -28,13 +31,15 @@ ALL, NEAR, FAR = range(3)
 USES, USES_NEAR, USES_FAR, ACTIVE, COMMON = range(5)
 N_GPU_SUMS = 5
 # Sums over the replicas on a node: uses and common uses of tokens of other nodes. Then what follows from them and from
-# the GPUs of the node: copies that enter it; 8th powers of kernel times and of copies inside the node and from other
-# nodes; uses by its own ranks; the longest time to receive experts.
-NODE_USES, NODE_COMMON, ENTER, KERNEL_8, INTRA_8, INTER_8, LOCAL, RECEIVE = range(8)
-N_NODE_SUMS = 8
-# Columns of Surrogate.times: the kernel in µs, copies that the GPU receives from its own node and from other nodes.
+# the GPUs of the node: copies that enter it; uses by its own ranks; the longest time to receive experts. Then for each
+# phase the 8th powers of the columns of Surrogate.times.
+NODE_USES, NODE_COMMON, ENTER, LOCAL, RECEIVE, POWERS = range(6)
+# Columns of Surrogate.times, for each phase: the kernel in µs, copies that the GPU receives from its own node and from
+# other nodes.
 KERNEL_US, COPIES_INTRA, COPIES_INTER = range(3)
 N_TIMES = 3
+# Columns of Surrogate.prices, one row for each phase: its weight, its transport, and its costs.
+WEIGHT, TRANSPORT, FIXED_US, TOKEN_US, EXPERT_US, PAIR_US, INTRA_US, INTER_US = range(8)
 # Columns of Surrogate.shape: the estimate of deduplication, then how steps are drawn.
 VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU = range(5)
 DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5)
@@ -47,6 +52,8 @@ class Surrogate(NamedTuple):
 
     shape: np.ndarray
     """(5,) float64: see ``DEFAULT_SHAPE``"""
+    prices: np.ndarray
+    """(P, 8) float64: see ``WEIGHT``"""
     n_tokens: int
     sample: np.ndarray
     """(B, tokens, K) int16: experts of some tokens"""
@@ -55,7 +62,7 @@ class Surrogate(NamedTuple):
     deviation: np.ndarray
     """(B, E, topics) float64: how much the load of each expert varies with the share of each topic"""
     pairs: np.ndarray
-    """(B, E, E) float32: tokens that use both experts; of size 1 unless transport is ``dedup``"""
+    """(B, E, E) float32: tokens that use both experts; of size 1 unless the transport of a phase is ``dedup``"""
     beside: np.ndarray
     """(B, G, E) float32: sum of ``pairs`` over the replicas on a GPU, by their share"""
     around: np.ndarray
@@ -73,9 +80,9 @@ class Surrogate(NamedTuple):
     deviations: np.ndarray
     """(B, 2, G, topics) float64: how much the uses of a GPU vary with it"""
     nodes: np.ndarray
-    """(B, 2, N, 8) float64: see ``NODE_USES``"""
+    """(B, 2, N, 5 + 3 · P) float64: see ``NODE_USES``"""
     times: np.ndarray
-    """(B, 2, G, 3) float64: see ``KERNEL_US``"""
+    """(B, 2, G, 3 · P) float64: see ``KERNEL_US``"""
     held_before: np.ndarray
     """(B, E, G) int8"""
     received: np.ndarray
@@ -91,20 +98,30 @@ class Surrogate(NamedTuple):
 NOW, THEN = range(2)
 
 
+def prices_of(costs: Costs, transport: int, weight: float = 1.0) -> list[float]:
+    """A row of ``Surrogate.prices``."""
+    intra_us = costs.dispatch_intra_us + costs.combine_intra_us
+    inter_us = costs.dispatch_inter_us + costs.combine_inter_us
+    fixed_us = costs.dispatch_us + costs.combine_us + costs.kernel_us
+    return [weight, transport, fixed_us, costs.token_us, costs.expert_us, costs.pair_us, intra_us, inter_us]
+
+
 def allocate(
     shape: tuple[float, ...],
+    prices: list[list[float]],
     n_tokens: int,
     top_k: int,
     n_experts: int,
     slots: np.ndarray,
     n_nodes: int,
-    dedup: bool,
     n_topics: int = 0,
 ) -> Surrogate:
     """Tables to be filled by :mod:`.counts` and :func:`take_placement`. The search changes ``slots`` in place."""
     layers, n_gpus = slots.shape[:2]
+    dedup = any(row[TRANSPORT] == DEDUP for row in prices)
     return Surrogate(
         shape=np.array(shape),
+        prices=np.array(prices, float),
         n_tokens=n_tokens,
         sample=np.zeros((layers, SAMPLE, top_k), np.int16),
         load=np.zeros((layers, n_experts)),
@@ -118,8 +135,8 @@ def allocate(
         shares=np.zeros((layers, n_experts, n_gpus, 3), np.float32),
         gpus=np.zeros((layers, 2, n_gpus, N_GPU_SUMS)),
         deviations=np.zeros((layers, 2, n_gpus, n_topics)),
-        nodes=np.zeros((layers, 2, n_nodes, N_NODE_SUMS)),
-        times=np.zeros((layers, 2, n_gpus, N_TIMES)),
+        nodes=np.zeros((layers, 2, n_nodes, POWERS + N_TIMES * len(prices))),
+        times=np.zeros((layers, 2, n_gpus, N_TIMES * len(prices))),
         held_before=np.zeros((layers, n_experts, n_gpus), np.int8),
         received=np.zeros((layers, 2, n_gpus, 2), np.int32),
         moved=np.zeros((layers, 2, n_gpus), np.int16),
@@ -266,25 +283,28 @@ def _visits(s, uses, common):
 
 
 @inlined
-def write_times(s, b, when, g, topology, costs):
+def write_times(s, b, when, g, topology):
     """Kernel time and received copies of one GPU from its sums."""
-    per_node, sums, times = topology.gpus_per_node, s.gpus[b, when, g], s.times[b, when, g]
-    tokens = sums[USES]
-    if topology.transport == DEDUP:
-        tokens = _visits(s, sums[USES], sums[COMMON])
-        times[COPIES_INTRA] = tokens * (per_node - 1.0) / per_node
-    elif topology.transport == ALLGATHER:
-        tokens = float(s.n_tokens)
-    else:
-        times[COPIES_INTRA], times[COPIES_INTER] = sums[USES_NEAR], sums[USES_FAR]
-    work = costs.token_us * tokens + costs.pair_us * sums[USES]
+    per_node, sums = topology.gpus_per_node, s.gpus[b, when, g]
     # The standard deviation of the uses, over mixtures of topics, is added to them.
-    variance = 0.0
+    variance, more = 0.0, 1.0
     for d in range(s.deviation.shape[2]):
         variance += s.deviations[b, when, g, d] ** 2
     if variance > 0.0 and sums[USES] > 0.0:
-        work *= 1.0 + math.sqrt(variance) / sums[USES]
-    times[KERNEL_US] = work + costs.expert_us * sums[ACTIVE]
+        more = 1.0 + math.sqrt(variance) / sums[USES]
+    for p in range(s.prices.shape[0]):
+        prices, times, tokens = s.prices[p], s.times[b, when, g, p * N_TIMES :], sums[USES]
+        if prices[TRANSPORT] == DEDUP:
+            tokens = _visits(s, sums[USES], sums[COMMON])
+            times[COPIES_INTRA] = tokens * (per_node - 1.0) / per_node
+        elif prices[TRANSPORT] == ALLGATHER:
+            tokens = float(s.n_tokens)
+        else:
+            times[COPIES_INTRA], times[COPIES_INTER] = sums[USES_NEAR], sums[USES_FAR]
+        work = prices[TOKEN_US] * tokens + prices[PAIR_US] * sums[USES]
+        if more > 1.0:
+            work *= more
+        times[KERNEL_US] = work + prices[EXPERT_US] * sums[ACTIVE]
 
 
 @inlined
@@ -303,54 +323,62 @@ def _root8(x):
 def write_node(s, b, when, node, topology, costs):
     """What follows from the sums of a node and from its GPUs."""
     per_node, n_gpus = topology.gpus_per_node, s.slots.shape[1]
-    times, received, gpus, sums = s.times[b, when], s.received[b, when], s.gpus[b, when], s.nodes[b, when, node]
-    first, near, local = node * per_node, 0.0, 0.0
-    kernel, intra, inter, longest = 0.0, 0.0, 0.0, 0.0
+    received, gpus, sums = s.received[b, when], s.gpus[b, when], s.nodes[b, when, node]
+    first, local, longest = node * per_node, 0.0, 0.0
     for g in range(first, first + per_node):
-        kernel += _power8(times[g, KERNEL_US])
-        near += times[g, COPIES_INTRA]
-        local += (gpus[g, USES] - times[g, COPIES_INTER]) / per_node
-        inter += _power8(times[g, COPIES_INTER])
+        local += (gpus[g, USES] - gpus[g, USES_FAR]) / per_node
         moved = received[g, FROM_OWN_NODE] * costs.receive_intra_us
         longest = max(longest, moved + received[g, FROM_OTHER_NODE] * costs.receive_inter_us)
-    for g in range(first, first + per_node):
-        # What the other GPUs of the node receive inside it, all of its GPUs have sent alike.
-        intra += _power8(times[g, COPIES_INTRA]) + _power8((near - times[g, COPIES_INTRA]) / max(1, per_node - 1))
-    sums[KERNEL_8], sums[INTRA_8], sums[INTER_8], sums[LOCAL], sums[RECEIVE] = kernel, intra, inter, local, longest
-    if topology.transport == DEDUP:
-        # A copy enters a node at the GPU of its rank's number, so all GPUs of a node receive alike.
+    sums[LOCAL], sums[RECEIVE] = local, longest
+    # A copy enters a node at the GPU of its rank's number, so all GPUs of a node receive alike.
+    if s.pairs.shape[1] > 1:
         sums[ENTER] = _visits(s, sums[NODE_USES], sums[NODE_COMMON]) * (n_gpus - per_node) / (n_gpus * per_node)
+    for p in range(s.prices.shape[0]):
+        times, powers = s.times[b, when, :, p * N_TIMES :], sums[POWERS + p * N_TIMES :]
+        kernel, intra, inter, near = 0.0, 0.0, 0.0, 0.0
+        for g in range(first, first + per_node):
+            kernel += _power8(times[g, KERNEL_US])
+            near += times[g, COPIES_INTRA]
+            inter += _power8(times[g, COPIES_INTER])
+        for g in range(first, first + per_node):
+            # What the other GPUs of the node receive inside it, all of its GPUs have sent alike.
+            intra += _power8(times[g, COPIES_INTRA]) + _power8((near - times[g, COPIES_INTRA]) / max(1, per_node - 1))
+        powers[KERNEL_US], powers[COPIES_INTRA], powers[COPIES_INTER] = kernel, intra, inter
 
 
 @inlined
-def estimate_times(s, b, when, objective, total_uses):
-    """(time of a pass in the 8-norm, longest time to receive experts) from the sums of the nodes."""
-    topology, costs, n_gpus, n_nodes = objective.topology, objective.costs, s.slots.shape[1], s.nodes.shape[2]
-    per_node, nodes = topology.gpus_per_node, s.nodes[b, when]
-    kernel, intra, inter, longest, entering = 0.0, 0.0, 0.0, 0.0, 0.0
+def estimate_times(s, b, when, total_uses, per_node):
+    """(weighted time of a pass of each phase in the 8-norm, longest time to receive experts) from the nodes' sums."""
+    n_gpus, n_nodes, nodes = s.slots.shape[1], s.nodes.shape[2], s.nodes[b, when]
+    longest, entering, total = 0.0, 0.0, 0.0
     for node in range(n_nodes):
-        kernel += nodes[node, KERNEL_8]
-        intra += nodes[node, INTRA_8]
         entering += nodes[node, ENTER]
         longest = max(longest, nodes[node, RECEIVE])
-    time = costs.dispatch_us + costs.combine_us + costs.kernel_us + _root8(kernel)
-    if topology.transport != ALLGATHER:
+    for p in range(s.prices.shape[0]):
+        prices, first = s.prices[p], POWERS + p * N_TIMES
+        kernel, intra, inter = 0.0, 0.0, 0.0
         for node in range(n_nodes):
-            if topology.transport == DEDUP:
-                enter = nodes[node, ENTER]
-                inter += per_node * (_power8(enter) + _power8((entering - enter) / max(1, n_nodes - 1)))
-            else:
-                sent = max(0.0, total_uses / n_gpus - nodes[node, LOCAL])
-                inter += nodes[node, INTER_8] + per_node * _power8(sent)
-        time += (costs.dispatch_intra_us + costs.combine_intra_us) * _root8(intra)
-        time += (costs.dispatch_inter_us + costs.combine_inter_us) * _root8(inter)
-    return time, longest
+            kernel += nodes[node, first + KERNEL_US]
+            intra += nodes[node, first + COPIES_INTRA]
+        time = prices[FIXED_US] + _root8(kernel)
+        if prices[TRANSPORT] != ALLGATHER:
+            for node in range(n_nodes):
+                if prices[TRANSPORT] == DEDUP:
+                    enter = nodes[node, ENTER]
+                    inter += per_node * (_power8(enter) + _power8((entering - enter) / max(1, n_nodes - 1)))
+                else:
+                    sent = max(0.0, total_uses / n_gpus - nodes[node, LOCAL])
+                    inter += nodes[node, first + COPIES_INTER] + per_node * _power8(sent)
+            time += prices[INTRA_US] * _root8(intra)
+            time += prices[INTER_US] * _root8(inter)
+        total += prices[WEIGHT] * time
+    return total, longest
 
 
 @inlined
 def estimate(s, b, when, objective, total_uses):
     """The objective in the 8-norm."""
-    time, longest = estimate_times(s, b, when, objective, total_uses)
+    time, longest = estimate_times(s, b, when, total_uses, objective.topology.gpus_per_node)
     return with_migration(time, objective.migration_weight * longest, objective.before_us[b], objective.costs)
 
 
@@ -398,7 +426,7 @@ def take_placements(first, last, s, placement, objective, result):
             if dedup:
                 add_tables(s, b, e, s.replicas[b, e], n, s.shares[b, e], 1.0, topology, n_gpus)
         for g in range(n_gpus):
-            write_times(s, b, NOW, g, topology, objective.costs)
+            write_times(s, b, NOW, g, topology)
             s.touched[b, g] = 0
             copy_gpu(s, b, g, NOW, THEN)
         for node in range(s.nodes.shape[2]):
@@ -413,7 +441,7 @@ def copy_gpu(s, b, g, source, target):
         s.gpus[b, target, g, i] = s.gpus[b, source, g, i]
     for i in range(s.deviation.shape[2]):
         s.deviations[b, target, g, i] = s.deviations[b, source, g, i]
-    for i in range(N_TIMES):
+    for i in range(s.times.shape[3]):
         s.times[b, target, g, i] = s.times[b, source, g, i]
     for i in range(2):
         s.received[b, target, g, i] = s.received[b, source, g, i]
@@ -421,7 +449,7 @@ def copy_gpu(s, b, g, source, target):
 
 @inlined
 def copy_node(s, b, node, source, target):
-    for i in range(N_NODE_SUMS):
+    for i in range(s.nodes.shape[3]):
         s.nodes[b, target, node, i] = s.nodes[b, source, node, i]
 
 

@@ -118,7 +118,7 @@ def try_change(s, b, e, n_e, v, n_v, topology, costs):
         if is_touched(s, b, node, per_node):
             for x in range(node * per_node, (node + 1) * per_node):
                 if s.touched[b, x]:
-                    write_times(s, b, THEN, x, topology, costs)
+                    write_times(s, b, THEN, x, topology)
             write_node(s, b, THEN, node, topology, costs)
 
 
