@@ -216,22 +216,21 @@ def train(args: Args) -> dict[str, Any]:
     def play_action(obs: np.ndarray, action: Tensor) -> np.ndarray:
         """What the environment gets: shares of the request, or a clipped amount (detail 27). The raw one is stored."""
         if args.levels:
-            return share_actions(torch.from_numpy(obs), action.cpu(), args.levels).numpy()
+            return share_actions(obs, action.cpu().numpy(), args.levels)
         return action.cpu().numpy().clip(0, 1)
 
     def same_pods(obs: np.ndarray) -> np.ndarray:
         """All copies of an environment continue from the first one. Returns what they see."""
         if args.copies == 1:
             return obs
-        envs.unwrapped.batch.copy_first(args.copies)
-        return envs.unwrapped.batch.obs.numpy().copy()
+        return envs.unwrapped.batch.copy_first(args.copies).copy()
 
     def evaluate_agent() -> dict[str, Any]:
         """Play the most probable actions on held-out streams, with fixed statistics."""
         policy = AllocationPolicy(agent.state_dict(), statistics.state_dict() if args.norm_obs else None)
         if videos := run.video_folder():
             film = make_envs(args, 1, videos)
-            play_episodes(film, lambda obs, infos: policy.act(torch.from_numpy(obs)).numpy(), HELD_OUT_SEED)
+            play_episodes(film, lambda obs, infos: policy.act(obs), HELD_OUT_SEED)
         return play_policy(make_envs(args, args.eval_streams).unwrapped.batch, policy)
 
     # Detail 1: num_envs × num_steps transitions per iteration. Episodes continue in the next iteration.

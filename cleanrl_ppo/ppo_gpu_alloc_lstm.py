@@ -205,7 +205,7 @@ def train(args: Args) -> dict[str, Any]:
         policy = AllocationPolicy(agent.state_dict(), statistics.state_dict() if args.norm_obs else None)
         if videos := run.video_folder():
             film = make_envs(args, 1, videos)
-            play_episodes(film, lambda obs, infos: policy.act(torch.from_numpy(obs)).numpy(), HELD_OUT_SEED)
+            play_episodes(film, lambda obs, infos: policy.act(obs), HELD_OUT_SEED)
         return play_policy(make_envs(args, args.eval_streams).unwrapped.batch, policy)
 
     # Detail 1: num_envs × num_steps transitions per iteration. Episodes continue in the next iteration.

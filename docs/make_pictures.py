@@ -35,7 +35,7 @@ def allocation(path: Path) -> None:
     env.reset(seed=1)
     rule = RULES["vpa"](env.unwrapped.batch)
     for _ in range(100):
-        env.step(rule.act()[0].numpy())
+        env.step(rule.act()[0])
         rule.learn()
     matplotlib.image.imsave(path, env.render())
 

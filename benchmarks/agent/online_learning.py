@@ -116,7 +116,7 @@ def play_rule(name: str, seed: int, decisions: int) -> Played:
     rule, rows = make_rule(name, node.batch), []
     for _ in range(decisions):
         sensitive = node.sensitive
-        node.batch.step(rule.act(), autoreset=False)
+        node.batch.step(rule.act())
         rule.learn()
         out = node.batch.outcome[0].tolist()
         share = out[state.OUTCOME_CORES] / out[state.OUTCOME_REQUEST]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import tyro
 from rich.console import Console
@@ -67,11 +68,11 @@ class Args:
     """JSON file for the results."""
 
 
-def actions(obs: Tensor, shares: Tensor) -> Tensor:
+def actions(obs: npt.NDArray[np.float32], shares: Tensor) -> npt.NDArray[np.float32]:
     """The actions that grant these parts of the requests, which are the first two numbers of an observation."""
-    amounts = obs[..., :2].double() * shares.double()
-    cores, memory = action_for(MAX_CORES * amounts[..., 0].numpy(), MAX_MEMORY_MB * amounts[..., 1].numpy())
-    return torch.from_numpy(np.clip(np.stack([cores, memory], -1), 0.0, 1.0)).float()
+    amounts = obs[:, :2].astype(float) * shares.double().numpy()
+    cores, memory = action_for(MAX_CORES * amounts[:, 0], MAX_MEMORY_MB * amounts[:, 1])
+    return np.clip(np.stack([cores, memory], -1), 0.0, 1.0).astype(np.float32)
 
 
 class Fit:
@@ -85,12 +86,12 @@ class Fit:
 
     def observe(self, batch: AllocationBatch, copies: int = 1) -> Tensor:
         """(B / copies, features) what the policy may see."""
-        obs = batch.obs[::copies].clone()
+        obs = torch.from_numpy(batch.obs[::copies].copy())
         if not self.habits:
             return obs
-        owner = batch.state["ask"][::copies, state.ASK_OWNER].long()
-        habits = batch.state["habits"][::copies][torch.arange(len(obs)), owner]
-        return torch.cat([obs, habits[:, : state.HABIT_TEMPLATE]], 1)
+        owner = batch.state.ask[::copies, state.ASK_OWNER].astype(int)
+        habits = batch.state.habits[::copies][np.arange(len(obs)), owner]
+        return torch.cat([obs, torch.from_numpy(habits[:, : state.HABIT_TEMPLATE])], 1)
 
     def choose(self, seen: Tensor) -> Tensor:
         """(B, 2) parts of the requests; all of them before the first fit."""
@@ -108,9 +109,9 @@ class Fit:
         for _ in range(batch.config.arrivals):
             seen = self.observe(batch, copies)
             shares = torch.cat([self.choose(seen)[:, None], SHARES.expand(streams, -1, -1)], 1)
-            batch.step(actions(batch.obs, shares.flatten(0, 1)), autoreset=False)
+            batch.step(actions(batch.obs, shares.flatten(0, 1)))
             missed = 1.0 - batch.outcome[:, state.OUTCOME_MET]
-            rewards = (batch.reward - self.qos_penalty * missed).view(streams, copies)[:, 1:]
+            rewards = torch.from_numpy(batch.reward - self.qos_penalty * missed).view(streams, copies)[:, 1:]
             self.seen.append(seen)
             self.rewards.append((rewards - rewards[:, FULL, None]).float())
             batch.copy_first(copies)

@@ -199,7 +199,7 @@ class PolicyRule(AmountRule):
     def decide(self) -> tuple[Floats, Floats]:
         raise NotImplementedError
 
-    def act(self) -> torch.Tensor:
+    def act(self) -> Floats:
         return self.policy.act(self.batch.obs)
 
 
@@ -215,8 +215,8 @@ class AgentRule(AmountRule):
     def decide(self) -> tuple[Floats, Floats]:
         cores, memory = self.requests()
         owners, granted = self.waiting_group(), np.stack([cores, memory], 1)
-        means = None if self.policy is None else self.policy.act(self.batch.obs).double().numpy()
-        self.sensitive = self.batch.state["ask"].numpy()[:, state.ASK_SENSITIVE] > 0.5
+        means = None if self.policy is None else self.policy.act(self.batch.obs).astype(float)
+        self.sensitive = self.batch.state.ask[:, state.ASK_SENSITIVE] > 0.5
         for i, request in enumerate(map(Amounts, cores.tolist(), memory.tolist())):
             owner = self.owners[i][owners[i]]
             if owner.reduced:
@@ -225,8 +225,8 @@ class AgentRule(AmountRule):
         return granted[:, 0], granted[:, 1]
 
     def learn(self) -> None:
-        history = self.batch.state["history"].numpy()
-        for i, out in enumerate(self.batch.outcome.numpy().astype(float).tolist()):
+        history = self.batch.state.history
+        for i, out in enumerate(self.batch.outcome.astype(float).tolist()):
             number, request, request_mb = (
                 int(out[state.OUTCOME_OWNER]), out[state.OUTCOME_REQUEST], out[state.OUTCOME_REQUEST_MB],
             )  # fmt: skip
@@ -247,13 +247,13 @@ def play(batch: AllocationBatch, make_rule: Callable[[AllocationBatch], Any], ma
     zero = np.array(action_for(0.0, 0.0))
     rows: list[tuple[Floats, ...]] = []
     for i in range(batch.config.arrivals):
-        sensitive = batch.state["ask"].numpy()[:, state.ASK_SENSITIVE].copy()
+        sensitive = batch.state.ask[:, state.ASK_SENSITIVE].copy()
         # Actions are linear in amounts, and zero amounts have the action `zero`.
-        action = (rule.act().numpy() - zero) * margin + zero
-        batch.step(torch.from_numpy(np.clip(action, 0.0, 1.0).astype(np.float32)))
+        action = (rule.act() - zero) * margin + zero
+        batch.step(np.clip(action, 0.0, 1.0))
         rule.learn()
         if i >= batch.config.arrivals // 2:
-            out = batch.outcome.numpy()
+            out = batch.outcome
             columns = (state.OUTCOME_REQUEST, state.OUTCOME_CORES, state.OUTCOME_MET)
             request, grant, met = (out[:, column].astype(float) for column in columns)
             rows.append((request, grant, sensitive, met))

@@ -11,7 +11,8 @@ import json
 from dataclasses import asdict, fields, replace
 
 from clustergym.bench.suites import FOLDER, AllocationTask, Limits, PlacementTask, Suite, trace_sha256, workload_sha256
-from clustergym.gpu_allocation.batch import AllocationConfig, load_workload
+from clustergym.gpu_allocation.specs import AllocationConfig
+from clustergym.gpu_allocation.workload import load_workload
 from clustergym.moe_placement.specs import get_model
 from clustergym.planners.evaluation import deal_streams
 from clustergym.traces import SyntheticConfig

@@ -62,7 +62,7 @@ def compare(n: int, args: Args) -> dict[str, Any]:
     for _ in range(args.rounds):
         for name, env in envs.items():
             rates[name].append(rate(env, steps[name], rng))
-    state = envs["batched"].unwrapped.batch.bytes_allocated
+    state = sum(array.nbytes for array in envs["batched"].unwrapped.get_state().values())
     for env in envs.values():
         env.close()
     return {"environments": n, "rates": rates, "state_bytes": state}

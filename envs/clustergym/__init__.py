@@ -70,7 +70,7 @@ for _id, (_kind, _task) in placement_ids().items():
 for _form, _classes in OFFLOADING_KINDS.items():
     for _variant, _arguments in OFFLOADING.items():
         _register(f"MoEOffload{_variant}{_form}-v0", *(f"moe_offload.{name}" for name in _classes), **_arguments)
-_ALLOCATION = ("gpu_allocation.environment:GPUAllocationEnv", "gpu_allocation.environment:GPUAllocationVectorEnv")
+_ALLOCATION = ("gpu_allocation.environment:GPUAllocationEnv", "gpu_allocation.vector:GPUAllocationVectorEnv")
 _register("GPUAllocation-v0", *_ALLOCATION)
 _register("GPUAllocationHistory-v0", *_ALLOCATION, history=True)
 _register_with_pettingzoo("moe_placement_v0")

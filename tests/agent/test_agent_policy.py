@@ -23,10 +23,11 @@ from clustergym.agent.store import Store
 from clustergym.agent.traffic import pressure_of
 from clustergym.agent.versions import add_version
 from clustergym.common.checkpoints import CheckpointError, save_checkpoint
-from clustergym.gpu_allocation import dynamics, history
+from clustergym.gpu_allocation import history, simulator
 from clustergym.gpu_allocation import state as columns
-from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.policy import AllocationPolicy, share_actions
+from clustergym.gpu_allocation.specs import AllocationConfig
 from trainers import load_trainer
 
 online = load_trainer("ppo_gpu_alloc_online")
@@ -50,7 +51,7 @@ def test_history_matches_the_simulator(pods: list[tuple[float, float, bool, bool
     ours, theirs = history.new_history(), np.zeros(history.N_HISTORY, np.float32)
     for pod in pods:
         history.remember(ours, *pod)
-        dynamics.remember(theirs, *pod)
+        simulator.remember(theirs, *pod)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -64,7 +65,7 @@ def test_features_match_the_simulator() -> None:
     owners: dict[int, list[float]] = {}
     rng = np.random.default_rng(0)
     for _ in range(100):
-        ask, obs = batch.state["ask"][0].tolist(), batch.obs[0].tolist()
+        ask, obs = batch.state.ask[0].tolist(), batch.obs[0].tolist()
         owner = int(ask[columns.ASK_OWNER])
         known = owners.setdefault(owner, history.new_history())
         _, _, gpu_util, mem_util, pods, *_ = obs
@@ -74,7 +75,7 @@ def test_features_match_the_simulator() -> None:
         cores, memory, *_ = state
         rebuilt = state + history.features(known, cores, memory, ask[columns.ASK_SENSITIVE] > 0.5)
         np.testing.assert_allclose(rebuilt, obs, rtol=1e-4, atol=1e-5)
-        batch.step(rng.random((1, 2)), autoreset=False)
+        batch.step(rng.random((1, 2)))
         out = batch.outcome[0].tolist()
         share = out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST]
         needed = min(pressure_of(ask, out) * out[columns.OUTCOME_CORES] / out[columns.OUTCOME_REQUEST], 1.0)
@@ -134,16 +135,16 @@ def test_grants_are_those_of_the_simulator(args: Any) -> None:
     batch = AllocationBatch(AllocationConfig(history=args is LEVELS), 64)
     batch.reset()
     for _ in range(20):
-        requests = batch.state["ask"][:, [columns.ASK_CORES, columns.ASK_MEMORY]].double().numpy()
+        requests = batch.state.ask[:, [columns.ASK_CORES, columns.ASK_MEMORY]].astype(float)
         actions = rng.integers(0, 24, (64, 2)) if policy.levels else rng.normal(0.5, 0.5, (64, 2))
-        rows = zip(actions.astype(float), batch.obs.numpy(), requests, strict=True)
+        rows = zip(actions.astype(float), batch.obs, requests, strict=True)
         ours = [policy.amounts(action, obs, Amounts(*request)) for action, obs, request in rows]
-        chosen = share_actions(batch.obs, torch.from_numpy(actions), 24) if policy.levels else torch.tensor(actions)
-        batch.step(chosen.float().clamp(0, 1))
+        chosen = share_actions(batch.obs, actions, 24) if policy.levels else actions
+        batch.step(chosen)
         theirs = batch.outcome[:, [columns.OUTCOME_CORES, columns.OUTCOME_MEMORY]]
         # Observations are rounded to float32, so an amount between two units can be rounded the other way.
         np.testing.assert_allclose(ours, theirs, atol=1.0)
-        assert (np.array(ours) == theirs.numpy()).mean() > 0.95
+        assert (np.array(ours) == theirs).mean() > 0.95
 
 
 def test_the_example_of_the_task() -> None:
@@ -315,7 +316,7 @@ def test_the_exported_version_has_the_same_policy(tmp_path: Path, capsys: pytest
     obs = np.random.default_rng(0).random(19).astype(np.float32)
     again = Policy(first_state(dataclasses.replace(LEVELS, init_checkpoint=path)))
     np.testing.assert_allclose(again.outputs(obs), Policy(state).outputs(obs), atol=1e-5)
-    assert AllocationPolicy.load(path).act(torch.from_numpy(obs)[None]).shape == (1, 2)
+    assert AllocationPolicy.load(path).act(obs[None]).shape == (1, 2)
 
 
 # Settings

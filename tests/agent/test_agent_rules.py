@@ -32,13 +32,13 @@ def test_the_vpa_rule_is_that_of_the_simulator() -> None:
     node = SimulatedNode(5, 400)
     rule, owners = RULES["vpa-fraction"](node.batch), [OwnerState() for _ in range(6)]
     for _ in range(300):
-        ask = node.batch.state["ask"][0].tolist()
+        ask = node.batch.state.ask[0].tolist()
         owner = owners[int(ask[columns.ASK_OWNER])]
         cores, memory = (float(amount[0]) for amount in rule.decide())  # type: ignore[attr-defined]
         ours = vpa_amounts(owner, Amounts(ask[columns.ASK_CORES], ask[columns.ASK_MEMORY]))
         assert ours.cores == pytest.approx(np.ceil(cores - 1e-6), abs=1e-6)
         assert ours.memory_mb == pytest.approx(np.ceil(memory - 1e-6), abs=1)
-        node.batch.step(rule.act(), autoreset=False)
+        node.batch.step(rule.act())
         rule.learn()
         out = node.batch.outcome[0].tolist()
         oom, used_mb = out[columns.OUTCOME_OOM] > 0.5, out[columns.OUTCOME_USED_MB]

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
-import torch
 from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, render_test, seed_test
 from pettingzoo.test.max_cycles_test import max_cycles_test
 
 from clustergym import gpu_allocation_v0
 from clustergym.common.canvas import ORANGE, pygame
-from clustergym.common.compiling import private_api_available, source_fingerprint
+from clustergym.common.compiling import imported_sources, source_fingerprint
 from clustergym.gpu_allocation import (
     AllocationBatch,
     AllocationConfig,
     compute_reward,
-    dynamics,
     edge_mixes,
     history,
+    simulator,
     state,
 )
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, play
@@ -107,8 +103,8 @@ def test_threads_give_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
         batch.reset()
         for _ in range(5):
             batch.step(batch.oracle())
-        results.append(batch.state_dict())
-    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
+        results.append(batch.get_state())
+    assert all(np.array_equal(results[0][key], results[1][key]) for key in results[0])
 
 
 def test_returned_arrays_are_not_modified_later() -> None:
@@ -168,10 +164,10 @@ def test_memory_matters() -> None:
     rewards = []
     for part in (0.3, 1.0, None):
 
-        def act(part: float | None = part) -> torch.Tensor:
+        def act(part: float | None = part) -> np.ndarray:
             action = batch.oracle()
             if part is not None:
-                action[:, 1] = (part * batch.state["ask"][:, state.ASK_MEMORY] - 512) / (32768 - 512)
+                action[:, 1] = (part * batch.state.ask[:, state.ASK_MEMORY] - 512) / (32768 - 512)
             return action
 
         rewards.append(play(batch, act)["reward"])
@@ -188,7 +184,7 @@ def test_history_features_calculated_by_hand() -> None:
     assert not obs[0, N_STATE:].any() or obs[0, N_STATE + history.FEATURE_SENSITIVE] == 1
     parts, shares, missed, memory = [], [], [], []
     for step in range(1, 13):
-        asked = batch.state["ask"][0].tolist()
+        asked = batch.state.ask[0].tolist()
         batch.step([[0.02 * step, 1.0]])
         out = batch.outcome[0].tolist()
         shares.append(out[state.OUTCOME_CORES] / out[state.OUTCOME_REQUEST])
@@ -217,7 +213,7 @@ def test_history_features_calculated_by_hand() -> None:
             history.FEATURE_MISSED: misses,
             history.FEATURE_LAST_MISSED: float(missed[-1]),
             history.FEATURE_OOM: 0.0,
-            history.FEATURE_SENSITIVE: batch.state["ask"][0, state.ASK_SENSITIVE].item(),
+            history.FEATURE_SENSITIVE: batch.state.ask[0, state.ASK_SENSITIVE].item(),
             history.FEATURE_MEAN_CORES: mean * cores,
             history.FEATURE_MAX_CORES: largest * cores,
             history.FEATURE_LAST_CORES: parts[-1] * cores,
@@ -252,11 +248,10 @@ def test_nodes_differ_and_do_not_depend_on_their_number() -> None:
     batch = AllocationBatch.for_nodes(4, 256, AllocationConfig(history=True))
     batch.seed(np.arange(1024))
     batch.reset()
-    habits = batch.state["habits"].view(4, 256, 6, state.N_HABIT)
+    habits = batch.state.habits.reshape(4, 256, 6, state.N_HABIT)
     for i in range(4):
-        usual = (habits[i, :, :, state.HABIT_APP] == i).float().mean()
-        assert float(usual) == pytest.approx(0.7, abs=0.05)
-        assert float(habits[i, :, :, state.HABIT_NEED].median()) == pytest.approx(mixes[i].over_ask, abs=0.15)
+        assert (habits[i, :, :, state.HABIT_APP] == i).mean() == pytest.approx(0.7, abs=0.05)
+        assert np.median(habits[i, :, :, state.HABIT_NEED]) == pytest.approx(mixes[i].over_ask, abs=0.15)
 
 
 def test_a_restored_state_continues_bit_for_bit() -> None:
@@ -267,59 +262,24 @@ def test_a_restored_state_continues_bit_for_bit() -> None:
     actions = rng.random((25, 3, 2)).astype(np.float32)
     for action in actions[:7]:
         batch.step(action)
-    saved = batch.state_dict()
+    saved = batch.get_state()
     other = AllocationBatch(AllocationConfig(history=True, arrivals=10), 3)
-    other.load_state_dict(saved)
+    other.set_state(saved)
     for action in actions[7:]:
         a, b = batch.step(action), other.step(action)
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
     with pytest.raises(ValueError, match="saved environments have shape"):
-        AllocationBatch(AllocationConfig(history=True), 4).load_state_dict(saved)
+        AllocationBatch(AllocationConfig(history=True), 4).set_state(saved)
 
 
-# Compiled code
-
-
-def test_a_change_in_a_formula_renews_all_compiled_code(tmp_path: Path) -> None:
-    """numba only notices changes in the file of a function itself, not in the functions that it calls."""
-    stamp = source_fingerprint(dynamics.SOURCES)
-    functions = [f for f in vars(dynamics).values() if hasattr(f, "py_func")]
+def test_a_change_in_a_formula_renews_all_compiled_code() -> None:
+    """numba only notices changes in the file of a function itself."""
+    sources = imported_sources(Path(simulator.__file__))
+    functions = [f for f in vars(simulator).values() if hasattr(f, "py_func")]
     assert len(functions) > 20
     for function in functions:
-        assert function._cache.fingerprint == stamp, function
-        assert Path(function.py_func.__code__.co_filename) in dynamics.SOURCES, function
-    folder = Path(shutil.copytree(Path(dynamics.__file__).parent, tmp_path / "copy"))
-    copies = [folder / path.name for path in dynamics.SOURCES]
-    assert source_fingerprint(copies) == stamp
-    for copy in copies:
-        before = source_fingerprint(copies)
-        copy.write_text(copy.read_text() + "# changed\n")
-        assert source_fingerprint(copies) != before
-
-
-def test_this_numba_has_the_private_functions() -> None:
-    assert private_api_available()
-    assert dynamics.step_range.targetoptions["_nrt"] is False
-
-
-def test_without_the_private_functions_results_are_the_same() -> None:
-    code = """
-import sys, numpy as np
-from clustergym.common import compiling
-compiling.private_api_available = lambda: sys.argv[1] == "1"
-from clustergym.gpu_allocation import AllocationBatch, AllocationConfig, dynamics
-assert ("_nrt" in dynamics.step_range.targetoptions) == (sys.argv[1] == "1")
-batch = AllocationBatch(AllocationConfig(history=True), 4)
-batch.reset()
-for _ in range(20):
-    batch.step(batch.oracle())
-print(batch.obs.sum().item().hex(), batch.state["sums"].sum().item().hex())
-"""
-    found = [
-        subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True).stdout
-        for flag in ("0", "1")
-    ]
-    assert found[0] == found[1]
+        assert function._cache.fingerprint == source_fingerprint(sources), function
+        assert Path(function.py_func.__code__.co_filename) in sources, function
 
 
 # Picture

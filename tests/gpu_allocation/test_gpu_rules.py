@@ -12,7 +12,6 @@ from pathlib import Path
 import gymnasium
 import numpy as np
 import pytest
-import torch
 
 from clustergym import gpu_allocation_v0
 from clustergym.cli import main
@@ -172,14 +171,14 @@ def test_no_action_has_a_higher_reward_than_the_oracle() -> None:
     batch.reset()
     for _ in range(12):
         batch.step(batch.oracle())
-    saved, memory = batch.state_dict(), batch.oracle()[:, 1]
-    best = torch.full((16,), -np.inf, dtype=torch.float64)
+    saved, memory = batch.get_state(), batch.oracle()[:, 1]
+    best = np.full(16, -np.inf)
     for level in range(10, 101):
-        batch.load_state_dict(saved)
-        action = torch.stack([torch.full((16,), (level - 10) / 90), torch.ones(16)], 1)
-        best = torch.maximum(best, batch.step(action)[1].clone())
-    batch.load_state_dict(saved)
-    assert torch.allclose(batch.step(batch.oracle())[1], best, atol=1e-6)
+        batch.set_state(saved)
+        action = np.stack([np.full(16, (level - 10) / 90), np.ones(16)], 1)
+        best = np.maximum(best, batch.step(action)[1])
+    batch.set_state(saved)
+    np.testing.assert_allclose(batch.step(batch.oracle())[1], best, atol=1e-6)
     assert (memory < 1).all()
 
 
@@ -187,12 +186,12 @@ def test_no_action_has_a_higher_reward_than_the_oracle() -> None:
 def test_a_cut_grants_a_share_of_the_cores_and_all_of_the_memory(name: str, share: float) -> None:
     batch = AllocationBatch(AllocationConfig(), 64)
     batch.reset()
-    cores, memory = (batch.state["ask"][:, column].clone() for column in (state.ASK_CORES, state.ASK_MEMORY))
+    cores, memory = (batch.state.ask[:, column].copy() for column in (state.ASK_CORES, state.ASK_MEMORY))
     batch.step(RULES[name](batch).act())
     # Whole percents, rounded up; nobody gets less than 10 %.
-    expected = torch.ceil(share * cores.double() - 1e-6).clamp(min=10.0)
-    torch.testing.assert_close(batch.outcome[:, state.OUTCOME_CORES].double(), expected)
-    torch.testing.assert_close(batch.outcome[:, state.OUTCOME_MEMORY], memory)
+    expected = np.maximum(np.ceil(share * cores.astype(float) - 1e-6), 10.0)
+    np.testing.assert_allclose(batch.outcome[:, state.OUTCOME_CORES], expected)
+    np.testing.assert_array_equal(batch.outcome[:, state.OUTCOME_MEMORY], memory)
 
 
 def test_vpa_recommends_the_percentile_plus_margin() -> None:
@@ -200,8 +199,8 @@ def test_vpa_recommends_the_percentile_plus_margin() -> None:
     batch = AllocationBatch(AllocationConfig(history=True, owners=2), 1)
     batch.reset()
     rule = VPA(batch)
-    batch.state["ask"][0, state.ASK_CORES], batch.state["ask"][0, state.ASK_MEMORY] = 100.0, 32768.0
-    batch.state["ask"][0, state.ASK_OWNER] = 1
+    batch.state.ask[0, state.ASK_CORES], batch.state.ask[0, state.ASK_MEMORY] = 100.0, 32768.0
+    batch.state.ask[0, state.ASK_OWNER] = 1
     assert rule.decide()[0][0] == 100, "the request of a new owner is granted"
     out = batch.outcome[0]
     out[state.OUTCOME_OWNER], out[state.OUTCOME_USED_MB] = 1, 1000.0
@@ -211,7 +210,7 @@ def test_vpa_recommends_the_percentile_plus_margin() -> None:
     cores, memory = rule.decide()
     assert 1.15 * 45 <= cores[0] <= 1.15 * 45 * 1.05
     assert 1150 <= memory[0] <= 1150 * 1.05 + 1
-    batch.state["ask"][0, state.ASK_OWNER] = 0
+    batch.state.ask[0, state.ASK_OWNER] = 0
     assert rule.decide()[0][0] == 100, "each owner has a histogram"
     killed = VPA(batch)
     out[state.OUTCOME_OWNER], out[state.OUTCOME_OOM] = 0, 1.0
@@ -228,7 +227,7 @@ def test_vpa_weights_halve_per_day() -> None:
     rule.learn()
     out[state.OUTCOME_USAGE], out[state.OUTCOME_TIME] = 20.0, 4 * 24 * 3600.0  # four half-lives: 16 times the weight
     rule.learn()
-    batch.state["ask"][0, state.ASK_CORES] = 100.0
+    batch.state.ask[0, state.ASK_CORES] = 100.0
     assert 1.15 * 20 <= rule.decide()[0][0] <= 1.15 * 20 * 1.05
 
 
@@ -236,7 +235,7 @@ def test_proportional_controller_and_its_dead_band() -> None:
     batch = AllocationBatch(AllocationConfig(), 1)
     batch.reset()
     rule, out = Proportional(batch), batch.outcome[0]
-    batch.state["ask"][0, state.ASK_CORES] = 100.0
+    batch.state.ask[0, state.ASK_CORES] = 100.0
     # 42 of 50 are 84 %, within 10 % of 90 %: no change.
     for usage, met, expected in ((42.0, 1.0, 50.0), (28.0, 1.0, 28 / 0.9), (50.0, 0.0, 50 / 0.9)):
         out[state.OUTCOME_CORES], out[state.OUTCOME_USAGE], out[state.OUTCOME_MET] = 50.0, usage, met

@@ -370,7 +370,7 @@ def test_presets_are_those_of_the_document(tmp_path: Path) -> None:
     obs = torch.rand(3, 5)
     network = trainer.Agent(5, 64, 0)
     network.load_state_dict(agent)
-    torch.testing.assert_close(policy.act(obs), network.actor(obs))
+    torch.testing.assert_close(torch.from_numpy(policy.act(obs.numpy())), network.actor(obs))
     explicit = parse_args(trainer.Args, argv=[*argv, "--num-envs", "8"], presets={"seed": trainer.SEED_PRESET})
     assert (explicit.num_envs, explicit.gamma) == (8, 0.99)
     assert replace(explicit, num_envs=1) == args

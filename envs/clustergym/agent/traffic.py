@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from clustergym.gpu_allocation import state
-from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.space import MAX_MEMORY_MB, MAX_PODS, inverse_transform
-from clustergym.gpu_allocation.workload import NodeMix
+from clustergym.gpu_allocation.specs import AllocationConfig, NodeMix
 
 
 def pressure_of(ask: list[float], out: list[float]) -> float:
@@ -37,11 +37,11 @@ class SimulatedNode:
     @property
     def sensitive(self) -> bool:
         """Whether the waiting pod is latency-sensitive."""
-        return bool(self.batch.state["ask"][0, state.ASK_SENSITIVE] > 0.5)
+        return bool(self.batch.state.ask[0, state.ASK_SENSITIVE] > 0.5)
 
     def request(self) -> dict[str, Any]:
         """Body of POST /allocate for the waiting pod."""
-        ask = self.batch.state["ask"][0].tolist()
+        ask = self.batch.state.ask[0].tolist()
         return {
             "owner": f"{self.name}/owner-{ask[state.ASK_OWNER]:g}",
             "cores": ask[state.ASK_CORES],
@@ -51,8 +51,8 @@ class SimulatedNode:
 
     def apply(self, cores: float, memory_mb: float) -> tuple[dict[str, Any], float]:
         """Start the waiting pod with this grant. Returns the body of POST /feedback without an id, and the reward."""
-        ask = self.batch.state["ask"][0].tolist()
-        self.batch.step([inverse_transform(cores, memory_mb)], autoreset=False)
+        ask = self.batch.state.ask[0].tolist()
+        self.batch.step([inverse_transform(cores, memory_mb)])
         out = self.batch.outcome[0].tolist()
         if cores != out[state.OUTCOME_CORES]:
             raise RuntimeError(f"{cores} % were granted, but the simulator applied {out[state.OUTCOME_CORES]} %")

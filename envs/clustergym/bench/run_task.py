@@ -145,7 +145,7 @@ def run_allocation(task: AllocationTask, entry: Entry) -> TaskResult:
     config = task.config
     batch = AllocationBatch(config, task.streams)
 
-    def measured(act: Callable[[], torch.Tensor], learn: Callable[[], None] | None = None) -> Rewards:
+    def measured(act: Callable[[], npt.NDArray[np.float32]], learn: Callable[[], None] | None = None) -> Rewards:
         return _timed(batch, act, learn, task.seed)
 
     def rule(name: str) -> Rewards:
@@ -161,9 +161,7 @@ def run_allocation(task: AllocationTask, entry: Entry) -> TaskResult:
         space = gymnasium.spaces.Box(0.0, 1.0, (2,), np.float32)
         with WorkerFunction(entry.target, "agent", {"env_id": task.env_id}, task.limits) as function:
             agent = SubmittedAgent(entry, function)
-            rewards, metrics = measured(
-                lambda: torch.from_numpy(np.stack([agent.act(row, space, space.high) for row in batch.obs.numpy()]))
-            )
+            rewards, metrics = measured(lambda: np.stack([agent.act(row, space, space.high) for row in batch.obs]))
         failures = agent.failures
     return TaskResult(
         scores=((rewards - grant) / (oracle - grant)).tolist(),
@@ -179,11 +177,11 @@ Rewards = tuple[npt.NDArray[np.float64], dict[str, float | None]]
 
 
 def _timed(
-    batch: AllocationBatch, act: Callable[[], torch.Tensor], learn: Callable[[], None] | None, seed: int
+    batch: AllocationBatch, act: Callable[[], npt.NDArray[np.float32]], learn: Callable[[], None] | None, seed: int
 ) -> Rewards:
     seconds = 0.0
 
-    def timed() -> torch.Tensor:
+    def timed() -> npt.NDArray[np.float32]:
         nonlocal seconds
         began = time.perf_counter()
         action = act()
@@ -191,7 +189,7 @@ def _timed(
         return action
 
     result = play_streams(batch, timed, learn, seed)
-    sums = batch.final_sums.numpy()
+    sums = batch.state.sums
     metrics: dict[str, float | None] = {
         name: float(result[name]) for name in ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s")
     }

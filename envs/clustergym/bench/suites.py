@@ -22,8 +22,8 @@ import gymnasium
 import numpy as np
 
 import clustergym  # noqa: F401  registers the environments
-from clustergym.gpu_allocation.batch import AllocationConfig, load_workload
-from clustergym.gpu_allocation.workload import Workload
+from clustergym.gpu_allocation.specs import AllocationConfig
+from clustergym.gpu_allocation.workload import Workload, load_workload
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic

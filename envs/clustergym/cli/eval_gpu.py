@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from clustergym.cli.common import prepare_outputs
+from clustergym.common.extras import require
 from clustergym.common.files import write_atomically
 from clustergym.common.plotting import require_matplotlib
-from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
+from clustergym.gpu_allocation import AllocationBatch, AllocationConfig
 from clustergym.gpu_allocation.evaluation import HELD_OUT_SEED, gap_closed, play_policy, play_rules
-from clustergym.gpu_allocation.policy import AllocationPolicy
 from clustergym.gpu_allocation.rules import RULES
+
+if TYPE_CHECKING:
+    from clustergym.gpu_allocation.policy import AllocationPolicy
 
 ENV_IDS = {"GPUAllocation-v0": False, "GPUAllocationHistory-v0": True}
 """Environment id → whether the observation has the history of the owner."""
@@ -59,6 +61,17 @@ def make_batch(args: Command) -> AllocationBatch:
     return AllocationBatch(AllocationConfig(history=ENV_IDS[args.env_id], workload=args.workload), args.streams)
 
 
+def load_policies(paths: list[Path]) -> dict[str, AllocationPolicy]:
+    """Trained policies by path. Only they need torch."""
+    if not paths:
+        return {}
+    torch = require("torch", "train")
+    from clustergym.gpu_allocation.policy import AllocationPolicy
+
+    torch.set_num_threads(1)
+    return {str(path): AllocationPolicy.load(path) for path in paths}
+
+
 def results_table(rows: list[dict[str, Any]], title: str) -> Table:
     """Table with the best policy in bold. The oracle is dim, because it uses data that no real policy has."""
     table = Table(
@@ -96,9 +109,8 @@ def plot_results(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def run(args: Command, console: Console, line: str) -> None:
-    torch.set_num_threads(1)
     batch = make_batch(args)
-    policies = {str(path): AllocationPolicy.load(path) for path in args.checkpoint}
+    policies = load_policies(args.checkpoint)
     for path, policy in policies.items():
         if policy.n_features != batch.n_features:
             raise ValueError(

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from clustergym.common.statistics import ci95
-from clustergym.gpu_allocation.batch import FIRST_SEEDS, AllocationBatch
-from clustergym.gpu_allocation.policy import AllocationPolicy
+from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.rules import RULES
-from clustergym.gpu_allocation.state import (
-    SUM_MET,
-    SUM_REWARD,
-    SUM_STEPS,
-)
+from clustergym.gpu_allocation.specs import FIRST_SEEDS
+from clustergym.gpu_allocation.state import SUM_MET, SUM_REWARD, SUM_STEPS, Floats
+
+if TYPE_CHECKING:
+    from clustergym.gpu_allocation.policy import AllocationPolicy  # needs torch, which rules do without
 
 HELD_OUT_SEED = FIRST_SEEDS["test"]
 """First seed of the streams for evaluation. Trainers use 31-bit seeds, so they never see these streams."""
@@ -24,7 +22,7 @@ HELD_OUT_SEED = FIRST_SEEDS["test"]
 
 def play(
     batch: AllocationBatch,
-    act: Callable[[], torch.Tensor],
+    act: Callable[[], Floats],
     learn: Callable[[], None] | None = None,
     seed: int = HELD_OUT_SEED,
 ) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def play(
         batch.step(act())
         if learn is not None:
             learn()
-    sums = batch.final_sums.numpy()
+    sums = batch.state.sums
     means = sums[:, :SUM_STEPS] / sums[:, SUM_STEPS:]
     names = ("reward", "qos", "efficiency", "oom", "monopoly", "wait_s", "room")
     result: dict[str, Any] = {name: float(value) for name, value in zip(names, means.mean(0), strict=True)}

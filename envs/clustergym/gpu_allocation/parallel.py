@@ -9,19 +9,13 @@ from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
 from clustergym.common.choices import config_from
-from clustergym.gpu_allocation.batch import AllocationBatch, AllocationConfig
-from clustergym.gpu_allocation.environment import (
-    Copying,
-    Rendering,
-    episode_info,
-    outcome_info,
-    shorten,
-    single_spaces,
-)
+from clustergym.gpu_allocation.batch import AllocationBatch
+from clustergym.gpu_allocation.environment import Rendering, episode_info, outcome_info, shorten, single_spaces
+from clustergym.gpu_allocation.specs import AllocationConfig
 from clustergym.gpu_allocation.state import Floats
 
 
-class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floats]):  # type: ignore[misc]  # untyped
+class GPUAllocationParallelEnv(Rendering, ParallelEnv[str, Floats, Floats]):  # type: ignore[misc]  # untyped
     """Edge nodes with one GPU and one agent each: ``gpu_allocation_v0.parallel_env(n_nodes=N)``.
 
     Agent `node_i` decides for the pods of node i. The nodes do not influence each other. Each node has its own mix of
@@ -64,7 +58,6 @@ class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floa
         # One action space per agent: seeding one must not seed the others.
         self.action_spaces = {agent: single_spaces(self.batch.n_features)[1] for agent in self.possible_agents}
         self.state_space = spaces.Box(0.0, 1.0, (n_nodes * self.batch.n_features,), np.float32)
-        self._look()
         self._seeded = False
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
@@ -74,7 +67,7 @@ class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floa
         return self.action_spaces[agent]
 
     def _observe(self) -> dict[str, Floats]:
-        return {agent: self._obs[i].copy() for i, agent in enumerate(self.possible_agents)}
+        return {agent: self.batch.obs[i].copy() for i, agent in enumerate(self.possible_agents)}
 
     def reset(
         self, seed: int | None = None, options: dict[str, Any] | None = None
@@ -84,8 +77,7 @@ class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floa
             self.batch.seed(np.int64(first) + np.arange(self.n_nodes))
             self._seeded = True
         self.agents = self.possible_agents[:]
-        self.batch.reset()
-        self._start_recording()
+        self._reset()
         return self._observe(), {agent: {} for agent in self.agents}
 
     def step(
@@ -96,20 +88,14 @@ class GPUAllocationParallelEnv(Copying, Rendering, ParallelEnv[str, Floats, Floa
             raise ValueError(f"no action for {missing[0]!r}: every node decides at every step")
         done = self._step(np.stack([np.asarray(actions[agent], np.float32) for agent in self.possible_agents]))
         agents = self.agents
-        infos = {agent: outcome_info(self._outcome[i]) for i, agent in enumerate(agents)}
+        infos = {agent: outcome_info(self.batch.outcome[i]) for i, agent in enumerate(agents)}
+        rewards = dict(zip(agents, self.batch.reward.tolist(), strict=True))
         if done:
-            for i, agent in enumerate(agents):
-                means = episode_info(self.batch.final_sums.numpy()[i])
-                infos[agent] |= {name: float(mean) for name, mean in means.items()}
+            for agent, sums in zip(agents, self.batch.state.sums, strict=True):
+                infos[agent] |= episode_info(sums)
             self.agents = []
-        return (
-            self._observe(),
-            {agent: float(self.batch.reward[i]) for i, agent in enumerate(agents)},
-            dict.fromkeys(agents, False),
-            dict.fromkeys(agents, done),
-            infos,
-        )
+        return self._observe(), rewards, dict.fromkeys(agents, False), dict.fromkeys(agents, done), infos
 
     def state(self) -> Floats:
         """All observations in one vector, for a centralised critic."""
-        return self._obs.ravel().copy()
+        return self.batch.obs.ravel().copy()

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from clustergym.common.checkpoints import CheckpointError, load_checkpoint
 from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, action_for
+from clustergym.gpu_allocation.state import Floats
 
 MIN_SHARES = (0.1, 0.5)
 """Smallest shares of the requested cores and memory that a categorical policy can choose."""
@@ -18,7 +20,7 @@ KINDS = ("ppo_gpu_alloc", "ppo_gpu_alloc-model", "ppo_gpu_alloc_lstm", "ppo_gpu_
 OBS_CLIP = 10.0
 
 
-def share_actions(obs: Tensor, chosen: Tensor, levels: int) -> Tensor:
+def share_actions(obs: Floats, chosen: npt.NDArray[Any], levels: int) -> Floats:
     """(B, 2) actions that grant shares of the requests, which are the first two numbers of an observation.
 
     Args:
@@ -26,13 +28,13 @@ def share_actions(obs: Tensor, chosen: Tensor, levels: int) -> Tensor:
         chosen: (B, 2) indices of the shares of cores and memory: 0 is the smallest of ``MIN_SHARES``, levels − 1 is 1.
         levels: number of shares.
 
-    >>> share_actions(torch.tensor([[0.5, 0.25]]), torch.tensor([[4, 0]]), 5)  # 50 % of the GPU, 4096 MB
-    tensor([[0.4444, 0.1111]])
+    >>> share_actions(np.array([[0.5, 0.25]]), np.array([[4, 0]]), 5).round(4).tolist()  # 50 % of the GPU, 4096 MB
+    [[0.4444, 0.1111]]
     """
     low = np.array(MIN_SHARES)
-    shares = low + (1.0 - low) * chosen.numpy() / (levels - 1)
-    cores, memory = (obs[:, :2].double().numpy() * shares * (MAX_CORES, MAX_MEMORY_MB)).T
-    return torch.from_numpy(np.stack(action_for(cores, memory), 1).clip(0.0, 1.0)).float()
+    shares = low + (1.0 - low) * chosen / (levels - 1)
+    cores, memory = (obs[:, :2].astype(float) * shares * (MAX_CORES, MAX_MEMORY_MB)).T
+    return np.stack(action_for(cores, memory), 1).clip(0.0, 1.0).astype(np.float32)
 
 
 def read_policy(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor] | None]:
@@ -108,19 +110,19 @@ class AllocationPolicy:
         scaled = (obs - self.statistics["mean"]) / torch.sqrt(self.statistics["var"] + 1e-8)
         return scaled.clamp(-OBS_CLIP, OBS_CLIP).float()
 
-    def act(self, obs: Tensor) -> Tensor:
+    def act(self, obs: Floats) -> Floats:
         """(B, 2) actions for observations (B, features). A recurrent policy updates its state."""
         if obs.ndim != 2 or obs.shape[1] != self.n_features:
             raise ValueError(
-                f"observations have shape {tuple(obs.shape)}, but the policy was trained on (…, {self.n_features}): "
+                f"observations have shape {obs.shape}, but the policy was trained on (…, {self.n_features}): "
                 "GPUAllocation-v0 has 5 numbers, GPUAllocationHistory-v0 has 19"
             )
         with torch.inference_mode():
-            rows = self.normalize(obs)
+            rows = self.normalize(torch.from_numpy(obs))
             if self.recurrent:
                 features, self.state = self.lstm(self.encoder(rows)[None], self.state)
                 rows = features[0]
             action: Tensor = self.actor(rows)
         if self.levels:
-            return share_actions(obs, action.view(-1, 2, self.levels).argmax(-1), self.levels)
-        return action
+            return share_actions(obs, action.view(-1, 2, self.levels).argmax(-1).numpy(), self.levels)
+        return action.numpy()

@@ -8,7 +8,6 @@ Standard library only, so that an agent on a node can use it alone. The simulato
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 EFFICIENCY_WEIGHT = 0.5
 QOS_MET, QOS_MISSED = 1.0, -0.5
@@ -20,21 +19,8 @@ ROOM_SCALE_S = 440.0
 """A wait this long costs half of :data:`ROOM_WEIGHT`: the median life of a pod in openb."""
 
 
-class RewardTerms(NamedTuple):
-    """The terms of one reward. Penalties are 0 or negative, so the reward is the sum of all terms."""
-
-    efficiency: float
-    qos: float
-    monopoly: float
-    under_allocation: float
-
-    @property
-    def total(self) -> float:
-        return self.efficiency + self.qos + self.monopoly + self.under_allocation
-
-
 def score(cores: float, usage: float, qos_met: bool, running_pods: int) -> tuple[float, float, float, float]:
-    """The four terms of :class:`RewardTerms`, without checks. The usage must not exceed the cores."""
+    """(efficiency, QoS, monopoly, under-allocation), without checks. The usage must not exceed the cores."""
     sharing = max(running_pods - 1, 1)  # the pods that the state showed, before this one
     return (
         EFFICIENCY_WEIGHT * usage / cores if cores > 0.0 else 0.0,
@@ -54,29 +40,6 @@ def room(wait_s: float) -> float:
     (-0.0, -0.25)
     """
     return -ROOM_WEIGHT * wait_s / (wait_s + ROOM_SCALE_S)
-
-
-def reward_terms(
-    allocated_cores: float, allocated_memory_mb: float, actual_usage: float, qos_met: bool, running_pods: int
-) -> RewardTerms:
-    """The terms of :func:`compute_reward`.
-
-    >>> terms = reward_terms(60, 3000, 55, True, 3)
-    >>> round(terms.efficiency, 4), terms.qos, terms.monopoly, terms.under_allocation
-    (0.4583, 1.0, 0.0, 0.0)
-    """
-    numbers = {
-        "allocated_cores": (allocated_cores, 100.0),
-        "allocated_memory_mb": (allocated_memory_mb, math.inf),
-        "actual_usage": (actual_usage, 100.0),
-    }
-    for name, (value, top) in numbers.items():
-        if not (math.isfinite(value) and 0 <= value <= top):
-            limit = "a finite number from 0" if top == math.inf else f"0 … {top:g} % of the GPU"
-            raise ValueError(f"{name} is {value}: expected {limit}")
-    if running_pods < 1 or running_pods != int(running_pods):
-        raise ValueError(f"running_pods is {running_pods}: expected a whole number from 1 (the new pod counts)")
-    return RewardTerms(*score(allocated_cores, min(actual_usage, allocated_cores), qos_met, running_pods))
 
 
 def compute_reward(
@@ -102,4 +65,15 @@ def compute_reward(
     >>> round(compute_reward(60, 3000, 55, True, 4), 2)
     1.16
     """
-    return reward_terms(allocated_cores, allocated_memory_mb, actual_usage, qos_met, running_pods).total
+    numbers = {
+        "allocated_cores": (allocated_cores, 100.0),
+        "allocated_memory_mb": (allocated_memory_mb, math.inf),
+        "actual_usage": (actual_usage, 100.0),
+    }
+    for name, (value, top) in numbers.items():
+        if not (math.isfinite(value) and 0 <= value <= top):
+            limit = "a finite number from 0" if top == math.inf else f"0 … {top:g} % of the GPU"
+            raise ValueError(f"{name} is {value}: expected {limit}")
+    if running_pods < 1 or running_pods != int(running_pods):
+        raise ValueError(f"running_pods is {running_pods}: expected a whole number from 1 (the new pod counts)")
+    return sum(score(allocated_cores, min(actual_usage, allocated_cores), qos_met, running_pods))

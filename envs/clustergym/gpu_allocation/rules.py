@@ -12,7 +12,6 @@ from functools import partial
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from clustergym.gpu_allocation import state
 from clustergym.gpu_allocation.batch import AllocationBatch
@@ -27,7 +26,7 @@ class Rule(ABC):
         self.batch = batch
 
     @abstractmethod
-    def act(self) -> torch.Tensor:
+    def act(self) -> Floats:
         """(B, 2) actions."""
 
     def learn(self) -> None:
@@ -44,7 +43,7 @@ class AmountRule(Rule):
 
     def requests(self) -> tuple[Doubles, Doubles]:
         """(B,) requested cores, %, and memory, MB."""
-        ask = self.batch.state["ask"].numpy()
+        ask = self.batch.state.ask
         return ask[:, state.ASK_CORES].astype(float), ask[:, state.ASK_MEMORY].astype(float)
 
     def group(self, owners: Floats) -> npt.NDArray[np.int64]:
@@ -53,15 +52,14 @@ class AmountRule(Rule):
 
     def waiting_group(self) -> npt.NDArray[np.int64]:
         """(B,) index of the record for the waiting pods."""
-        return self.group(self.batch.state["ask"].numpy()[:, state.ASK_OWNER])
+        return self.group(self.batch.state.ask[:, state.ASK_OWNER])
 
     @abstractmethod
     def decide(self) -> tuple[Doubles, Doubles]:
         """(B,) cores, %, and memory, MB, for the waiting pods."""
 
-    def act(self) -> torch.Tensor:
-        action = np.stack(action_for(*self.decide()), 1)
-        return torch.from_numpy(np.clip(action, 0.0, 1.0).astype(np.float32))
+    def act(self) -> Floats:
+        return np.clip(np.stack(action_for(*self.decide()), 1), 0.0, 1.0).astype(np.float32)
 
 
 class Grant(AmountRule):
@@ -90,7 +88,7 @@ class FairShare(AmountRule):
 
     def decide(self) -> tuple[Doubles, Doubles]:
         cores, memory = self.requests()
-        pods = self.batch.state["counters"].numpy()[:, state.COUNT_PODS] + 1
+        pods = self.batch.state.counters[:, state.COUNT_PODS] + 1
         return np.minimum(cores, MAX_CORES / pods), memory
 
 
@@ -136,8 +134,8 @@ class VPA(AmountRule):
         )
 
     def learn(self) -> None:
-        out = self.batch.outcome.numpy().astype(float)
-        group = self.group(self.batch.outcome.numpy()[:, state.OUTCOME_OWNER])
+        out = self.batch.outcome.astype(float)
+        group = self.group(self.batch.outcome[:, state.OUTCOME_OWNER])
         # Instead of decaying all buckets, newer samples get a larger weight: only the ratio matters.
         weight = 2.0 ** (out[:, state.OUTCOME_TIME] / self.half_life_s)
         oom = out[:, state.OUTCOME_OOM] > 0.5
@@ -175,8 +173,8 @@ class Proportional(AmountRule):
         return np.where(np.isnan(share), cores, np.minimum(share, cores)), memory
 
     def learn(self) -> None:
-        out = self.batch.outcome.numpy().astype(float)
-        group = self.group(self.batch.outcome.numpy()[:, state.OUTCOME_OWNER])
+        out = self.batch.outcome.astype(float)
+        group = self.group(self.batch.outcome[:, state.OUTCOME_OWNER])
         given = out[:, state.OUTCOME_CORES]
         utilisation = np.where(out[:, state.OUTCOME_MET] > 0.5, out[:, state.OUTCOME_USAGE] / given, 1.0)
         # Full utilisation always raises the share, whatever the band: a miss must have an effect.
@@ -188,7 +186,7 @@ class Proportional(AmountRule):
 class Oracle(Rule):
     """The best decision for the waiting pod, given its hidden needs: a bound for rules that decide pod by pod."""
 
-    def act(self) -> torch.Tensor:
+    def act(self) -> Floats:
         return self.batch.oracle()
 
 

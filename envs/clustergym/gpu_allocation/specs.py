@@ -1,12 +1,19 @@
-"""The applications that share the GPU, and the constants of the GPU.
+"""Specifications: the applications that share the GPU, the GPU, nodes, and the configuration of the task.
 
 The constants of latency, cache and power are fits of a public profile of a V100 under MPS (iGniter, Xu et al., 2022).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from clustergym.gpu_allocation.fitted import IDLE_SHARE, NEED_LOGIT, NEED_OWNER_SPREAD
+from clustergym.gpu_allocation.space import MAX_PODS, UNIT_PERCENT
+from clustergym.gpu_allocation.workload import Workload
 
 
 class AppSpec(NamedTuple):
@@ -60,3 +67,91 @@ def solo_latency_ms(app: Sequence[float], batch: float, share_percent: float) ->
     20.88
     """
     return (app[K1] * batch * batch + app[K2] * batch + app[K3]) / (share_percent + app[K4]) + app[K5]
+
+
+@dataclass(frozen=True)
+class NodeMix:
+    """A fixed edge node: which applications run there, and how much their owners over-ask."""
+
+    over_ask: float
+    """Mean of log(used / unused) of the requests. At 0, half of a request is needed; below 0, less."""
+    apps: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+    """Weights of alexnet, resnet50, vgg19 and ssd."""
+
+    def __post_init__(self) -> None:
+        if len(self.apps) != len(APPS) or min(self.apps) < 0 or not 0 < sum(self.apps) < math.inf:
+            raise ValueError(
+                f"apps is {self.apps}: expected {len(APPS)} weights ({', '.join(APPS)}), 0 or more, not all 0"
+            )
+        if not math.isfinite(self.over_ask):
+            raise ValueError(f"over_ask is {self.over_ask}: expected a finite number")
+
+
+def edge_mixes(n_nodes: int) -> list[NodeMix]:
+    """The mixes of N edge nodes. They differ in over-asking, and each has a main application.
+
+    Node i does not depend on N, so a federation can grow.
+    """
+    if n_nodes < 1:
+        raise ValueError(f"n_nodes is {n_nodes}: expected at least 1")
+    golden = (math.sqrt(5) - 1) / 2
+    mixes = []
+    for i in range(n_nodes):
+        weights = [0.1] * len(APPS)
+        weights[i % len(APPS)] = 0.7
+        # The golden ratio spreads any number of nodes evenly around the fitted mean.
+        mixes.append(NodeMix(NEED_LOGIT - 1.0 + 2.0 * ((i + 0.5) * golden % 1.0), tuple(weights)))
+    return mixes
+
+
+FIRST_SEEDS = {"train": 0, "validation": 2**41, "test": 2**40}
+"""Seeds of a split begin here. Splits share no stream for seeds below 2**40."""
+
+
+@dataclass(frozen=True)
+class AllocationConfig:
+    """Configuration of the allocation task. The environments take these fields as keyword arguments."""
+
+    history: bool = False
+    """Observe what the owner's earlier pods used (``GPUAllocationHistory-v0``)."""
+    arrivals: int = 128
+    """Number of decisions per episode."""
+    load: float = 3.0
+    """Mean number of running pods if there were always room: mean life / mean time between arrivals."""
+    owners: int = 6
+    """Number of owners per episode. The first ones send the most pods."""
+    workload: str | Path | Workload | None = None
+    """Requests and lives of pods: None (synthetic), a CSV file in the format of openb, or a ``Workload``."""
+    unit_percent: float = UNIT_PERCENT
+    """Cores are allocated in multiples of this. MPS takes whole percents; 2.5 are two of a V100's 80 SMs; 0 means any
+    number."""
+    reward: Literal["room", "seed"] = "room"
+    """room: efficiency, QoS and penalties, minus a penalty for the time that the next pod waits for room. seed: without
+    the waiting time, so that an allocation has hardly any effect on later rewards; fair shares as in compute_reward."""
+    node_spread: float = 0.0
+    """How much nodes differ in over-asking: standard deviation of the logit of the needed part of a request. The public
+    traces say nothing about it: schedulers do not sort pods by what they need."""
+    owner_spread: float = NEED_OWNER_SPREAD
+    """How much the owners of one node differ in over-asking (the same unit)."""
+    pod_spread: float = 1.0
+    """How much the pods of one owner differ in cores and memory: factor on the measured differences."""
+    idle_share: float = IDLE_SHARE
+    """Share of pods that hold memory but never use the GPU."""
+    mix: NodeMix | None = None
+    """A fixed node. By default, every episode draws a new node."""
+    split: str = "train"
+    """Streams of pods: ``train``, ``validation`` or ``test``, which has the streams of ``clustergym eval``."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.load <= MAX_PODS:
+            raise ValueError(f"load is {self.load}: expected more than 0, up to {MAX_PODS} pods")
+        if self.split not in FIRST_SEEDS:
+            raise ValueError(f"split is {self.split!r}: expected one of {', '.join(FIRST_SEEDS)}")
+        if self.reward not in ("room", "seed"):
+            raise ValueError(f"reward is {self.reward!r}: expected 'room' or 'seed'")
+        for key, low, high in (
+            ("arrivals", 1, 10**9), ("owners", 1, 64), ("unit_percent", 0, 10), ("idle_share", 0, 1),
+            ("node_spread", 0, 5), ("owner_spread", 0, 5), ("pod_spread", 0, 5),
+        ):  # fmt: skip
+            if not low <= getattr(self, key) <= high:
+                raise ValueError(f"{key} is {getattr(self, key)}: expected {low} … {high}")

@@ -9,14 +9,15 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 # Columns of actions.
 ACTION_CORES, ACTION_MEMORY = range(2)
 # The first columns of observations; all are in space.STATE_NAMES.
 OBS_CORES, OBS_MEMORY = range(2)
 # Columns of State.counters.
-COUNT_DECISIONS, COUNT_PODS, COUNT_ENDED = range(3)
-N_COUNTS = 3
+COUNT_DECISIONS, COUNT_PODS = range(2)
+N_COUNTS = 2
 # Columns of State.pods: everything that a measurement needs, in one cache line.
 (
     POD_END, POD_CORES, POD_MEMORY, POD_NEED_MB, POD_SLO, POD_JITTER, POD_SOLO, POD_L2, POD_WATTS, POD_INTENSITY,
@@ -41,10 +42,10 @@ N_HABIT = HABIT_TEMPLATE + N_TEMPLATES
     OUTCOME_REQUEST, OUTCOME_REQUEST_MB, OUTCOME_USED_MB, OUTCOME_TIME, OUTCOME_WAIT, OUTCOME_ROOM,
 ) = range(19)  # fmt: skip
 N_OUTCOME = 19
-# Columns of State.sums and State.final_sums.
+# Columns of State.sums.
 SUM_REWARD, SUM_MET, SUM_EFFICIENCY, SUM_OOM, SUM_MONOPOLY, SUM_WAIT, SUM_ROOM, SUM_STEPS = range(8)
 N_SUMS = 8
-# Columns of Rules.jobs.
+# Columns of Constants.jobs.
 JOB_CORES, JOB_LIFE, JOB_SENSITIVE = range(3)
 
 
@@ -54,7 +55,7 @@ class State(NamedTuple):
     random: npt.NDArray[np.uint64]
     """(B,) state of the environment's random number generator"""
     counters: npt.NDArray[np.int32]
-    """(B, 3) decisions so far, running pods, whether the episode has ended"""
+    """(B, 2) decisions so far, running pods"""
     time_s: Doubles
     """(B,)"""
     pods: Floats
@@ -68,12 +69,10 @@ class State(NamedTuple):
     outcome: Floats
     """(B, N_OUTCOME) result of the last decision"""
     sums: Doubles
-    """(B, N_SUMS) of the running episode"""
-    final_sums: Doubles
-    """(B, N_SUMS) of the last finished episode"""
+    """(B, N_SUMS) over the decisions of the episode"""
 
 
-class Rules(NamedTuple):
+class Constants(NamedTuple):
     """Everything that stays the same."""
 
     apps: Doubles
@@ -90,7 +89,6 @@ class Rules(NamedTuple):
     """(B,) mean logit of the needed part of a request; NaN: drawn for each episode"""
     mean_gap_s: float
     """mean time between arrivals"""
-    n_arrivals: int
     unit_percent: float
     with_room: bool
     """whether the waiting time of the next pod is part of the reward"""

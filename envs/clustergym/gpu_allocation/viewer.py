@@ -30,7 +30,6 @@ from clustergym.common.canvas import (
     to_array,
 )
 from clustergym.gpu_allocation import state
-from clustergym.gpu_allocation.batch import AllocationBatch
 
 WIDTH, HEIGHT = 1100, 560
 SHOWN = 48
@@ -67,47 +66,37 @@ class Snapshot:
 class Recorder:
     """Collects snapshots of environment 0 of a batch in one episode: call ``before`` and ``after`` around each step."""
 
-    def __init__(self, batch: AllocationBatch) -> None:
-        self.batch = batch
+    def __init__(self) -> None:
         self.snapshots: list[Snapshot] = []
         self._started_s: dict[tuple[float, float], float] = {}
-        self._met = 0
-        self._decisions = 0
+        self._running: list[PodShare] = []
+        self._met: list[bool] = []
 
-    def _running(self) -> npt.NDArray[np.float32]:
-        return self.batch.state["pods"][0, : int(self.batch.state["counters"][0, state.COUNT_PODS])].numpy()
-
-    def before(self) -> npt.NDArray[np.float32]:
-        """The running pods. Some of them may end before the step returns."""
-        return self._running().copy()
-
-    def after(self, pods_before: npt.NDArray[np.float32]) -> None:
-        """Add the state that the decision led to: the pods from before, and the new one."""
-        out = self.batch.outcome[0].numpy()
-        now, met = float(out[state.OUTCOME_TIME]), bool(out[state.OUTCOME_MET] > 0.5)
-        self._decisions += 1
-        self._met += met
-        pods = [
-            PodShare(
-                int(pod[state.POD_OWNER]),
-                float(pod[state.POD_CORES]),
-                float(pod[state.POD_USAGE]),
-                bool(pod[state.POD_MET] > 0.5),
-                self._started_s.get(_key(pod), 0.0),
-            )
-            for pod in pods_before
+    def before(self, s: state.State) -> None:
+        """Note the running pods. Some of them may end before the step returns."""
+        self._running = [
+            PodShare(int(owner), cores, usage, met > 0.5, self._started_s.get((owner, end), 0.0))
+            for owner, end, cores, usage, met in _pods(s)
         ]
-        cores, usage = float(out[state.OUTCOME_CORES]), float(out[state.OUTCOME_USAGE])
-        pods.append(PodShare(int(out[state.OUTCOME_OWNER]), cores, usage, met, now))
-        for pod in self._running():
-            self._started_s.setdefault(_key(pod), now)
-        self.snapshots.append(Snapshot(now, pods, float(out[state.OUTCOME_REWARD]), self._met / self._decisions))
+
+    def after(self, s: state.State) -> None:
+        """Add the state that the decision led to: the pods from before, and the new one."""
+        out = s.outcome[0].tolist()
+        now, met = out[state.OUTCOME_TIME], out[state.OUTCOME_MET] > 0.5
+        self._met.append(met)
+        new = PodShare(int(out[state.OUTCOME_OWNER]), out[state.OUTCOME_CORES], out[state.OUTCOME_USAGE], met, now)
+        for owner, end, *_ in _pods(s):
+            self._started_s.setdefault((owner, end), now)
+        qos = sum(self._met) / len(self._met)
+        self.snapshots.append(Snapshot(now, [*self._running, new], out[state.OUTCOME_REWARD], qos))
         del self.snapshots[:-SHOWN]
 
 
-def _key(pod: npt.NDArray[np.float32]) -> tuple[float, float]:
-    """Identifies a pod while it runs: pods have no number of their own."""
-    return float(pod[state.POD_OWNER]), float(pod[state.POD_END])
+def _pods(s: state.State) -> list[list[float]]:
+    """Owner, end, cores, usage and whether the objective is met, of each running pod. The first two identify a pod."""
+    columns = [state.POD_OWNER, state.POD_END, state.POD_CORES, state.POD_USAGE, state.POD_MET]
+    rows: list[list[float]] = s.pods[0, : s.counters[0, state.COUNT_PODS], columns].T.tolist()
+    return rows
 
 
 def dark(colour: Colour) -> Colour:

@@ -1,18 +1,18 @@
-"""Requests and lives of pods, and the mix of pods on a node."""
+"""Requests and lives of pods: fitted to a public trace, or read from a file."""
 
 from __future__ import annotations
 
 import csv
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.gpu_allocation.fitted import LIFE_SPREAD, MEDIAN_LIFE_S, NEED_LOGIT, REQUESTS
+from clustergym.gpu_allocation.fitted import LIFE_SPREAD, MEDIAN_LIFE_S, REQUESTS
 from clustergym.gpu_allocation.space import MAX_CORES, MIN_CORES
-from clustergym.gpu_allocation.specs import APPS
 
 LONGEST_LIFE_S = 4 * 3600.0
 """Longer lives (4 % in openb) are cut to this: a few pods would hold the GPU for most of an episode."""
@@ -20,9 +20,9 @@ COLUMNS = ("num_gpu", "gpu_milli", "qos", "creation_time", "deletion_time")
 LATENCY_SENSITIVE = {"LS": True, "Guaranteed": True, "BE": False, "Burstable": False}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
-    """Requests and lives that pods are drawn from. Compared by identity, because arrays cannot be hashed."""
+    """Requests and lives that pods are drawn from. Compared by identity: arrays cannot be hashed."""
 
     cores: npt.NDArray[np.float64]
     """(n,) requested % of the GPU, 10 … 100"""
@@ -47,17 +47,13 @@ class Workload:
         if len(bad):
             raise ValueError(f"{self.name}: pod {bad[0]} lives {self.life_s[bad[0]]} s: expected more than 0")
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
     def jobs(self) -> npt.NDArray[np.float64]:
         """(n, 3) the table that the simulator reads: columns ``state.JOB_*``, best-effort pods first."""
         rows = np.stack([self.cores, np.minimum(self.life_s, LONGEST_LIFE_S), self.latency_sensitive], 1).astype(float)
         return rows[np.argsort(self.latency_sensitive, kind="stable")]
 
 
+@lru_cache(maxsize=1)
 def synthetic_workload() -> Workload:
     """The requests and classes of openb with log-normal lives: quantiles, shuffled, so always the same pods."""
     from scipy.special import ndtri
@@ -122,36 +118,13 @@ def _number(row: dict[str, str | None], key: str, where: str, low: float, high: 
     return value
 
 
-@dataclass(frozen=True)
-class NodeMix:
-    """A fixed edge node: which applications run there, and how much their owners over-ask."""
-
-    over_ask: float
-    """Mean of log(used / unused) of the requests. At 0, half of a request is needed; below 0, less."""
-    apps: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
-    """Weights of alexnet, resnet50, vgg19 and ssd."""
-
-    def __post_init__(self) -> None:
-        if len(self.apps) != len(APPS) or min(self.apps) < 0 or not 0 < sum(self.apps) < math.inf:
-            raise ValueError(
-                f"apps is {self.apps}: expected {len(APPS)} weights ({', '.join(APPS)}), 0 or more, not all 0"
-            )
-        if not math.isfinite(self.over_ask):
-            raise ValueError(f"over_ask is {self.over_ask}: expected a finite number")
+@lru_cache(maxsize=8)
+def _read_once(path: str, modified_ns: int) -> Workload:
+    return read_openb(path)
 
 
-def edge_mixes(n_nodes: int) -> list[NodeMix]:
-    """The mixes of N edge nodes. They differ in over-asking, and each has a main application.
-
-    Node i does not depend on N, so a federation can grow.
-    """
-    if n_nodes < 1:
-        raise ValueError(f"n_nodes is {n_nodes}: expected at least 1")
-    golden = (math.sqrt(5) - 1) / 2
-    mixes = []
-    for i in range(n_nodes):
-        weights = [0.1] * len(APPS)
-        weights[i % len(APPS)] = 0.7
-        # The golden ratio spreads any number of nodes evenly around the fitted mean.
-        mixes.append(NodeMix(NEED_LOGIT - 1.0 + 2.0 * ((i + 0.5) * golden % 1.0), tuple(weights)))
-    return mixes
+def load_workload(source: str | Path | Workload | None) -> Workload:
+    """The workload of a configuration. A file is read once for all environments."""
+    if isinstance(source, Workload):
+        return source
+    return synthetic_workload() if source is None else _read_once(str(source), Path(source).stat().st_mtime_ns)

@@ -1,7 +1,7 @@
 """The simulator: compiled functions of ONE environment, over arrays that hold many.
 
-:func:`step_range` advances a range of environments in one call, including observation, reward and autoreset, so that
-threads can work on ranges without the interpreter.
+:func:`step_range` advances a range of environments in one call, including observation and reward, so that threads can
+work on ranges without the interpreter.
 """
 
 from __future__ import annotations
@@ -12,30 +12,26 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.compiling import compiler, source_fingerprint
+from clustergym.common.compiling import compiler, imported_sources, source_fingerprint
 from clustergym.gpu_allocation import fitted, history, reward, space, specs
 from clustergym.gpu_allocation.space import MAX_CORES, MAX_MEMORY_MB, MAX_PODS, MIN_CORES, MIN_MEMORY_MB, N_STATE
 
 # isort: off
 from clustergym.gpu_allocation.state import (
     ACTION_CORES, ACTION_MEMORY, ASK_APP, ASK_BATCH, ASK_CORES, ASK_JITTER, ASK_LIFE, ASK_MEMORY, ASK_NEED, ASK_NEED_MB,
-    ASK_OWNER, ASK_RATE, ASK_SENSITIVE, ASK_SLO, ASK_WAIT, COUNT_DECISIONS, COUNT_ENDED, COUNT_PODS, HABIT_APP,
+    ASK_OWNER, ASK_RATE, ASK_SENSITIVE, ASK_SLO, ASK_WAIT, COUNT_DECISIONS, COUNT_PODS, HABIT_APP,
     HABIT_BATCH, HABIT_LOAD, HABIT_MEMORY, HABIT_NEED, HABIT_TEMPLATE, JOB_CORES, JOB_LIFE, JOB_SENSITIVE, N_POD,
-    N_SUMS, N_TEMPLATES, OBS_CORES, OBS_MEMORY, OUTCOME_CORES, OUTCOME_EFFICIENCY, OUTCOME_LATENCY, OUTCOME_MEMORY,
+    N_TEMPLATES, OBS_CORES, OBS_MEMORY, OUTCOME_CORES, OUTCOME_EFFICIENCY, OUTCOME_LATENCY, OUTCOME_MEMORY,
     OUTCOME_MET, OUTCOME_MONOPOLY, OUTCOME_OOM, OUTCOME_OWNER, OUTCOME_PODS, OUTCOME_QOS, OUTCOME_REQUEST,
     OUTCOME_REQUEST_MB, OUTCOME_REWARD, OUTCOME_ROOM, OUTCOME_TIME, OUTCOME_UNDER_ALLOCATION, OUTCOME_USAGE,
     OUTCOME_USED_MB, OUTCOME_WAIT, POD_CORES, POD_END, POD_INTENSITY, POD_JITTER, POD_KERNELS, POD_L2, POD_LATENCY,
     POD_MEMORY, POD_MET, POD_NEED_MB, POD_OWNER, POD_SENSITIVITY, POD_SLO, POD_SOLO, POD_USAGE, POD_WATTS,
-    SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM, SUM_REWARD, SUM_ROOM, SUM_STEPS, SUM_WAIT, Doubles, Floats, Rules,
-    State,
+    SUM_EFFICIENCY, SUM_MET, SUM_MONOPOLY, SUM_OOM, SUM_REWARD, SUM_ROOM, SUM_STEPS, SUM_WAIT,
+    Constants, Doubles, Flags, Floats, State,
 )  # fmt: skip
 # isort: on
 
-SOURCES = [
-    Path(__file__).with_name(f"{name}.py")
-    for name in ("dynamics", "fitted", "history", "reward", "space", "specs", "state")
-]
-compiled = compiler(source_fingerprint(SOURCES))
+compiled = compiler(source_fingerprint(imported_sources(Path(__file__))))
 
 # The formulas of the task, compiled from the plain functions that an agent calls.
 remember = compiled(history.remember)
@@ -199,38 +195,38 @@ def fits(pods: Floats, n: int, cores: float, memory: float) -> bool:
 
 
 @compiled
-def draw_owners(s: State, b: int, r: Rules) -> None:
+def draw_owners(s: State, b: int, c: Constants) -> None:
     """Draw the owners of an episode: their applications, how much they over-ask, and three request sizes each."""
     z_node = normal(s.random, b)
-    node = r.over_ask[b]
+    node = c.over_ask[b]
     if math.isnan(node):
-        node = r.mean_logit + r.node_spread * z_node
+        node = c.mean_logit + c.node_spread * z_node
     for o in range(s.habits.shape[1]):
         habit = s.habits[b, o]
-        need = node + r.owner_spread * normal(s.random, b)
+        need = node + c.owner_spread * normal(s.random, b)
         memory = fitted.MEMORY_LOGIT + fitted.MEMORY_OWNER_SPREAD * normal(s.random, b)
-        habit[HABIT_APP] = pick(r.app_weights[b], uniform(s.random, b))
+        habit[HABIT_APP] = pick(c.app_weights[b], uniform(s.random, b))
         habit[HABIT_BATCH] = 2.0 ** (2 + int(4.0 * uniform(s.random, b)))
         habit[HABIT_NEED], habit[HABIT_MEMORY] = need, memory
         habit[HABIT_LOAD] = 0.8 + 0.2 * uniform(s.random, b)
         for k in range(N_TEMPLATES):
-            habit[HABIT_TEMPLATE + k] = int(uniform(s.random, b) * r.jobs.shape[0])
+            habit[HABIT_TEMPLATE + k] = int(uniform(s.random, b) * c.jobs.shape[0])
 
 
 @compiled
-def draw_pod(s: State, b: int, r: Rules) -> None:
+def draw_pod(s: State, b: int, c: Constants) -> None:
     """Draw the next pod. The number of draws is constant, so the stream of pods does not depend on the actions."""
-    owner = pick(r.owner_weights, uniform(s.random, b))
+    owner = pick(c.owner_weights, uniform(s.random, b))
     habit, ask = s.habits[b, owner], s.ask[b]
     job = int(habit[HABIT_TEMPLATE + int(uniform(s.random, b) * N_TEMPLATES)])
-    cores, sensitive = r.jobs[job, JOB_CORES], r.jobs[job, JOB_SENSITIVE] > 0.5
+    cores, sensitive = c.jobs[job, JOB_CORES], c.jobs[job, JOB_SENSITIVE] > 0.5
     # A life of a pod of the same class.
-    first, end = (r.n_best_effort, r.jobs.shape[0]) if sensitive else (0, r.n_best_effort)
-    life = r.jobs[first + int(uniform(s.random, b) * (end - first)), JOB_LIFE]
-    more_cores = r.pod_spread * interpolate(NEED_QUANTILES, uniform(s.random, b))
-    more_memory = r.pod_spread * interpolate(MEMORY_QUANTILES, uniform(s.random, b))
-    idle, z_latency = uniform(s.random, b) < r.idle_share, normal(s.random, b)
-    app, batch = r.apps[int(habit[HABIT_APP])], float(habit[HABIT_BATCH])
+    first, end = (c.n_best_effort, c.jobs.shape[0]) if sensitive else (0, c.n_best_effort)
+    life = c.jobs[first + int(uniform(s.random, b) * (end - first)), JOB_LIFE]
+    more_cores = c.pod_spread * interpolate(NEED_QUANTILES, uniform(s.random, b))
+    more_memory = c.pod_spread * interpolate(MEMORY_QUANTILES, uniform(s.random, b))
+    idle, z_latency = uniform(s.random, b) < c.idle_share, normal(s.random, b)
+    app, batch = c.apps[int(habit[HABIT_APP])], float(habit[HABIT_BATCH])
     # The rate of requests is such that the pod, without neighbours, needs this share to serve them in time.
     need = cores * min(sigmoid(habit[HABIT_NEED] + more_cores), MAX_NEED)
     latency = solo_latency_ms(app, batch, need)
@@ -248,14 +244,14 @@ def draw_pod(s: State, b: int, r: Rules) -> None:
 
 
 @compiled
-def next_arrival(s: State, b: int, r: Rules, utilisation: float) -> float:
+def next_arrival(s: State, b: int, c: Constants, utilisation: float) -> float:
     """Advance time to the next pod. Takes and returns the utilisation of the GPU in %.
 
     As in Kubernetes, a pod is sent to the node when its request fits. Until then it waits for other pods to end. So a
     request can always be granted, and granting less than requested makes room for the next pod.
     """
-    draw_pod(s, b, r)
-    arrived = s.time_s[b] - r.mean_gap_s * math.log(1.0 - uniform(s.random, b))
+    draw_pod(s, b, c)
+    arrived = s.time_s[b] - c.mean_gap_s * math.log(1.0 - uniform(s.random, b))
     pods, ask, now = s.pods[b], s.ask[b], arrived
     n = expire(pods, s.counters[b, COUNT_PODS], now)
     while not fits(pods, n, ask[ASK_CORES], ask[ASK_MEMORY]):
@@ -287,20 +283,20 @@ def observe(s: State, b: int, utilisation: float, obs: Floats) -> None:
 
 
 @compiled
-def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> float:
+def allocate(s: State, b: int, c: Constants, cores: float, memory: float) -> float:
     """Start the waiting pod with these resources; measure, score and remember it. Returns the utilisation in %."""
     pods, n = s.pods[b], s.counters[b, COUNT_PODS]
     ask, out = s.ask[b], s.outcome[b]
     pod = pods[n]
     pod[POD_END], pod[POD_OWNER] = s.time_s[b] + ask[ASK_LIFE], ask[ASK_OWNER]
     pod[POD_CORES], pod[POD_MEMORY] = cores, memory
-    characterise(pod, ask, r.apps)
+    characterise(pod, ask, c.apps)
     n += 1
     utilisation = measure(pods, n)
     oom = memory < ask[ASK_NEED_MB]
     usage = 0.0 if oom else pod[POD_USAGE]
     met = pod[POD_MET] > 0.5
-    efficiency, qos, monopoly, under = score(cores, usage, met, n + r.with_room)
+    efficiency, qos, monopoly, under = score(cores, usage, met, n + c.with_room)
     out[OUTCOME_REWARD] = efficiency + qos + monopoly + under
     out[OUTCOME_EFFICIENCY], out[OUTCOME_QOS] = efficiency, qos
     out[OUTCOME_MONOPOLY], out[OUTCOME_UNDER_ALLOCATION] = monopoly, under
@@ -334,78 +330,57 @@ def allocate(s: State, b: int, r: Rules, cores: float, memory: float) -> float:
 
 
 @compiled
-def begin(s: State, b: int, r: Rules, obs: Floats) -> None:
+def begin(s: State, b: int, c: Constants, obs: Floats) -> None:
     """Begin an episode: an empty GPU, new owners without history, and the first pod waiting."""
-    s.counters[b, COUNT_DECISIONS] = s.counters[b, COUNT_PODS] = s.counters[b, COUNT_ENDED] = 0
+    s.counters[b] = 0
     s.time_s[b] = 0.0
     s.history[b] = 0.0
     s.sums[b] = 0.0
-    draw_owners(s, b, r)
-    observe(s, b, next_arrival(s, b, r, 0.0), obs)
+    draw_owners(s, b, c)
+    observe(s, b, next_arrival(s, b, c, 0.0), obs)
 
 
 @compiled
-def step_one(s: State, b: int, r: Rules, action: Floats, obs: Floats, last: Floats, autoreset: bool) -> None:
-    """One decision. At the end of an episode, ``last`` gets the observation and, with autoreset, a new one begins."""
+def step_one(s: State, b: int, c: Constants, action: Floats, obs: Floats) -> None:
+    """One decision, and the way to the next one."""
     cores, memory = scale_action(float(action[b, ACTION_CORES]), float(action[b, ACTION_MEMORY]))
-    cores, memory = limit_grant(cores, memory, s.ask[b, ASK_CORES], s.ask[b, ASK_MEMORY], r.unit_percent)
-    utilisation = allocate(s, b, r, cores, memory)
+    cores, memory = limit_grant(cores, memory, s.ask[b, ASK_CORES], s.ask[b, ASK_MEMORY], c.unit_percent)
+    utilisation = allocate(s, b, c, cores, memory)
     s.counters[b, COUNT_DECISIONS] += 1
-    utilisation = next_arrival(s, b, r, utilisation)
-    if r.with_room:
+    utilisation = next_arrival(s, b, c, utilisation)
+    if c.with_room:
         penalty = room(s.ask[b, ASK_WAIT])
         s.outcome[b, OUTCOME_ROOM] = penalty
         s.outcome[b, OUTCOME_REWARD] += penalty
         s.sums[b, SUM_REWARD] += penalty
         s.sums[b, SUM_ROOM] += penalty
     observe(s, b, utilisation, obs)
-    if s.counters[b, COUNT_DECISIONS] >= r.n_arrivals:
-        s.counters[b, COUNT_ENDED] = 1
-        for k in range(obs.shape[1]):
-            last[b, k] = obs[b, k]
-        for k in range(N_SUMS):
-            s.final_sums[b, k] = s.sums[b, k]
-        if autoreset:
-            begin(s, b, r, obs)
 
 
 @compiled
-def step_range(
-    first: int,
-    end: int,
-    s: State,
-    r: Rules,
-    action: Floats,
-    obs: Floats,
-    last: Floats,
-    reward: Doubles,
-    ended: npt.NDArray[np.bool_],
-    autoreset: bool,
-) -> None:
-    """Advance environments first … end − 1."""
+def step_range(first: int, end: int, s: State, c: Constants, action: Floats, obs: Floats, where: Flags) -> None:
+    """Advance environments first … end − 1 where ``where`` is true."""
     for b in range(first, end):
-        steps = s.counters[b, COUNT_DECISIONS]
-        step_one(s, b, r, action, obs, last, autoreset)
-        reward[b] = s.outcome[b, OUTCOME_REWARD]
-        ended[b] = steps + 1 >= r.n_arrivals
+        if where[b]:
+            step_one(s, b, c, action, obs)
 
 
 @compiled
-def begin_range(first: int, end: int, s: State, r: Rules, obs: Floats, where: npt.NDArray[np.bool_]) -> None:
+def begin_range(first: int, end: int, s: State, c: Constants, obs: Floats, where: Flags) -> None:
     """Begin episodes in environments first … end − 1 where ``where`` is true."""
     for b in range(first, end):
         if where[b]:
-            begin(s, b, r, obs)
+            begin(s, b, c, obs)
 
 
 @compiled
-def oracle_range(first: int, end: int, s: State, r: Rules, action: Floats) -> None:
+def oracle_range(first: int, end: int, s: State, c: Constants, action: Floats) -> None:
     """The actions with the highest reward for the waiting pods, given their hidden needs: tries every unit of cores.
 
     Of equal rewards it takes the smallest share, and the smallest memory that is enough. It does not consider the
     waiting time of later pods, but leaves as much room as a pod that meets its objective can.
     """
-    unit = r.unit_percent if r.unit_percent > 0 else 1.0
+    unit = c.unit_percent if c.unit_percent > 0 else 1.0
     for b in range(first, end):
         pods, n, ask = s.pods[b], s.counters[b, COUNT_PODS], s.ask[b]
         pod = pods[n]
@@ -416,9 +391,9 @@ def oracle_range(first: int, end: int, s: State, r: Rules, action: Floats) -> No
         while True:
             cores = min(level * unit, ask[ASK_CORES])
             pod[POD_CORES] = cores
-            characterise(pod, ask, r.apps)
+            characterise(pod, ask, c.apps)
             measure(pods, n + 1)
-            efficiency, qos, monopoly, under = score(cores, pod[POD_USAGE], pod[POD_MET] > 0.5, n + 1 + r.with_room)
+            efficiency, qos, monopoly, under = score(cores, pod[POD_USAGE], pod[POD_MET] > 0.5, n + 1 + c.with_room)
             value = efficiency + qos + monopoly + under
             if value > best + 1e-6:
                 best, chosen = value, level * unit
