@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +32,6 @@ from clustergym.moe_placement.profiles import (
 )
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, get_model
 from clustergym.moe_placement.streams import Interval
-
-if TYPE_CHECKING:
-    import torch
 
 Placement = npt.NDArray[np.int16]
 # Parts of the time of a pass: columns of Served.pass_us.
@@ -79,15 +76,11 @@ class Served:
         return balance
 
 
-def zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A tensor of zeros. On the CPU numpy allocates it, which asks for huge pages: many environments lie far apart."""
-    import torch
-
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    array = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Like ``np.zeros``, which does not ask for huge pages as ``np.empty`` does: many environments lie far apart."""
+    array: npt.NDArray[Any] = np.empty(shape, dtype)
     array.fill(0)
-    return torch.from_numpy(array)
+    return array
 
 
 def norm_log2(norm: int) -> int:
@@ -214,17 +207,10 @@ class Simulator:
 
     # Serving
 
-    def allocate(
-        self, batch: int, n_passes: int, n_tokens: int, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Zeroed tensors for a :class:`SimulationState` of ``batch`` simulations."""
-        import torch  # takes seconds to import, and commands that plan on loads do without it
-
+    def allocate(self, batch: int, n_passes: int, n_tokens: int) -> dict[str, npt.NDArray[Any]]:
+        """Zeroed arrays for a :class:`SimulationState` of ``batch`` simulations."""
         shapes = self._shapes(n_passes, n_tokens)
-        return {
-            name: zeros_of((batch, *shape), torch.from_numpy(np.empty(0, dtype)).dtype, device)
-            for name, (shape, dtype) in shapes.items()
-        }
+        return {name: zeros((batch, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
     def _shapes(self, n_passes: int, n_tokens: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
         """Shape and type of each array of one simulation."""
