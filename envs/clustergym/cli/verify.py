@@ -31,7 +31,7 @@ class Command:
     engine: str | None = None
     """sglang, tensorrt-llm, vllm-ascend or vllm; by default detected from the file."""
     profile: str | None = None
-    """The profile that the engine will serve with; by default its usual one."""
+    """The profile that the engine will serve with; by default its first one."""
 
 
 def run(args: Command, console: Console, line: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.compiling import warn_while_compiling
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_offload.kernels import episode, observation
 from clustergym.moe_offload.kernels.observation import Observation, new_observation
 from clustergym.moe_offload.kernels.state import (
@@ -121,7 +121,7 @@ class OffloadBatch:
         if self.num_envs < MIN_ENVS_FOR_THREADS or numba.config.NUMBA_NUM_THREADS == 1:
             function(0, self.num_envs, *arguments)
         else:
-            spread(function, self.num_envs, *arguments)
+            parallel_for(function, self.num_envs, *arguments)
 
     def seed(self, seeds: npt.ArrayLike, where: Flags | None = None) -> None:
         """Set the seed of each environment (N,), or of those in ``where``. Call :meth:`reset` afterwards."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.common.extras import require
 from clustergym.moe_offload.kernels.state import DECAYS, LOG_STEPS, MAX_AGE, N_LAGS, Task
 from clustergym.moe_offload.specs import OffloadConfig
@@ -58,7 +58,7 @@ def served_part(config: OffloadConfig) -> TokenTrace:
     if config.split == "all":
         return trace
     parts = parts_of(trace)
-    one_of(config.split, [*parts, "all"], "split")
+    index_of_choice(config.split, [*parts, "all"], "split")
     return parts[config.split]
 
 

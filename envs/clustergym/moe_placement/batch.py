@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.common.compiling import warn_while_compiling
 from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, N_COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.cost import add_links
@@ -31,8 +31,8 @@ from clustergym.moe_placement.kernels.state import (
     LAST_KIND,
     N_CLOCKS,
     N_LAST,
-    N_PARTS,
     N_ROUNDS,
+    N_SAVED_PARTS,
     N_TIMES,
     OP_ILLEGAL,
     ORDER_ROUNDS,
@@ -217,7 +217,7 @@ class PlacementBatch:
             rank_imbalance=float(self.traffic.rank_imbalance),
             n_intervals=config.intervals,
             ops_per_layer=config.ops_per_layer,
-            start_eplb=one_of(config.start, ("static", "eplb"), "start"),
+            start_eplb=index_of_choice(config.start, ("static", "eplb"), "start"),
             mix_observed=int(config.mix_observed),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
@@ -285,7 +285,7 @@ class PlacementBatch:
             "rank_piece": zeros_each((gpus, 2), np.int32),
             "orders": zeros_each((domains + 1, ORDER_ROUNDS + N_ROUNDS), np.int64),
         }
-        pair_features = N_PAIR_FEATURES + (3 * N_PARTS if config.lookahead else 0)
+        pair_features = N_PAIR_FEATURES + (3 * N_SAVED_PARTS if config.lookahead else 0)
         self.obs = {
             "experts": zeros_each((experts, N_EXPERT_FEATURES), np.float32),
             "gpus": zeros_each((3 * gpus, N_GPU_FEATURES), np.float32),
@@ -412,11 +412,11 @@ class PlacementBatch:
         (negative). Nothing changes by asking.
         """
         batch, chosen = experts.shape
-        parts = self._to_device(np.zeros((batch, chosen, self.n_gpus, 3 * N_PARTS), np.float32))
+        parts = self._to_device(np.zeros((batch, chosen, self.n_gpus, 3 * N_SAVED_PARTS), np.float32))
         with warn_while_compiling():
             self.launcher.look_ahead(self._for_launcher(experts), 0, self._for_launcher(parts), self._state)
-        by_node = self.host(parts).reshape(batch, chosen, self.n_gpus, 3, N_PARTS).swapaxes(2, 3)
-        return by_node.reshape(batch, chosen, 3 * self.n_gpus, N_PARTS)
+        by_node = self.host(parts).reshape(batch, chosen, self.n_gpus, 3, N_SAVED_PARTS).swapaxes(2, 3)
+        return by_node.reshape(batch, chosen, 3 * self.n_gpus, N_SAVED_PARTS)
 
     def noop_nodes(self) -> npt.NDArray[np.int64]:
         """(B,) nodes that change nothing for expert 0: PLACE on a GPU that holds it."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
-from clustergym.common.threads import spread
+from clustergym.common.choices import index_of_choice
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.costs import MIGRATIONS, costs_of
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.cost import add_links, migration_time, pass_times, with_migration
@@ -36,7 +36,7 @@ from clustergym.moe_placement.streams import Interval
 Placement = npt.NDArray[np.int16]
 # Parts of the time of a pass: columns of Served.pass_us.
 DISPATCH_US, COMPUTE_US, COMBINE_US = range(3)
-N_PARTS = 3
+N_PASS_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Simulator:
             raise ValueError(f"passes_per_interval is {passes_per_interval}: expected at least 1")
         if not 0 <= background_share <= 1:
             raise ValueError(f"background_share is {background_share}: expected 0 … 1")
-        one_of(migration, MIGRATIONS, "migration")
+        index_of_choice(migration, MIGRATIONS, "migration")
         self.model, self.cluster, self.profile = get_model(model), get_cluster(cluster), get_profile(profile)
         self.n_experts, self.n_gpus = self.model.n_experts, self.cluster.n_gpus
         self.n_slots = self.cluster.slots_for(self.n_experts)
@@ -263,7 +263,7 @@ class Simulator:
             state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology,
             self.interval_costs(interval),
         )  # fmt: skip
-        spread(_count_range, interval.n_layers, *arguments)
+        parallel_for(_count_range, interval.n_layers, *arguments)
         return state
 
     def _served(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
@@ -288,7 +288,7 @@ class Simulator:
                     raise ValueError(f"placement has {len(slots)} layers, but the interval has {interval.n_layers}")
         state, costs = self._served(interval, placement, before), self.interval_costs(interval)
         layers, gpus = interval.n_layers, self.n_gpus
-        times = np.zeros((layers, interval.n_passes, N_PARTS))
+        times = np.zeros((layers, interval.n_passes, N_PASS_PARTS))
         links, transfer_us = np.zeros((layers, gpus, gpus)), np.zeros(layers)
         for b in range(layers):
             _write_times(state, b, self.topology, costs, times[b], links[b])
@@ -319,7 +319,10 @@ class Simulator:
     def pass_times(self, interval: Interval, placement: Placement) -> npt.NDArray[np.float64]:
         """(L, P) time of every pass: that of :meth:`evaluate`, without its other figures. The placement is trusted."""
         state, costs = self._served(interval, placement), self.interval_costs(interval)
-        times, links = np.zeros((interval.n_layers, interval.n_passes, N_PARTS)), np.zeros((self.n_gpus, self.n_gpus))
+        times, links = (
+            np.zeros((interval.n_layers, interval.n_passes, N_PASS_PARTS)),
+            np.zeros((self.n_gpus, self.n_gpus)),
+        )
         for b in range(interval.n_layers):
             _write_times(state, b, self.topology, costs, times[b], links)
         total: npt.NDArray[np.float64] = times.sum(2)
