@@ -20,6 +20,7 @@ from abc import ABC
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -51,9 +52,16 @@ def source(package: str, path: str) -> str:
 
 
 def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
-    """Functions, methods and classes of a source file, and the names that they use."""
+    """Functions, methods and classes of a source file, and the names that they use.
+
+    They may import these names themselves: such imports are left out.
+    """
     tree = ast.parse(text)
     defined = (ast.FunctionDef, ast.ClassDef)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            inner = [one for one in node.body if not _imports(one, names | set(known))]
+            node.body = inner or [ast.Pass()]
     tree.body = [
         node
         for node in ast.walk(tree)
@@ -64,6 +72,15 @@ def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
     space: dict[str, Any] = dict(known)
     exec(compile(tree, "<engine>", "exec"), space)
     return SimpleNamespace(**{name: space[name] for name in names})
+
+
+def _imports(node: ast.stmt, known: set[str]) -> bool:
+    return isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} <= known
+
+
+def call(function: Any, **arguments: Any) -> Any:
+    """Call a function with those of the arguments that this version of it has."""
+    return function(**{name: value for name, value in arguments.items() if name in signature(function).parameters})
 
 
 def chosen(dispatch: str, slots: np.ndarray) -> np.ndarray:
@@ -95,52 +112,83 @@ def replicas_on_one_node() -> np.ndarray:
     return (gpu // PER_NODE * 4 + (gpu + slot) % 4).astype(np.int16)
 
 
-@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
-@pytest.mark.parametrize("seed", range(10))
-def test_rank_nearest_is_sglang_s_static_dispatch(seed: int, dispatch: str) -> None:
-    """SGLang 0.5.23. Other ranks are dealt over the replicas in random order there, and in order here.
-
-    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
-    """
-    text = source("sglang", "srt/eplb/expert_location.py")
-    engine = functions(
-        text,
+def sglang_locations() -> Any:
+    """SGLang's functions that choose replicas: of August 2026 and newer, with DeepEP."""
+    stub, backend = SimpleNamespace, SimpleNamespace(moe_a2a_backend="deepep")
+    return functions(
+        source("sglang", "srt/eplb/expert_location.py"),
         {
             "compute_logical_to_rank_dispatch_physical_map", "_logical_to_all_physical_raw", "_find_nearest_expert",
             "_compute_gpu_id_of_physical_expert", "_compute_node_id_of_physical_expert", "_fair_choices",
+            "_compute_logical_to_all_physical_map", "_pad_nested_array",
         },
         torch=torch, random=random, _prefer_same_node_experts=lambda: True,
-        get_parallel=lambda: SimpleNamespace(ep_size=GPUS, nnodes=NODES),
+        get_parallel=lambda: stub(ep_size=GPUS, nnodes=NODES), get_exec=lambda: stub(moe=backend),
     )  # fmt: skip
+
+
+def served_by_sglang(slots: np.ndarray, at_start: bool) -> np.ndarray:
+    """(layers, rank, expert) → GPU, from slots (layers, G, S). At its start a rank first keeps only its own near copies."""
+    engine, found = sglang_locations(), []
+    for rank in range(GPUS):
+        table = engine._compute_logical_to_all_physical_map(
+            torch.from_numpy(slots.reshape(len(slots), -1).astype(np.int64)), EXPERTS, GPUS, rank if at_start else None
+        )
+        places = engine.compute_logical_to_rank_dispatch_physical_map(table, GPUS, GPUS * SLOTS, rank)
+        found.append(places.numpy() // SLOTS)
+    return np.stack(found, axis=1)
+
+
+@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
+@pytest.mark.parametrize("seed", range(10))
+def test_rank_nearest_is_sglang_s_static_dispatch_after_a_rebalancing(seed: int, dispatch: str) -> None:
+    """Other ranks are dealt over the replicas in random order there, and in order here.
+
+    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
+    """
     slots = full_placement(seed) if seed else replicas_on_one_node()
-    physical: list[list[int]] = [[] for _ in range(EXPERTS)]
-    for place, e in enumerate(slots.ravel().tolist()):
-        physical[e].append(place)
-    width = max(map(len, physical))
-    table = torch.tensor([[places + [-1] * (width - len(places)) for places in physical]])
-    theirs = np.stack(
-        [
-            engine.compute_logical_to_rank_dispatch_physical_map(table, GPUS, GPUS * SLOTS, rank)[0].numpy() // SLOTS
-            for rank in range(GPUS)
-        ]
-    )
-    ours = chosen(dispatch, slots)
+    theirs, ours = served_by_sglang(slots[None], at_start=False)[0], chosen(dispatch, slots)
     for e in range(EXPERTS):
-        holders = [place // SLOTS for place in physical[e]]
-        nodes = {g // PER_NODE for g in holders}
-        near = [g for g in range(GPUS) if g // PER_NODE in nodes]
-        if len(nodes) == 1 and len(holders) > 1:
-            if dispatch == "rank-nearest":
-                first = [g for g in near if g not in holders]
-                assert (ours[first, e] == holders[0]).all()
-                continue
-            near = holders
-        elif len(holders) == 1:
-            near = list(range(GPUS))
-        dealt = [g for g in range(GPUS) if g not in near]
+        holders = np.flatnonzero((slots == e).any(1)).tolist()
+        near, dealt = near_and_far(holders)
+        if len({g // PER_NODE for g in holders}) == 1 and len(holders) > 1 and dispatch == "rank-nearest":
+            first = [g for g in range(GPUS) if g // PER_NODE == holders[0] // PER_NODE and g not in holders]
+            assert (ours[first, e] == holders[0]).all()
+            continue
         np.testing.assert_array_equal(ours[near, e], theirs[near, e])
         shares = [sorted(Counter(choice[dealt, e].tolist()).values()) for choice in (ours, theirs)]
         assert shares[0] == shares[1]
+
+
+def near_and_far(holders: list[int]) -> tuple[list[int], list[int]]:
+    """Ranks whose replica the holders decide, and the others."""
+    nodes = {g // PER_NODE for g in holders}
+    near = [g for g in range(GPUS) if g // PER_NODE in nodes]
+    if len(nodes) == 1 and len(holders) > 1:
+        near = holders
+    elif len(holders) == 1:
+        near = list(range(GPUS))
+    return near, [g for g in range(GPUS) if g not in near]
+
+
+def test_at_its_start_sglang_draws_as_the_start_profile_does() -> None:
+    """Near replicas are the same. The others are random, there and here: how evenly they are dealt is compared."""
+    slots = np.stack([full_placement(seed) for seed in range(60)])
+    start, rebalanced = served_by_sglang(slots, at_start=True), served_by_sglang(slots, at_start=False)
+    uneven: dict[str, list[float]] = {"sglang": [], "start": [], "rebalanced": []}
+    for l, placement in enumerate(slots):
+        ours = chosen("rank-nearest-start", placement)
+        for e in range(EXPERTS):
+            holders = np.flatnonzero((placement == e).any(1)).tolist()
+            near, far = near_and_far(holders)
+            np.testing.assert_array_equal(ours[near, e], start[l, near, e])
+            if far:
+                for name, served in (("sglang", start[l]), ("start", ours), ("rebalanced", rebalanced[l])):
+                    counts = [int((served[far, e] == g).sum()) for g in holders]
+                    uneven[name].append(float(np.var(counts)))
+    mean = {name: float(np.mean(values)) for name, values in uneven.items()}
+    assert mean["start"] == pytest.approx(mean["sglang"], rel=0.15)
+    assert mean["rebalanced"] < 0.5 * mean["sglang"]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -185,8 +233,11 @@ def sglang_recording(mode: str, gatherer: str, accumulator: str, folder: Path, m
         "_DetailAccumulator", "_StatAccumulator", "_Buffer", "_CircularBuffer", "_InfiniteBuffer", "_dump_to_file",
         "_convert_per_token_to_global_physical_count", "_convert_global_physical_count_to_logical_count",
     }  # fmt: skip
-    settings = stub(moe=stub(expert_distribution_recorder_mode=mode, expert_distribution_recorder_buffer_size=4),
-                    overlap=stub(enable_two_batch_overlap=False))  # fmt: skip
+    moe = {"expert_distribution_recorder_mode": mode, "expert_distribution_recorder_buffer_size": 4}
+    settings = stub(moe=stub(**moe), overlap=stub(enable_two_batch_overlap=False))
+    # August's classes take the arguments of the server, later ones ask for them.
+    args = stub(**moe, device="cpu", enable_two_batch_overlap=False, chunked_prefill_size=2,
+                should_report_expert_balancedness=lambda: False)  # fmt: skip
     engine = functions(
         source("sglang", "srt/eplb/expert_distribution.py"), names, torch=torch, ABC=ABC, deque=deque, time=time,
         Path=Path, logger=logging.getLogger(), get_exec=lambda: settings, get_device=lambda: "cpu",
@@ -196,7 +247,12 @@ def sglang_recording(mode: str, gatherer: str, accumulator: str, folder: Path, m
     )  # fmt: skip
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)  # one rank
     monkeypatch.setattr(torch, "get_device_module", lambda: stub(empty_cache=lambda: None))
-    gather, record = getattr(engine, gatherer)(location, 0), getattr(engine, accumulator)(location, 0)
+
+    def made(kind: Any) -> Any:
+        wanted = any("server_args" in signature(base.__init__).parameters for base in kind.__mro__[:-1])
+        return kind(*([args] if wanted else []), location, 0)
+
+    gather, record = made(getattr(engine, gatherer)), made(getattr(engine, accumulator))
     physical, first = torch.from_numpy(to_physical(LOGICAL, slots[DENSE:].numpy())), 0
     for i, (forward_mode, n, lens) in enumerate(PASSES):
         gather.reset()
@@ -322,7 +378,8 @@ def test_sglang_loads_the_plan(name: str, tmp_path: Path) -> None:
         get_device=lambda: stub(device="cpu"),
         ModelConfigForExpertLocation=stub(from_model_config=lambda config: sizes),
     )  # fmt: skip
-    loaded = engine.compute_initial_expert_location_metadata(None, moe_ep_rank=0)
+    args = stub(init_expert_location=str(path), device="cpu")
+    loaded = call(engine.compute_initial_expert_location_metadata, server_args=args, model_config=None, moe_ep_rank=0)
     np.testing.assert_array_equal(loaded.physical_to_logical_map[DENSE:].reshape(LAYERS, GPUS, SLOTS), placement)
     assert loaded.num_local_physical_experts == SLOTS
     assert int(loaded.logical_to_all_physical_map_num_valid.min()) >= 1
