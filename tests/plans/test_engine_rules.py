@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import inspect
 import io
 import json
 import logging
@@ -19,8 +20,8 @@ import time
 from abc import ABC
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from enum import Enum, auto
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -29,6 +30,7 @@ import numpy as np
 import pytest
 import torch
 
+import clustergym.plans.integrations.sglang as for_sglang
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
 from clustergym.moe_placement.kernels.replicas import _KNUTH
 from clustergym.moe_placement.streams import Interval
@@ -51,17 +53,29 @@ def source(package: str, path: str) -> str:
     return file.read_text()
 
 
-def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
-    """Functions, methods and classes of a source file, and the names that they use.
+class WithoutImports(ast.NodeTransformer):
+    """Drops imports of names that the test gives: to import them would load the engine."""
 
-    They may import these names themselves: such imports are left out.
-    """
-    tree = ast.parse(text)
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        return None if {alias.name for alias in node.names} <= self.names else node
+
+
+def with_server_args(function: Any, *given: Any, **server_args: Any) -> Any:
+    """Call a function of SGLang. Some versions pass the server's arguments first, others keep them in a global."""
+    named = function
+    while "args" in inspect.signature(named).parameters:  # *args of a mixin
+        named = named.__bases__[0]
+    first = next(iter(inspect.signature(named).parameters))
+    return function(*([SimpleNamespace(**server_args)] if first == "server_args" else []), *given)
+
+
+def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
+    """Functions, methods and classes of a source file, and the names that they use. They import none of these."""
+    tree = WithoutImports(set(known)).visit(ast.parse(text))
     defined = (ast.FunctionDef, ast.ClassDef)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            inner = [one for one in node.body if not _imports(one, names | set(known))]
-            node.body = inner or [ast.Pass()]
     tree.body = [
         node
         for node in ast.walk(tree)
@@ -72,15 +86,6 @@ def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
     space: dict[str, Any] = dict(known)
     exec(compile(tree, "<engine>", "exec"), space)
     return SimpleNamespace(**{name: space[name] for name in names})
-
-
-def _imports(node: ast.stmt, known: set[str]) -> bool:
-    return isinstance(node, ast.ImportFrom) and {alias.name for alias in node.names} <= known
-
-
-def call(function: Any, **arguments: Any) -> Any:
-    """Call a function with those of the arguments that this version of it has."""
-    return function(**{name: value for name, value in arguments.items() if name in signature(function).parameters})
 
 
 def chosen(dispatch: str, slots: np.ndarray) -> np.ndarray:
@@ -191,6 +196,39 @@ def test_at_its_start_sglang_draws_as_the_start_profile_does() -> None:
     assert mean["rebalanced"] < 0.5 * mean["sglang"]
 
 
+def test_dead_rank_of_sglang_keeps_every_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 15 of 32 is dead. Our plugin lets SGLang's own elastic function answer, and so no expert is lost."""
+    folder, typed = "srt/eplb/eplb_algorithms", {"torch": torch, "Tuple": tuple, "Optional": Optional}
+    packing = functions(
+        source("sglang", f"{folder}/deepseek.py"),
+        {"balanced_packing", "replicate_experts", "rebalance_experts_hierarchical"}, **typed,
+    )  # fmt: skip
+    elastic = functions(
+        source("sglang", f"{folder}/elasticity_aware.py"), {"rebalance_experts"},
+        rebalance_experts_hierarchical=packing.rebalance_experts_hierarchical, **typed,
+    )  # fmt: skip
+    alive = torch.ones(32, dtype=torch.int32)
+    alive[15] = 0
+    manager = SimpleNamespace(instance=lambda: SimpleNamespace(active_ranks=alive))
+    engine = functions(
+        source("sglang", f"{folder}/__init__.py"), {"EplbAlgorithm", "rebalance_experts"}, Enum=Enum, auto=auto,
+        deepseek=None, deepseek_vec=None, elasticity_aware=elastic, ElasticEPStateManager=manager, **typed,
+    )  # fmt: skip
+    monkeypatch.setattr(for_sglang, "_of_engine", engine.rebalance_experts)
+    given = {"tokens_per_expert": torch.rand(3, 2, 256), "num_physical_experts": 288, "num_local_physical_experts": 9,
+             "num_groups": 8, "num_nodes": 4}  # fmt: skip
+    ours = for_sglang.rebalance_experts(**given, algorithm=engine.EplbAlgorithm.elasticity_aware)
+    for mine, theirs in zip(
+        ours, engine.rebalance_experts(**given, algorithm=engine.EplbAlgorithm.elasticity_aware), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    for row in ours[0].reshape(2, 32, 9):
+        assert set(row[alive.bool()].ravel().tolist()) == set(range(256))
+    flat = for_sglang.rebalance_experts(**given, algorithm=SimpleNamespace(name="deepseek"))
+    lost = [set(range(256)) - set(row[alive.bool()].ravel().tolist()) for row in flat[0].reshape(2, 32, 9)]
+    assert all(lost)  # what the elastic function is for
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_rank_mod_is_vllm_ascend_s_map(seed: int) -> None:
     """vllm-ascend, commit 182b75ea, without tensor parallelism."""
@@ -233,11 +271,8 @@ def sglang_recording(mode: str, gatherer: str, accumulator: str, folder: Path, m
         "_DetailAccumulator", "_StatAccumulator", "_Buffer", "_CircularBuffer", "_InfiniteBuffer", "_dump_to_file",
         "_convert_per_token_to_global_physical_count", "_convert_global_physical_count_to_logical_count",
     }  # fmt: skip
-    moe = {"expert_distribution_recorder_mode": mode, "expert_distribution_recorder_buffer_size": 4}
-    settings = stub(moe=stub(**moe), overlap=stub(enable_two_batch_overlap=False))
-    # August's classes take the arguments of the server, later ones ask for them.
-    args = stub(**moe, device="cpu", enable_two_batch_overlap=False, chunked_prefill_size=2,
-                should_report_expert_balancedness=lambda: False)  # fmt: skip
+    settings = stub(moe=stub(expert_distribution_recorder_mode=mode, expert_distribution_recorder_buffer_size=4),
+                    overlap=stub(enable_two_batch_overlap=False))  # fmt: skip
     engine = functions(
         source("sglang", "srt/eplb/expert_distribution.py"), names, torch=torch, ABC=ABC, deque=deque, time=time,
         Path=Path, logger=logging.getLogger(), get_exec=lambda: settings, get_device=lambda: "cpu",
@@ -247,12 +282,14 @@ def sglang_recording(mode: str, gatherer: str, accumulator: str, folder: Path, m
     )  # fmt: skip
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)  # one rank
     monkeypatch.setattr(torch, "get_device_module", lambda: stub(empty_cache=lambda: None))
-
-    def made(kind: Any) -> Any:
-        wanted = any("server_args" in signature(base.__init__).parameters for base in kind.__mro__[:-1])
-        return kind(*([args] if wanted else []), location, 0)
-
-    gather, record = made(getattr(engine, gatherer)), made(getattr(engine, accumulator))
+    server = {
+        "device": "cpu", "enable_two_batch_overlap": False, "expert_distribution_recorder_mode": mode,
+        "expert_distribution_recorder_buffer_size": 4, "should_report_expert_balancedness": lambda: False,
+        "eplb_min_rebalancing_utilization_threshold": 1.0,
+    }  # fmt: skip
+    gather, record = (
+        with_server_args(getattr(engine, name), location, 0, **server) for name in (gatherer, accumulator)
+    )
     physical, first = torch.from_numpy(to_physical(LOGICAL, slots[DENSE:].numpy())), 0
     for i, (forward_mode, n, lens) in enumerate(PASSES):
         gather.reset()
@@ -378,8 +415,9 @@ def test_sglang_loads_the_plan(name: str, tmp_path: Path) -> None:
         get_device=lambda: stub(device="cpu"),
         ModelConfigForExpertLocation=stub(from_model_config=lambda config: sizes),
     )  # fmt: skip
-    args = stub(init_expert_location=str(path), device="cpu")
-    loaded = call(engine.compute_initial_expert_location_metadata, server_args=args, model_config=None, moe_ep_rank=0)
+    loaded = with_server_args(
+        engine.compute_initial_expert_location_metadata, None, 0, init_expert_location=str(path), device="cpu"
+    )
     np.testing.assert_array_equal(loaded.physical_to_logical_map[DENSE:].reshape(LAYERS, GPUS, SLOTS), placement)
     assert loaded.num_local_physical_experts == SLOTS
     assert int(loaded.logical_to_all_physical_map_num_valid.min()) >= 1
