@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import config
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_offload.kernels.compile import device
 from clustergym.moe_offload.kernels.episode import advance
 from clustergym.moe_offload.kernels.episode import draw as _draw
@@ -35,7 +35,7 @@ def _launch(function, n, *arguments):
     if n < MIN_ENVS_FOR_THREADS or config.NUMBA_NUM_THREADS == 1:
         function(0, n, *arguments)
     else:
-        spread(function, n, *arguments)
+        parallel_for(function, n, *arguments)
 
 
 def draw(task, s, where):
