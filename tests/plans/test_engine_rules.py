@@ -120,7 +120,7 @@ def replicas_on_one_node() -> np.ndarray:
 @pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
 @pytest.mark.parametrize("seed", range(10))
 def test_rank_nearest_is_sglang_s_static_dispatch(seed: int, dispatch: str) -> None:
-    """SGLang of August 2026 and 0.5.23. Other ranks are dealt over the replicas in random order there, and in order here.
+    """SGLang of August 2026, and 0.5.23. It deals other ranks over the replicas in random order; we deal in order.
 
     rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
     """
