@@ -156,8 +156,6 @@ def check_arguments(args: Command, name: str) -> None:
         raise ValueError(f"planner {name!r} is for comparison only: it makes no plan to load")
     if args.live is None and (args.max_moves is not None or args.migration_budget is not None):
         raise ValueError("--max-moves and --migration-budget need the live plan: give --from PLAN")
-    if args.seed < 0:
-        raise ValueError(f"--seed is {args.seed}: expected 0 or more")
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"--seconds is {args.seconds}: expected more than 0")
     if args.tokens_per_rank is not None and not 1 <= args.tokens_per_rank <= MOST_TOKENS_PER_RANK:
@@ -318,9 +316,12 @@ def run_phase(args: Command, console: Console, line: str) -> None:
     console.print(escape(f"load it with: {start.command}"), highlight=False, soft_wrap=True)
     for warning in start.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
-    if args.report is not None:
-        write_report(args.report, plan, args.engine, start.command, line, change)
-        console.print(escape(f"report: {args.report}"))
-    if args.json is not None:
-        write_atomically(args.json, json.dumps(results(plan, chosen, change, args, line), indent=2) + "\n")
-        console.print(escape(f"results: {args.json}"))
+    try:
+        if args.report is not None:
+            write_report(args.report, plan, args.engine, start.command, line, change)
+            console.print(escape(f"report: {args.report}"))
+        if args.json is not None:
+            write_atomically(args.json, json.dumps(results(plan, chosen, change, args, line), indent=2) + "\n")
+            console.print(escape(f"results: {args.json}"))
+    except (OSError, MemoryError) as error:
+        raise ValueError(f"{args.output} is written and complete, but not its report: {error}") from error
