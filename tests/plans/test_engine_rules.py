@@ -117,52 +117,83 @@ def replicas_on_one_node() -> np.ndarray:
     return (gpu // PER_NODE * 4 + (gpu + slot) % 4).astype(np.int16)
 
 
-@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
-@pytest.mark.parametrize("seed", range(10))
-def test_rank_nearest_is_sglang_s_static_dispatch(seed: int, dispatch: str) -> None:
-    """SGLang of August 2026, and 0.5.23. It deals other ranks over the replicas in random order; we deal in order.
-
-    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
-    """
-    text = source("sglang", "srt/eplb/expert_location.py")
-    engine = functions(
-        text,
+def sglang_locations() -> Any:
+    """SGLang's functions that choose replicas: of August 2026 and newer, with DeepEP."""
+    stub, backend = SimpleNamespace, SimpleNamespace(moe_a2a_backend="deepep")
+    return functions(
+        source("sglang", "srt/eplb/expert_location.py"),
         {
             "compute_logical_to_rank_dispatch_physical_map", "_logical_to_all_physical_raw", "_find_nearest_expert",
             "_compute_gpu_id_of_physical_expert", "_compute_node_id_of_physical_expert", "_fair_choices",
+            "_compute_logical_to_all_physical_map", "_pad_nested_array",
         },
         torch=torch, random=random, _prefer_same_node_experts=lambda: True,
-        get_parallel=lambda: SimpleNamespace(ep_size=GPUS, nnodes=NODES),
+        get_parallel=lambda: stub(ep_size=GPUS, nnodes=NODES), get_exec=lambda: stub(moe=backend),
     )  # fmt: skip
+
+
+def served_by_sglang(slots: np.ndarray, at_start: bool) -> np.ndarray:
+    """(layers, rank, expert) → GPU, from slots (layers, G, S). At its start a rank first keeps only its own near copies."""
+    engine, found = sglang_locations(), []
+    for rank in range(GPUS):
+        table = engine._compute_logical_to_all_physical_map(
+            torch.from_numpy(slots.reshape(len(slots), -1).astype(np.int64)), EXPERTS, GPUS, rank if at_start else None
+        )
+        places = engine.compute_logical_to_rank_dispatch_physical_map(table, GPUS, GPUS * SLOTS, rank)
+        found.append(places.numpy() // SLOTS)
+    return np.stack(found, axis=1)
+
+
+@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
+@pytest.mark.parametrize("seed", range(10))
+def test_rank_nearest_is_sglang_s_static_dispatch_after_a_rebalancing(seed: int, dispatch: str) -> None:
+    """Other ranks are dealt over the replicas in random order there, and in order here.
+
+    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
+    """
     slots = full_placement(seed) if seed else replicas_on_one_node()
-    physical: list[list[int]] = [[] for _ in range(EXPERTS)]
-    for place, e in enumerate(slots.ravel().tolist()):
-        physical[e].append(place)
-    width = max(map(len, physical))
-    table = torch.tensor([[places + [-1] * (width - len(places)) for places in physical]])
-    theirs = np.stack(
-        [
-            engine.compute_logical_to_rank_dispatch_physical_map(table, GPUS, GPUS * SLOTS, rank)[0].numpy() // SLOTS
-            for rank in range(GPUS)
-        ]
-    )
-    ours = chosen(dispatch, slots)
+    theirs, ours = served_by_sglang(slots[None], at_start=False)[0], chosen(dispatch, slots)
     for e in range(EXPERTS):
-        holders = [place // SLOTS for place in physical[e]]
-        nodes = {g // PER_NODE for g in holders}
-        near = [g for g in range(GPUS) if g // PER_NODE in nodes]
-        if len(nodes) == 1 and len(holders) > 1:
-            if dispatch == "rank-nearest":
-                first = [g for g in near if g not in holders]
-                assert (ours[first, e] == holders[0]).all()
-                continue
-            near = holders
-        elif len(holders) == 1:
-            near = list(range(GPUS))
-        dealt = [g for g in range(GPUS) if g not in near]
+        holders = np.flatnonzero((slots == e).any(1)).tolist()
+        near, dealt = near_and_far(holders)
+        if len({g // PER_NODE for g in holders}) == 1 and len(holders) > 1 and dispatch == "rank-nearest":
+            first = [g for g in range(GPUS) if g // PER_NODE == holders[0] // PER_NODE and g not in holders]
+            assert (ours[first, e] == holders[0]).all()
+            continue
         np.testing.assert_array_equal(ours[near, e], theirs[near, e])
         shares = [sorted(Counter(choice[dealt, e].tolist()).values()) for choice in (ours, theirs)]
         assert shares[0] == shares[1]
+
+
+def near_and_far(holders: list[int]) -> tuple[list[int], list[int]]:
+    """Ranks whose replica the holders decide, and the others."""
+    nodes = {g // PER_NODE for g in holders}
+    near = [g for g in range(GPUS) if g // PER_NODE in nodes]
+    if len(nodes) == 1 and len(holders) > 1:
+        near = holders
+    elif len(holders) == 1:
+        near = list(range(GPUS))
+    return near, [g for g in range(GPUS) if g not in near]
+
+
+def test_at_its_start_sglang_draws_as_the_start_profile_does() -> None:
+    """Near replicas are the same. The others are random, there and here: how evenly they are dealt is compared."""
+    slots = np.stack([full_placement(seed) for seed in range(60)])
+    start, rebalanced = served_by_sglang(slots, at_start=True), served_by_sglang(slots, at_start=False)
+    uneven: dict[str, list[float]] = {"sglang": [], "start": [], "rebalanced": []}
+    for l, placement in enumerate(slots):
+        ours = chosen("rank-nearest-start", placement)
+        for e in range(EXPERTS):
+            holders = np.flatnonzero((placement == e).any(1)).tolist()
+            near, far = near_and_far(holders)
+            np.testing.assert_array_equal(ours[near, e], start[l, near, e])
+            if far:
+                for name, served in (("sglang", start[l]), ("start", ours), ("rebalanced", rebalanced[l])):
+                    counts = [int((served[far, e] == g).sum()) for g in holders]
+                    uneven[name].append(float(np.var(counts)))
+    mean = {name: float(np.mean(values)) for name, values in uneven.items()}
+    assert mean["start"] == pytest.approx(mean["sglang"], rel=0.15)
+    assert mean["rebalanced"] < 0.5 * mean["sglang"]
 
 
 def test_dead_rank_of_sglang_keeps_every_expert(monkeypatch: pytest.MonkeyPatch) -> None:

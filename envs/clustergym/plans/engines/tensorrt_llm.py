@@ -28,7 +28,7 @@ def write(path: Path, plan: EnginePlan) -> None:
     write_atomically(path, "\n".join(lines) + "\n")
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     """Settings of the LLM API. Without attention data parallelism every GPU has every token, and nothing is sent."""
     gpus = plan.n_gpus
     command = (

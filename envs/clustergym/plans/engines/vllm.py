@@ -27,7 +27,7 @@ def read(path: Path) -> SlotRows:
     return checked_rows(dict(enumerate(expect_list(read_json(path), path))), path)
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     config = json.dumps({"num_redundant_experts": plan.n_redundant})
     command = (
         f"--data-parallel-size {plan.n_gpus} --data-parallel-size-local {plan.n_gpus // n_nodes} "

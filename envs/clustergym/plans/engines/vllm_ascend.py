@@ -44,7 +44,7 @@ def read(path: Path) -> SlotRows:
     return checked_rows(rows, path)
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     config = json.dumps({"eplb_config": {"expert_map_path": str(path)}})
     command = (
         f"--data-parallel-size {plan.n_gpus} --data-parallel-size-local {plan.n_gpus // n_nodes} "
