@@ -278,6 +278,7 @@ def make_plan(
     live: Placement | None = None,
     limit: Limit | None = None,
     options: dict[str, Any] | None = None,
+    compare_profiles: bool = True,
     progress: Callable[[str, float | None], None] = lambda step, seconds: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
@@ -295,6 +296,7 @@ def make_plan(
         live: (L, G, S) placement that is served now. It takes the place of the static one, and planners start from it.
         limit: what the change from the live placement may cost; by default anything.
         options: more options of the planner.
+        compare_profiles: measure the other profiles of the engine, too.
         progress: called before each step with its name and its duration in seconds, if known.
         stop: asked now and then. When it returns True, searches end with the best placement so far.
     """
@@ -322,7 +324,10 @@ def make_plan(
             held_out = HeldOutPhases(after, served, sizes.passes, sizes.seed)
         else:
             held_out = HeldOutPasses(after, simulator, traffic, sizes.passes, sizes.seed)
-        others = _other_profiles(after, simulator, [phase.simulator.profile for phase in other_phases], traffic, sizes)
+        if compare_profiles:
+            others = _other_profiles(
+                after, simulator, [phase.simulator.profile for phase in other_phases], traffic, sizes
+            )
         sequences = after.n_sequences
     else:
         before, steps = trace.split(sizes.share)
@@ -465,7 +470,9 @@ def _other_profiles(
     found, engine = {}, simulator.profile.engine
     known = [*profiles_of(engine)]
     if simulator.profile.draws:
-        known = [profile for profile in (*STATES.values(), *known) if profile.deals_one_node or profile.dispatch == "lp"]
+        known = [
+            profile for profile in (*STATES.values(), *known) if profile.deals_one_node or profile.dispatch == "lp"
+        ]
     for profile in known:
         if profile not in (simulator.profile, *phases):
             other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)
