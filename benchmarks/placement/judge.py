@@ -100,8 +100,9 @@ def measure(cell: str, args: Args, planner: str, split: int) -> dict[str, Any]:
     judge.GPUS, judge.HIDDEN = place.nodes * place.per_node, get_model(cell).hidden
     judge.KERNELS["weights and tokens"] = (place.expert_us, place.pair_us)
     seen, unseen = trace_of(cell, args, split).split(0.5, seed=split)
-    model, cluster = model_of(cell, args.layers), get_cluster(
-        f"h800-{place.nodes}x{place.per_node}", slots_per_gpu=place.slots
+    model, cluster = (
+        model_of(cell, args.layers),
+        get_cluster(f"h800-{place.nodes}x{place.per_node}", slots_per_gpu=place.slots),
     )
     if args.phase == "mixed":
         simulator, traffic, others = serve_both_phases("sglang", model, cluster, DECODE_SHARE)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from agent_client import SCRIPT, TOKEN, Server, agent_server
-from clustergym.agent.credentials import Access
 from certificates import make_certificates
+from clustergym.agent.credentials import Access
 from processes import wait_until
 
 REQUEST = {"owner": "team/Deployment/web", "cores": 80, "memory": 4000, "qos_class": "best-effort"}

@@ -29,10 +29,6 @@ from clustergym.moe_offload.kernels.state import (
     MODE_OVER,
     MOVES,
     NEEDED,
-    OUT_EXPERT,
-    OUT_ILLEGAL,
-    OUT_NO_OP,
-    OUT_VISITS,
     PREFETCHES,
     STALL,
     USEFUL,
@@ -135,9 +131,7 @@ class OffloadBatch:
         self._first = False
         self.ended = self.ended & ~where
 
-    def _run(
-        self, begins: bool, rows: npt.NDArray[np.int64], nodes: npt.NDArray[np.int64], where: Flags
-    ) -> None:
+    def _run(self, begins: bool, rows: npt.NDArray[np.int64], nodes: npt.NDArray[np.int64], where: Flags) -> None:
         """Begin episodes or apply pairs where ``where`` is true, and observe all whose observation is not up to date.
 
         What was observed is written over as long as nobody has got it.
