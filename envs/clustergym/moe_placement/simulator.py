@@ -134,6 +134,7 @@ class Simulator:
             transport=TRANSPORTS.index(self.profile.transport),
             dispatch=RANDOM if dispatch == LP else dispatch,
             deals_one_node=int(self.profile.deals_one_node),
+            draws=int(self.profile.draws),
         )
         self._identity = (self.model, self.cluster, self.profile, passes_per_interval, self.background_share)
 

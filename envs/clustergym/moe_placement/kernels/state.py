@@ -64,6 +64,7 @@ class Topology(NamedTuple):
     transport: int
     dispatch: int
     deals_one_node: int
+    draws: int
 
 
 class Costs(NamedTuple):

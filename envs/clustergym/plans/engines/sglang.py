@@ -68,13 +68,13 @@ def _load_tensors(path: Path) -> Any:
     return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in document.items()}
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     """Without an all-to-all backend SGLang would send every token to every GPU, and the plan would have no effect."""
-    gpus = plan.n_gpus
+    gpus, mode = plan.n_gpus, "auto" if both_phases else _DEEPEP[profile.transport]
     command = (
         f"--init-expert-location {quote(str(path))} --ep-num-redundant-experts {plan.n_redundant} "
         f"--tp-size {gpus} --dp-size {gpus} --ep-size {gpus} --nnodes {n_nodes} --enable-dp-attention "
-        f"--moe-a2a-backend deepep --deepep-mode {_DEEPEP[profile.transport]} "
+        f"--moe-a2a-backend deepep --deepep-mode {mode} "
         f"--ep-dispatch-algorithm {_DISPATCH[profile.dispatch]}"
     )
     warnings = []
