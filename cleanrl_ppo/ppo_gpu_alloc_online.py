@@ -33,11 +33,11 @@ from torch.distributions import Categorical, Independent, Normal
 
 import clustergym.agent
 from clustergym.agent.learner import Experiences
-from clustergym.agent.logs import setup_logging
 from clustergym.agent.server import serve
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.versions import State
 from clustergym.common.extras import MissingExtra
+from clustergym.common.logs import configure_logging
 from clustergym.gpu_allocation.history import N_FEATURES
 from clustergym.gpu_allocation.policy import OBS_CLIP, AllocationPolicy
 from clustergym.gpu_allocation.space import STATE_NAMES
@@ -285,7 +285,7 @@ def main(argv: list[str] | None = None) -> None:
         if word.startswith("--") and name in GONE:
             exit_with(f"--{name} is gone: {GONE[name]}")
     args = parse_args(Args, __doc__, argv, PRESETS, RANGES)
-    setup_logging()
+    configure_logging()
     try:
         if args.levels == 1:
             raise ValueError("--levels is 1: expected 2 or more, or 0 for a Gaussian policy")

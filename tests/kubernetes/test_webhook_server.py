@@ -22,9 +22,9 @@ import psutil
 import pytest
 from cryptography import x509
 
+from certificates import make_certificates
 from clustergym import cli
 from clustergym.common.tls import CertificateReloader
-from clustergym.kubernetes.certificates import make_certificates
 from clustergym.kubernetes.server import ByteBudget
 from processes import free_port, running, wait_until
 from webhook_pods import pod

@@ -20,10 +20,11 @@ from clustergym.moe_offload.batch import CREDIT_DECAY, OffloadBatch
 from clustergym.moe_offload.environment import MoEOffloadEnv
 from clustergym.moe_offload.kernels import state
 from clustergym.moe_offload.kernels.observation import EXPERT_FEATURES, N_EXPERT_FEATURES
-from clustergym.moe_offload.predictor import HORIZON, WITHIN, Predictions
+from clustergym.moe_offload.predictor import Predictions
 from clustergym.moe_offload.simulator import groups_of, served_part
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables
+from clustergym.moe_offload.uses import HORIZON, WITHIN
 from clustergym.moe_offload.vector import MoEOffloadVectorEnv
 from offload_reference import random_trace
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,6 +250,25 @@ def test_invalid_arguments_are_refused(
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_report_says_that_the_plan_is_complete(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, report = tmp_path / "plan.json", tmp_path / "reports" / "r.html"
+    shown = plan_command.explain
+
+    def and_remove_the_folder(*args: Any) -> None:
+        report.parent.rmdir()
+        shown(*args)
+
+    monkeypatch.setattr(plan_command, "explain", and_remove_the_folder)
+    arguments = ["plan", str(trace_file), *SMALL, "--planner", "eplb", "-o", str(out), "--report", str(report)]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{out} is written and complete, but not its report: " in said
+    assert str(report) in said
+    assert len(read_plan(out, "sglang")) == 32
 
 
 def test_trace_without_all_layers_is_refused_before_planning(

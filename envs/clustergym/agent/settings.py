@@ -27,8 +27,6 @@ class ServerSettings:
     """File with the bearer tokens of the admission webhook, which may only ask for allocations."""
     collector_token_file: Path | None = None
     """File with the bearer tokens of the collectors, which may only send feedback."""
-    token_overlap_s: float = 300.0
-    """Seconds for which a token is still accepted after it was removed from the file."""
     tls_cert: Path | None = None
     """Serve HTTPS with this certificate (PEM). It is loaded again when it changes."""
     tls_key: Path | None = None
@@ -68,6 +66,8 @@ class ServerSettings:
     """Feedback is expired if it arrives more than this many seconds after the allocation."""
     min_run_s: float = 0.0
     """Final feedback that arrives earlier than this after the allocation is ignored: the pod cannot have run."""
+    telemetry: bool = True
+    """Read the GPU load from NVML. A recommender has no GPU."""
     telemetry_s: float = 0.5
     """Seconds between two samples of the GPU load. 0: sample at each request."""
     gpus: tuple[int, ...] = ()

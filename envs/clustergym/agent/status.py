@@ -41,8 +41,8 @@ def document(service: Service, events: EventLog) -> dict[str, Any]:
         {
             "owner": a.owner, "qos_class": CLASSES[a.sensitive], "requested": a.requested.cores,
             "granted": a.granted.cores, "recommended": a.recommended.cores, "vpa": a.vpa.cores, "rule": a.rule.cores,
-            "policy": a.policy.cores, "used": f["usage"], "met": f["qos_met"], "reward": f["reward"],
-            "rule_reward": f["rule_reward"], "policy_reward": f["policy_reward"], "regret": f["regret"],
+            "policy": a.policy.cores, "used": f.usage, "met": f.qos_met, "reward": f.reward,
+            "rule_reward": f.rule_reward, "policy_reward": f.policy_reward, "regret": f.regret,
             "decided_by": a.decided_by, "why": a.why, "version": a.version,
         }
         for a, f in store.newest(MAX_PODS)

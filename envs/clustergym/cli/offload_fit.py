@@ -13,7 +13,7 @@ from rich.table import Table
 
 from clustergym.cli.common import prepare_files
 from clustergym.cli.offload_output import bar
-from clustergym.moe_offload.predictor import fit_predictor
+from clustergym.common.extras import require
 from clustergym.moe_offload.scores import recalls
 from clustergym.moe_offload.simulator import load_once
 from clustergym.moe_offload.specs import DEFAULT_TRACE
@@ -40,6 +40,9 @@ class Fit:
 
 
 def run(args: Fit, console: Console, line: str) -> None:
+    require("torch", "train")
+    from clustergym.moe_offload.predictor import fit_predictor
+
     trace = load_once(args.trace)
     parts = split_sequences(trace, args.seed)
     fit = parts["fit"]

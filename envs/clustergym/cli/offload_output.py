@@ -11,12 +11,16 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from clustergym.common.extras import require
 from clustergym.moe_offload.evaluation import Player, Row
 from clustergym.moe_offload.evaluation import Progress as Tell
 
 
 def players_of(names: Sequence[str]) -> dict[str, Player]:
     """Networks by name: run folders, and networks without training."""
+    if not names:
+        return {}
+    require("torch", "train")
     from clustergym.training.policies import Policy, random_networks
 
     players = {}

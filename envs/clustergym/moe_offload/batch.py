@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.compiling import warn_while_compiling
-from clustergym.common.threads import spread
-from clustergym.moe_offload.kernels import episode, observation
 from clustergym.moe_offload.kernels.observation import Observation, new_observation
 from clustergym.moe_offload.kernels.state import (
     COMPUTE,
@@ -31,23 +29,18 @@ from clustergym.moe_offload.kernels.state import (
     MODE_OVER,
     MOVES,
     NEEDED,
-    OUT_EXPERT,
-    OUT_ILLEGAL,
-    OUT_NO_OP,
-    OUT_VISITS,
     PREFETCHES,
     STALL,
     USEFUL,
     State,
     new_state,
 )
+from clustergym.moe_offload.launchers import cpu
 from clustergym.moe_offload.simulator import Foresight, build_task, stream_keys
 from clustergym.moe_offload.specs import OffloadConfig
 
 ObsDict = dict[str, npt.NDArray[Any]]
 Flags = npt.NDArray[np.bool_]
-MIN_ENVS_FOR_THREADS = 128
-"""With fewer environments, a second thread costs more time than it saves."""
 CREDIT_DECAY = 0.9
 """What an event is worth falls by this factor with every token since the decision."""
 CREDIT = {EVENT_MISS: -1.0, EVENT_HIT: 1.0, EVENT_AGAIN: -0.7}
@@ -55,8 +48,6 @@ CREDIT = {EVENT_MISS: -1.0, EVENT_HIT: 1.0, EVENT_AGAIN: -0.7}
 missing it; were it free, dropping and loading the same experts again and again would cost nothing."""
 SCRATCH = ("scores", "found")
 """Arrays of the state that do not matter between two calls."""
-_compiled: set[Any] = set()
-"""Kernels that were called before: only the first call may compile."""
 _CREDITS = np.array([CREDIT[kind] for kind in range(len(CREDIT))])
 
 
@@ -109,19 +100,10 @@ class OffloadBatch:
         first: Observation = new_observation(self.task, self.n_rows, self.num_envs)
         self.shapes = {name: array.shape[1:] for name, array in first._asdict().items()}
         self._recycled = {name: _Recycled(array) for name, array in first._asdict().items()}
-        self._all = np.ones(self.num_envs, bool)
+        self._all, self._nothing = np.ones(self.num_envs, bool), np.zeros(self.num_envs, np.int64)
+        self._seen: ObsDict = {}
+        self._given, self._first = False, True
         self._bytes_per_load = self.config.megabytes(self._foresight.trace) * 1e6
-
-    def _run(self, function: Any, *arguments: Any) -> None:
-        """Run a kernel over all environments; with threads if there are enough environments."""
-        if function not in _compiled:
-            with warn_while_compiling():
-                function(0, 0, *arguments)
-            _compiled.add(function)
-        if self.num_envs < MIN_ENVS_FOR_THREADS or numba.config.NUMBA_NUM_THREADS == 1:
-            function(0, self.num_envs, *arguments)
-        else:
-            spread(function, self.num_envs, *arguments)
 
     def seed(self, seeds: npt.ArrayLike, where: Flags | None = None) -> None:
         """Set the seed of each environment (N,), or of those in ``where``. Call :meth:`reset` afterwards."""
@@ -134,44 +116,55 @@ class OffloadBatch:
         Their sequences are drawn, or given: ``groups`` are rows of ``task.groups``.
         """
         where = self._all if where is None else where
-        if groups is None:
-            self._run(episode.draw_range, self.task, self.state, where)
-        else:
-            given = np.broadcast_to(np.asarray(groups, np.int64), (self.num_envs,))
-            n = len(self.task.groups)
-            wrong = where & ((given < 0) | (given >= n))
-            if wrong.any():
-                raise ValueError(f"group is {given[wrong][0]}: expected 0 … {n - 1}")
-            self.state.clock[where, GROUP] = given[where]
-        self._foresight.prepare(np.unique(self.state.clock[where, GROUP]))
-        self._run(episode.start_range, self.task, self.state, where)
+        with warn_while_compiling() if self._first else nullcontext():
+            if groups is None:
+                cpu.draw(self.task, self.state, where)
+            else:
+                given = np.broadcast_to(np.asarray(groups, np.int64), (self.num_envs,))
+                n = len(self.task.groups)
+                wrong = where & ((given < 0) | (given >= n))
+                if wrong.any():
+                    raise ValueError(f"group is {given[wrong][0]}: expected 0 … {n - 1}")
+                self.state.clock[where, GROUP] = given[where]
+            self._foresight.prepare(np.unique(self.state.clock[where, GROUP]))
+            self._run(True, self._nothing, self._nothing, where)
+        self._first = False
         self.ended = self.ended & ~where
+
+    def _run(self, begins: bool, rows: npt.NDArray[np.int64], nodes: npt.NDArray[np.int64], where: Flags) -> None:
+        """Begin episodes or apply pairs where ``where`` is true, and observe all whose observation is not up to date.
+
+        What was observed is written over as long as nobody has got it.
+        """
+        renew = self._given or not self._seen
+        if renew:
+            self._seen = {}  # now these arrays can be used again, if nobody else holds them
+            self._seen = {name: recycled.take() for name, recycled in self._recycled.items()}
+            self._given = False
+        cpu.run(begins, self.task, self.state, Observation(**self._seen), rows, nodes, where, renew)
 
     def observe(self) -> ObsDict:
         """What the agents see, in arrays that are not written again while anybody holds them."""
-        arrays = {name: recycled.take() for name, recycled in self._recycled.items()}
-        self._run(observation.observe_range, self.task, self.state, Observation(**arrays), self._all)
-        return arrays
+        if not self._seen:
+            self._run(False, self._nothing, self._nothing, ~self._all)
+        self._given = True
+        return self._seen.copy()
 
     def step(
         self, rows: npt.NDArray[np.int64], nodes: npt.NDArray[np.int64], where: Flags | None = None
     ) -> tuple[npt.NDArray[np.float64], Flags]:
         """Apply a pair in every environment, or in those of ``where``. Returns rewards (N,) and what has ended (N,)."""
         where = self._all if where is None else where
-        self._run(episode.step_range, self.task, self.state, rows, nodes, where)
+        self._run(False, rows, nodes, where)
         ended: Flags = (self.state.clock[:, MODE] == MODE_OVER) & where
         self.ended = self.ended | ended
         return np.where(where, self.state.reward, 0.0), ended
 
     def step_info(self, where: Flags | None = None) -> dict[str, Any]:
         """Results of the last step, arrays (N,): no-op, illegal, expert and visits that have passed; and its events."""
-        out = self.state.outcome
-        info = {
-            "no_op": out[:, OUT_NO_OP] > 0,
-            "illegal": out[:, OUT_ILLEGAL] > 0,
-            "expert": out[:, OUT_EXPERT].astype(np.int64),
-            "elapsed": out[:, OUT_VISITS].astype(np.float64),
-        }
+        expert, no_op, illegal, visits = self.state.outcome.T.copy()
+        info = {"no_op": no_op > 0, "illegal": illegal > 0, "expert": expert.astype(np.int64)}
+        info["elapsed"] = visits.astype(np.float64)
         if where is not None and not where.all():
             for name, idle in (("no_op", True), ("illegal", False), ("expert", -1), ("elapsed", 0.0)):
                 info[name] = np.where(where, info[name], idle)
@@ -201,19 +194,18 @@ class OffloadBatch:
 
     def totals(self) -> dict[str, npt.NDArray[Any]]:
         """The sequences served (a row of ``task.groups``) and sums over the episodes so far, arrays (N,)."""
-        stats, time = self.state.stats, self.state.time
-        served_ms = time[:, STALL] + time[:, COMPUTE]
+        stats, stall_ms, compute_ms = self.state.stats.T.copy(), *self.state.time.T[[STALL, COMPUTE]]
         return {
             "group": self.state.clock[:, GROUP].copy(),
-            "stall_ms": time[:, STALL].copy(),
-            "tokens": stats[:, GENERATED].copy(),
-            "tokens_per_s": 1e3 * stats[:, GENERATED] / np.maximum(served_ms, 1e-9),
-            "hit_rate": stats[:, HITS] / np.maximum(stats[:, NEEDED], 1),
-            "loads": stats[:, LOADS].copy(),
-            "prefetches": stats[:, PREFETCHES].copy(),
-            "useful_prefetches": stats[:, USEFUL].copy(),
-            "moves": stats[:, MOVES].copy(),
-            "bytes": (stats[:, LOADS] + stats[:, PREFETCHES]) * self._bytes_per_load,
+            "stall_ms": stall_ms,
+            "tokens": stats[GENERATED],
+            "tokens_per_s": 1e3 * stats[GENERATED] / np.maximum(stall_ms + compute_ms, 1e-9),
+            "hit_rate": stats[HITS] / np.maximum(stats[NEEDED], 1),
+            "loads": stats[LOADS],
+            "prefetches": stats[PREFETCHES],
+            "useful_prefetches": stats[USEFUL],
+            "moves": stats[MOVES],
+            "bytes": (stats[LOADS] + stats[PREFETCHES]) * self._bytes_per_load,
         }
 
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
@@ -231,6 +223,7 @@ class OffloadBatch:
                 raise ValueError(f"the saved state has {found} for {name!r}: expected shape {array.shape}")
             array[...] = state[name]
         self._foresight.prepare(np.unique(self.state.clock[:, GROUP]))
+        self._seen = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "num_envs": self.num_envs, "state": self.get_state()}

@@ -122,6 +122,18 @@ def pod_uid(proc: Path, pid: int) -> str | None:
     return None if match is None else match[1].replace("_", "-")
 
 
+class Simulated:
+    """For a demo on nodes without GPUs: every pod uses 22 % of the cores that it requests, and 1,000 MB."""
+
+    async def read(self, pods: list[ManagedPod]) -> dict[str, Usage]:
+        return {
+            pod.uid: Usage(
+                min(0.22 * pod.requested_cores, pod.granted_cores), min(1000.0, pod.granted_memory_mb or 1000.0)
+            )
+            for pod in pods
+        }
+
+
 class Nvml:
     """Processes on the GPUs of this node: their memory, and the SM utilisation that the driver attributes to them."""
 

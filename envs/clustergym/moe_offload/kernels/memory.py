@@ -62,8 +62,8 @@ def pool_of(task, l):
 @inlined
 def distance(task, s, b, l):
     """Visits until layer l comes: 1 … L."""
-    layers = s.where.shape[1]
-    return (l - s.clock[b, LAYER] + layers - 1) % layers + 1
+    ahead = l - s.clock[b, LAYER]
+    return ahead if ahead > 0 else ahead + s.where.shape[1]
 
 
 @inlined

@@ -14,8 +14,10 @@ import numpy as np
 from clustergym.common.files import write_atomically
 from clustergym.plans.engines import PlanChange
 from clustergym.plans.planning import Outcome, Plan
+from clustergym.plans.report.slot_curve import slot_section
 from clustergym.plans.report.story import Story
-from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells
+from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells, profile_columns
+from clustergym.plans.slots import SlotCurve
 
 
 def write_report(
@@ -26,13 +28,20 @@ def write_report(
     command: str,
     change: PlanChange | None = None,
     story: Story | None = None,
+    slots: SlotCurve | None = None,
 ) -> None:
     """Write the report atomically."""
-    write_atomically(path, render(plan, engine, load, command, change, story))
+    write_atomically(path, render(plan, engine, load, command, change, story, slots))
 
 
 def render(
-    plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None, story: Story | None = None
+    plan: Plan,
+    engine: str,
+    load: str,
+    command: str,
+    change: PlanChange | None = None,
+    story: Story | None = None,
+    slots: SlotCurve | None = None,
 ) -> str:
     """The page, with its data, styles and script."""
     folder = resources.files(__package__)
@@ -46,6 +55,7 @@ def render(
         ),
         "REFERENCE": plan.reference,
         "TRAFFIC": "" if story is None else story.traffic_section(),
+        "SLOTS": "" if slots is None else slot_section(slots),
         "TABLE": _table(plan),
         "PARETO": "" if story is None else story.planners_section(),
         "PROFILES": _profiles(plan),
@@ -67,7 +77,7 @@ def _headline(plan: Plan) -> str:
     word = "less" if relative < 0 else "more"
     interval = f" (± {100 * half:.1f})" if half else ""
     what = "time" if plan.exact else "expert-kernel time"
-    where = f"on held-out traffic, {plan.simulator.profile.name}"
+    where = f"on held-out traffic, {plan.served_as}"
     said = f"{plan.planner}: {100 * abs(relative):.1f} %{interval} {word} {what} than {label} {where}"
     if plan.planner == plan.fallback or plan.gain_shown():
         return said
@@ -91,7 +101,7 @@ def _facts(plan: Plan, engine: str, change: PlanChange | None) -> list[tuple[str
             f"{plan.pass_tokens} tokens; {100 * plan.reused:.0f} % of the tokens of all passes were served before",
         ),
         ("engine", engine),
-        ("profile", f"{simulator.profile.name}: {simulator.profile.about}"),
+        ("profile", plan.served_as if plan.phases else f"{simulator.profile.name}: {simulator.profile.about}"),
         ("memory", plan_memory(plan).describe()),
         *([] if change is None else [("change from the live plan", change.describe())]),
     ]
@@ -110,16 +120,16 @@ def _profiles(plan: Plan) -> str:
     """The placements under the other profiles of the engine, as a section; empty if there are none."""
     if not plan.other_profiles:
         return ""
-    profiles = (plan.simulator.profile.name, *plan.other_profiles)
+    profiles = profile_columns(plan)
     head = "".join(f"<th scope=col>{html.escape(profile)}</th>" for profile in profiles)
     rows = "".join(
         f"<tr><th scope=row>{html.escape(name)}</th>{''.join(f'<td>{c}</td>' for c in profile_cells(plan, name))}</tr>"
         for name in plan.outcomes
     )
     return (
-        "<h2>The same plans under other profiles</h2>"
-        '<p class="soft">Difference to the time of EPLB. The plan is made for the first profile: its gain need not '
-        "hold where the engine sends tokens in another way.</p>"
+        "<h2>The same plans in each phase</h2>"
+        f'<p class="soft">Difference to the time of EPLB. The plan is made for {html.escape(plan.served_as)}: its gain '
+        "need not hold where the engine sends tokens in another way.</p>"
         f'<div class="scroll"><table id="profiles"><thead><tr><th scope=col>planner</th>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
