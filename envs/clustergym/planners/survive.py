@@ -54,7 +54,9 @@ def _pack(loads: npt.NDArray[np.float64], n_slots: int, group_of: npt.NDArray[np
         if len(free):
             g = int(free[work[free].argmin()])
         else:
-            g = _make_room(slots, e, np.flatnonzero(used < n_slots), np.flatnonzero(allowed), group_of, work, loads, copies)
+            g = _make_room(
+                slots, e, np.flatnonzero(used < n_slots), np.flatnonzero(allowed), group_of, work, loads, copies
+            )
             used[int(np.flatnonzero((slots >= 0).sum(1) > used)[0])] += 1
             work[g] += weight
             continue
