@@ -89,7 +89,9 @@ def _pace(slots: Slots, old: Slots, loads: npt.NDArray[np.floating], n_gpus: int
     """
     moves = (slots != old).sum(1)
     values = np.nan_to_num(loads, nan=0.0, posinf=0.0).clip(min=0.0).astype(np.float64)
-    gain = np.subtract(*(1 / balance(values, each.reshape(len(each), n_gpus, -1)) for each in (old, slots)))
+    gain = np.subtract(
+        *(1 / balance(values, each.reshape(len(each), n_gpus, -1).astype(np.int16)) for each in (old, slots))
+    )
     changed = np.flatnonzero(moves)
     order = changed[np.argsort(-gain[changed] / moves[changed], kind="stable")]
     left, paced = most, old.copy()
