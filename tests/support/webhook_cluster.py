@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent_client import TOKEN, agent_server
 from agent_client import Server as Agent
-from clustergym.kubernetes import BACKENDS, MODES
 from certificates import make_certificates
+from clustergym.kubernetes import BACKENDS, MODES
 from kubernetes_server import Cluster, cluster
 from processes import free_port, running, wait_until
 from webhook_pods import pod

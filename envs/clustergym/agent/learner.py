@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clustergym.common.logs import configure_logging
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import connect
 from clustergym.agent.versions import State, add_version, load_newest, newest_version
+from clustergym.common.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
