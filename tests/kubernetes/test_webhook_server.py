@@ -434,7 +434,7 @@ def test_only_missing_tokens_are_made() -> None:
         (["--secrets-namespace=x", "--agent-token-file=y"], "--secrets-namespace makes the tokens"),
         (["--port", "99999"], "expected three ports, 1 to 65535"),
         (["--port", "8081"], "expected three ports"),
-        (["--agent-url", "http://{host}"], "expected a URL, possibly with {ip} or {node}"),
+        (["--api-server", "http://x", "--agent-url", "http://{host}"], "expected a URL, possibly with {ip} or {node}"),
         ([], "use --api-server"),
         (["--api-server", "http://x", "--deadline-s", "0"], "deadline is 0.0 s"),
         (["--agent-token-file", "nowhere"], "--agent-token-file nowhere is not a file"),
