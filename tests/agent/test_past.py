@@ -27,7 +27,7 @@ def openmetrics(now_s: float) -> str:
     series: dict[str, list[tuple[str, float, float]]] = {}
 
     def add(name: str, labels: str, at: float, value: float) -> None:
-        series.setdefault(name, []).append((labels, value, at))
+        series.setdefault(name, []).append((labels, at, value))
 
     for minute in range(360, 0, -1):
         at = round(now_s - 60.0 * minute)
@@ -55,7 +55,7 @@ def openmetrics(now_s: float) -> str:
     lines = []
     for name, samples in series.items():
         lines.append(f"# TYPE {name} gauge")
-        lines += [f"{name}{{{labels}}} {value} {at}" for labels, value, at in sorted(samples)]
+        lines += [f"{name}{{{labels}}} {value} {at}" for labels, at, value in sorted(samples)]
     return "\n".join([*lines, "# EOF", ""])
 
 

@@ -1,4 +1,4 @@
-"""What owners used before the agent came, from Prometheus: metrics of a DCGM exporter or HAMi, and kube-state-metrics."""
+"""What owners used before the agent came: metrics of a DCGM exporter or HAMi, and of kube-state-metrics."""
 
 from __future__ import annotations
 
