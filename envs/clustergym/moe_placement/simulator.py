@@ -320,10 +320,8 @@ class Simulator:
     def pass_times(self, interval: Interval, placement: Placement) -> npt.NDArray[np.float64]:
         """(L, P) time of every pass: that of :meth:`evaluate`, without its other figures. The placement is trusted."""
         state, costs = self._served(interval, placement), self.interval_costs(interval)
-        times, links = (
-            np.zeros((interval.n_layers, interval.n_passes, N_PASS_PARTS)),
-            np.zeros((self.n_gpus, self.n_gpus)),
-        )
+        times = np.zeros((interval.n_layers, interval.n_passes, N_PASS_PARTS))
+        links = np.zeros((self.n_gpus, self.n_gpus))
         for b in range(interval.n_layers):
             _write_times(state, b, self.topology, costs, times[b], links)
         total: npt.NDArray[np.float64] = times.sum(2)
