@@ -436,8 +436,8 @@ def test_a_broken_source_does_not_end_the_collector(agent: AgentServer, token: P
     ("arguments", "reason"),
     [
         ([], "give --agent-url, --recommender-url or both"),
-        (["--agent-url", "http://x"], "give one of --metrics-url, --nvml and --simulate"),
-        (["--agent-url", "http://x", "--nvml", "--metrics-url", "http://y"], "give one of --metrics-url, --nvml and --simulate"),
+        (["--agent-url", "http://x"], "give one of --metrics-url"),
+        (["--agent-url", "http://x", "--nvml", "--metrics-url", "http://y"], "give one of --metrics-url"),
         (["--agent-url", "http://x", "--nvml", "--agent-token-file", "nowhere"], "--agent-token-file nowhere is not"),
         (["--agent-url", "http://x", "--metrics-url", "http://y"], "use --api-server"),
         (

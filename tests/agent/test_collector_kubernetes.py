@@ -153,7 +153,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
         for one in yaml.safe_load_all((ROOT / "deploy" / "base" / "namespace.yaml").read_text()):
             api.create("/api/v1/namespaces", one)
         for one in yaml.safe_load_all((ROOT / "deploy" / "base" / "rbac.yaml").read_text()):
-            if one["kind"] != "ServiceAccount":
+            if one["kind"].startswith("Cluster"):
                 api.create(f"/apis/{one['apiVersion']}/{one['kind'].lower()}s", one)
         api.namespace(NAMESPACE, **{"clustergym.io/mode": "Initial"})
         api.create("/api/v1/nodes", {"metadata": {"name": NODE}})

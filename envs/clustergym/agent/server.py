@@ -46,7 +46,9 @@ def serve(
 
     from clustergym.agent.api import create_app
     from clustergym.agent.credentials import Access
+    from clustergym.agent.past import read_past
     from clustergym.agent.service import Service
+    from clustergym.kubernetes.clients import Unavailable
 
     settings.check()
     torch.set_num_threads(1)
@@ -75,6 +77,12 @@ def serve(
                 add_version(store.connection, state, "initial", newest, {})
         except sqlite3.Error as error:
             raise ValueError(f"the store {settings.store} cannot be used: {error}") from error
+        if settings.history_from is not None:
+            try:
+                read_past(store, settings.history_from, settings.history_days, settings.guard_settings)
+            except Unavailable as error:
+                problem = f"the past could not be read: {error}"
+                log.error("%s", problem)
         telemetry = Telemetry(settings.gpus, settings.telemetry_s, settings.telemetry)
         stack.callback(telemetry.stop)
         learner = None

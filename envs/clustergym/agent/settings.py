@@ -72,6 +72,10 @@ class ServerSettings:
     """Seconds between two samples of the GPU load. 0: sample at each request."""
     gpus: tuple[int, ...] = ()
     """Indices of the shared GPUs. Default: all GPUs of the node."""
+    history_from: str | None = None
+    """URL of a Prometheus with what pods used before: owners of whom nothing is known begin with it."""
+    history_days: int = 7
+    """Days that are read at the start."""
     keep_allocations: int = 1_000_000
     """Older allocations than so many are deleted from the store."""
 
