@@ -46,6 +46,24 @@ def some_sequences(trace: TokenTrace, n_tokens: int, seed: int) -> TokenTrace:
     return trace.select(sequences=np.sort(order[:count]).tolist())
 
 
+@dataclass
+class Bench:
+    """Plans on a part of a trace, and serves held-out passes."""
+
+    simulator: Simulator
+    traffic: Traffic
+    held_out: HeldOutPasses
+    iterations: int
+    seed: int
+
+    def time_of(self, part: TokenTrace, planner: str) -> float:
+        observed = Observed(part, self.simulator, self.traffic, seed=self.seed)
+        options = {"iterations": self.iterations, "seconds": None} if planner == "anneal" else {}
+        made = make_planner(planner, self.simulator, seed=self.seed, **options)
+        placement = made.plan([observed.interval(made)], observed.static)
+        return self.held_out.samples(fill_empty(self.simulator, observed, placement)).mean_us
+
+
 def main(args: Args) -> None:
     print("| trace | recorded tokens | tokens alone, % | loads and tokens, % |")
     print("| --- | ---: | ---: | ---: |")
@@ -59,23 +77,16 @@ def main(args: Args) -> None:
         for seed in args.seeds:
             before, after = trace.split(0.75, seed=seed)
             held_out = HeldOutPasses(after, simulator, traffic, 20, seed)
+            bench = Bench(simulator, traffic, held_out, args.iterations, seed)
             loads = LoadTrace(before.loads(), before.layer_ids, model=before.model, name="loads")
-
-            def time_of(part: TokenTrace, planner: str, seed: int = seed, held_out: HeldOutPasses = held_out) -> float:
-                observed = Observed(part, simulator, traffic, seed=seed)
-                options = {"iterations": args.iterations, "seconds": None} if planner == "anneal" else {}
-                made = make_planner(planner, simulator, seed=seed, **options)
-                placement = made.plan([observed.interval(made)], observed.static)
-                return held_out.samples(fill_empty(simulator, observed, placement)).mean_us
-
-            eplb = time_of(before, "eplb")
+            eplb = bench.time_of(before, "eplb")
             for n in args.tokens:
                 few = some_sequences(before, n, seed)
                 both = match_loads(few, loads, seed=seed)
                 rows.setdefault(f"{n:,}", []).append(
-                    (time_of(few, "anneal") / eplb - 1, time_of(both, "anneal") / eplb - 1)
+                    (bench.time_of(few, "anneal") / eplb - 1, bench.time_of(both, "anneal") / eplb - 1)
                 )
-            whole = time_of(before, "anneal") / eplb - 1
+            whole = bench.time_of(before, "anneal") / eplb - 1
             rows.setdefault("all", []).append((whole, whole))
         for label, values in rows.items():
             alone, both_ = 100 * np.array(values).T
