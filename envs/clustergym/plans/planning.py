@@ -418,7 +418,7 @@ def make_plan(
                 placement = change(limit or Limit()).towards(placement)
         decision_s = time.perf_counter() - began
         serve(label, placement, decision_s, empty)
-    loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
+    totals, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
     return Plan(
         planner=planner,
         outcomes=outcomes,
@@ -430,7 +430,7 @@ def make_plan(
         reused=held_out.reused,
         exact=isinstance(trace, TokenTrace),
         pass_tokens=pass_tokens,
-        expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
+        expert_pairs=totals / totals.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
         force=force,
         stopped=stop(),
         domains=len(trace.domain_names) if isinstance(trace, TokenTrace) else 0,
