@@ -184,9 +184,9 @@ class Agent(nn.Module):
         # The credit from events that a pick of an expert will earn.
         self.credit = layer_init(nn.Linear(hidden, 1), std=0.0)
         # The critic has weights of its own, and all its values are 0 at first: a critic that shares encoders, or starts
-        # with random values, disturbs the actors while it learns. It sees mean and maximum of all features.
+        # with random values, disturbs the actors while it learns. It sees the mean row, and mean and maximum of the nodes.
         self.critic = nn.Sequential(
-            layer_init(nn.Linear(2 * (experts + gpus) + context, 2 * hidden)), nn.Tanh(),
+            layer_init(nn.Linear(experts + 2 * gpus + context, 2 * hidden)), nn.Tanh(),
             layer_init(nn.Linear(2 * hidden, 1), std=0.0),
         )  # fmt: skip
         # Value normalisation: mean and standard deviation of the returns.
@@ -221,7 +221,7 @@ class Agent(nn.Module):
     def get_value(self, obs: dict[str, Tensor]) -> Tensor:
         """Normalised values (B,)."""
         experts, gpus = obs["experts"], obs["gpus"]
-        pooled = [experts.mean(1), experts.amax(1), gpus.mean(1), gpus.amax(1), obs["context"]]
+        pooled = [experts.mean(1), gpus.mean(1), gpus.amax(1), obs["context"]]
         return self.critic(torch.cat(pooled, -1)).squeeze(-1)
 
     def get_action(self, obs: dict[str, Tensor], action: Tensor | None = None) -> tuple[Tensor, ...]:
