@@ -30,6 +30,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch_geometric.nn import DenseGraphConv
@@ -50,6 +51,8 @@ class Args(RunArgs):
     """Token trace: a file, or the name of a bundled trace. Default: that of the environment."""
     predictor: str | None = None
     """Folder of a fitted predictor, for environments with this option."""
+    start: Path | None = None
+    """Start the actors from the policy in this folder (model.safetensors, as --save-model writes it)."""
     env_args: tuple[str, ...] = ()
     """Other options of the environment: name=value …"""
     eval_args: tuple[str, ...] = ("split=test",)
@@ -178,11 +181,9 @@ class Agent(nn.Module):
         self.experts = GraphEncoder(experts, context, edges, hidden)
         self.gpus = GraphEncoder(gpus, context, gpus, hidden)
         self.pairs = layer_init(nn.Linear(pairs, hidden, bias=False), std=1.0) if pairs else None
-        # Both scores, of a pair with each of the three operations and of a node.
-        self.pair_decoder = layer_init(nn.Linear(hidden, 6), std=0.01)
+        # Both scores, of a pair with each of the three operations and of a node; and the expected credit of a pair.
+        self.pair_decoder = layer_init(nn.Linear(hidden, 2 * 3 + 1), std=0.01)
         self.node_decoder = layer_init(nn.Linear(hidden, 2, bias=False), std=0.01)
-        # The credit from events that a pick of an expert will earn.
-        self.credit = layer_init(nn.Linear(hidden, 1), std=0.0)
         # The critic has weights of its own, and all its values are 0 at first: a critic that shares encoders, or starts
         # with random values, disturbs the actors while it learns. It sees the mean row, and mean and maximum of the nodes.
         self.critic = nn.Sequential(
@@ -204,14 +205,13 @@ class Agent(nn.Module):
         pairs = rows[:, :, None] + nodes.unflatten(1, (3, -1)).sum(1)[:, None]
         if self.pairs is not None:
             pairs = pairs + self.pairs(obs["pairs"])
-        pairs = torch.relu(pairs)
+        scores, credits = self.pair_decoder(torch.relu(pairs)).split([6, 1], -1)
         # (B, R, G, 2·3) → (B, R, 2, 3·G)
-        scores = self.pair_decoder(pairs).unflatten(3, (2, 3)).permute(0, 1, 3, 4, 2).flatten(3)
-        scores = scores + self.node_decoder(torch.relu(nodes)).transpose(1, 2)[:, None]
-        mask = obs["action_mask"] == 1
-        pick, node = torch.where(mask[:, :, None], scores, -1e8).unbind(2)
-        expert_logits = torch.where(mask.any(-1), pick.logsumexp(-1), -1e8)
-        return expert_logits, node, self.credit(pairs).squeeze(3).mean(2)
+        scores = scores.unflatten(3, (2, 3)).permute(0, 1, 3, 4, 2).flatten(3)
+        illegal = 1e8 * (1 - obs["action_mask"].float())
+        scores = scores + (self.node_decoder(torch.relu(nodes)).transpose(1, 2)[:, None] - illegal[:, :, None])
+        pick, node = scores.unbind(2)
+        return pick.logsumexp(-1), node, credits.squeeze(3).mean(2)
 
     def forward(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """What the exported policy computes."""
@@ -250,6 +250,22 @@ class Agent(nn.Module):
         return torch.stack([expert, of_row(gpu_logits, expert).argmax(-1)], -1)
 
 
+def load_actors(agent: Agent, folder: Path) -> None:
+    """Load the actors of a saved policy. The critic starts anew: it values the policy that is being trained."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise FlagError(f"--start {folder}: no {path.name}, which a run with --save-model writes")
+    saved = {name.removeprefix("agent."): tensor for name, tensor in load_file(path).items()}
+    critic = ("critic.", "value_")
+    own = {name: tensor for name, tensor in agent.state_dict().items() if not name.startswith(critic)}
+    wrong = [name for name, tensor in own.items() if name not in saved or saved[name].shape != tensor.shape]
+    if wrong:
+        shape = tuple(saved[wrong[0]].shape) if wrong[0] in saved else "nothing"
+        expected = f"expected shape {tuple(own[wrong[0]].shape)}: use its --hidden and --predictor"
+        raise FlagError(f"--start {folder}: {wrong[0]} is {shape}, {expected}")
+    agent.load_state_dict({name: saved[name] for name in own}, strict=False)
+
+
 def train(args: Args) -> dict[str, Any]:
     """Train and evaluate. Returns the content of the result line."""
     batch_size = args.num_envs * args.num_steps
@@ -260,6 +276,8 @@ def train(args: Args) -> dict[str, Any]:
 
     envs = make_envs(args, (), args.num_envs)
     agent = Agent(envs.single_observation_space, args.hidden).to(device)
+    if args.start is not None:
+        load_actors(agent, args.start)
     world.broadcast(agent)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

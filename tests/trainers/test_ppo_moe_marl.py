@@ -400,6 +400,23 @@ def test_bad_options_are_one_line(tmp_path: Path) -> None:
         marl.make_envs(small(tmp_path, env_id="CartPole-v1", env_args=()), (), 2, tmp_path / "videos")
 
 
+def test_start_takes_the_actors_and_no_critic(tmp_path: Path) -> None:
+    marl.train(small(tmp_path / "first", save_model=True))
+    marl.train(small(tmp_path / "second", start=tmp_path / "first", learning_rate=0.0, seed=2))
+    first, second = final_weights(tmp_path / "first"), final_weights(tmp_path / "second")
+    for name, weight in second.items():
+        assert torch.equal(weight, first[name]) != name.startswith(("critic.", "value_")), name
+    assert not second["critic.2.weight"].any()
+
+
+def test_unsuitable_start_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match=r"--start .*: no model.safetensors, which a run with --save-model writes"):
+        marl.train(small(tmp_path / "run", start=tmp_path))
+    marl.train(small(tmp_path, save_model=True))
+    with pytest.raises(FlagError, match=r"--start .*: .* is \(4,.*\), expected shape \(6,.*\): use its --hidden"):
+        marl.train(small(tmp_path / "run", start=tmp_path, hidden=6))
+
+
 # Networks
 
 
