@@ -19,7 +19,6 @@ from clustergym.plans.report.story import Story
 from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells, profile_columns
 from clustergym.plans.slots import SlotCurve
 
-
 MOST_GPUS_DRAWN = 64
 """With more GPUs, loads and traffic are drawn by node, and placements of one node at a time."""
 
