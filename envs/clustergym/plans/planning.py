@@ -29,6 +29,7 @@ from clustergym.planners.heldout import (
     evenly_spaced,
 )
 from clustergym.planners.registry import make_planner, planner_class, planners_on_loads
+from clustergym.plans.links import fit_to_links
 from clustergym.plans.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
@@ -416,6 +417,9 @@ def make_plan(
             placement, empty = _filled(made.plan([observed.interval(made)], start), simulator, observed)
             if live is not None and name == planner:
                 placement = change(limit or Limit()).towards(placement)
+        if simulator.cluster.link_gb_s and name == planner != "eplb" and live is None and survive is None:
+            progress("fitting to the links", None)
+            placement = fit_to_links(placement, change(Limit()).times, sizes.seed, stop=stop)
         decision_s = time.perf_counter() - began
         serve(label, placement, decision_s, empty)
     totals, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
