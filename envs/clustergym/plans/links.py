@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from clustergym.moe_placement.simulator import Placement
 
-ROUNDS = 300
+ROUNDS = 200
 """Changes that are tried in each layer."""
 
 
