@@ -61,21 +61,21 @@ class Args(RunArgs):
     """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
     save_model: bool = True
     """Save the trained networks: model.safetensors with model.json, and policy.onnx, which runs without this file."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2.5e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
     num_envs: int = 64
     """Number of parallel environments per process."""
-    num_steps: int = 256
+    num_steps: int = 1024
     """Number of steps per environment between updates."""
-    num_minibatches: int = 16
+    num_minibatches: int = 32
     """Number of minibatches per epoch."""
     update_epochs: int = 1
     """Number of epochs per update."""
     gamma: float = 0.98
     """Discount factor per unit of elapsed time."""
-    gae_lambda: float = 0.9
+    gae_lambda: float = 0.5
     """Lambda of generalised advantage estimation, per unit of elapsed time."""
     norm_adv: bool = True
     """Normalise the advantages of each actor per minibatch."""
@@ -91,8 +91,8 @@ class Args(RunArgs):
     """Maximum global norm of the gradients."""
     target_kl: float | None = None
     """Stop an update after an epoch whose approximate KL exceeds this value."""
-    event_share: float = 0.7
-    """Share of a roll-out whose decisions get credit from events. What became of the later ones is not known yet."""
+    event_share: float = 0.75
+    """With events, share of a roll-out that is learned from. What became of the later decisions is not known yet."""
     hidden: int = 32
     """Width of the networks."""
     compile: bool = False
@@ -360,8 +360,18 @@ def train(args: Args) -> dict[str, Any]:
             next_value = agent.get_value(next_obs) * agent.value_std + agent.value_mean
         values = (b_values * agent.value_std + agent.value_mean).view(shape)
 
-        # Detail 5: generalised advantage estimation. Discounts follow the time that has passed.
         rewards, dones, elapsed, no_op, credits = torch.as_tensor(reported, device=device)
+        b_actions, b_logprobs = actions.flatten(0, 1), logprobs.flatten(0, 1)
+        # An actor learns where its choice meant something: not from a row that was picked under a no-op, nor from the
+        # only legal node.
+        b_counts = torch.ones(batch_size, 2, device=device)
+        b_counts[:, 0] = 1 - no_op.flatten()
+        b_counts[:, 1] = of_row(b_obs["action_mask"], b_actions[:, 0]).sum(-1) > 1
+        # What a forced step costs may be due long after gamma has forgotten it: an evicted expert is missed many tokens
+        # later. So its credit is a reward at once, and reaches the choice that forced the step.
+        rewards = rewards + credits * (b_counts[:, 1].view(shape) == 0)
+
+        # Detail 5: generalised advantage estimation. Discounts follow the time that has passed.
         discounts = (1 - dones) * args.gamma**elapsed
         decays = discounts * args.gae_lambda**elapsed
         advantages = torch.zeros_like(rewards)
@@ -375,14 +385,11 @@ def train(args: Args) -> dict[str, Any]:
         # Both actors share the reward. With events, the expert actor's pick is judged by its own credit instead: the
         # reward is the sum of what became of all experts, and the rest of it would be noise.
         b_advantages = torch.stack([advantages, advantages], -1).view(-1, 2)
-        # An actor learns where its choice meant something: not from a row that was picked under a no-op, nor from the
-        # only legal node. A share of the decisions is too young to have got its events.
-        b_counts = torch.ones(batch_size, 2, device=device)
-        b_counts[:, 0] = 1 - no_op.flatten()
-        b_counts[:, 1] = of_row(b_obs["action_mask"], actions.view(-1, 2)[:, 0]).sum(-1) > 1
+        num_learned = batch_size
         if "events" in infos:
             b_advantages[:, 0] = (credits - expected_credits).flatten()
-            b_counts[int(args.event_share * args.num_steps) * args.num_envs :, 0] = 0
+            # The last decisions are too young: what became of them is not known yet.
+            num_learned = int(args.event_share * args.num_steps) * args.num_envs
 
         # Value normalisation: the critic learns targets with mean 0 and standard deviation 1 (running statistics).
         mean, square = (world.mean(float(each.mean())) for each in (returns, returns**2))
@@ -391,13 +398,12 @@ def train(args: Args) -> dict[str, Any]:
         agent.value_std.lerp_(torch.tensor(max(square - mean**2, 1e-12) ** 0.5, device=device), new)
         b_returns = (returns.flatten() - agent.value_mean) / agent.value_std
         b_credits = credits.flatten()
-        b_actions, b_logprobs = actions.flatten(0, 1), logprobs.flatten(0, 1)
 
         minibatch_metrics = []
         for _ in range(args.update_epochs):
             # Detail 6: every transition is in one minibatch of an epoch.
-            b_inds = torch.randperm(batch_size, device=device)
-            for start in range(0, batch_size, minibatch_size):
+            b_inds = torch.randperm(num_learned, device=device)
+            for start in range(0, num_learned, minibatch_size):
                 mb_inds = b_inds[start : start + minibatch_size]
                 mb_obs = {key: value[mb_inds] for key, value in b_obs.items()}
                 _, newlogprob, entropy, credit = get_action(mb_obs, b_actions[mb_inds])
@@ -456,7 +462,7 @@ def train(args: Args) -> dict[str, Any]:
         metrics["losses/explained_variance"] = float(1 - (returns - values).var() / returns.var())
         metrics["charts/updates"] = len(minibatch_metrics)
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["charts/reward_per_time"] = float(rewards.sum() / elapsed.sum())
+        metrics["charts/reward_per_time"] = float(reported[0].sum() / reported[2].sum())
         metrics["charts/no_op"] = float(no_op.mean())
         metrics["charts/mean_return_100"] = float(np.mean(envs.return_queue)) if envs.return_queue else float("nan")
         if episodes:

@@ -22,6 +22,7 @@ from clustergym.moe_placement.specs import get_model
 from clustergym.planners.anneal import Anneal
 from clustergym.planners.registry import PLANNERS, Entry
 from clustergym.plans.engines import ENGINES, compare_plans, load_plan, read_plan
+from clustergym.traces import LoadTrace, TokenTrace
 from plans import CLUSTER, SUFFIX, counts_trace, small_trace
 
 
@@ -252,6 +253,23 @@ def test_invalid_arguments_are_refused(
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
     assert not list(tmp_path.iterdir())
+
+
+def test_few_tokens_with_the_loads_of_much_traffic(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = TokenTrace.load(trace_file), tmp_path / "plan.json"
+    loads = LoadTrace(trace.loads(), trace.layer_ids, name="counts").save(tmp_path / "loads.npz")
+    few = trace.split(0.5)[0].save(tmp_path / "few.npz")
+    arguments = ["plan", "--loads", str(loads), "--tokens", str(few), *SMALL, "--planner", "eplb", "-o", str(out)]
+    results = tmp_path / "r.json"
+    assert cli.main([*arguments, "--json", str(results)]) == 0
+    assert json.loads(results.read_text())["planned_on"].endswith("with the loads of loads")
+    capsys.readouterr()
+    assert cli.main([*arguments, str(trace_file)]) == 2
+    assert "give one trace: TRACE, or --tokens TRACE" in capsys.readouterr().err
+    assert cli.main(["plan", str(loads), "--loads", str(loads), *SMALL, "-o", str(out), "--model", "mixtral-8x7b"]) == 2
+    assert "--loads needs tokens, but" in capsys.readouterr().err
 
 
 def test_a_failing_report_says_that_the_plan_is_complete(

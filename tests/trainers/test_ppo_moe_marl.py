@@ -44,7 +44,7 @@ def small(folder: Path, events: bool = False, iterations: int = 1, **changes: An
         "env_id": "ScriptedMoE-v0", "env_args": (f"events={events}", "truncate=True"), "num_envs": 3, "num_steps": 8,
         "num_minibatches": 2, "update_epochs": 2, "hidden": 4, "eval_episodes": 0, "checkpoint_interval": 1,
         "save_model": False, "run_dir": folder, "gamma": 0.9, "gae_lambda": 0.8, "ent_coef": 0.02,
-        "total_timesteps": 24 * iterations, "learning_rate": 0.05,
+        "total_timesteps": 24 * iterations, "learning_rate": 0.05, "event_share": 0.7,
     }  # fmt: skip
     return marl.Args(**settings | changes)
 
@@ -116,15 +116,16 @@ class Reference:
     def value(self, obs: dict[str, np.ndarray]) -> float:
         return self.head(obs) * self.std + self.mean
 
-    def advantages(self, steps: list[Step], after: dict[str, np.ndarray]) -> list[float]:
-        """Σ over later steps of the same episode: (γλ)^(time until then) · δ."""
+    def advantages(self, steps: list[Step], after: dict[str, np.ndarray], credits: list[float]) -> list[float]:
+        """Σ over later steps of the same episode: (γλ)^(time until then) · δ. The credit of forced steps is a reward."""
         a, out = self.args, []
         for start in range(len(steps)):
             total, weight = 0.0, 1.0
             for i, step in enumerate(steps[start:], start):
                 shown = steps[i + 1].obs if i + 1 < len(steps) else after
                 following = 0.0 if step.terminated else self.value(step.successor if step.truncated else shown)
-                total += weight * (step.reward + a.gamma**step.elapsed * following - self.value(step.obs))
+                reward = step.reward + (0.0 if step.obs["action_mask"][step.action[0]].sum() > 1 else credits[i])
+                total += weight * (reward + a.gamma**step.elapsed * following - self.value(step.obs))
                 weight *= (a.gamma * a.gae_lambda) ** step.elapsed
                 if step.terminated or step.truncated:
                     break
@@ -148,14 +149,14 @@ class Reference:
             journal = envs.journal[env]
             steps = journal[(iteration - 1) * length : iteration * length]
             after = journal[iteration * length].obs if iteration < iterations else envs.now[env]
-            advantages, credits = self.advantages(steps, after), self.credits(steps)
+            credits = self.credits(steps) if events else [0.0] * length
+            advantages = self.advantages(steps, after, credits)
             column = []
             for t, step in enumerate(steps):
                 head = self.head(step.obs)
                 counts = [float(not step.no_op), float(step.obs["action_mask"][step.action[0]].sum() > 1)]
                 gain = [advantages[t], advantages[t]]
                 if events:
-                    counts[0] *= t < int(a.event_share * length)
                     gain[0] = credits[t] - float(expected_credit(self.agent, step)[1].detach())
                 old = [float(x.detach()) for x in decision(self.agent, step)[0]]
                 target = advantages[t] + self.value(step.obs)
@@ -171,7 +172,8 @@ class Reference:
         for _ in range(a.update_epochs):
             order = self.orders.pop(0)
             size = len(rows) // a.num_minibatches
-            for start in range(0, len(rows), size):
+            assert sorted(order) == list(range(int(a.event_share * length) * a.num_envs if events else len(rows)))
+            for start in range(0, len(order), size):
                 self.step([rows[i] for i in order[start : start + size]])
 
     def step(self, rows: list[Any]) -> None:

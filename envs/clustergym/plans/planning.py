@@ -29,6 +29,7 @@ from clustergym.planners.heldout import (
     evenly_spaced,
 )
 from clustergym.planners.registry import make_planner, planner_class, planners_on_loads
+from clustergym.plans.links import fit_to_links
 from clustergym.plans.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
@@ -58,6 +59,8 @@ _LIMITED_RUNS = 5
 # With a limit, a few greedy operations are often better than a search that moves nearly everything.
 _GREEDY_OPERATIONS = 8
 _TRANSITION_TOKENS = 16384
+# Fitting to measured links tries hundreds of changes.
+_LINK_TOKENS = 4096
 # Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
 # pass and layer.
 _OTHER_PROFILES = (4, 8, 12)
@@ -419,6 +422,10 @@ def make_plan(
             placement, empty = _filled(made.plan([observed.interval(made)], start), simulator, observed)
             if live is not None and name == planner:
                 placement = change(limit or Limit()).towards(placement)
+        if simulator.cluster.link_gb_s and name == planner != "eplb" and live is None and survive is None:
+            progress("fitting to the links", None)
+            priced = transition_from(placement, Limit(), simulator, observed, other_phases, _LINK_TOKENS)
+            placement = fit_to_links(placement, priced.times, sizes.seed, stop=stop)
         decision_s = time.perf_counter() - began
         serve(label, placement, decision_s, empty)
     totals, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
@@ -474,12 +481,17 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
 
 
 def transition_from(
-    live: Placement, limit: Limit, simulator: Simulator, observed: Observed, other_phases: Sequence[OtherPhase] = ()
+    live: Placement,
+    limit: Limit,
+    simulator: Simulator,
+    observed: Observed,
+    other_phases: Sequence[OtherPhase] = (),
+    tokens: int = _TRANSITION_TOKENS,
 ) -> Transition:
     """Changes of the live placement, priced on the traffic to plan on."""
     loads = observed.loads.loads(simulator.n_experts).astype(np.float64)
     # One large pass: with single passes, chance would decide which moves look good.
-    mixed = None if observed.tokens is None else observed.tokens.mixed(_TRANSITION_TOKENS)
+    mixed = None if observed.tokens is None else observed.tokens.mixed(tokens)
 
     def times(placement: Placement) -> npt.NDArray[np.float64]:
         if mixed is None:
