@@ -49,7 +49,7 @@ config = PlacementConfig(
 )
 batch = PlacementBatch(config, 2)
 episode, sim, _, obs, trace, rules = batch._state
-choice, flag, reward = np.zeros((2, 2), np.int64), np.zeros(2, bool), batch.reward.numpy()
+choice, flag, reward = np.zeros((2, 2), np.int64), np.zeros(2, bool), batch.reward
 kernels = {
     "_step": (choice, reward, *batch._state),
     "_reset": (flag, *batch._state),

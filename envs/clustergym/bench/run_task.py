@@ -11,7 +11,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from clustergym.bench.entries import RANDOM, SHIPPED, Entry, SubmittedPlanner, simulator_options, start_planner
 from clustergym.bench.suites import AllocationTask, OffloadTask, PlacementTask, Task, sha256_of
@@ -59,7 +58,6 @@ class TaskResult:
 
 def run_task(task: Task, entry: Entry) -> TaskResult:
     """Run an entry on a task. Raises a ValueError if the entry does not fit the task."""
-    torch.set_num_threads(1)
     if isinstance(task, OffloadTask):
         return run_offload(task, entry)
     return run_placement(task, entry) if isinstance(task, PlacementTask) else run_allocation(task, entry)

@@ -121,7 +121,7 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
             # No cache on disk: numba alone would keep using a caller after a function that it calls has changed.
             result = njit(nogil=True, error_model="numpy")(function)
         else:
-            from clustergym.common.code_cache import CodeCache  # imports private parts of numba
+            from clustergym.common.code_cache import CodeCache, as_part_of_caller  # imports private parts of numba
 
             # Without reference counts. Nothing is allocated, and the counts are atomic: threads that write them to the
             # same cache lines would spend more time on them than on the work.
@@ -129,13 +129,19 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
             result = njit(nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True)(function)
             result._cache = CodeCache(function, fingerprint)
             result.compile = _at_level_1(result.compile)
-            template = result.get_call_template
+            # Compiled functions that call this one get another version of it, see PartOfCaller.
+            part: Any = njit(
+                nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True
+            )(function)
+            part.compile = as_part_of_caller(_at_level_1(part.compile))
+            template = part.get_call_template
 
             def without_literals(args: Any, kws: Any) -> Any:
                 """Keep numba from compiling a function again for each constant argument."""
+                part.targetoptions["forceinline"] = result.targetoptions.get("forceinline", False)
                 return template([types.unliteral(a) for a in args], {k: types.unliteral(a) for k, a in kws.items()})
 
-            result.get_call_template = without_literals
+            result.get_call_template, result.get_overload = without_literals, part.get_overload
         typed: Function = result
         return typed
 

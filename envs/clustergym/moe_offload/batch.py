@@ -41,14 +41,16 @@ from clustergym.moe_offload.specs import OffloadConfig
 
 ObsDict = dict[str, npt.NDArray[Any]]
 Flags = npt.NDArray[np.bool_]
-CREDIT_DECAY = 0.9
-"""What an event is worth falls by this factor with every token since the decision."""
 CREDIT = {EVENT_MISS: -1.0, EVENT_HIT: 1.0, EVENT_AGAIN: -0.7}
 """Value of an event for the earlier decision on the same expert. Loading it again ahead of time is a little better than
 missing it; were it free, dropping and loading the same experts again and again would cost nothing."""
+CREDIT_DECAY = {EVENT_MISS: 0.9, EVENT_HIT: 0.5, EVENT_AGAIN: 0.9}
+"""The value falls by this factor with every token since the decision. That of a hit falls faster: an expert that waits
+for its use takes a slot, and could have been loaded later."""
 SCRATCH = ("scores", "found")
 """Arrays of the state that do not matter between two calls."""
 _CREDITS = np.array([CREDIT[kind] for kind in range(len(CREDIT))])
+_CREDIT_DECAYS = np.array([CREDIT_DECAY[kind] for kind in range(len(CREDIT))])
 
 
 def _references(arrays: list[npt.NDArray[Any]]) -> int:
@@ -211,7 +213,7 @@ class OffloadBatch:
             "kind": kind,
             "tokens": tokens,
             "age": rows[:, EVENT_STEPS].astype(np.int64),
-            "value": _CREDITS[kind] * CREDIT_DECAY**tokens,
+            "value": _CREDITS[kind] * _CREDIT_DECAYS[kind] ** tokens,
         }
 
     def totals(self) -> dict[str, npt.NDArray[Any]]:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from numba import config
 
 from clustergym.common.compiling import device
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_offload.kernels.episode import advance
 from clustergym.moe_offload.kernels.episode import draw as _draw
 from clustergym.moe_offload.kernels.observation import Observation, observe
@@ -42,7 +42,7 @@ def _launch(function: Any, n: int, *arguments: Any) -> None:
     if n < MIN_ENVS_FOR_THREADS or config.NUMBA_NUM_THREADS == 1:
         function(0, n, *arguments)
     else:
-        spread(function, n, *arguments)
+        parallel_for(function, n, *arguments)
 
 
 class Launcher:
