@@ -53,8 +53,8 @@ def test_eval_writes_rows_of_all_kinds_and_a_picture(folder: Path) -> None:
     rows_file, plot = folder / "rows.json", folder / "plot.png"
     assert run(
         "eval", folder / "trace.npz", "--predictor", folder / "predictor", "--policy", "rules", "control", "bounds",
-        "shipped", "random-networks", "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300, "--tokens", 500,
-        "--json", rows_file, "--plot", plot,
+        "shipped", "random-networks", "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300,
+        "--tokens", 500, "--json", rows_file, "--plot", plot,
     ) == 0  # fmt: skip
     document = json.loads(rows_file.read_text())
     assert document["complete"]
