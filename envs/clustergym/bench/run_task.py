@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.bench.entries import Entry, SubmittedPlanner, simulator_options, start_planner
-from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
+from clustergym.bench.suites import AllocationTask, BudgetedPlacementTask, PlacementTask, Task, sha256_of
 from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
 from clustergym.planners.base import Planner
+from clustergym.planners.budget import WithinBudget
 from clustergym.planners.evaluation import (
     Policy,
     Result,
@@ -100,6 +101,8 @@ def run_placement(task: PlacementTask, entry: Entry) -> TaskResult:
         if isinstance(planner, SubmittedPlanner):
             planner.failures.clear()
             planner.calls = 0
+        if isinstance(task, BudgetedPlacementTask):
+            planner = WithinBudget(simulator, planner=planner, operations=task.ops_per_layer)
         return evaluate_planner(planner, entry.name, train, test, protocol)
 
     eplb = run(make_planner("eplb", simulator))
