@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.bench.entries import RANDOM, SHIPPED, Entry, SubmittedPlanner, simulator_options, start_planner
-from clustergym.bench.suites import AllocationTask, OffloadTask, PlacementTask, Task, sha256_of
+from clustergym.bench.suites import (
+    AllocationTask,
+    BudgetedPlacementTask,
+    OffloadTask,
+    PlacementTask,
+    Task,
+    sha256_of,
+)
 from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
@@ -26,6 +33,7 @@ from clustergym.moe_offload.rules import Outcome, Workload, tune_all
 from clustergym.moe_offload.simulator import build_task, parts_of
 from clustergym.moe_offload.tables import Tables, first_tokens
 from clustergym.planners.base import Planner
+from clustergym.planners.budget import WithinBudget
 from clustergym.planners.evaluation import (
     Policy,
     Result,
@@ -111,6 +119,8 @@ def run_placement(task: PlacementTask, entry: Entry) -> TaskResult:
         if isinstance(planner, SubmittedPlanner):
             planner.failures.clear()
             planner.calls = 0
+        if isinstance(task, BudgetedPlacementTask):
+            planner = WithinBudget(simulator, planner=planner, operations=task.ops_per_layer)
         return evaluate_planner(planner, entry.name, train, test, protocol)
 
     eplb = run(make_planner("eplb", simulator))

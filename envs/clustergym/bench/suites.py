@@ -121,6 +121,13 @@ class PlacementTask:
 
 
 @dataclass(frozen=True)
+class BudgetedPlacementTask(PlacementTask):
+    """A placement task in which planners have the budget of agents: ``ops_per_layer`` operations on each layer."""
+
+    same_budget: bool = True
+
+
+@dataclass(frozen=True)
 class AllocationTask:
     """Allocate cores and memory to a stream of pods."""
 
@@ -217,6 +224,13 @@ class Suite:
         """A small version to try things out."""
         tasks = [_smaller(task) for task in self.tasks if task.name in self.quick_tasks]
         return replace(self, name=f"{self.name}-quick", tasks=tuple(tasks))
+
+    def with_budget(self) -> Suite:
+        """The suite in which planners, and EPLB that they are compared with, may do as many operations as agents."""
+        if not all(isinstance(task, PlacementTask) for task in self.tasks):
+            raise ValueError(f"{self.name}: only placement suites have a track with the same budget for all")
+        tasks = tuple(BudgetedPlacementTask(**vars(task)) for task in self.tasks)
+        return replace(self, name=f"{self.name}-budget", tasks=tasks)
 
     def on_track(self, secret: bytes | None) -> Suite:
         """The test track for a secret, or else the validation track."""
