@@ -344,7 +344,6 @@ def test_invalid_settings_are_refused(change: dict[str, Any], reason: str) -> No
     ("flags", "reason"),
     [
         (["--gamma", "1.5"], "error: --gamma is 1.5: expected a number from 0 to 1"),
-        (["--grant-step=0.1"], "error: --grant-step is gone: grants have no steps any more"),
         (["--levels", "1"], "error: --levels is 1: expected 2 or more, or 0 for a Gaussian policy"),
         (["--max-batch", "8"], "error: --max-batch 8 is less than --batch-size 32"),
     ],

@@ -10,7 +10,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from clustergym.bench.entries import Entry, SubmittedPlanner, simulator_options, start_planner
 from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
@@ -50,7 +49,6 @@ class TaskResult:
 
 def run_task(task: Task, entry: Entry) -> TaskResult:
     """Run an entry on a task. Raises a ValueError if the entry does not fit the task."""
-    torch.set_num_threads(1)
     return run_placement(task, entry) if isinstance(task, PlacementTask) else run_allocation(task, entry)
 
 

@@ -43,9 +43,12 @@ good, the quickest."""
 DECODE_SHARE = 0.2
 """Share of the served tokens that are decoded, if neither the user nor the trace says. In the public traces of Azure's
 LLM services it is 15 % for conversations and 1 % for code."""
-NULL_MARGINS = {"dedup": 0.03, "per-expert": 0.03, "allgather": 0.0}
-"""By transport: the largest gain that a plan promises where routing is uniformly random, so that the independent judge
-finds none. Command: ``python benchmarks/placement/judge.py --null``."""
+NULL_MARGINS = {"sglang": 0.03}
+"""By engine: the largest gain that a plan promises where routing is uniformly random and the independent judge finds a
+loss. Command: ``python benchmarks/placement/judge.py --null``. The other engines' profiles are not measured."""
+ROBUSTNESS = 1.4
+"""Of annealing: a plan that is made once serves other mixtures of topics than it was made on. The value is the one with
+which searches that know past traffic plan (:data:`clustergym.planners.search.LEARNED_ROBUSTNESS`)."""
 FEWEST_SEQUENCES = 8
 """Held-out sequences that an interval needs."""
 # To fill an empty slot, this many experts are tried (hottest first) on this many passes.
@@ -180,7 +183,7 @@ class Plan:
     @property
     def model_margin(self) -> float:
         """Error of the model itself, as measured where routing is uniformly random: see :data:`NULL_MARGINS`."""
-        return NULL_MARGINS.get(self.simulator.profile.transport, 0.0)
+        return NULL_MARGINS.get(self.simulator.profile.engine, 0.0) if self.exact else 0.0
 
     def gain_shown(self) -> bool:
         """Whether the whole confidence interval of the difference to the fallback is below 0, and the difference is
@@ -393,8 +396,8 @@ def make_plan(
         given: dict[str, Any] = {"seed": sizes.seed, **((options or {}) if label == planner else {})}
         if name == "eplb":
             given |= baseline_options(simulator)
-        if planner_class(name) is Anneal and other_phases:
-            given["other_phases"] = other_phases
+        if planner_class(name) is Anneal:
+            given = {"robustness": ROBUSTNESS, "other_phases": other_phases} | given
         if label != name:
             given["survive"] = survive
         if planner_class(name).takes_seconds:

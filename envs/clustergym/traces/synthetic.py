@@ -257,9 +257,9 @@ def _keep_best_groups(scores: npt.NDArray[np.float32], n_groups: int, limit: int
     np.put_along_axis(groups, worst[:, :, None], -np.inf, axis=1)
 
 
-def _sequence_lengths(n_tokens: int, mean: float, spread: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def _sequence_lengths(n_tokens: int, mean: float, variation: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """Log-normal lengths of at least 1 that sum to ``n_tokens``. The last one is cut to fit."""
-    variance = np.log1p(spread**2)
+    variance = np.log1p(variation**2)
     lengths = np.zeros(0, dtype=np.int64)
     while lengths.sum() < n_tokens:
         count = int(n_tokens / mean) + 16
