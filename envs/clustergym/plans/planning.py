@@ -491,7 +491,9 @@ def _other_profiles(
     found, engine = {}, simulator.profile.engine
     known = [*profiles_of(engine)]
     if simulator.profile.draws:
-        known = [profile for profile in (*STATES.values(), *known) if profile.deals_one_node or profile.dispatch == "lp"]
+        known = [
+            profile for profile in (*STATES.values(), *known) if profile.deals_one_node or profile.dispatch == "lp"
+        ]
     for profile in known:
         if profile not in (simulator.profile, *phases):
             other = Simulator(simulator.model, simulator.cluster, profile, PASSES_OF_A_PERMANENT_PLAN)

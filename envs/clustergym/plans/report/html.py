@@ -17,7 +17,6 @@ from clustergym.plans.planning import Outcome, Plan
 from clustergym.plans.report.story import Story
 from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells, profile_columns
 
-
 MOST_GPUS_DRAWN = 64
 """With more GPUs, loads and traffic are drawn by node, and placements of one node at a time."""
 
