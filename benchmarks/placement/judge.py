@@ -4,9 +4,9 @@
     python benchmarks/placement/judge.py --cells gpt-oss-20b --splits 0     # one cell: minutes
     python benchmarks/placement/judge.py --phase prefill --steps 3000000
 
-Plans are made on one half of the sequences and judged on the other half, on a few layers. The baseline is EPLB as SGLang
-runs it: hierarchical where the expert groups divide by the nodes. Times are judged at the start of the engine and after a
-rebalancing, whose replica choices differ. "as served" has the passes of both phases as often as the tokens need them.
+Plans are made on one half of the sequences and judged on the other half, on a few layers. The baseline is EPLB as
+SGLang runs it: hierarchical where the expert groups divide by the nodes. Times are judged at the start of the engine
+and after a rebalancing, whose replica choices differ. "as served" has the passes of both phases as often as the tokens need them.
 The null traces have uniformly random routing: what a plan gains or loses there is the error of our model.
 """
 
@@ -111,12 +111,15 @@ def measure(cell: str, args: Args, planner: str, split: int) -> dict[str, Any]:
         profile = next(one for one in phases_of("sglang") if one.phase == args.phase)
         simulator, traffic, others = Simulator(model, cluster, profile), Traffic(args.phase), []
     plan = make_plan(
-        seen, simulator, planner, traffic=traffic, other_phases=others, iterations=args.exact_steps, sizes=Sizes(seed=split),
-        options={"estimate_steps": args.steps} if planner == "anneal" else None, force=args.null,
+        seen, simulator, planner, traffic=traffic, other_phases=others, iterations=args.exact_steps,
+        sizes=Sizes(seed=split), options={"estimate_steps": args.steps} if planner == "anneal" else None,
+        force=args.null,
     )  # fmt: skip
     claimed, half = plan.versus("eplb")
-    found: dict[str, Any] = {"cell": cell, "planner": planner, "phase": args.phase, "null": args.null, "split": split,
-                             "written": plan.chosen, "claimed": claimed, "half": half, "eplb": plan.baseline}  # fmt: skip
+    found: dict[str, Any] = {
+        "cell": cell, "planner": planner, "phase": args.phase, "null": args.null, "split": split,
+        "written": plan.chosen, "claimed": claimed, "half": half, "eplb": plan.baseline,
+    }  # fmt: skip
     per_pass = {"prefill": 1.0, "decode": DECODE_SHARE / (1 - DECODE_SHARE) * 128 / 32}
     for state in STATES:
         us = {

@@ -124,8 +124,8 @@ class Command:
     live: Annotated[Path | None, tyro.conf.arg(name="from", metavar="PLAN")] = None
     """The plan that is served now. Planners start from it, and it is kept if no gain over it is shown."""
     without_ranks: str | None = None
-    """With --from: ranks that are lost, for example 15,16. Writes a plan for the ranks that are left, which are numbered
-    anew in their order: experts without a copy replace spare copies, all others stay where they are. --max-moves allows
+    """With --from: ranks that are lost, for example 15,16. Writes a plan for the ranks that are left, which are
+    numbered anew in their order: experts without a copy replace spare copies, all others stay where they are. --max-moves allows
     more moves, for balance."""
     survive: Literal["1", "node"] | None = None
     """Keep a copy of every expert whatever single rank (1), or node, is lost. The plan without that is shown beside
@@ -289,8 +289,8 @@ def explain_survival(plan: Plan, what: str, console: Console) -> None:
     relative, half = plan.versus(without)
     spare = plan.best.placement[0].size - plan.model.n_experts
     console.print(
-        f"every expert keeps a copy whatever single {what} is lost. It costs {100 * relative:+.1f} ± {100 * half:.1f} % "
-        f"time against {without} without that, with the same {spare} redundant experts per layer",
+        f"every expert keeps a copy whatever single {what} is lost. It costs {100 * relative:+.1f} ± {100 * half:.1f} "
+        f"% time against {without} without that, with the same {spare} redundant experts per layer",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
