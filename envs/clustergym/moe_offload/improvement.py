@@ -172,7 +172,8 @@ def gather_trials(
             task, state, other, z.astype(np.float32), scores, new_scratch(task), new_scratch(task), o,
             min(chance, 1.0), TOKENS, DISCOUNT, np.zeros(rows, np.float32), found,
         )  # fmt: skip
-        parts.append(found._make(values[:n] for values in found))
+        kept: list[Any] = [values[:n] for values in found]
+        parts.append(Trials(*kept))
     columns: list[Any] = [np.concatenate(values) for values in zip(*parts, strict=True)]
     return Trials(*columns)
 
