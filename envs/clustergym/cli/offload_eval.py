@@ -16,8 +16,7 @@ from clustergym.cli.offload_output import players_of, results_table, steps_of
 from clustergym.common.files import write_atomically
 from clustergym.moe_offload.evaluation import Row, evaluate, parts_to_serve, policy_names
 from clustergym.moe_offload.picture import plot_rows
-from clustergym.moe_offload.predictor import Predictor
-from clustergym.moe_offload.simulator import load_once
+from clustergym.moe_offload.simulator import load_once, load_predictor
 from clustergym.moe_offload.specs import DEFAULT_TRACE, OffloadConfig, share
 from clustergym.moe_offload.tables import Tables, first_tokens
 from clustergym.moe_placement.specs import get_model
@@ -77,7 +76,7 @@ class Eval:
 
 def run(args: Eval, console: Console, line: str) -> None:
     shares = [share(text) for text in args.slots]
-    predictor = None if args.predictor is None else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     names, others = policy_names(args.policy, predictor is not None)
     players = players_of(others, args.predictor)
     prepare_outputs(args.json, args.plot)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.console import Console
@@ -13,13 +13,15 @@ from rich.table import Table
 
 from clustergym.cli.common import prepare_files
 from clustergym.cli.offload_output import bar, save_policy, steps_of
-from clustergym.moe_offload.improvement import improve
-from clustergym.moe_offload.predictor import Predictor, fit_predictor
+from clustergym.common.extras import require
 from clustergym.moe_offload.scores import recalls
 from clustergym.moe_offload.simulator import load_once
 from clustergym.moe_offload.specs import DEFAULT_TRACE, OffloadConfig, share
 from clustergym.moe_offload.tables import Tables, first_tokens, split_sequences
 from clustergym.traces.token_trace import TokenTrace
+
+if TYPE_CHECKING:
+    from clustergym.moe_offload.predictor import Predictor
 
 
 @dataclass
@@ -53,6 +55,10 @@ class Fit:
 
 
 def run(args: Fit, console: Console, line: str) -> None:
+    require("torch", "train")
+    from clustergym.moe_offload.improvement import improve
+    from clustergym.moe_offload.predictor import Predictor
+
     trace, slots = load_once(args.trace), share(args.slots)
     parts = split_sequences(trace, args.seed)
     fit = parts["fit"]
@@ -79,6 +85,8 @@ def run(args: Fit, console: Console, line: str) -> None:
 
 
 def fit_next_use(args: Fit, parts: dict[str, TokenTrace], console: Console) -> Predictor:
+    from clustergym.moe_offload.predictor import fit_predictor
+
     with bar(console) as progress:
         task = progress.add_task("fit", total=args.steps, note="")
         return fit_predictor(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -16,9 +16,11 @@ from clustergym.common.extras import require
 from clustergym.common.files import atomic_file
 from clustergym.moe_offload.evaluation import Player, Row, make_environment
 from clustergym.moe_offload.evaluation import Progress as Tell
-from clustergym.moe_offload.improvement import TABLE, ImprovedPolicy
-from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.specs import OffloadConfig
+
+if TYPE_CHECKING:
+    from clustergym.moe_offload.improvement import ImprovedPolicy
+    from clustergym.moe_offload.predictor import Predictor
 
 SHIPPED = "shipped"
 """The policy that ``clustergym offload fit`` writes beside the predictor."""
@@ -26,6 +28,9 @@ SHIPPED = "shipped"
 
 def players_of(names: Sequence[str], predictor: Path | None = None) -> dict[str, Player]:
     """Networks by name: run folders, the shipped policy of a predictor's folder, and networks without training."""
+    if not names:
+        return {}
+    require("torch", "train")
     from clustergym.training.policies import FILE_NAME, Policy, random_networks
 
     players = {}
@@ -54,6 +59,9 @@ def save_policy(policy: ImprovedPolicy, config: OffloadConfig, predictor: Predic
         predictor: that it reads.
         folder: exists.
     """
+    import torch
+
+    from clustergym.moe_offload.improvement import TABLE
     from clustergym.training.policies import FILE_NAME, export_policy
 
     weights = {name: value.detach().contiguous() for name, value in policy.state_dict().items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium
 import numpy as np
@@ -12,12 +12,14 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clustergym.moe_offload.kernels.state import GENERATED, HITS, LOADS, N_STATS, NEEDED, PREFETCHES, USEFUL
-from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.rules import CONTROL, RULES, Kind, Outcome, Rule, Vector, Workload, as_json, tune_all
 from clustergym.moe_offload.simulator import build_task
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables, clean, split_sequences, without
 from clustergym.traces.token_trace import TokenTrace
+
+if TYPE_CHECKING:
+    from clustergym.moe_offload.predictor import Predictor
 
 RESAMPLES = 2000
 SERVED = ("trace", "split", "fit_on", "slots", "per_layer", "gpus", "batch", "link", "expert_mb", "max_tokens")

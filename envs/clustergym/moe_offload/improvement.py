@@ -30,12 +30,13 @@ from clustergym.moe_offload.kernels.observation import (
 from clustergym.moe_offload.kernels.rules import DISTANCE, WEIGHT
 from clustergym.moe_offload.kernels.state import new_state, table_rows
 from clustergym.moe_offload.kernels.trials import EMPTY, NO_OP, Trials, try_prefetches
-from clustergym.moe_offload.predictor import HORIZON, WITHIN, Predictor
+from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.rules import CONTROL, Vector, Workload, new_scratch, tune_all
 from clustergym.moe_offload.scores import scores_of
 from clustergym.moe_offload.simulator import Foresight, build_task
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables, first_tokens
+from clustergym.moe_offload.uses import HORIZON, WITHIN
 from clustergym.traces.token_trace import TokenTrace
 
 FORESIGHT = len(WITHIN) + HORIZON

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +37,12 @@ from clustergym.moe_offload.kernels.rules import (
     play,
 )  # fmt: skip
 from clustergym.moe_offload.kernels.state import GENERATED, N_STATS, Task, new_state
-from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.scores import own_shares, scores_of
 from clustergym.moe_offload.tables import Tables
 from clustergym.traces.token_trace import TokenTrace
+
+if TYPE_CHECKING:
+    from clustergym.moe_offload.predictor import Predictor
 
 Kind = Literal["rule", "control", "trained", "random", "bound"]
 Vector = npt.NDArray[np.float64]

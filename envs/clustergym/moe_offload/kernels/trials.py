@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_offload.kernels.memory import begin, next_visit, over, window
 from clustergym.moe_offload.kernels.observation import observe
 from clustergym.moe_offload.kernels.rows import choose_loads, uniform
