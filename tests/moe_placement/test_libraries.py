@@ -235,6 +235,18 @@ def test_torchrl_takes_every_kind_of_environment(name: str) -> None:
         gymnasium.make(name, no_such_option=1)
 
 
+@pytest.mark.parametrize("make", [moe_placement_v0.parallel_env, moe_placement_v0.env])
+def test_torchrl_takes_both_agents(make: Callable[..., Any]) -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import PettingZooWrapper
+    from torchrl.envs.utils import check_env_specs
+
+    env = PettingZooWrapper(make(**TINY), use_mask=make is moe_placement_v0.env)
+    check_env_specs(env)
+    rollout = env.rollout(6)
+    assert rollout["expert", "action"].shape[0] == 6
+
+
 # Stable-Baselines3
 
 
