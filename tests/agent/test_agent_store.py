@@ -263,7 +263,7 @@ def test_a_deleted_log_is_noticed_and_loses_nothing(store: Store, tmp_path: Path
     with store.transaction() as execute:
         execute("UPDATE meta SET value = value")
     (tmp_path / "store.db-wal").unlink()
-    with pytest.raises(StoreUnavailable, match="store.db-wal was deleted or replaced"), store.transaction():
+    with pytest.raises(StoreUnavailable, match=r"store\.db-wal was deleted or replaced"), store.transaction():
         pass
     store.recover()
     assert store.problem is None

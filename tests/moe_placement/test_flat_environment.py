@@ -281,5 +281,5 @@ def test_aec_env_copies_and_states() -> None:
     for other in (*twins, env):
         assert all(same(a, b) for x, y in zip(finish(other), expected, strict=True) for a, b in zip(x, y, strict=True))
     env.reset()
-    with pytest.raises(ValueError, match="the expert is 99: expected 0 … 7"):
+    with pytest.raises(ValueError, match="the choice of expert is 99: expected 0 … 7"):
         env.step(99)

@@ -1,12 +1,10 @@
 """The HTTP API. Every path needs a token except four that are listed; everything else is refused before it is read."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -73,10 +71,10 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
             raise HTTPException(400, "the body did not arrive in full") from None
         return found
 
-    async def allocate_request(content: bytes = Depends(body)) -> AllocateRequest:
+    async def allocate_request(content: Annotated[bytes, Depends(body)]) -> AllocateRequest:
         return AllocateRequest.model_validate_json(content)
 
-    async def feedback_request(content: bytes = Depends(body)) -> FeedbackRequest:
+    async def feedback_request(content: Annotated[bytes, Depends(body)]) -> FeedbackRequest:
         return FeedbackRequest.model_validate_json(content)
 
     # The documents of FastAPI are routes without dependencies, so they are left out.
@@ -129,13 +127,13 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         return {"openapi_extra": extra, "responses": PROBLEMS}
 
     @app.post("/allocate", **documented(AllocateRequest))
-    async def allocate(request: AllocateRequest = Depends(allocate_request)) -> AllocateResponse:
+    async def allocate(request: Annotated[AllocateRequest, Depends(allocate_request)]) -> AllocateResponse:
         """Decide what a pod gets."""
         with service.metrics.seconds.labels("/allocate").time():
             return service.allocate(request)
 
     @app.post("/feedback", **documented(FeedbackRequest))
-    async def feedback(request: FeedbackRequest = Depends(feedback_request)) -> FeedbackResponse:
+    async def feedback(request: Annotated[FeedbackRequest, Depends(feedback_request)]) -> FeedbackResponse:
         """Report the outcome of an allocation. After the first report, only a missed objective has an effect."""
         with service.metrics.seconds.labels("/feedback").time():
             return service.feedback(request)

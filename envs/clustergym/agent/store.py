@@ -401,16 +401,16 @@ class Store:
                 ),
             )  # fmt: skip
             execute("UPDATE allocations SET status = ?, sampled_s = ? WHERE seq = ?", (status, now_s, a.seq))
-            self._save_owner(execute, a.owner, now_s, owner)
+            self.save_owner(execute, a.owner, now_s, owner)
             execute("INSERT OR REPLACE INTO meta VALUES ('trials', ?)", (TRIALS.dump_json(trials).decode(),))
 
     def add_sample(self, allocation: Allocation, now_s: float, owner: OwnerState) -> None:
         """Store what a running pod has added to its owner."""
         with self.transaction() as execute:
             execute("UPDATE allocations SET sampled_s = ? WHERE seq = ?", (now_s, allocation.seq))
-            self._save_owner(execute, allocation.owner, now_s, owner)
+            self.save_owner(execute, allocation.owner, now_s, owner)
 
-    def _save_owner(self, execute: Callable[..., Any], owner: str, now_s: float, state: OwnerState) -> None:
+    def save_owner(self, execute: Callable[..., Any], owner: str, now_s: float, state: OwnerState) -> None:
         execute("INSERT OR REPLACE INTO owners VALUES (?, ?, ?)", (owner, now_s, state.to_json()))
 
     def owner(self, owner: str) -> OwnerState:

@@ -46,9 +46,12 @@ class Run:
     planner: list[str] = field(default_factory=list)
     """Planners or rules by name, module:function or file.py:function; 'all' (the default) means every named one."""
     agent: list[str] = field(default_factory=list)
-    """Agents: module:function or file.py:function with predict(obs), or a class with that method."""
-    env_id: str = "MoEPlacement-v0"
-    """The registered form of the placement environment that --agent acts in."""
+    """Agents: module:function or file.py:function with predict(obs), or a class with that method. Offloading: also run
+    folders and policy.onnx."""
+    env_id: str | None = None
+    """The registered form of the environment that --agent acts in. Default: MoEPlacement-v0, MoEOffload-v0."""
+    predictor: Path | None = None
+    """Offloading: folder made by clustergym offload fit, for the control, 'shipped', and agents that read it."""
     secret: str | None = None
     """File with the secret of the test track, or - for standard input. Without it, this is the validation track."""
     budget: bool = False
@@ -122,7 +125,7 @@ def run_list(args: List, console: Console, line: str) -> None:
 def run_run(args: Run, console: Console, line: str) -> None:
     secret = read_secret(args.secret)
     suite = suite_of(args, secret)
-    entries = parse_entries(suite.tasks[0].kind, args.planner, args.agent, args.env_id)
+    entries = parse_entries(suite.tasks[0].kind, args.planner, args.agent, args.env_id, str(args.predictor or ""))
     with console.status("starting") as status:
         errors = run_suite(
             suite, entries, args.folder, secret, lambda task, entry: status.update(f"{task}: {escape(entry)}")

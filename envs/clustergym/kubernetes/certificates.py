@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +114,17 @@ def is_usable(data: Data, host: str) -> bool:
 
 
 def new_certificate(data: Data, host: str) -> Data:
-    """A new certificate. The authority of the old one is kept for replicas that still use it."""
+    """A new certificate. The authorities of old ones are kept for replicas that still use them."""
     if is_usable(data, host):
         return {}
     authority = Authority("clustergym webhook authority")
     certificate, key = authority.sign(host, ExtendedKeyUsageOID.SERVER_AUTH, [host])
-    try:
-        old = x509.load_pem_x509_certificates(data["ca.crt"])[0].public_bytes(PEM)
-    except (KeyError, ValueError):
-        old = b""
-    return {"tls.crt": certificate, "tls.key": key, "ca.crt": authority.certificate + old}
+    old: list[x509.Certificate] = []
+    with suppress(KeyError, ValueError):
+        old = x509.load_pem_x509_certificates(data["ca.crt"])
+    now = datetime.datetime.now(datetime.UTC)
+    kept = [one.public_bytes(PEM) for one in old if one.not_valid_after_utc > now][:3]
+    return {"tls.crt": certificate, "tls.key": key, "ca.crt": b"".join([authority.certificate, *kept])}
 
 
 def missing_tokens(data: Data) -> Data:

@@ -42,7 +42,7 @@ class GuardedServer(uvicorn.Server):
             waiting = [one for one in self.server_state.connections if one.timeout_keep_alive_task is None]  # type: ignore[union-attr]
             for one in waiting:
                 if one in self._seen and self._seen[one] is one.cycle:  # type: ignore[union-attr]
-                    one.transport.abort()  # type: ignore[union-attr]
+                    one.transport.abort()
             self._seen = {one: one.cycle for one in waiting}  # type: ignore[union-attr]
         return await super().on_tick(counter)
 

@@ -191,6 +191,11 @@ class PlacementBatch:
             config.background_share,
         )  # fmt: skip
         self.cluster = self.simulator.cluster
+        if self.cluster.link_gb_s:
+            raise ValueError(
+                f"cluster {self.cluster.name!r} has a bandwidth for every pair of GPUs (link_gb_s), which is only for "
+                "evaluation and planning: leave it out for an environment"
+            )
         if self.simulator.profile.dispatch == "lp":
             raise ValueError(
                 f"profile {self.simulator.profile.name!r} splits tokens by a linear program, which is only for "

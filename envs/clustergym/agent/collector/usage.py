@@ -66,6 +66,14 @@ class MetricsPage:
 
 PodName = tuple[str, str]
 """Namespace and name."""
+
+
+def pod_of(labels: dict[str, str]) -> PodName:
+    """The pod that a series is about, in the labels of DCGM exporter, Prometheus or HAMi; empty if there is none."""
+    found = [(labels.get(a, ""), labels[b]) for a, b in POD_LABELS if labels.get(b)]
+    return found[-1] if found else ("", "")
+
+
 Series = dict[str, dict[tuple[PodName, str], float]]
 """Metric → (pod, GPU) → value."""
 
@@ -79,11 +87,11 @@ def _read_series(text: str) -> Series:
         limit = 100.0 if family.name in CORES_METRICS else MAX_MEMORY_MB
         for sample in family.samples:
             labels, value = sample.labels, sample.value * factor
-            names = [(labels.get(a, ""), labels.get(b, "")) for a, b in POD_LABELS if labels.get(b)]
+            pod = pod_of(labels)
             gpu = next((labels[key] for key in GPU_LABELS if key in labels), "")
-            if names and 0 <= value <= limit:
+            if pod[1] and 0 <= value <= limit:
                 # Containers of one pod on one GPU add up; DCGM has one series for each pod.
-                key = names[-1], gpu
+                key = pod, gpu
                 series[family.name][key] = min(series[family.name][key] + value, limit)
     return series
 

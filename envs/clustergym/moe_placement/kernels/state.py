@@ -47,8 +47,6 @@ PIECE_WORD, PIECE_RANK = range(2)
 SCHEDULES = ("stationary", "drift", "switch", "replay")
 STATIONARY, DRIFT, SWITCH, REPLAY = range(4)
 
-# Columns of EpisodeState.memory.
-MEMORY_GAIN, MEMORY_LOOKED = range(2)
 # What a look-ahead tells about an operation: time saved in the smooth norm, true time saved, migration (negative).
 # All in percent of the layer's time at the start of the visit.
 PART_SMOOTH, PART_TRUE, PART_MIGRATION = range(3)
