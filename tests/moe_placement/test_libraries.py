@@ -320,6 +320,27 @@ def test_the_batch_as_vec_env_of_stable_baselines3() -> None:
     torch.testing.assert_close(moved[:, 1:], scores[:, 1:].roll(-1, 1))
 
 
+def test_the_zoo_plays_better_than_random() -> None:
+    pytest.importorskip("sb3_contrib")
+    (code,) = blocks(ROOT / "zoo" / "README.md", "python")
+    names: dict[str, Any] = {}
+    exec(code.replace('"zoo/', f'"{ROOT}/zoo/'), names)
+    envs, saved = names["envs"], {}
+    rng = np.random.default_rng(0)
+    for agent in ("zoo", "random"):
+        envs.seed(0)
+        obs, done = envs.reset(), np.zeros(1, bool)
+        while not done.any():
+            masks = envs.envs.action_masks()
+            if agent == "zoo":
+                action = names["model"].predict(obs, action_masks=masks, deterministic=True)[0]
+            else:
+                action = (rng.random(masks.shape) * masks).argmax(1)
+            obs, _, done, infos = envs.step(action)
+        saved[agent] = np.mean([info["saved_vs_start"] for info in infos])
+    assert saved["zoo"] > saved["random"] + 0.01
+
+
 # RLlib
 
 
