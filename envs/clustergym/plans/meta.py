@@ -13,7 +13,7 @@ from clustergym.moe_placement.presets.cluster_spec import ClusterSpec
 from clustergym.moe_placement.presets.clusters import get_cluster
 from clustergym.moe_placement.presets.model_spec import ModelSpec
 from clustergym.moe_placement.presets.models import get_model
-from clustergym.plans.engines import read_json
+from clustergym.plans.engines.base import read_json
 from clustergym.traces.readers.slot_plans import PlanError
 
 
