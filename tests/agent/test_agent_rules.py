@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -63,9 +64,31 @@ def test_the_state_of_an_owner_survives_storage(pods: list[tuple[float, float, f
     assert vpa_amounts(again, request) == vpa_amounts(owner, request)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"pods": 1}', OwnerState().to_json().replace("0.0", '"x"', 1)[:-9]])
-def test_what_is_no_state_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("evidence", "many"), ("evidence", float("nan")), ("qos", 1e300), ("qos", -0.1), ("hold", float("-inf")),
+        ("peak_need", None), ("history", [0.0]), ("cores", {"weights": {"115": 1.0}, "time_s": 0.0}),
+        ("memory", {"weights": {"3": -1.0}, "time_s": 0.0}), ("cores", []), ("another", 1.0),
+    ],
+)  # fmt: skip
+def test_a_damaged_state_is_refused(field: str, value: Any) -> None:
+    content = json.loads(OwnerState().to_json())
     with pytest.raises(ValueError):
+        OwnerState.from_json(json.dumps(content | {field: value}))
+
+
+@pytest.mark.parametrize("field", json.loads(OwnerState().to_json()))
+def test_a_state_without_a_field_is_refused(field: str) -> None:
+    content = json.loads(OwnerState().to_json())
+    del content[field]
+    with pytest.raises(ValueError):
+        OwnerState.from_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "[" * 100_000])
+def test_what_is_no_state_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, RecursionError)):
         OwnerState.from_json(text)
 
 

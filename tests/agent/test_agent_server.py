@@ -451,6 +451,25 @@ def test_smoke_load(server: Server) -> None:
     assert load.accepted
 
 
+def test_an_agent_whose_versions_are_all_damaged_starts_with_a_new_policy(tmp_path: Path) -> None:
+    with agent_server(tmp_path, "--explore", "off") as server:
+        known = rounds(server, 8)[0]["allocation_id"]
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(timeout=60) == 0
+    with open_store(tmp_path) as connection:
+        connection.execute("UPDATE versions SET state = x'80'")
+        connection.execute("UPDATE owners SET state = '{}'")
+        connection.execute("UPDATE meta SET value = '[]' WHERE key = 'trials'")
+        connection.execute("UPDATE allocations SET decision = '{}' WHERE seq > 6")
+    with agent_server(tmp_path, "--explore", "off") as server:
+        status, found = ready(server)
+        assert (status, found["policy_version"]) == (200, 1)
+        assert "the agent begins with a new policy" in found["reasons"][0]
+        assert feedback(server, known)["status"] == "duplicate"
+        assert json.loads(server.get("/status.json"))["pods"]
+        rounds(server, 8)
+
+
 def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "empty").chmod(0o600)
@@ -458,3 +477,7 @@ def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
     found = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert found.stderr == f"error: token file {tmp_path / 'empty'} is empty: expected a token\n"
+    (tmp_path / "s" / "store.db").mkdir(parents=True)
+    found = subprocess.run([str(part) for part in command[:4]], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr.startswith(f"error: the store {tmp_path / 's'} cannot be used: ")

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agent_service import make_service
+from clustergym.agent import status
 from clustergym.agent.service import Refused, Service
 from clustergym.agent.store import Store, StoreUnavailable
 from clustergym.gpu_allocation import compute_reward
@@ -103,9 +104,9 @@ def test_shadow_mode_grants_the_request_and_scores_the_recommendation(tmp_path: 
     assert (made[-1].recommended_cores, made[-1].recommended_memory) == (22, 1327)
     assert made[-1].why.startswith("shadow mode; would be decided by rule: VPA rule 22 %")
     (_, outcome) = service.store.newest(1)[0]
-    assert outcome["reward"] == pytest.approx(compute_reward(80, 4000, 18, True, 1))
-    assert outcome["recommended_reward"] == pytest.approx(compute_reward(22, 1327, 18, True, 1))
-    assert 0 <= outcome["regret"] < 0.1
+    assert outcome.reward == pytest.approx(compute_reward(80, 4000, 18, True, 1))
+    assert outcome.recommended_reward == pytest.approx(compute_reward(22, 1327, 18, True, 1))
+    assert 0 <= outcome.regret < 0.1
     (learnable,) = service.store.connection.execute("SELECT min(learnable) FROM allocations").fetchone()
     assert learnable == 1
     service.store.close()
@@ -265,7 +266,7 @@ def test_no_pair_of_legal_requests_stops_the_agent(
     assert answer.status == ("accepted" if told.final else "sample")
     with contextlib.closing(Store(service.settings.store)) as again:  # after a restart
         assert again.owner(OWNER).to_json() == service.store.owner(OWNER).to_json()
-        assert again.unreadable_owners == 0
+        assert again.unreadable == 0
 
 
 @pytest.mark.parametrize(
@@ -310,7 +311,34 @@ def test_an_owner_that_cannot_be_read_begins_again_and_is_counted(service: Servi
     service.store.connection.execute("UPDATE meta SET value = '[' WHERE key = 'trials'")
     assert service.store.trials(("best-effort",))["best-effort"].pods == 0
     assert feedback(service, allocate(service)) == "accepted"
-    assert service.store.unreadable_owners == 2  # for the decision and for the feedback
+    assert service.store.unreadable == 3  # the trials, the owner for the decision, and for the feedback
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("decision", "{"), ("decision", "{}"), ("decision", "[" * 100_000), ("owner", b"\xff"), ("status", 7.5),
+        ("outcome", "[]"), ("outcome", '{"usage": "x"}'), ("outcome", "null"), ("sampled_s", "late"),
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_left_out_and_counted(service: Service, column: str, value: Any) -> None:
+    made = play(service, 8)
+    table, key = ("feedback", "allocation") if column == "outcome" else ("allocations", "seq")
+    service.store.connection.execute(f"UPDATE {table} SET {column} = ? WHERE {key} = 3", (value,))
+    assert feedback(service, made[2], qos_met=False) == "unknown"
+    assert len(service.store.newest(10)) == 7
+    assert len(status.document(service, status.EventLog())["pods"]) == 7
+    assert service.store.unreadable > 0
+    assert feedback(service, made[3], qos_met=False) == "corrected"
+    assert feedback(service, allocate(service)) == "accepted"
+
+
+def test_a_request_id_of_another_request_is_refused(service: Service) -> None:
+    """Else a pod could get more than it requests, and the allocation of another owner."""
+    allocate(service, request_id="r")
+    for change in ({"cores": 10}, {"memory": 10}, {"owner": "somebody/else"}):
+        with pytest.raises(Refused, match="request_id was used for another request"):
+            allocate(service, request_id="r", **change)
 
 
 # Forged feedback

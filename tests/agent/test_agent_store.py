@@ -22,6 +22,7 @@ from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import Store, StoreUnavailable, connect, set_aside_if_corrupt
 from clustergym.agent.versions import add_version, kept_versions, load_newest, load_version, newest_version, roll_back
 from clustergym.kubernetes.messages import AllocateRequest, FeedbackRequest
+from trainers import load_trainer
 
 SETTINGS = ServerSettings(max_batch=64)
 
@@ -45,7 +46,15 @@ def add_pods(store: Store, n: int, version: int = 0) -> None:
 
 
 def state(version: int, learned_through: int = 0) -> dict[str, Any]:
-    return {"version": version, "learned_through": learned_through, "agent": {"w": torch.full((2,), float(version))}}
+    """A version whose actor has this number as all of its biases."""
+    online = load_trainer("ppo_gpu_alloc_online")
+    found = online.initial_state(online.Args(levels=10)) | {"version": version, "learned_through": learned_through}
+    found["agent"]["actor.4.bias"].fill_(version)
+    return dict(found)
+
+
+def number(found: dict[str, Any]) -> float:
+    return float(found["agent"]["actor.4.bias"][0])
 
 
 # Experiences
@@ -76,6 +85,21 @@ def test_experiences_of_old_policies_do_not_stop_learning(store: Store) -> None:
     assert (len(batch.rewards), batch.through) == (32, 132)
 
 
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [
+        ("allocations", "obs", b"\0" * 7), ("allocations", "action", b""), ("allocations", "log_prob", "x"),
+        ("feedback", "next_obs", b"\0" * 20), ("feedback", "sampled_reward", b"?"),
+    ],
+)  # fmt: skip
+def test_damaged_experiences_do_not_stop_learning(store: Store, table: str, column: str, value: Any) -> None:
+    add_pods(store, 40)
+    store.connection.execute(f"UPDATE {table} SET {column} = ? WHERE seq <= 3", (value,))
+    batch = read_experiences(store.connection, state(0), SETTINGS)
+    assert batch is not None
+    assert (len(batch.rewards), batch.through) == (37, 40)
+
+
 def test_what_is_not_learned_from_is_not_read_again_and_again(store: Store) -> None:
     """Instructions of SQLite for a look at 1,000 rows that are not learned from."""
     add_pods(store, 300)
@@ -87,7 +111,8 @@ def test_what_is_not_learned_from_is_not_read_again_and_again(store: Store) -> N
 
 
 def update(before: dict[str, Any], batch: Experiences) -> tuple[dict[str, Any], dict[str, float]]:
-    return before | {"agent": {"w": before["agent"]["w"] + 1}}, {"reward": float(batch.rewards.mean())}
+    after = before | {"agent": before["agent"] | {"actor.4.bias": before["agent"]["actor.4.bias"] + 1}}
+    return after, {"reward": float(batch.rewards.mean())}
 
 
 def test_an_update_and_what_it_has_learned_from_are_one_transaction(store: Store) -> None:
@@ -108,7 +133,7 @@ def test_an_update_and_what_it_has_learned_from_are_one_transaction(store: Store
     connection.close()
     assert newest_version(store.connection) == 0
     after = learn(store.connection, SETTINGS, update)
-    assert (after["version"], after["learned_through"], after["agent"]["w"].tolist()) == (1, 40, [1.0, 1.0])
+    assert (after["version"], after["learned_through"], number(after)) == (1, 40, 1.0)
     assert learn(store.connection, SETTINGS, update, after) is after  # nothing is learned from twice
     assert load_newest(store.connection)["learned_through"] == 40
 
@@ -137,7 +162,7 @@ def test_of_an_update_and_a_rollback_only_one_counts(store: Store) -> None:
         return update(before, batch)
 
     after = learn(store.connection, SETTINGS, slow)
-    assert (after["version"], after["learned_through"], after["agent"]["w"].tolist()) == (3, 40, [1.0, 1.0])
+    assert (after["version"], after["learned_through"], number(after)) == (3, 40, 1.0)
     assert [one.note for one in kept_versions(store.connection)][-1] == "rollback to 1"
     # What was decided before the rollback is not learned from.
     assert learn(store.connection, SETTINGS, update, after) is after
@@ -148,11 +173,21 @@ def test_a_version_that_cannot_be_read_is_replaced_by_an_older_one(store: Store,
         add_version(store.connection, state(version), "update", version - 1 if version else None, {})
     store.connection.execute("UPDATE versions SET state = zeroblob(100) WHERE version = 2")
     found = load_newest(store.connection)
-    assert (found["version"], found["agent"]["w"].tolist()) == (2, [1.0, 1.0])
+    assert (found["version"], number(found)) == (2, 1.0)
     assert "version 2 cannot be read" in caplog.text
     store.connection.execute("UPDATE versions SET state = 'cos' || char(10) || 'system'")
     with pytest.raises(ValueError, match="none of the 3 versions of the policy can be read"):
         load_newest(store.connection)
+
+
+def test_a_version_without_a_usable_actor_is_replaced_by_an_older_one(store: Store) -> None:
+    for version, damaged in enumerate(
+        (state(0), state(1) | {"agent": {}}, state(2) | {"statistics": None}, state(3), state(4))
+    ):
+        if version >= 3:
+            damaged["agent"]["actor.4.bias"] = torch.full((20 + version % 2,), float("nan"))
+        add_version(store.connection, damaged, "update", version - 1 if version else None, {})
+        assert number(load_newest(store.connection)) == 0.0
 
 
 def test_the_commands_refuse_what_does_not_exist(
@@ -172,7 +207,7 @@ def test_the_commands_refuse_what_does_not_exist(
     assert (code, text) == (2, "error: version 7 is not kept; the versions are 0, 1\n")
     code, text = command("rollback", "--store", str(tmp_path), "--to", "0")
     assert (code, text) == (0, "version 2 has the weights of version 0\n")
-    assert load_version(store.connection, 2)["agent"]["w"].tolist() == [0.0, 0.0]
+    assert number(load_version(store.connection, 2)) == 0.0
 
 
 # Files
@@ -220,6 +255,22 @@ def test_a_deleted_store_is_opened_again_when_it_is_back(store: Store, tmp_path:
     store.recover()
     assert store.problem is None
     assert len(store.newest(10)) == 1
+
+
+def test_a_deleted_log_is_noticed_and_loses_nothing(store: Store, tmp_path: Path) -> None:
+    """SQLite would go on writing into the deleted file, and all of that would be gone after a kill."""
+    add_pods(store, 3)
+    with store.transaction() as execute:
+        execute("UPDATE meta SET value = value")
+    (tmp_path / "store.db-wal").unlink()
+    with pytest.raises(StoreUnavailable, match=r"store\.db-wal was deleted or replaced"), store.transaction():
+        pass
+    store.recover()
+    assert store.problem is None
+    assert len(store.newest(10)) == 3
+    with store.transaction() as execute:
+        execute("UPDATE feedback SET reward = 7")
+    assert connect(tmp_path).execute("SELECT count(*) FROM feedback WHERE reward = 7").fetchone() == (3,)
 
 
 @pytest.mark.parametrize("damage", ["header", "page"])

@@ -75,7 +75,11 @@ def test_the_status_page_shows_owners_grants_and_events(server: Server, tmp_path
         assert "less" in page.inner_text("#owners")
         assert "get less: QoS" in page.inner_text("#events")
         assert "rule" in page.inner_text("#figures")
-        assert "GPUs freed, rule" in page.inner_text("#figures")
+        assert "GPUs freed now" in page.inner_text("#figures")
+        rows = [row.split("\t") for row in page.inner_text("#table").splitlines()]
+        assert [row[0] for row in rows[1:]] == ["granted", "VPA rule in rails", "policy in rails", "VPA rule alone"]
+        freed = [float(row[1]) for row in rows[1:]]
+        assert freed[0] == freed[1] <= freed[3]
         assert page.locator("#arms polyline").count() == 2
         assert page.locator("#qos polyline").count() == 2
         page.screenshot(path=os.environ.get("AGENT_SCREENSHOT", str(tmp_path / "ui.png")), full_page=True)
@@ -101,16 +105,16 @@ def test_the_status_is_not_public(server: Server) -> None:
     body = {"owner": "team/a", "cores": 100, "memory": 1000}
     assert server.post("/allocate", body)[0] == 200
     freed = json.loads(server.get("/status.json"))["gpus_freed"]
-    assert freed == dict.fromkeys(("granted", "recommended", "rule", "policy"), 0)  # a new owner gets its request
+    assert freed == dict.fromkeys(("granted", "recommended", "rule", "policy", "vpa"), 0)  # an owner that is new
 
 
-def test_dashboard_and_alerts_use_metrics_that_exist(server: Server) -> None:
+def test_dashboard_and_alerts_use_metrics_that_exist(server: Server, tmp_path: Path) -> None:
     """Every metric name in deploy/ is one that a running agent exports."""
     names = {name.split("{")[0] for name in server.metrics()}
     # Counters with labels appear in /metrics with their first value.
     names |= {f"clustergym_{name}_total" for name in ("refused", "task_failures", "verdicts")}
     dashboard = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
-    alerts = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
+    alerts = yaml.safe_load((ROOT / "deploy" / "components" / "monitoring" / "alerts.yaml").read_text())["spec"]
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
     used = {name for expression in expressions for name in re.findall(r"clustergym_\w+", expression)}
@@ -118,7 +122,8 @@ def test_dashboard_and_alerts_use_metrics_that_exist(server: Server) -> None:
     assert {"clustergym_qos_mean", "clustergym_regret_mean", "clustergym_policy_decides"} <= used
     promtool = shutil.which("promtool")
     if promtool is not None:
-        subprocess.run([promtool, "check", "rules", ROOT / "deploy" / "alerts.yaml"], check=True, capture_output=True)
+        (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(alerts))
+        subprocess.run([promtool, "check", "rules", tmp_path / "alerts.yaml"], check=True, capture_output=True)
 
 
 def test_the_quickstart_runs_agent_pods_and_page(tmp_path: Path) -> None:

@@ -21,10 +21,12 @@ import httpx
 import psutil
 import pytest
 from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from certificates import make_certificates
 from clustergym import cli
 from clustergym.common.tls import CertificateReloader
-from clustergym.kubernetes.certificates import make_certificates
+from clustergym.kubernetes import certificates
 from clustergym.kubernetes.server import ByteBudget
 from processes import free_port, running, wait_until
 from webhook_pods import pod
@@ -392,34 +394,47 @@ def test_the_process_is_small(installed: Installed) -> None:
     assert not [name for name in ("torch", "numba", "scipy", "matplotlib", "pygame") if f"'{name}'" in loaded]
 
 
-def test_client_certificates_are_required_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_certificates(tmp_path, ["127.0.0.1"])
-    pair = ["--cert", str(tmp_path / "tls.crt"), "--key", str(tmp_path / "tls.key")]
-    assert cli.main(["webhook", *pair, "--api-server", "http://x"]) == 2
-    assert "--client-ca /etc/clustergym/client-ca/ca.crt is not a file" in " ".join(capsys.readouterr().err.split())
-
-
-def test_make_certs_writes_a_certificate_for_the_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["webhook", "--make-certs", str(tmp_path), "--cert-host", "a.b.svc", "10.0.0.1"]) == 0
-    output = capsys.readouterr().out
-    bundle = base64.b64encode((tmp_path / "ca.crt").read_bytes()).decode()
-    assert bundle in output.replace("\n", "")
-    leaf = x509.load_pem_x509_certificate((tmp_path / "tls.crt").read_bytes())
+def test_a_certificate_is_renewed_before_it_expires_and_when_it_is_damaged() -> None:
+    host = "clustergym-webhook.clustergym.svc"
+    made = certificates.new_certificate({}, host)
+    assert certificates.is_usable(made, host)
+    assert certificates.new_certificate(made, host) == {}
+    leaf = x509.load_pem_x509_certificate(made["tls.crt"])
     names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["a.b.svc"]
-    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.1"]
-    for key in ("tls.key", "client.key"):
-        assert (tmp_path / key).stat().st_mode & 0o777 == 0o600
+    assert names.get_values_for_type(x509.DNSName) == [host]
+    other = certificates.new_certificate({}, host)
+    short = certificates.Authority("short", certificates.RENEWED)
+    expiring = dict(zip(("tls.crt", "tls.key"), short.sign(host, ExtendedKeyUsageOID.SERVER_AUTH, [host]), strict=True))
+    for damaged in (
+        {**made, "tls.crt": b"x"}, {**made, "tls.key": b""}, {**made, "tls.key": other["tls.key"]},
+        {**made, "ca.crt": other["ca.crt"]}, {name: made[name] for name in ("tls.crt", "tls.key")},
+        {**expiring, "ca.crt": short.certificate},
+    ):  # fmt: skip
+        assert not certificates.is_usable(damaged, host)
+        again = certificates.new_certificate(damaged, host)
+        assert certificates.is_usable(again, host)
+        # Replicas that still use the old certificate are trusted, too.
+        assert again["ca.crt"].endswith(damaged.get("ca.crt", b""))
+    assert not certificates.is_usable(made, "another.svc")
+
+
+def test_only_missing_tokens_are_made() -> None:
+    made = certificates.missing_tokens({"operator": b"mine", "webhook": b" \n"})
+    assert set(made) == {"webhook", "collector"}
+    assert {len(token) for token in made.values()} == {64}
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--cert", "nowhere.crt"], "--cert nowhere.crt is not a file"),
-        (["--client-ca", "nowhere.crt"], "--client-ca nowhere.crt is not a file; --make-certs DIR creates"),
+        (["--client-ca", "nowhere.crt"], "--client-ca nowhere.crt is not a file"),
+        (["--cert=None"], "--cert and --key must be given together"),
+        (["--cert=None", "--key=None"], "no certificate: give --cert and --key, or --secrets-namespace"),
+        (["--secrets-namespace=x", "--agent-token-file=y"], "--secrets-namespace makes the tokens"),
         (["--port", "99999"], "expected three ports, 1 to 65535"),
         (["--port", "8081"], "expected three ports"),
-        (["--agent-url", "http://{host}"], "expected a URL, possibly with {ip} or {node}"),
+        (["--api-server", "http://x", "--agent-url", "http://{host}"], "expected a URL, possibly with {ip} or {node}"),
         ([], "use --api-server"),
         (["--api-server", "http://x", "--deadline-s", "0"], "deadline is 0.0 s"),
         (["--agent-token-file", "nowhere"], "--agent-token-file nowhere is not a file"),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from clustergym.moe_placement.specs import get_model
 from clustergym.planners.anneal import Anneal
 from clustergym.planners.registry import PLANNERS, Entry
 from clustergym.plans.engines import ENGINES, compare_plans, load_plan, read_plan
+from clustergym.traces import LoadTrace, TokenTrace
 from plans import CLUSTER, SUFFIX, counts_trace, small_trace
 
 
@@ -251,6 +253,42 @@ def test_invalid_arguments_are_refused(
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(message, said), said
     assert not list(tmp_path.iterdir())
+
+
+def test_few_tokens_with_the_loads_of_much_traffic(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = TokenTrace.load(trace_file), tmp_path / "plan.json"
+    loads = LoadTrace(trace.loads(), trace.layer_ids, name="counts").save(tmp_path / "loads.npz")
+    few = trace.split(0.5)[0].save(tmp_path / "few.npz")
+    arguments = ["plan", "--loads", str(loads), "--tokens", str(few), *SMALL, "--planner", "eplb", "-o", str(out)]
+    results = tmp_path / "r.json"
+    assert cli.main([*arguments, "--json", str(results)]) == 0
+    assert json.loads(results.read_text())["planned_on"].endswith("with the loads of loads")
+    capsys.readouterr()
+    assert cli.main([*arguments, str(trace_file)]) == 2
+    assert "give one trace: TRACE, or --tokens TRACE" in capsys.readouterr().err
+    assert cli.main(["plan", str(loads), "--loads", str(loads), *SMALL, "-o", str(out), "--model", "mixtral-8x7b"]) == 2
+    assert "--loads needs tokens, but" in capsys.readouterr().err
+
+
+def test_a_failing_report_says_that_the_plan_is_complete(
+    trace_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, report = tmp_path / "plan.json", tmp_path / "reports" / "r.html"
+    shown = plan_command.explain
+
+    def and_remove_the_folder(*args: Any) -> None:
+        report.parent.rmdir()
+        shown(*args)
+
+    monkeypatch.setattr(plan_command, "explain", and_remove_the_folder)
+    arguments = ["plan", str(trace_file), *SMALL, "--planner", "eplb", "-o", str(out), "--report", str(report)]
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{out} is written and complete, but not its report: " in said
+    assert str(report) in said
+    assert len(read_plan(out, "sglang")) == 32
 
 
 def test_trace_without_all_layers_is_refused_before_planning(

@@ -78,8 +78,8 @@ def assets() -> Path:
 
 
 @contextmanager
-def cluster(folder: Path, admission: Path | None = None) -> Iterator[Cluster]:
-    """Run etcd and kube-apiserver with RBAC, and with this AdmissionConfiguration."""
+def cluster(folder: Path, admission: Path | None = None, services: str = "10.0.0.0/24") -> Iterator[Cluster]:
+    """Run etcd and kube-apiserver with RBAC, with this AdmissionConfiguration and range of service addresses."""
     binaries = assets()
     etcd_port, peer_port, port = free_port(), free_port(), free_port()
     key, tokens = folder / "sa.key", folder / "tokens.csv"
@@ -109,7 +109,7 @@ def cluster(folder: Path, admission: Path | None = None) -> Iterator[Cluster]:
                 [
                     binaries / "kube-apiserver", f"--etcd-servers={etcd}", f"--secure-port={port}",
                     "--bind-address=127.0.0.1", f"--cert-dir={folder / 'certs'}",
-                    "--service-cluster-ip-range=10.0.0.0/24", "--service-account-issuer=https://kubernetes.test",
+                    f"--service-cluster-ip-range={services}", "--service-account-issuer=https://kubernetes.test",
                     f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}",
                     f"--token-auth-file={tokens}", "--authorization-mode=RBAC",
                     "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",

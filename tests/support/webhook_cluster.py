@@ -20,8 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent_client import TOKEN, agent_server
 from agent_client import Server as Agent
+from certificates import make_certificates
 from clustergym.kubernetes import BACKENDS, MODES
-from clustergym.kubernetes.certificates import make_certificates
 from kubernetes_server import Cluster, cluster
 from processes import free_port, running, wait_until
 from webhook_pods import pod
@@ -131,7 +131,7 @@ def says_running(log: Path) -> bool:
 
 
 def admission_configuration(certificates: Path, ports: list[int]) -> Path:
-    """The files of --make-certs, for webhooks with URLs: their users are named after host and port."""
+    """The files of make_certificates, for webhooks with URLs: their users are named after host and port."""
     path = certificates / "webhook-kubeconfig.yaml"
     kubeconfig = yaml.safe_load(path.read_text())
     (user,) = kubeconfig["users"]

@@ -1,14 +1,10 @@
 """The HTTP API. Every path needs a token except four that are listed; everything else is refused before it is read."""
 
-from __future__ import annotations
-
 import asyncio
-import logging
 import sqlite3
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -22,11 +18,9 @@ from clustergym.agent.service import Refused, Service
 from clustergym.agent.store import StoreUnavailable
 from clustergym.kubernetes.messages import AllocateRequest, AllocateResponse, FeedbackRequest, FeedbackResponse
 
-log = logging.getLogger(__name__)
-
 PUBLIC_PATHS = ("/healthz", "/readyz", "/metrics", "/ui")
 """Can be read without a token, because probes and scrapers have none, and the page itself shows nothing."""
-Message = TypeVar("Message", bound=BaseModel)
+READ = ["GET", "HEAD"]
 
 
 class Problem(BaseModel):
@@ -39,7 +33,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body is not JSON"},
     401: {"model": Problem, "description": "Missing or wrong bearer token"},
     408: {"model": Problem, "description": "The body did not arrive in time"},
-    409: {"model": Problem, "description": "More than one open allocation: the feedback needs an id"},
+    409: {"model": Problem, "description": "The feedback needs an id, or a request id was used for another request"},
     413: {"model": Problem, "description": "The body is too long"},
     422: {"model": Problem, "description": "A value in the body is invalid"},
     500: {"model": Problem, "description": "An error in the agent; nothing was stored"},
@@ -49,10 +43,11 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """The application of a service."""
+    page, events = status.page(), status.EventLog()
 
     async def authorize(request: Request) -> None:
         """Runs before every route, and before the answer to a path or method that has no route."""
-        public = request.method in ("GET", "HEAD") and request.scope["path"] in PUBLIC_PATHS
+        public = request.method in READ and request.scope["path"] in PUBLIC_PATHS
         header = request.headers.get("authorization", "").encode("latin-1")
         if not public and not service.access.allows(request.method, request.scope["path"], header):
             raise HTTPException(401, "missing or wrong bearer token", {"www-authenticate": "Bearer"})
@@ -62,7 +57,7 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         limit, found = service.settings.max_body_bytes, b""
         length = request.headers.get("content-length", "0")
         too_long = HTTPException(413, f"the body is longer than {limit} bytes")
-        if not length.isdigit() or int(length[:20]) > limit:
+        if not length.isdecimal() or int(length[:20]) > limit:
             raise too_long
         try:
             async with asyncio.timeout(service.settings.read_timeout_s):
@@ -76,13 +71,19 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
             raise HTTPException(400, "the body did not arrive in full") from None
         return found
 
+    async def allocate_request(content: Annotated[bytes, Depends(body)]) -> AllocateRequest:
+        return AllocateRequest.model_validate_json(content)
+
+    async def feedback_request(content: Annotated[bytes, Depends(body)]) -> FeedbackRequest:
+        return FeedbackRequest.model_validate_json(content)
+
     # The documents of FastAPI are routes without dependencies, so they are left out.
     app = FastAPI(
         title="clustergym GPU allocation agent", lifespan=lifespan, openapi_url=None, redirect_slashes=False,
         dependencies=[Depends(authorize)],
     )  # fmt: skip
 
-    def refuse(code: int, detail: Any, headers: dict[str, str] | None = None) -> JSONResponse:
+    def refuse(code: int, detail: Any, headers: Any = None) -> JSONResponse:
         service.metrics.refused.labels(str(code)).inc()
         # The client may still be sending a body that nobody will read: close the connection.
         closing = {"connection": "close"} if code in (401, 404, 405, 408, 413) else {}
@@ -96,63 +97,57 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
                 await authorize(request)
             except HTTPException as unauthorized:
                 error = unauthorized
-        return refuse(error.status_code, error.detail, dict(error.headers or {}))
+        return refuse(error.status_code, error.detail, error.headers)
 
-    async def answer(model: type[Message], endpoint: Callable[[Message], BaseModel], content: bytes) -> Response:
-        """Call an endpoint with the message in a body."""
-        try:
-            return Response(
-                endpoint(model.model_validate_json(content)).model_dump_json(), media_type="application/json"
-            )
-        except ValidationError as error:
-            problems = [
-                {"where": list(map(str, one["loc"])), "problem": one["msg"], "type": one["type"]}
-                for one in error.errors()
-            ]
-            return refuse(400 if problems[0]["type"] == "json_invalid" else 422, problems)
-        except Refused as error:
-            return refuse(error.status, str(error))
-        except StoreUnavailable as error:
-            return refuse(503, str(error))
-        except sqlite3.Error as error:
-            service.store.failure = f"the store cannot be read: {error}"
-            log.error("%s", service.store.failure)
-            return refuse(503, service.store.failure)
-        except Exception:  # a bug: the transaction was rolled back, and memory is changed after it
-            log.exception("a request failed and had no effect")
-            return refuse(500, "an error in the agent; nothing was stored")
+    @app.exception_handler(ValidationError)
+    async def invalid(_: Request, error: ValidationError) -> Response:
+        problems = [
+            {"where": list(map(str, one["loc"])), "problem": one["msg"], "type": one["type"]} for one in error.errors()
+        ]
+        return refuse(400 if problems[0]["type"] == "json_invalid" else 422, problems)
 
-    async def measured(request: Request) -> AsyncIterator[None]:
-        begin = time.perf_counter()
-        yield
-        service.metrics.seconds.labels(request.scope["path"]).observe(time.perf_counter() - begin)
+    def answer_to(exception: type[Exception], answer: Callable[[Any], Response]) -> None:
+        async def handler(_: Request, error: Exception) -> Response:
+            return answer(error)
 
-    def documented(model: type[BaseModel], response: type[BaseModel]) -> dict[str, Any]:
+        app.add_exception_handler(exception, handler)
+
+    answer_to(Refused, lambda error: refuse(error.status, str(error)))
+    answer_to(StoreUnavailable, lambda error: refuse(503, str(error)))
+    answer_to(sqlite3.Error, lambda error: refuse(503, service.store.fail(f"the store cannot be read: {error}")))
+    # A bug: the transaction was rolled back, and memory is changed after it. uvicorn logs the traceback.
+    answer_to(Exception, lambda _: refuse(500, "an error in the agent; nothing was stored"))
+
+    def documented(model: type[BaseModel]) -> dict[str, Any]:
         """What the OpenAPI document says about an endpoint, whose body FastAPI would read before the token."""
         content = {"application/json": {"schema": model.model_json_schema()}}
         extra: dict[str, Any] = {"requestBody": {"required": True, "content": content}}
         if service.access.tokens:
             extra["security"] = [{"bearer": []}]
-        options: dict[str, Any] = {"openapi_extra": extra, "responses": PROBLEMS, "response_model": response}
-        return options | {"dependencies": [Depends(measured)]}
+        return {"openapi_extra": extra, "responses": PROBLEMS}
 
-    @app.post("/allocate", **documented(AllocateRequest, AllocateResponse))
-    async def allocate(content: bytes = Depends(body)) -> Response:
+    @app.post("/allocate", **documented(AllocateRequest))
+    async def allocate(request: Annotated[AllocateRequest, Depends(allocate_request)]) -> AllocateResponse:
         """Decide what a pod gets."""
-        return await answer(AllocateRequest, service.allocate, content)
+        with service.metrics.seconds.labels("/allocate").time():
+            return service.allocate(request)
 
-    @app.post("/feedback", **documented(FeedbackRequest, FeedbackResponse))
-    async def feedback(content: bytes = Depends(body)) -> Response:
+    @app.post("/feedback", **documented(FeedbackRequest))
+    async def feedback(request: Annotated[FeedbackRequest, Depends(feedback_request)]) -> FeedbackResponse:
         """Report the outcome of an allocation. After the first report, only a missed objective has an effect."""
-        return await answer(FeedbackRequest, service.feedback, content)
+        with service.metrics.seconds.labels("/feedback").time():
+            return service.feedback(request)
 
-    @app.api_route("/healthz", methods=["GET", "HEAD"], responses={503: PROBLEMS[503]})
+    def read(path: str, **options: Any) -> Callable[[Callable[..., Coroutine[Any, Any, Any]]], Any]:
+        return app.api_route(path, methods=READ, response_model=None, **options)
+
+    @read("/healthz", responses={503: PROBLEMS[503]})
     async def healthz() -> Any:
         """The process is running and the file of its store is there: otherwise a restart helps."""
         lost = service.store.lost
         return {"status": "ok"} if lost is None else JSONResponse({"status": lost}, 503)
 
-    @app.api_route("/readyz", methods=["GET", "HEAD"], responses={503: PROBLEMS[503]})
+    @read("/readyz", responses={503: PROBLEMS[503]})
     async def readyz() -> Any:
         """Whether decisions can be made; the reasons if not, or if something that is not essential is missing."""
         reasons, code = service.problems(), 200
@@ -161,22 +156,19 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
         text = "not ready" if code == 503 else "degraded" if reasons else "ready"
         return JSONResponse({"status": text, "reasons": reasons, "policy_version": service.policy.version}, code)
 
-    @app.api_route("/metrics", methods=["GET", "HEAD"], response_class=Response)
+    @read("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    @app.api_route("/ui", methods=["GET", "HEAD"], response_class=HTMLResponse, include_in_schema=False)
+    @read("/ui", response_class=HTMLResponse, include_in_schema=False)
     async def ui() -> HTMLResponse:
         policy = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'"
         return HTMLResponse(page, headers={"content-security-policy": policy, "x-frame-options": "DENY"})
 
     @app.get("/status.json", include_in_schema=False)
     async def status_document() -> JSONResponse:
-        try:
-            return JSONResponse(status.document(service, events))
-        except sqlite3.Error as error:
-            return refuse(503, f"the store cannot be read: {error}")
+        return JSONResponse(status.document(service, events))
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> JSONResponse:
@@ -185,5 +177,4 @@ def create_app(service: Service, lifespan: Callable[[FastAPI], AbstractAsyncCont
             found.setdefault("components", {})["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
         return JSONResponse(found)
 
-    page, events = status.page(), status.EventLog()
     return app

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clustergym.agent.logs import setup_logging
 from clustergym.agent.settings import ServerSettings
 from clustergym.agent.store import connect
 from clustergym.agent.versions import State, add_version, load_newest, newest_version
+from clustergym.common.logs import configure_logging
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,16 @@ LearnOnce = Callable[[State, Experiences], tuple[State, dict[str, float]]]
 def read_experiences(connection: sqlite3.Connection, state: State, settings: ServerSettings) -> Experiences | None:
     """The next batch that has not been learned from, or None if there are not enough experiences yet.
 
-    Decisions of policies that are too old are left out. They never become recent again.
+    Decisions of policies that are too old are left out. They never become recent again. So are damaged rows.
     """
+    size = 4 * len(state["statistics"]["mean"])  # float32
     rows = connection.execute(
         "SELECT f.seq, a.obs, a.action, a.log_prob, f.sampled_reward, f.next_obs "
         "FROM feedback f JOIN allocations a ON a.seq = f.allocation "
-        "WHERE f.seq > ? AND f.learnable AND a.version >= ? ORDER BY f.seq LIMIT ?",
-        (state["learned_through"], state["version"] - settings.max_policy_lag, settings.max_batch),
+        "WHERE f.seq > ? AND f.learnable AND a.version >= ? AND length(a.obs) = ? AND length(f.next_obs) = ? "
+        "AND length(a.action) = 8 AND typeof(a.log_prob) = 'real' AND typeof(f.sampled_reward) = 'real' "
+        "ORDER BY f.seq LIMIT ?",
+        (state["learned_through"], state["version"] - settings.max_policy_lag, size, size, settings.max_batch),
     ).fetchall()
     if len(rows) < settings.batch_size:
         return None
@@ -95,7 +98,7 @@ def run_learner(settings: ServerSettings, learn_once: LearnOnce, parent_pid: int
     """Main function of the learner process. The process ends when its parent ends, even if the parent is killed."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup_logging()
+    configure_logging()
     # Requests have priority over learning.
     os.nice(19)
     torch.set_num_threads(1)

@@ -66,9 +66,7 @@ class Metrics:
             "clustergym_policy_version": ("Version of the policy in use", lambda: service.policy.version),
             "clustergym_degraded": ("1 if /readyz lists problems", lambda: bool(service.problems())),
             "clustergym_store_unavailable": ("1 if the store cannot be used", lambda: bool(service.store.problem)),
-            "clustergym_store_unreadable_owners": (
-                "Reads of owners that could not be read", lambda: service.store.unreadable_owners,
-            ),
+            "clustergym_store_unreadable": ("Reads of damaged rows", lambda: service.store.unreadable),
         }  # fmt: skip
         for name, (text, value) in gauges.items():
             Gauge(name, text, registry=self.registry).set_function(value)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Annotated, ClassVar
 
-import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from clustergym.gpu_allocation.history import N_HISTORY, new_history, remember
 
@@ -14,8 +16,13 @@ CREDIT_S = 600.0
 """A pod that runs counts like one finished pod per ten minutes."""
 LARGEST_GAP_S = 300.0
 """Running time between two reports counts up to this much: the collector may have been away."""
+BUCKETS = 115
+STRICT = ConfigDict(allow_inf_nan=False, extra="forbid")
+"""What is read from the store is checked: a file can be damaged."""
+NotNegative = Annotated[float, Field(ge=0)]
 
 
+@dataclass
 class UsageHistogram:
     """The Vertical Pod Autoscaler's rule on usage / request: 1.15 × the 90th percentile of a decaying histogram.
 
@@ -23,32 +30,35 @@ class UsageHistogram:
     of a sample halves in a day.
     """
 
-    PERCENTILE, MARGIN, HALF_LIFE_S, GROWTH, SMALLEST, BUCKETS = 0.9, 1.15, 86_400.0, 1.05, 0.005, 115
+    weights: dict[Annotated[int, Field(ge=0, lt=BUCKETS)], NotNegative] = field(default_factory=dict)
+    """Bucket → weight at ``time_s``."""
+    time_s: float = 0.0
+    """Time of the last sample."""
 
-    def __init__(self, weights: dict[str, float] | None = None, time_s: float = 0.0) -> None:
-        self.weights = np.zeros(self.BUCKETS)
-        for bucket, weight in (weights or {}).items():
-            self.weights[int(bucket)] = weight
-        self.time_s = time_s
-        """Time of the last sample; the weights are those of this time."""
+    PERCENTILE: ClassVar[float] = 0.9
+    MARGIN: ClassVar[float] = 1.15
+    HALF_LIFE_S: ClassVar[float] = 86_400.0
+    GROWTH: ClassVar[float] = 1.05
+    SMALLEST: ClassVar[float] = 0.005
+    __pydantic_config__ = STRICT
 
     def add(self, share: float, time_s: float, weight: float = 1.0) -> None:
-        self.weights *= 0.5 ** (max(time_s - self.time_s, 0.0) / self.HALF_LIFE_S)
+        decay = 0.5 ** (max(time_s - self.time_s, 0.0) / self.HALF_LIFE_S)
+        self.weights = {bucket: decay * one for bucket, one in self.weights.items()}
         self.time_s = max(time_s, self.time_s)
         bucket = math.ceil(math.log(max(share, self.SMALLEST) / self.SMALLEST) / math.log(self.GROWTH))
-        self.weights[min(bucket, self.BUCKETS - 1)] += weight
+        bucket = min(bucket, BUCKETS - 1)
+        self.weights[bucket] = self.weights.get(bucket, 0.0) + weight
 
     def recommend(self) -> float:
         """Share of the request; 1 without samples."""
-        cumulative = self.weights.cumsum()
-        if cumulative[-1] <= 0.0:
+        buckets = sorted(self.weights)
+        cumulative = list(accumulate(self.weights[bucket] for bucket in buckets))
+        if not cumulative or cumulative[-1] <= 0.0:
             return 1.0
-        bucket = int(cumulative.searchsorted(self.PERCENTILE * cumulative[-1]))
+        least = self.PERCENTILE * cumulative[-1]
+        bucket = next(one for one, weight in zip(buckets, cumulative, strict=True) if weight >= least)
         return float(min(self.MARGIN * self.SMALLEST * self.GROWTH**bucket, 1.0))
-
-    def to_json(self) -> dict[str, object]:
-        used = {str(i): float(self.weights[i]) for i in np.flatnonzero(self.weights)}
-        return {"weights": used, "time_s": self.time_s}
 
 
 @dataclass(frozen=True)
@@ -72,47 +82,44 @@ class GuardSettings:
 class OwnerState:
     """State of an owner. "Evidence" is a number of pods: those that finished, and running time / ten minutes."""
 
-    pods: int = 0
+    pods: Annotated[int, Field(ge=0)] = 0
     """Pods that finished."""
-    evidence: float = 0.0
-    active: float = 0.0
+    evidence: NotNegative = 0.0
+    active: NotNegative = 0.0
     """Evidence of pods that used cores."""
-    qos: float = 1.0
+    qos: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Running QoS of the owner's pods."""
     reduced: bool = False
     """Whether its pods may get less than their request."""
-    hold: float = 0.0
+    hold: NotNegative = 0.0
     """Evidence that is needed before the next try."""
-    next_hold: float = 0.0
-    falls: int = 0
-    peak_need: float = 0.0
+    next_hold: NotNegative = 0.0
+    falls: Annotated[int, Field(ge=0)] = 0
+    peak_need: NotNegative = 0.0
     """Largest share of the request that was needed. It fades slowly, because habits may change."""
-    peak_memory_mb: float = 0.0
-    peak_memory_share: float = 0.0
+    peak_memory_mb: NotNegative = 0.0
+    peak_memory_share: NotNegative = 0.0
     """Largest share of the requested memory that was needed. It fades like the other peaks."""
     cores: UsageHistogram = field(default_factory=UsageHistogram)
     memory: UsageHistogram = field(default_factory=UsageHistogram)
-    history: list[float] = field(default_factory=new_history)
+    history: Annotated[list[float], Field(min_length=N_HISTORY, max_length=N_HISTORY)] = field(
+        default_factory=new_history
+    )
     """What the policy sees of the owner (:mod:`clustergym.gpu_allocation.history`)."""
 
-    FADE = 0.9997
+    FADE: ClassVar[float] = 0.9997
+    __pydantic_config__ = STRICT
 
     def to_json(self) -> str:
-        content = asdict(self) | {"cores": self.cores.to_json(), "memory": self.memory.to_json()}
-        return json.dumps(content, allow_nan=False)
+        return OWNER_STATE.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> OwnerState:
         """The state that :meth:`to_json` wrote. Raises ValueError for anything else."""
-        try:
-            content = json.loads(text)
-            content |= {name: UsageHistogram(**content[name]) for name in ("cores", "memory")}
-            state = cls(**content)
-            if len(state.history) != N_HISTORY:
-                raise ValueError(f"the history has {len(state.history)} numbers: expected {N_HISTORY}")
-        except (AttributeError, IndexError, KeyError, TypeError) as error:
-            raise ValueError(f"not the state of an owner: {error}") from None
-        return state
+        content = json.loads(text)
+        if not isinstance(content, dict) or set(content) != {one.name for one in fields(OwnerState)}:
+            raise ValueError("not the state of an owner")
+        return OWNER_STATE.validate_python(content)
 
     def measure(
         self, time_s: float, credit: float, needed: float, usage: float, needed_mb: float, memory: float, oom: bool
@@ -159,3 +166,6 @@ class OwnerState:
             self.reduced = True
             return f"QoS {self.qos:.2f} after {self.evidence:.0f} pods"
         return None
+
+
+OWNER_STATE = TypeAdapter(OwnerState)

@@ -41,6 +41,9 @@ class Policy:
         """Number of shares to choose from; 0 for a Gaussian policy."""
         self.std = np.zeros(2) if self.levels else weights["log_std"].double().exp().numpy()
         self.mean, self.var = statistics["mean"].double().numpy(), statistics["var"].double().numpy()
+        found = self.outputs(self.mean)
+        if found.shape not in ((2,), (2, self.levels)) or not np.isfinite([*found.flat, *self.std]).all():
+            raise ValueError("its actor does not give two finite actions")
 
     @property
     def obs_size(self) -> int:

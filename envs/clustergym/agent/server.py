@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import sqlite3
 import ssl
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from clustergym.common.extras import require
 from clustergym.common.tls import CertificateReloader
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from clustergym.agent.service import Service
 
 log = logging.getLogger(__name__)
@@ -47,35 +46,52 @@ def serve(
 
     from clustergym.agent.api import create_app
     from clustergym.agent.credentials import Access
+    from clustergym.agent.past import read_past
     from clustergym.agent.service import Service
+    from clustergym.kubernetes.clients import Unavailable
 
     settings.check()
     torch.set_num_threads(1)
-    access = Access(
-        settings.token_file, settings.webhook_token_file, settings.collector_token_file, settings.token_overlap_s
-    )
+    access = Access(settings.token_file, settings.webhook_token_file, settings.collector_token_file)
     os.umask(0o077)
     settings.store.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(settings.store / "agent.lock"), contextlib.ExitStack() as stack:
         if not resume and (settings.store / DATABASE_NAME).exists():
             raise ValueError(f"{settings.store} has been used: drop --no-resume to resume it, or use another --store")
         listener = stack.enter_context(listen(settings.host, settings.port))
-        aside = set_aside_if_corrupt(settings.store)
-        store = Store(settings.store)
-        stack.callback(store.close)
-        if newest_version(store.connection) is None:
-            start = initial_state() | {"version": 0, "learned_through": 0}
-            add_version(store.connection, start, "initial", None, {})
-        telemetry = Telemetry(settings.gpus, settings.telemetry_s)
+        problem = None
+        try:
+            aside = set_aside_if_corrupt(settings.store)
+            store = Store(settings.store)
+            stack.callback(store.close)
+            if aside is not None:
+                problem = f"the database was corrupt at the start and is now {aside}"
+            newest = newest_version(store.connection)
+            try:
+                state = load_newest(store.connection)
+            except ValueError as error:
+                if newest is not None:
+                    problem = f"{error}; the agent begins with a new policy"
+                    log.error("%s", problem)
+                state = initial_state() | {"version": 0 if newest is None else newest + 1, "learned_through": 0}
+                add_version(store.connection, state, "initial", newest, {})
+        except sqlite3.Error as error:
+            raise ValueError(f"the store {settings.store} cannot be used: {error}") from error
+        if settings.history_from is not None:
+            try:
+                read_past(store, settings.history_from, settings.history_days, settings.guard_settings)
+            except Unavailable as error:
+                problem = f"the past could not be read: {error}"
+                log.error("%s", problem)
+        telemetry = Telemetry(settings.gpus, settings.telemetry_s, settings.telemetry)
         stack.callback(telemetry.stop)
         learner = None
         if settings.explore != "off":
             learner = LearnerProcess(settings, learn_once)
             stack.callback(learner.stop)
-        policy = Policy(load_newest(store.connection))
-        service = Service(settings, store, telemetry, policy, learner, access, seed)
-        if aside is not None:
-            service.task_problems["store"] = f"the database was corrupt at the start and is now {aside}"
+        service = Service(settings, store, telemetry, Policy(state), learner, access, seed)
+        if problem is not None:
+            service.task_problems["store"] = problem
         run(service, create_app, listener)
 
 
@@ -98,6 +114,8 @@ def run(service: Service, create_app: Callable[..., Any], listener: socket.socke
     """Serve until a signal arrives."""
     import uvicorn
 
+    from clustergym.kubernetes.pages import GuardedServer
+
     settings = service.settings
 
     @contextlib.asynccontextmanager
@@ -108,7 +126,6 @@ def run(service: Service, create_app: Callable[..., Any], listener: socket.socke
                 ("policy", 0.25, lambda: follow_policy(service)),
                 ("credentials", 0.25, lambda: refresh_credentials(service)),
                 ("maintenance", 1.0, lambda: run_maintenance(service)),
-                ("connections", settings.read_timeout_s, stalled),
             )
         ]
         yield
@@ -120,15 +137,14 @@ def run(service: Service, create_app: Callable[..., Any], listener: socket.socke
         create_app(service, lifespan), http="h11", ws="none", backlog=128, access_log=False, log_config=None,
         limit_concurrency=settings.max_connections, timeout_graceful_shutdown=10, timeout_keep_alive=75,
         server_header=False, proxy_headers=False, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
-        ssl_ca_certs=None if settings.client_ca is None else str(settings.client_ca),
-        ssl_cert_reqs=ssl.CERT_NONE if settings.client_ca is None else ssl.CERT_REQUIRED,
     )  # fmt: skip
     config.load()
     if config.ssl is not None and settings.tls_cert is not None and settings.tls_key is not None:
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-        service.certificate = CertificateReloader(config.ssl, settings.tls_cert, settings.tls_key, settings.client_ca)
-    server = uvicorn.Server(config)
-    stalled = StalledConnections(server)
+        service.certificate = CertificateReloader(config.ssl, settings.tls_cert, settings.tls_key)
+    # uvicorn reports every malformed request: no flood of these.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    server = GuardedServer(config, settings.read_timeout_s)
     log.info("listening on %s, port %s", settings.host, listener.getsockname()[1])
     # After its shutdown, uvicorn raises the signal again: what follows the server must run.
     with contextlib.suppress(KeyboardInterrupt), terminated_like_interrupted():
@@ -145,20 +161,6 @@ def terminated_like_interrupted() -> Any:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-class StalledConnections:
-    """Closes connections that have not sent a complete head of a request between two calls: uvicorn waits for ever."""
-
-    def __init__(self, server: uvicorn.Server) -> None:
-        self.server = server
-        self._seen: set[Any] = set()
-
-    def __call__(self) -> None:
-        stalled = {one for one in self.server.server_state.connections if getattr(one, "cycle", None) is None}
-        for connection in stalled & self._seen:
-            connection.transport.abort()
-        self._seen = stalled
 
 
 async def repeat(service: Service, name: str, interval_s: float, task: Callable[[], None]) -> None:

@@ -99,6 +99,8 @@ class Service:
     def allocate(self, request: AllocateRequest) -> AllocateResponse:
         """Decide what a pod gets. The decision is stored before it is answered."""
         found = None if request.request_id is None else self.store.find_request(request.request_id)
+        if found is not None and (found.owner, found.requested) != (request.owner, (request.cores, request.memory)):
+            raise Refused(409, "request_id was used for another request")
         a = found or self.store.add(*self.decide(request), request.request_id)
         if found is None:
             self.metrics.allocations.labels(a.decided_by).inc()

@@ -17,7 +17,7 @@ class ServerSettings:
     port: int = 8080
     """Port to listen on."""
     host: str = "127.0.0.1"
-    """Address to listen on. Any address other than loopback requires --token-file or --client-ca."""
+    """Address to listen on. Any address other than loopback requires --token-file."""
     store: Path = Path("runs/ppo_gpu_alloc_online")
     """Folder for the database. An existing store is resumed."""
     token_file: Path | None = None
@@ -27,14 +27,10 @@ class ServerSettings:
     """File with the bearer tokens of the admission webhook, which may only ask for allocations."""
     collector_token_file: Path | None = None
     """File with the bearer tokens of the collectors, which may only send feedback."""
-    token_overlap_s: float = 300.0
-    """Seconds for which a token is still accepted after it was removed from the file."""
     tls_cert: Path | None = None
     """Serve HTTPS with this certificate (PEM). It is loaded again when it changes."""
     tls_key: Path | None = None
     """Private key of the certificate."""
-    client_ca: Path | None = None
-    """Require client certificates signed by this authority (mutual TLS)."""
     max_body_bytes: int = 16_384
     """Maximum size of a request body."""
     max_connections: int = 512
@@ -68,10 +64,16 @@ class ServerSettings:
     """Feedback is expired if it arrives more than this many seconds after the allocation."""
     min_run_s: float = 0.0
     """Final feedback that arrives earlier than this after the allocation is ignored: the pod cannot have run."""
+    telemetry: bool = True
+    """Read the GPU load from NVML. A recommender has no GPU."""
     telemetry_s: float = 0.5
     """Seconds between two samples of the GPU load. 0: sample at each request."""
     gpus: tuple[int, ...] = ()
     """Indices of the shared GPUs. Default: all GPUs of the node."""
+    history_from: str | None = None
+    """URL of a Prometheus with what pods used before: owners of whom nothing is known begin with it."""
+    history_days: int = 7
+    """Days that are read at the start."""
     keep_allocations: int = 1_000_000
     """Older allocations than so many are deleted from the store."""
 
@@ -95,13 +97,13 @@ class ServerSettings:
     def check(self) -> None:
         """Raise ValueError for settings that cannot work or are not safe."""
         loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        if not loopback and self.token_file is None and self.client_ca is None:
+        if not loopback and self.token_file is None:
             raise ValueError(
-                f"--host {self.host} without --token-file or --client-ca would let anybody on the network train the "
-                "agent: add one of them, or listen on 127.0.0.1"
+                f"--host {self.host} without --token-file would let anybody on the network train the agent: add it, or "
+                "listen on 127.0.0.1"
             )
-        if (self.tls_cert is None) != (self.tls_key is None) or (self.client_ca and not self.tls_cert):
-            raise ValueError("--tls-cert and --tls-key must be given together, and --client-ca requires both")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key must be given together")
         if self.token_file is None and (self.webhook_token_file or self.collector_token_file):
             raise ValueError("--webhook-token-file and --collector-token-file need --token-file, that of the operator")
         if not 0 <= self.port <= 65535:

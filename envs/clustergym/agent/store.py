@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from clustergym.agent.owners import OwnerState
+from clustergym.agent.owners import STRICT, OwnerState
 from clustergym.agent.rails import Amounts
 from clustergym.agent.trial import Trial
-from clustergym.kubernetes.messages import DecidedBy, is_allocation_id
+from clustergym.kubernetes.messages import DecidedBy, FeedbackStatus, is_allocation_id
 
 log = logging.getLogger(__name__)
 
@@ -74,33 +75,29 @@ class Allocation:
     why: str
     sampled_s: float = 0.0
     """Up to when the running time of the pod has been counted."""
-    status: str | None = None
+    status: FeedbackStatus | None = None
     """Status of the last report about the whole life of the pod."""
     qos_met: bool = False
     oom: bool = False
+
+    __pydantic_config__ = STRICT
 
     @property
     def id(self) -> str:
         return f"{self.seq:x}-{self.token}"
 
 
-COLUMNS = "a.seq, a.token, a.created_s, a.owner, a.version, a.learnable, a.sampled_s, a.status, a.decision, f.outcome"
-IN_COLUMNS = {
-    "seq", "token", "created_s", "owner", "version", "learnable", "sampled_s", "status", "qos_met", "oom"
-}  # fmt: skip
-AMOUNTS = ("requested", "granted", "recommended", "vpa", "rule", "policy", "sampled")
+NAMES = ("seq", "token", "created_s", "owner", "version", "learnable", "sampled_s", "status")
+"""Fields of an allocation that are columns. Those of the outcome are in the feedback, all others in ``decision``."""
+COLUMNS = ", ".join(f"a.{name}" for name in NAMES) + ", a.decision, f.outcome"
 
 
 def read_allocation(row: tuple[Any, ...]) -> Allocation:
-    """The allocation in a row of ``COLUMNS``."""
-    *columns, sampled_s, status, decision, outcome = row
-    content = json.loads(decision)
-    content |= {name: Amounts(*content[name]) for name in AMOUNTS}
-    after = {name: json.loads(outcome)[name] for name in ("qos_met", "oom")} if outcome else {}
-    names = ("seq", "token", "created_s", "owner", "version", "learnable")
-    return Allocation(
-        **dict(zip(names, columns, strict=True)), **content, sampled_s=sampled_s, status=status, **after
-    )  # fmt: skip
+    """The allocation in a row of ``COLUMNS``. Raises ValueError if the row is damaged."""
+    *columns, decision, outcome = row
+    after = None if outcome is None else OUTCOME.validate_json(outcome)
+    content = json.loads(decision) | dict(zip(NAMES, columns, strict=True))
+    return ALLOCATION.validate_python(content | ({} if after is None else {"qos_met": after.qos_met, "oom": after.oom}))
 
 
 class Experience(NamedTuple):
@@ -133,6 +130,12 @@ class Outcome:
     regret: float
     """Reward of the best allocation in hindsight minus ``recommended_reward``."""
 
+    __pydantic_config__ = STRICT
+
+
+ALLOCATION, OUTCOME, TRIALS = TypeAdapter(Allocation), TypeAdapter(Outcome), TypeAdapter(dict[str, Trial])
+Read = TypeVar("Read")
+
 
 class StoreUnavailable(Exception):
     """A transaction failed and had no effect."""
@@ -163,8 +166,9 @@ def create(folder: Path) -> None:
     with contextlib.closing(connect(folder)) as connection:
         (used,) = connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()
         if used:
-            (schema,) = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-            if int(schema) != STORE_SCHEMA:
+            found = connection.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+            schema = "none" if found is None else found[0]
+            if schema != str(STORE_SCHEMA):
                 raise ValueError(
                     f"{path} has schema {schema}; this agent reads schema {STORE_SCHEMA}: use another --store, or "
                     "rename the file"
@@ -226,28 +230,35 @@ class Store:
         self.folder = folder
         self.failure: str | None = None
         """Why the last access failed; None after a transaction that succeeded."""
-        self.unreadable_owners = 0
-        """Reads of owners whose stored state could not be read. They begin again."""
+        self.unreadable = 0
+        """Reads of damaged rows. A damaged allocation is left out; an owner or a trial begins again."""
         create(folder)
         self._open()
 
     def _open(self) -> None:
         self.connection = connect(self.folder)
-        self._identity = self._file_identity()
+        self.connection.execute("SELECT count(*) FROM meta")  # SQLite opens the log now
+        self._identities = self._file_identities()
 
-    def _file_identity(self) -> tuple[int, int] | None:
-        try:
-            status = os.stat(self.folder / DATABASE_NAME)
-        except OSError:
-            return None
-        return status.st_dev, status.st_ino
+    def _file_identities(self) -> list[tuple[int, int] | None]:
+        """Those of the database and of its log."""
+        found: list[tuple[int, int] | None] = []
+        for suffix in ("", "-wal"):
+            try:
+                status = os.stat(f"{self.folder / DATABASE_NAME}{suffix}")
+                found.append((status.st_dev, status.st_ino))
+            except OSError:
+                found.append(None)
+        return found
 
     @property
     def lost(self) -> str | None:
-        """Set if the file of the database is not the one that is open."""
-        if self._file_identity() == self._identity:
+        """Set if the files of the database are not those that are open."""
+        found = self._file_identities()
+        if found == self._identities:
             return None
-        return f"{self.folder / DATABASE_NAME} was deleted or replaced: put it back, or restart the agent"
+        name = DATABASE_NAME if found[0] != self._identities[0] else f"{DATABASE_NAME}-wal"
+        return f"{self.folder / name} was deleted or replaced: put it back, or restart the agent"
 
     @property
     def problem(self) -> str | None:
@@ -259,7 +270,11 @@ class Store:
         if self.problem is None:
             return
         try:
-            if self.lost is not None and self._file_identity() is not None:
+            found = self._file_identities()
+            if self.lost is not None and found[0] is not None:
+                if found == [self._identities[0], None]:
+                    # Only the log was deleted: what it holds is still open here, and goes into the database.
+                    self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
                 # Closing the old connection would delete the log of the new file, which has the same name.
                 self._abandoned = self.connection
                 create(self.folder)
@@ -283,10 +298,25 @@ class Store:
             with writing(self.connection) as execute:
                 yield execute
         except sqlite3.Error as error:
-            self.failure = f"the store cannot be written: {error}"
-            log.error("%s", self.failure)
-            raise StoreUnavailable(self.failure) from error
+            raise StoreUnavailable(self.fail(f"the store cannot be written: {error}")) from error
         self.failure = None
+
+    def fail(self, problem: str) -> str:
+        """Remember and log why the store cannot be used: once, not for each request."""
+        if problem != self.failure:
+            log.error("%s", problem)
+        self.failure = problem
+        return problem
+
+    def _read(self, read: Callable[..., Read], *content: Any) -> Read | None:
+        """What ``read`` makes of content of a row; None if it is damaged."""
+        try:
+            return read(*content)
+        except (RecursionError, TypeError, ValueError) as error:
+            self.unreadable += 1
+            problem = str(error).splitlines()[0]
+            log.error("a row of the store is damaged (%s): %.200s", problem, content)
+            return None
 
     def close(self) -> None:
         self.connection.close()
@@ -296,7 +326,7 @@ class Store:
     def add(self, allocation: Allocation, experience: Experience, request_id: str | None) -> Allocation:
         """Store an allocation and number it."""
         a, e = allocation, experience
-        decision = {name: value for name, value in asdict(a).items() if name not in IN_COLUMNS}
+        decision = {name: value for name, value in asdict(a).items() if name not in (*NAMES, "qos_met", "oom")}
         arrays = (np.asarray(array, np.float32).tobytes() for array in (e.obs, e.action))
         values = (
             a.token, request_id, a.created_s, a.owner, a.version, a.learnable, json.dumps(decision, allow_nan=False),
@@ -316,7 +346,8 @@ class Store:
         rows = self.connection.execute(
             f"SELECT {COLUMNS} FROM allocations a LEFT JOIN feedback f ON f.allocation = a.seq WHERE {where}", values
         )
-        return [read_allocation(row) for row in rows]
+        found = [self._read(read_allocation, row) for row in rows.fetchall()]
+        return [one for one in found if one is not None]
 
     def find(self, allocation_id: str) -> Allocation | None:
         """The allocation with this id. The second half of an id is random, so ids cannot be guessed."""
@@ -370,54 +401,42 @@ class Store:
                 ),
             )  # fmt: skip
             execute("UPDATE allocations SET status = ?, sampled_s = ? WHERE seq = ?", (status, now_s, a.seq))
-            self._save_owner(execute, a.owner, now_s, owner)
-            content = json.dumps({name: asdict(trial) for name, trial in trials.items()}, allow_nan=False)
-            execute("INSERT OR REPLACE INTO meta VALUES ('trials', ?)", (content,))
+            self.save_owner(execute, a.owner, now_s, owner)
+            execute("INSERT OR REPLACE INTO meta VALUES ('trials', ?)", (TRIALS.dump_json(trials).decode(),))
 
     def add_sample(self, allocation: Allocation, now_s: float, owner: OwnerState) -> None:
         """Store what a running pod has added to its owner."""
         with self.transaction() as execute:
             execute("UPDATE allocations SET sampled_s = ? WHERE seq = ?", (now_s, allocation.seq))
-            self._save_owner(execute, allocation.owner, now_s, owner)
+            self.save_owner(execute, allocation.owner, now_s, owner)
 
-    def _save_owner(self, execute: Callable[..., Any], owner: str, now_s: float, state: OwnerState) -> None:
+    def save_owner(self, execute: Callable[..., Any], owner: str, now_s: float, state: OwnerState) -> None:
         execute("INSERT OR REPLACE INTO owners VALUES (?, ?, ?)", (owner, now_s, state.to_json()))
 
     def owner(self, owner: str) -> OwnerState:
         """State of an owner. Changes have no effect until they are stored."""
         row = self.connection.execute("SELECT state FROM owners WHERE owner = ?", (owner,)).fetchone()
-        return OwnerState() if row is None else self._read_owner(owner, row[0])
-
-    def _read_owner(self, owner: str, text: str) -> OwnerState:
-        try:
-            return OwnerState.from_json(text)
-        except ValueError as error:
-            self.unreadable_owners += 1
-            log.error("the state of %r cannot be read, so the owner begins again: %s", owner, error)
-            return OwnerState()
+        return OwnerState() if row is None else self._read(OwnerState.from_json, row[0]) or OwnerState()
 
     def owners(self, n: int) -> list[tuple[str, OwnerState]]:
         """The n owners whose pods were reported last, the newest first."""
         rows = self.connection.execute("SELECT owner, state FROM owners ORDER BY changed_s DESC LIMIT ?", (n,))
-        return [(owner, self._read_owner(owner, text)) for owner, text in rows.fetchall()]
+        return [(owner, self._read(OwnerState.from_json, text) or OwnerState()) for owner, text in rows.fetchall()]
 
     def trials(self, classes: tuple[str, ...]) -> dict[str, Trial]:
         """Who decides about each class of pods. What cannot be read begins again: the rule decides."""
         row = self.connection.execute("SELECT value FROM meta WHERE key = 'trials'").fetchone()
-        try:
-            return {name: Trial(**json.loads(row[0])[name]) for name in classes}
-        except (KeyError, TypeError, ValueError) as error:
-            if row is not None:
-                log.error("the trials cannot be read, so the rule decides: %s", error)
-            return {name: Trial() for name in classes}
+        found = {} if row is None else self._read(TRIALS.validate_json, row[0]) or {}
+        return {name: found.get(name, Trial()) for name in classes}
 
-    def newest(self, n: int) -> list[tuple[Allocation, dict[str, Any]]]:
+    def newest(self, n: int) -> list[tuple[Allocation, Outcome]]:
         """The newest n allocations with feedback, and what came of them, the oldest first."""
         rows = self.connection.execute(
             f"SELECT {COLUMNS} FROM feedback f JOIN allocations a ON a.seq = f.allocation ORDER BY f.seq DESC LIMIT ?",
             (n,),
         ).fetchall()
-        return [(read_allocation(row), json.loads(row[-1])) for row in reversed(rows)]
+        found = [(self._read(read_allocation, row), self._read(OUTCOME.validate_json, row[-1])) for row in rows]
+        return [(a, outcome) for a, outcome in reversed(found) if a is not None and outcome is not None]
 
     def open_allocations(self, n: int) -> list[Allocation]:
         """The newest n allocations without feedback: pods that may run."""

@@ -34,15 +34,15 @@ class Telemetry:
 
     RETRY_S = 30.0
 
-    def __init__(self, indices: Sequence[int], interval_s: float) -> None:
-        self.indices, self.interval_s = tuple(indices), interval_s
+    def __init__(self, indices: Sequence[int], interval_s: float, enabled: bool = True) -> None:
+        self.indices, self.interval_s, self.enabled = tuple(indices), interval_s, enabled
         self.problem: str | None = None
         self.loads: dict[int, GpuLoad] = self._idle()
         self._handles: dict[int, Any] = {}
         self._retry_at = 0.0
         self.sample()
         self._stop = threading.Event()
-        if interval_s > 0:
+        if enabled and interval_s > 0:
             threading.Thread(target=self._run, name="telemetry", daemon=True).start()
 
     def _idle(self) -> dict[int, GpuLoad]:
@@ -57,7 +57,7 @@ class Telemetry:
 
     def sample(self) -> None:
         """Read the loads now. After a failure, NVML is not called again for ``RETRY_S`` seconds."""
-        if not self._handles and time.monotonic() < self._retry_at:
+        if not self.enabled or (not self._handles and time.monotonic() < self._retry_at):
             return
         loads, problems = {}, []
         try:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
+
+from clustergym.agent.owners import STRICT, NotNegative
 
 BETS = (0.02, 0.08, 0.3)
 """The capital is split between these bets. Each must be less than 1 / LARGEST."""
@@ -27,11 +32,15 @@ class Trial:
     """
 
     policy_decides: bool = False
-    pods: int = 0
+    pods: Annotated[int, Field(ge=0)] = 0
     """Pods of the current trial."""
     mean: float = 0.0
     """Mean reward of the policy minus that of the rule in the current trial."""
-    capital: list[float] = field(default_factory=lambda: [1.0] * len(BETS))
+    capital: Annotated[list[NotNegative], Field(min_length=len(BETS), max_length=len(BETS))] = field(
+        default_factory=lambda: [1.0] * len(BETS)
+    )
+
+    __pydantic_config__ = STRICT
 
     def add(self, difference: float) -> bool:
         """Add the reward of the policy minus that of the rule for one pod. True if the other arm decides from now."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from clustergym.agent.policy import Policy
 from clustergym.agent.store import DATABASE_NAME, connect, writing
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def load_version(connection: sqlite3.Connection, version: int) -> State:
         state: State = torch.load(io.BytesIO(row[0]), map_location="cpu", weights_only=True)
         if state["version"] != version:
             raise ValueError(f"it says that it is version {state['version']}")
+        Policy(state)
     except Exception as error:  # a broken file can raise almost anything in torch
         raise ValueError(f"version {version} cannot be read: {error}") from error
     return state

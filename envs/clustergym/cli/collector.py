@@ -34,6 +34,8 @@ class Command:
     """Metrics of the GPUs of this node: those of a DCGM exporter (http://…:9400/metrics) or of HAMi (port 31992)."""
     nvml: bool = False
     """Read the usage from NVML. Needs the process namespace of the host (hostPID) to find the pod of a process."""
+    simulate: bool = False
+    """Invent the usage, for a demo on nodes without GPUs."""
     proc: Path = Path("/proc")
     """Where the processes of the host are."""
     prometheus_url: str | None = None
@@ -67,7 +69,7 @@ def run(args: Command, console: Console, line: str) -> None:
     from clustergym.agent.collector.collect import Collector
     from clustergym.agent.collector.quality import Prometheus, read_queries
     from clustergym.agent.collector.server import serve
-    from clustergym.agent.collector.usage import MetricsPage, Nvml, UsageSource
+    from clustergym.agent.collector.usage import MetricsPage, Nvml, Simulated, UsageSource
     from clustergym.common.logs import configure_logging
     from clustergym.kubernetes.clients import ApiServer, Client, is_name
 
@@ -75,8 +77,8 @@ def run(args: Command, console: Console, line: str) -> None:
     urls = {name: url.rstrip("/") for name, url in agents.items() if url is not None}
     if not urls:
         raise ValueError("no agent to report to: give --agent-url, --recommender-url or both")
-    if (args.metrics_url is None) != args.nvml:
-        raise ValueError("no source of the usage, or two: give either --metrics-url or --nvml")
+    if (args.metrics_url is not None) + args.nvml + args.simulate != 1:
+        raise ValueError("no source of the usage, or two: give one of --metrics-url, --nvml and --simulate")
     for name in ("agent_token_file", "prometheus_token_file"):
         path = getattr(args, name)
         if path is not None and not path.is_file():
@@ -91,7 +93,7 @@ def run(args: Command, console: Console, line: str) -> None:
     if args.metrics_url is not None:
         source = MetricsPage(Client(), args.metrics_url)
     else:
-        source = Nvml(args.proc)
+        source = Simulated() if args.simulate else Nvml(args.proc)
     prometheus = None
     if args.prometheus_url is not None and args.qos_queries is not None:
         client = Client(args.prometheus_token_file, args.prometheus_ca, timeout_s=6.0)

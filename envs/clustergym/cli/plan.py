@@ -55,7 +55,9 @@ from clustergym.plans.planning import (
     serve_both_phases,
 )
 from clustergym.plans.report.html import write_report
+from clustergym.plans.report.slot_curve import slot_table
 from clustergym.plans.report.tables import gain_sentence, plan_table, profiles_table
+from clustergym.plans.slots import SlotCurve, slot_curve
 from clustergym.plans.transition import Limit
 from clustergym.traces import LoadTrace, TokenTrace, load_any_trace
 
@@ -76,10 +78,15 @@ class Command:
     Example: clustergym plan trace.npz --cluster h800-4x4 --engine sglang --phase decode -o plan.json
     """
 
-    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
-    """A token trace (.npz, .npy or bundled name), or a load trace, which has only counts."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """Plan file to write: .json or .pt for sglang, .yaml for tensorrt-llm, .json for vllm-ascend and vllm."""
+    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")] = ""
+    """A token trace (.npz, .npy or bundled name), or a load trace, which has only counts."""
+    loads: str | None = None
+    """A load trace of much traffic, for a TRACE (or --tokens) of few tokens: the plan is made for tokens like these,
+    with these loads."""
+    tokens: str | None = None
+    """The same as TRACE."""
     engine: str = "sglang"
     """Engine to write the plan for: sglang, tensorrt-llm, vllm-ascend or vllm."""
     profile: str | None = None
@@ -99,8 +106,15 @@ class Command:
     """Model preset; by default the model that the trace names."""
     cluster: str | None = None
     """Cluster preset GPU-NODESxGPUS, or a YAML file; by default that of the live plan (--from), else h800-4x4."""
-    slots: int | None = None
-    """Experts per layer that a GPU can hold; by default about a quarter more than needed."""
+    slots: int | Literal["auto"] | None = None
+    """Experts per layer that a GPU can hold; by default about a quarter more than needed. auto: as many spare ones as
+    are worth their memory, from a curve of time per layer against KV cache."""
+    gpu_memory: float | None = None
+    """For --slots auto: GB per GPU for experts and KV cache; by default 80 % of the GPU's memory."""
+    context: int = 8192
+    """For --slots auto: tokens of a request at its end, prompt included."""
+    requests: int | None = None
+    """For --slots auto: requests that a GPU runs at once if memory allows; by default the tokens of a decode pass."""
     share: float = 0.75
     """Share of the trace to plan on: sequences drawn at random, or the first steps of counts. The rest is held out."""
     seconds: float = 30.0
@@ -184,8 +198,6 @@ def check_arguments(args: Command, name: str) -> None:
         raise ValueError("--max-moves and --migration-budget need the live plan: give --from PLAN")
     if args.without_ranks is not None and (args.live is None or args.survive or args.report or args.json):
         raise ValueError("--without-ranks needs the live plan (--from PLAN), and no --survive, --report or --json")
-    if args.seed < 0:
-        raise ValueError(f"--seed is {args.seed}: expected 0 or more")
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"--seconds is {args.seconds}: expected more than 0")
     if args.tokens_per_rank is not None and not 1 <= args.tokens_per_rank <= MOST_TOKENS_PER_RANK:
@@ -197,7 +209,9 @@ def check_arguments(args: Command, name: str) -> None:
     prepare_files(args.output, args.report, args.json)
 
 
-def results(plan: Plan, chosen: EnginePlan, change: PlanChange | None, args: Command, line: str) -> dict[str, Any]:
+def results(
+    plan: Plan, chosen: EnginePlan, change: PlanChange | None, args: Command, line: str, curve: SlotCurve | None = None
+) -> dict[str, Any]:
     def versus(planner: str, profile: str | None = None) -> dict[str, dict[str, float]]:
         found = {other: plan.versus(other, planner, profile) for other in (plan.reference, "eplb")}
         return {other: {"mean": mean, "ci95": half} for other, (mean, half) in found.items()}
@@ -212,6 +226,7 @@ def results(plan: Plan, chosen: EnginePlan, change: PlanChange | None, args: Com
         "model": plan.model.name,
         "cluster": plan.simulator.cluster.name,
         "slots_per_gpu": plan.simulator.n_slots,
+        "slot_curve": None if curve is None else asdict(curve),
         "trace": plan.trace,
         "planned_on": plan.planned_on,
         "held_out": plan.held_out,
@@ -362,7 +377,43 @@ def serving(
     return Simulator(model, cluster, profile), Traffic(profile.phase, args.tokens_per_rank), []
 
 
+def choose_slots(
+    args: Command, trace: TokenTrace | LoadTrace, model: ModelSpec, cluster: ClusterSpec, console: Console
+) -> SlotCurve:
+    """Plan for several numbers of slots on a part of the traffic to plan on: the rest measures the plan only."""
+    part = trace.split(args.share, seed=args.seed)[0] if isinstance(trace, TokenTrace) else trace.split(args.share)[0]
+    sizes = Sizes(args.share, args.plan_passes, args.observe_tokens, args.passes, seed=args.seed)
+    simulator, traffic, other_phases = serving(args, trace, model, cluster)
+    name = args.planner or default_planner(simulator.profile, trace)
+    check_arguments(args, name)
+    decode = [phase.tokens // cluster.n_gpus for phase in other_phases if phase.simulator.profile.phase == "decode"]
+    if simulator.profile.phase == "decode":
+        decode = [traffic.sizes[1]]
+    wanted = args.requests or (decode[0] if decode else 1)
+
+    with progress_bar(console) as shown, ctrl_c_requests_stop(lambda: shown.begin("stopping", None)) as stop:
+
+        def plan_with(cluster: ClusterSpec) -> Plan:
+            simulator, traffic, phases = serving(args, trace, model, cluster)
+            return make_plan(
+                part, simulator, name, traffic=traffic, other_phases=phases, sizes=sizes, iterations=args.iterations,
+                seconds=args.seconds / 4, force=True, stop=stop, compare_profiles=False,
+                progress=lambda step, seconds: shown.begin(f"{cluster.slots_per_gpu} slots: {step}", seconds),
+            )  # fmt: skip
+
+        curve = slot_curve(
+            plan_with, model, cluster, len(trace.layer_ids), wanted=wanted, context=args.context,
+            memory_gb=args.gpu_memory,
+        )  # fmt: skip
+    console.print(slot_table(curve))
+    console.print(curve.describe(), highlight=False, soft_wrap=True)
+    return curve
+
+
 def run(args: Command, console: Console, line: str) -> None:
+    if bool(args.trace) == bool(args.tokens):
+        raise ValueError("give one trace: TRACE, or --tokens TRACE")
+    args = replace(args, trace=args.trace or args.tokens or "")
     if args.phase != "both":
         run_phase(args, console, line)
         return
@@ -376,16 +427,24 @@ def run(args: Command, console: Console, line: str) -> None:
 
 def run_phase(args: Command, console: Console, line: str) -> None:
     trace = load_any_trace(args.trace)
+    counts = None if args.loads is None else LoadTrace.load(args.loads)
+    if counts is not None and not isinstance(trace, TokenTrace):
+        raise ValueError(f"--loads needs tokens, but {args.trace} has counts only")
     model = model_of(trace, args.model)
     check_layers(trace.layer_ids, model)
-    slots = args.slots
-    if slots is not None and slots > model.n_experts:
+    slots, curve = args.slots, None
+    if isinstance(slots, int) and slots > model.n_experts:
         raise ValueError(
             f"--slots is {slots}, but {model.name} has {model.n_experts} experts: one copy per GPU is enough"
         )
     meta = None if args.live is None or args.cluster is not None else read_meta(args.live)
     known = args.cluster or (meta.cluster if meta else DEFAULT_CLUSTER)
-    cluster = get_cluster(known, **({} if slots is None else {"slots_per_gpu": slots}))
+    cluster = get_cluster(known, **({"slots_per_gpu": slots} if isinstance(slots, int) else {}))
+    if slots == "auto":
+        if args.live is not None:
+            raise ValueError("--slots auto chooses the number of slots, but a live plan (--from) has its own")
+        curve = choose_slots(args, trace, model, cluster, console)
+        cluster, slots = replace(cluster, slots_per_gpu=curve.chosen.slots), curve.chosen.slots
     live = None if args.live is None else live_plan(args.live, model, cluster, trace.layer_ids)
     if live is not None and slots is None:
         cluster = get_cluster(known, slots_per_gpu=live.n_slots)
@@ -406,10 +465,9 @@ def run_phase(args: Command, console: Console, line: str) -> None:
     limit = Limit(args.max_moves, args.migration_budget) if limited else None
     with progress_bar(console) as shown, ctrl_c_requests_stop(lambda: shown.begin("stopping", None)) as stop:
         plan = make_plan(
-            trace, simulator, planner, traffic=traffic, other_phases=other_phases, sizes=sizes,
-            seconds=args.seconds, iterations=args.iterations, force=args.force,
-            survive="rank" if args.survive == "1" else args.survive, live=None if live is None else live.placement,
-            limit=limit, progress=shown.begin, stop=stop,
+            trace, simulator, planner, traffic=traffic, other_phases=other_phases, sizes=sizes, seconds=args.seconds,
+            iterations=args.iterations, force=args.force, survive="rank" if args.survive == "1" else args.survive,
+            live=None if live is None else live.placement, limit=limit, loads=counts, progress=shown.begin, stop=stop,
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
     write_plan(args.output, chosen, args.engine)
@@ -428,9 +486,12 @@ def run_phase(args: Command, console: Console, line: str) -> None:
     console.print(escape(f"load it with: {start.command}"), highlight=False, soft_wrap=True)
     for warning in start.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
-    if args.report is not None:
-        write_report(args.report, plan, args.engine, start.command, line, change)
-        console.print(escape(f"report: {args.report}"))
-    if args.json is not None:
-        write_atomically(args.json, json.dumps(results(plan, chosen, change, args, line), indent=2) + "\n")
-        console.print(escape(f"results: {args.json}"))
+    try:
+        if args.report is not None:
+            write_report(args.report, plan, args.engine, start.command, line, change, slots=curve)
+            console.print(escape(f"report: {args.report}"))
+        if args.json is not None:
+            write_atomically(args.json, json.dumps(results(plan, chosen, change, args, line, curve), indent=2) + "\n")
+            console.print(escape(f"results: {args.json}"))
+    except (OSError, MemoryError) as error:
+        raise ValueError(f"{args.output} is written and complete, but not its report: {error}") from error

@@ -30,7 +30,7 @@ class Command:
     engine: str | None = None
     """sglang, tensorrt-llm, vllm-ascend or vllm; by default detected from the file."""
     profile: str | None = None
-    """The profile that the engine will serve with; by default what the file beside the plan says, else its usual
+    """The profile that the engine will serve with; by default what the file beside the plan says, else its first
     one."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -44,19 +45,19 @@ class Client:
     """Requests with a size limit and, if given, a timeout and a bearer token. Nothing is decompressed."""
 
     def __init__(
-        self, token_file: Path | None = None, ca_file: Path | None = None, certificate: Path | None = None,
-        key: Path | None = None, timeout_s: float = 5.0, max_bytes: int = MAX_RESPONSE_BYTES,
+        self, token_file: Path | None = None, ca_file: Path | None = None, timeout_s: float = 5.0,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:  # fmt: skip
         self.token_file, self.max_bytes = token_file, max_bytes
-        context = tls_context(ca_file, certificate, key)
+        context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         self._client = httpx.AsyncClient(verify=context, trust_env=False, timeout=timeout_s)
 
     async def send(self, method: str, url: str, what: str, **options: Any) -> tuple[int, bytes]:
         """Status and body of the response. Raises :class:`Unavailable`."""
-        headers = {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity"} | options.pop("headers", {})
         if self.token_file is not None:
             # Read for each request: Kubernetes rotates tokens in place.
-            headers["Authorization"] = f"Bearer {self.token_file.read_text().strip()}"
+            headers["Authorization"] = f"Bearer {self._token()}"
         try:
             async with self._client.stream(method, url, headers=headers, **options) as response:
                 body = bytearray()
@@ -67,6 +68,13 @@ class Client:
                 return response.status_code, bytes(body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unavailable(f"{what} cannot be reached ({type(error).__name__})") from error
+
+    def _token(self) -> str:
+        assert self.token_file is not None
+        try:
+            return self.token_file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise Unavailable(f"token file {self.token_file} cannot be read ({type(error).__name__})") from None
 
     async def content(self, method: str, url: str, what: str, **options: Any) -> bytes:
         """The body of a response with status 200. Raises :class:`Unavailable`."""
@@ -86,15 +94,8 @@ class Client:
         await self._client.aclose()
 
 
-def tls_context(ca_file: Path | None, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
-    if certificate is not None:
-        context.load_cert_chain(str(certificate), None if key is None else str(key))
-    return context
-
-
 class ApiServer:
-    """Reads nodes for the webhook, pods and namespaces for the collector."""
+    """Reads nodes for the webhook, pods and namespaces for the collector, and keeps what the webhook makes itself."""
 
     def __init__(self, url: str, token_file: Path | None, ca_file: Path | None) -> None:
         self.url, self.client = url.rstrip("/"), Client(token_file, ca_file)
@@ -111,35 +112,45 @@ class ApiServer:
             ca_file = ca_file or SERVICE_ACCOUNT / "ca.crt"
         return cls(url, token_file, ca_file)
 
-    async def _get(self, path: str, what: str) -> dict[str, Any]:
+    async def get(self, path: str, what: str) -> dict[str, Any]:
         what = f"the API server ({what})"
         found = await self.client.json("GET", self.url + path, what)
         if not isinstance(found, dict):
             raise Unavailable(f"{what} did not send an object")
         return found
 
+    async def write(self, method: str, path: str, body: Any, content_type: str, what: str) -> bool:
+        """Write an object. False if it was changed by others meanwhile."""
+        options = {"content": json.dumps(body), "headers": {"Content-Type": content_type}}
+        status, answer = await self.client.send(method, self.url + path, f"the API server ({what})", **options)
+        if status not in (200, 409, 422):
+            raise Unavailable(f"the API server ({what}) answered {status}: {answer[:200].decode(errors='replace')}")
+        return status == 200
+
     async def pods_on(self, node: str) -> list[dict[str, Any]]:
         """The pods of a node that opted in, from the cache of the API server."""
         node = checked_name(node, "the node's name")
         query = f"fieldSelector=spec.nodeName%3D{node}&labelSelector={quote(f'{names.LABEL}=true')}&resourceVersion=0"
-        found = await self._get(f"/api/v1/pods?{query}", f"pods of node {node}")
+        found = await self.get(f"/api/v1/pods?{query}", f"pods of node {node}")
         return [one for one in found.get("items") or [] if isinstance(one, dict)]
 
     async def namespaces(self) -> set[str]:
         """Names of the namespaces that opted in, from the cache of the API server."""
-        found = await self._get(f"/api/v1/namespaces?labelSelector={quote(names.MODE)}&resourceVersion=0", "namespaces")
+        found = await self.get(f"/api/v1/namespaces?labelSelector={quote(names.MODE)}&resourceVersion=0", "namespaces")
         every = {str((one.get("metadata") or {}).get("name")) for one in found.get("items") or []}
         return every - names.PROTECTED_NAMESPACES
 
     async def node_address(self, node: str) -> str:
         """Internal address of the node. The agent listens there, because it uses the host network."""
         node = checked_name(node, "the node's name")
-        found = await self._get(f"/api/v1/nodes/{node}", f"node {node}")
+        found = await self.get(f"/api/v1/nodes/{node}", f"node {node}")
         addresses = {a.get("type"): a.get("address") for a in (found.get("status") or {}).get("addresses") or []}
         address = addresses.get("InternalIP")
-        if not address:
-            raise Unavailable(f"node {node} has no InternalIP")
-        return f"[{address}]" if ":" in address else str(address)
+        try:
+            parsed = ipaddress.ip_address(str(address))
+        except ValueError:
+            raise Unavailable(f"node {node} has no InternalIP") from None
+        return f"[{parsed}]" if parsed.version == 6 else str(parsed)
 
     async def close(self) -> None:
         await self.client.close()
@@ -148,16 +159,13 @@ class ApiServer:
 class Agents:
     """The allocation agents: one per node, or one for the cluster that recommends before the node is known."""
 
-    def __init__(
-        self, url: str, token_file: Path | None, ca_file: Path | None = None, certificate: Path | None = None,
-        key: Path | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, url: str, token_file: Path | None, ca_file: Path | None = None) -> None:
         try:
             url.format(ip="127.0.0.1", node="node")
         except (KeyError, IndexError, ValueError):
             raise ValueError(f"agent URL {url!r}: expected a URL, possibly with {{ip}} or {{node}}") from None
         self.url = url.rstrip("/")
-        self.client = Client(token_file, ca_file, certificate, key, max_bytes=MAX_GRANT_BYTES)
+        self.client = Client(token_file, ca_file, max_bytes=MAX_GRANT_BYTES)
 
     async def allocate(self, request: AllocateRequest, node: str = "", address: str = "") -> AllocateResponse:
         """Ask the agent of a node, or the recommender without one. A repeated request id gets the same allocation."""

@@ -24,7 +24,7 @@ from clustergym.kubernetes.clients import Agents, ApiServer, Unavailable, checke
 from clustergym.kubernetes.decisions import Decision, PodPlan, as_warnings
 from clustergym.kubernetes.messages import AllocateRequest, AllocateResponse
 from clustergym.kubernetes.names import MODES, Backend, Mode
-from clustergym.kubernetes.pages import BackgroundServer, Page, pages_app
+from clustergym.kubernetes.pages import GuardedServer, Page, pages_app
 from clustergym.kubernetes.review import BadReview, Review, duration_s, make_response, parse
 
 log = logging.getLogger(__name__)
@@ -100,14 +100,14 @@ class Webhook:
 
     async def pods(self, namespace_mode: Mode, review: Review, deadline_s: float) -> Decision:
         """Decide on a new pod. The agent gets 90 % of the time; the rest is left to report that it did not respond."""
-        if review.resource != "pods" or review.operation != "CREATE":
+        if review.resource.resource != "pods" or review.subResource or review.operation != "CREATE":
             return Decision("not-ours")
         plan = decisions.plan_pod(review.object, review.namespace, self.backend, namespace_mode)
         if isinstance(plan, Decision):
             return plan
         if not plan.is_new or (plan.node is None and self.recommender is None):
             return decisions.admit_pod(review.object, plan)
-        if review.dry_run:
+        if review.dryRun:
             # The agent would store an allocation, and a dry run must not store anything.
             return decisions.admit_pod(review.object, plan, problem="not decided in a dry run")
         try:
@@ -256,10 +256,24 @@ class Listen:
     key: Path
     client_ca: Path | None
     reload_s: float
+    installation: certificates.Installation | None = None
+    """Makes and renews certificate and token."""
+
+
+async def attempt(installation: certificates.Installation) -> bool:
+    """Whether certificate and token are there and up to date."""
+    try:
+        await installation.ensure()
+    except Exception as error:  # the API server is down, a role is missing: what is there is used on
+        log.warning("certificate and tokens: %s", error)
+        return False
+    return True
 
 
 async def serve(webhook: Webhook, listen: Listen) -> None:
     """Serve until a signal arrives, and check for rotated certificates every ``reload_s`` seconds."""
+    while listen.installation is not None and not await attempt(listen.installation):
+        await asyncio.sleep(2.0)
     # A connection without a client certificate uses a file until its handshake fails: allow as many as the system does.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
@@ -280,8 +294,8 @@ async def serve(webhook: Webhook, listen: Listen) -> None:
     config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
     reloader = CertificateReloader(config.ssl, listen.certificate, listen.key, listen.client_ca)
     plain = [
-        BackgroundServer(
-            uvicorn.Config(pages_app(pages), port=port, lifespan="off", limit_concurrency=64, **common)
+        GuardedServer(
+            uvicorn.Config(pages_app(pages), port=port, lifespan="off", limit_concurrency=64, **common), 5.0, False
         )
         for port, pages in (
             (listen.health_port, health_pages(webhook)),
@@ -292,11 +306,13 @@ async def serve(webhook: Webhook, listen: Listen) -> None:
     async def reload() -> None:
         while True:
             await asyncio.sleep(listen.reload_s)
+            if listen.installation is not None:
+                await attempt(listen.installation)
             reloader.check()
 
     tasks = [asyncio.create_task(reload()), *(asyncio.create_task(one.serve()) for one in plain)]
     try:
-        await uvicorn.Server(config).serve()
+        await GuardedServer(config, webhook.max_deadline_s + 5.0).serve()
     finally:
         for task in tasks:
             task.cancel()

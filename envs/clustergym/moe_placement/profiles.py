@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 
 PHASES = ("decode", "prefill")
 DECODE, PREFILL = range(2)
@@ -50,9 +50,9 @@ class EngineProfile:
     dealt over the replicas evenly. So SGLang serves from its start to its first rebalancing."""
 
     def __post_init__(self) -> None:
-        one_of(self.phase, PHASES, "phase")
-        one_of(self.dispatch, DISPATCHES, "dispatch")
-        one_of(self.transport, TRANSPORTS, "transport")
+        index_of_choice(self.phase, PHASES, "phase")
+        index_of_choice(self.dispatch, DISPATCHES, "dispatch")
+        index_of_choice(self.transport, TRANSPORTS, "transport")
 
     def with_phase(self, phase: str) -> EngineProfile:
         """The same engine in another phase."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import config
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.streams import Interval, Traffic
@@ -115,7 +115,7 @@ class Anneal(Search):
         if not 0 <= self.estimate_share <= 1:
             raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
         if self.survive is not None:
-            one_of(self.survive, ("rank", "node"), "survive")
+            index_of_choice(self.survive, ("rank", "node"), "survive")
             self.shape = (*self.shape[: surrogate.COPIES], float(COPIES), float(self.survive == "node"))
         served = (self.simulator, *(phase.simulator for phase in self.other_phases))
         if len(served) > 1 and "lp" in {simulator.profile.dispatch for simulator in served}:

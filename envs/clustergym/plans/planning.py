@@ -29,9 +29,11 @@ from clustergym.planners.heldout import (
     evenly_spaced,
 )
 from clustergym.planners.registry import make_planner, planner_class, planners_on_loads
+from clustergym.plans.links import fit_to_links
 from clustergym.plans.transition import Limit, Transition
 from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.load_trace import MISSING
+from clustergym.traces.match_loads import match_loads
 
 DEFAULT_PLANNERS = {"sglang-lp": "affinity-groups", "vllm": "flashlb"}
 """The planner by profile if none is asked for and it is not ``anneal``: the best of
@@ -57,6 +59,8 @@ _LIMITED_RUNS = 5
 # With a limit, a few greedy operations are often better than a search that moves nearly everything.
 _GREEDY_OPERATIONS = 8
 _TRANSITION_TOKENS = 16384
+# Fitting to measured links tries hundreds of changes.
+_LINK_TOKENS = 4096
 # Layers, passes and draws for the other profiles of the engine: few, because some need a linear program per
 # pass and layer.
 _OTHER_PROFILES = (4, 8, 12)
@@ -291,6 +295,8 @@ def make_plan(
     live: Placement | None = None,
     limit: Limit | None = None,
     options: dict[str, Any] | None = None,
+    compare_profiles: bool = True,
+    loads: LoadTrace | None = None,
     progress: Callable[[str, float | None], None] = lambda step, seconds: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
@@ -310,6 +316,9 @@ def make_plan(
         live: (L, G, S) placement that is served now. It takes the place of the static one, and planners start from it.
         limit: what the change from the live placement may cost; by default anything.
         options: more options of the planner.
+        loads: counts of much more traffic than the tokens of the trace. The plan is made for tokens drawn so that
+            they have these loads.
+        compare_profiles: measure the other profiles of the engine, too.
         progress: called before each step with its name and its duration in seconds, if known.
         stop: asked now and then. When it returns True, searches end with the best placement so far.
     """
@@ -331,6 +340,9 @@ def make_plan(
         # At random, because many traces have one domain after the other: a plan must see all of them.
         before, after = trace.split(sizes.share, seed=sizes.seed)
         said = [f"{part.n_tokens} tokens in {part.n_sequences} sequences" for part in (before, after)]
+        if loads is not None:
+            said[0] += f", with the loads of {loads.name}"
+            before = match_loads(before, loads, seed=sizes.seed)
         if other_phases:
             served = [(simulator, traffic, 1.0)]
             for phase in other_phases:
@@ -339,7 +351,10 @@ def make_plan(
             held_out = HeldOutPhases(after, served, sizes.passes, sizes.seed)
         else:
             held_out = HeldOutPasses(after, simulator, traffic, sizes.passes, sizes.seed)
-        others = _other_profiles(after, simulator, [phase.simulator.profile for phase in other_phases], traffic, sizes)
+        if compare_profiles:
+            others = _other_profiles(
+                after, simulator, [phase.simulator.profile for phase in other_phases], traffic, sizes
+            )
         sequences = after.n_sequences
     else:
         before, steps = trace.split(sizes.share)
@@ -407,9 +422,13 @@ def make_plan(
             placement, empty = _filled(made.plan([observed.interval(made)], start), simulator, observed)
             if live is not None and name == planner:
                 placement = change(limit or Limit()).towards(placement)
+        if simulator.cluster.link_gb_s and name == planner != "eplb" and live is None and survive is None:
+            progress("fitting to the links", None)
+            priced = transition_from(placement, Limit(), simulator, observed, other_phases, _LINK_TOKENS)
+            placement = fit_to_links(placement, priced.times, sizes.seed, stop=stop)
         decision_s = time.perf_counter() - began
         serve(label, placement, decision_s, empty)
-    loads, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
+    totals, pass_tokens = observed.loads.loads(simulator.n_experts), traffic.sizes[1] * simulator.n_gpus
     return Plan(
         planner=planner,
         outcomes=outcomes,
@@ -421,7 +440,7 @@ def make_plan(
         reused=held_out.reused,
         exact=isinstance(trace, TokenTrace),
         pass_tokens=pass_tokens,
-        expert_pairs=loads / loads.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
+        expert_pairs=totals / totals.sum(1, keepdims=True) * pass_tokens * simulator.model.top_k,
         force=force,
         stopped=stop(),
         domains=len(trace.domain_names) if isinstance(trace, TokenTrace) else 0,
@@ -462,12 +481,17 @@ def _search_within(name: str, given: dict[str, Any], change: Transition, observe
 
 
 def transition_from(
-    live: Placement, limit: Limit, simulator: Simulator, observed: Observed, other_phases: Sequence[OtherPhase] = ()
+    live: Placement,
+    limit: Limit,
+    simulator: Simulator,
+    observed: Observed,
+    other_phases: Sequence[OtherPhase] = (),
+    tokens: int = _TRANSITION_TOKENS,
 ) -> Transition:
     """Changes of the live placement, priced on the traffic to plan on."""
     loads = observed.loads.loads(simulator.n_experts).astype(np.float64)
     # One large pass: with single passes, chance would decide which moves look good.
-    mixed = None if observed.tokens is None else observed.tokens.mixed(_TRANSITION_TOKENS)
+    mixed = None if observed.tokens is None else observed.tokens.mixed(tokens)
 
     def times(placement: Placement) -> npt.NDArray[np.float64]:
         if mixed is None:

@@ -66,6 +66,14 @@ class MetricsPage:
 
 PodName = tuple[str, str]
 """Namespace and name."""
+
+
+def pod_of(labels: dict[str, str]) -> PodName:
+    """The pod that a series is about, in the labels of DCGM exporter, Prometheus or HAMi; empty if there is none."""
+    found = [(labels.get(a, ""), labels[b]) for a, b in POD_LABELS if labels.get(b)]
+    return found[-1] if found else ("", "")
+
+
 Series = dict[str, dict[tuple[PodName, str], float]]
 """Metric → (pod, GPU) → value."""
 
@@ -79,11 +87,11 @@ def _read_series(text: str) -> Series:
         limit = 100.0 if family.name in CORES_METRICS else MAX_MEMORY_MB
         for sample in family.samples:
             labels, value = sample.labels, sample.value * factor
-            names = [(labels.get(a, ""), labels.get(b, "")) for a, b in POD_LABELS if labels.get(b)]
+            pod = pod_of(labels)
             gpu = next((labels[key] for key in GPU_LABELS if key in labels), "")
-            if names and 0 <= value <= limit:
+            if pod[1] and 0 <= value <= limit:
                 # Containers of one pod on one GPU add up; DCGM has one series for each pod.
-                key = names[-1], gpu
+                key = pod, gpu
                 series[family.name][key] = min(series[family.name][key] + value, limit)
     return series
 
@@ -120,6 +128,18 @@ def pod_uid(proc: Path, pid: int) -> str | None:
     except OSError:
         return None
     return None if match is None else match[1].replace("_", "-")
+
+
+class Simulated:
+    """For a demo on nodes without GPUs: every pod uses 22 % of the cores that it requests, and 1,000 MB."""
+
+    async def read(self, pods: list[ManagedPod]) -> dict[str, Usage]:
+        return {
+            pod.uid: Usage(
+                min(0.22 * pod.requested_cores, pod.granted_cores), min(1000.0, pod.granted_memory_mb or 1000.0)
+            )
+            for pod in pods
+        }
 
 
 class Nvml:

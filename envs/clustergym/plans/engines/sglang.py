@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from clustergym.common.extras import require
 from clustergym.common.files import atomic_file, write_atomically
 from clustergym.moe_placement.profiles import EngineProfile
 from clustergym.plans.engines.base import Engine, EnginePlan, Launch, expect_list, read_json
@@ -41,8 +42,7 @@ def write(path: Path, plan: EnginePlan) -> None:
     rows = plan.rows()
     table = [rows.get(layer, plan.default_row()) for layer in range(plan.model.total_layers)]
     if path.suffix == ".pt":
-        import torch
-
+        torch = require("torch", "engines")
         with atomic_file(path) as file:
             torch.save({KEY: torch.tensor(table)}, file)
     else:
@@ -59,6 +59,7 @@ def read(path: Path) -> SlotRows:
 
 def _load_tensors(path: Path) -> Any:
     """The dict of a torch file with its tensor as lists."""
+    require("torch", "engines")
     from clustergym.traces.readers.torch_files import load_tensors
 
     document = load_tensors(path)

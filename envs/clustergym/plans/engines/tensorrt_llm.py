@@ -33,7 +33,7 @@ def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, b
     gpus = plan.n_gpus
     command = (
         f"--tp_size {gpus} --ep_size {gpus} --extra_llm_api_options options.yaml, with options.yaml: "
-        f"{{enable_attention_dp: true, moe_config: {{backend: WIDEEP, load_balancer: {path}}}}}"
+        f"{{enable_attention_dp: true, moe_config: {{backend: WIDEEP, load_balancer: {json.dumps(str(path))}}}}}"
     )
     warnings = []
     name = plan.model.architecture

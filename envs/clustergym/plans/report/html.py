@@ -14,8 +14,10 @@ import numpy as np
 from clustergym.common.files import write_atomically
 from clustergym.plans.engines import PlanChange
 from clustergym.plans.planning import Outcome, Plan
+from clustergym.plans.report.slot_curve import slot_section
 from clustergym.plans.report.story import Story
 from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells, profile_columns
+from clustergym.plans.slots import SlotCurve
 
 MOST_GPUS_DRAWN = 64
 """With more GPUs, loads and traffic are drawn by node, and placements of one node at a time."""
@@ -29,13 +31,20 @@ def write_report(
     command: str,
     change: PlanChange | None = None,
     story: Story | None = None,
+    slots: SlotCurve | None = None,
 ) -> None:
     """Write the report atomically."""
-    write_atomically(path, render(plan, engine, load, command, change, story))
+    write_atomically(path, render(plan, engine, load, command, change, story, slots))
 
 
 def render(
-    plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None, story: Story | None = None
+    plan: Plan,
+    engine: str,
+    load: str,
+    command: str,
+    change: PlanChange | None = None,
+    story: Story | None = None,
+    slots: SlotCurve | None = None,
 ) -> str:
     """The page, with its data, styles and script."""
     folder = resources.files(__package__)
@@ -49,6 +58,7 @@ def render(
         ),
         "REFERENCE": plan.reference,
         "TRAFFIC": "" if story is None else story.traffic_section(),
+        "SLOTS": "" if slots is None else slot_section(slots),
         "TABLE": _table(plan),
         "PARETO": "" if story is None else story.planners_section(),
         "PROFILES": _profiles(plan),
