@@ -125,8 +125,8 @@ class Command:
     """The plan that is served now. Planners start from it, and it is kept if no gain over it is shown."""
     without_ranks: str | None = None
     """With --from: ranks that are lost, for example 15,16. Writes a plan for the ranks that are left, which are
-    numbered anew in their order: experts without a copy replace spare copies, all others stay where they are. --max-moves allows
-    more moves, for balance."""
+    numbered anew in their order: experts without a copy replace spare copies, all others stay where they are.
+    --max-moves allows more moves, for balance."""
     survive: Literal["1", "node"] | None = None
     """Keep a copy of every expert whatever single rank (1), or node, is lost. The plan without that is shown beside
     it."""

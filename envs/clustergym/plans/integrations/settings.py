@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.moe_placement.profiles import PHASES, get_profile
 from clustergym.plans.engines import PlanError, detect_engine, read_plan
 from clustergym.plans.meta import read_meta
@@ -49,7 +49,7 @@ def plan_path(phase: str | None) -> Path | None:
     """The plan file of this instance, which serves ``phase`` as far as the engine tells; None if there is none."""
     name, phase = os.environ.get(PLAN, ""), os.environ.get(PHASE) or phase
     if phase is not None:
-        one_of(phase, PHASES, PHASE)
+        index_of_choice(phase, PHASES, PHASE)
     if "{phase}" in name and phase is None:
         raise PlanError(f"{PLAN} is {name}, but the engine does not tell its phase: set {PHASE} to prefill or decode")
     if not name:
