@@ -1,4 +1,4 @@
-"""PPO for GPU allocation: how much of a GPU each pod gets. Details 1–12, 23–29 and 37 of the 37.
+"""PPO for GPU allocation: how much of a GPU each pod gets. Details 1–6, 8–12, 23–29 and 37 of the 37.
 
     python cleanrl_ppo/ppo_gpu_alloc.py                                   # GPUAllocationHistory-v0
     python cleanrl_ppo/ppo_gpu_alloc.py --env-id GPUAllocation-v0         # five features, no history
@@ -52,7 +52,7 @@ class Args(RunArgs):
     learning_rate: float = 3e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Anneal the learning rate linearly to 0."""
+    """Anneal learning rate and entropy bonus linearly to 0. Evaluations use the most probable action."""
     num_envs: int = 512
     """Number of parallel environments per process."""
     num_steps: int = 16
@@ -67,16 +67,12 @@ class Args(RunArgs):
     """Discount factor. A pod is rewarded immediately and affects later pods only slightly, so 0 learns fastest."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
-    norm_adv: bool = False
-    """Normalise advantages per minibatch. Otherwise --ent-coef is in units of the reward."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio and of the value change."""
     clip_vloss: bool = True
     """Clip the value change as well."""
     ent_coef: float = 0.03
     """Coefficient of the entropy bonus (the initial value if annealed)."""
-    anneal_ent: bool = True
-    """Anneal the entropy bonus linearly to 0, because the evaluation uses the most probable action."""
     vf_coef: float = 0.5
     """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
@@ -94,7 +90,7 @@ class Args(RunArgs):
 SEED_PRESET: dict[str, Any] = {
     "env_id": "GPUAllocation-v0", "reward": "seed", "levels": 0, "copies": 1, "num_envs": 1, "num_steps": 32,
     "num_minibatches": 1, "update_epochs": 4, "learning_rate": 3e-4, "anneal_lr": False, "gamma": 0.99,
-    "clip_vloss": False, "ent_coef": 0.01, "anneal_ent": False, "hidden": 64, "norm_obs": False,
+    "clip_vloss": False, "ent_coef": 0.01, "hidden": 64, "norm_obs": False,
 }  # fmt: skip
 """Defaults with ``--preset seed``."""
 RANGES = {"levels": Range(0), "copies": Range(1), "qos_penalty": Range(0)}
@@ -252,7 +248,7 @@ def train(args: Args) -> dict[str, Any]:
         if args.anneal_lr:
             # Detail 4: the learning rate falls linearly to 0.
             optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
-        ent_coef = remaining * args.ent_coef if args.anneal_ent else args.ent_coef
+        ent_coef = remaining * args.ent_coef if args.anneal_lr else args.ent_coef
 
         episodes, sum_of_rewards = [], 0.0
         for step in range(args.num_steps):
@@ -306,10 +302,8 @@ def train(args: Args) -> dict[str, Any]:
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
 
-                # Detail 7: advantages are normalised per minibatch.
+                # Not detail 7: advantages stay in units of the reward, and so does the entropy bonus.
                 mb_advantages = b_advantages[mb_inds]
-                if args.norm_adv:
-                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
 
                 # Detail 8: the clipped surrogate loss.
                 pg_loss1 = -mb_advantages * ratio

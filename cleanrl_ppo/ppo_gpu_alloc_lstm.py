@@ -47,7 +47,7 @@ class Args(RunArgs):
     learning_rate: float = 2e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
-    """Anneal the learning rate linearly to 0."""
+    """Anneal learning rate and entropy bonus linearly to 0. Evaluations use the most probable action."""
     num_envs: int = 32
     """Number of parallel environments per process."""
     num_steps: int = 128
@@ -68,8 +68,6 @@ class Args(RunArgs):
     """Clip the value change as well."""
     ent_coef: float = 0.01
     """Coefficient of the entropy bonus (the initial value if annealed)."""
-    anneal_ent: bool = True
-    """Anneal the entropy bonus linearly to 0, because the evaluation uses the most probable action."""
     vf_coef: float = 0.5
     """Coefficient of the value loss."""
     max_grad_norm: float = 0.5
@@ -230,7 +228,7 @@ def train(args: Args) -> dict[str, Any]:
         if args.anneal_lr:
             # Detail 4: the learning rate falls linearly to 0.
             optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
-        ent_coef = remaining * args.ent_coef if args.anneal_ent else args.ent_coef
+        ent_coef = remaining * args.ent_coef if args.anneal_lr else args.ent_coef
 
         episodes, sum_of_rewards = [], 0.0
         initial_state = next_state

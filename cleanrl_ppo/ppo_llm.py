@@ -52,6 +52,8 @@ BLOCK_PARAGRAPHS = 16
 """Paragraphs that are held out together, so that most sequences lie within one block."""
 PRETRAIN_BATCH, PRETRAIN_LENGTH = 32, 128
 """Number and length of the sequences of a pre-training update."""
+PRETRAIN_LEARNING_RATE = 3e-3
+"""Peak learning rate of AdamW: 50 updates of warm-up, then a cosine down to 5 % of it."""
 
 
 @dataclass
@@ -74,8 +76,6 @@ class Args(RunArgs):
     """Width of the language model, a multiple of 8."""
     pretrain_steps: int = 500
     """Number of pre-training updates."""
-    pretrain_learning_rate: float = 3e-3
-    """Peak learning rate of AdamW: 50 updates of warm-up, then a cosine down to 5 % of it."""
     balance_coef: float = 0.003
     """Coefficient of the load-balancing loss in both phases. Keeps all experts in use; their loads still differ."""
     reward: Literal["vowels", "capitals", "variety", "brevity"] = "vowels"
@@ -122,7 +122,7 @@ class Args(RunArgs):
 
 RANGES = {
     **dict.fromkeys(["layers", "experts", "pretrain_steps", "batch_size", "prompt_tokens", "response_tokens"], COUNT),
-    **dict.fromkeys(["pretrain_learning_rate", "temperature", "kl_horizon"], POSITIVE),
+    **dict.fromkeys(["temperature", "kl_horizon"], POSITIVE),
     **dict.fromkeys(["balance_coef", "kl_coef"], NOT_NEGATIVE),
     "eval_episodes": COUNT,
 }
@@ -238,7 +238,7 @@ def pretrain(model: TinyMoE, train_tokens: Tensor, held_out: Tensor, args: Args,
     for step in range(args.pretrain_steps):
         cosine = 0.5 * (1 + math.cos(math.pi * step / args.pretrain_steps))
         warm_up = min(1.0, (step + 1) / 50)
-        optimizer.param_groups[0]["lr"] = args.pretrain_learning_rate * warm_up * (0.05 + 0.95 * cosine)
+        optimizer.param_groups[0]["lr"] = PRETRAIN_LEARNING_RATE * warm_up * (0.05 + 0.95 * cosine)
         starts = torch.randint(len(train_tokens) - PRETRAIN_LENGTH, (PRETRAIN_BATCH, 1), device=train_tokens.device)
         batch = train_tokens[starts + window]
         activations, balance = model.trunk(batch[:, :-1])

@@ -7,7 +7,6 @@ from pathlib import Path
 import gymnasium
 import matplotlib.image
 import numpy as np
-import torch
 
 from clustergym.gpu_allocation.rules import RULES
 
@@ -21,10 +20,10 @@ def viewer(path: Path) -> None:
         render_mode="rgb_array",
     )  # fmt: skip
     env.reset(seed=4)
-    experts = torch.arange(env.unwrapped.batch.n_experts)[None]
+    experts = np.arange(env.unwrapped.batch.n_experts)[None]
     layer_steps = env.unwrapped.batch.config.ops_per_layer
     for _ in range(2 * 8 * layer_steps + 3 * layer_steps + layer_steps // 2):
-        savings = env.unwrapped.batch.lookahead(experts)[0, ..., 1:].sum(-1).numpy()  # true time and migration
+        savings = env.unwrapped.batch.lookahead(experts)[0, ..., 1:].sum(-1)  # true time and migration
         env.step(np.unravel_index(int(np.argmax(savings)), savings.shape))
     matplotlib.image.imsave(path, env.render())
 

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 import tyro
 
 from clustergym import TokenTrace
@@ -399,7 +398,6 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    torch.set_num_threads(1)
     if args.quick:
         args = replace(
             args, clusters=args.clusters[:1], streams=4, intervals=2, iterations=300, layers=1,

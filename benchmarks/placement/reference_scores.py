@@ -37,7 +37,7 @@ from clustergym.ids import REFERENCE_SCORES, placement_ids
 from clustergym.moe_placement.batch import PlacementBatch, PlacementConfig
 from clustergym.moe_placement.kernels.candidates import MIGRATION, N_CANDIDATE_FEATURES, SAVED_SMOOTH
 from clustergym.moe_placement.kernels.observation import N_PAIR_FEATURES
-from clustergym.moe_placement.kernels.state import N_PARTS, PART_MIGRATION, PART_SMOOTH
+from clustergym.moe_placement.kernels.state import N_SAVED_PARTS, PART_MIGRATION, PART_SMOOTH
 from clustergym.moe_placement.streams import IntervalStream
 from clustergym.planners.base import Planner
 from clustergym.planners.eplb import EPLB
@@ -70,7 +70,7 @@ class Args:
 def greedy_pairs(obs: dict[str, npt.NDArray[Any]], noop: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """(N, 2) the pairs that save most on the observed interval, or ``noop`` where none saves anything."""
     n, n_experts, n_gpus, _ = obs["pairs"].shape
-    parts = obs["pairs"][..., N_PAIR_FEATURES:].reshape(n, n_experts, n_gpus, 3, N_PARTS)
+    parts = obs["pairs"][..., N_PAIR_FEATURES:].reshape(n, n_experts, n_gpus, 3, N_SAVED_PARTS)
     saved = (parts[..., PART_SMOOTH] + parts[..., PART_MIGRATION]).transpose(0, 1, 3, 2).reshape(n, -1)
     saved = np.where(obs["action_mask"].reshape(n, -1) == 1, saved, -np.inf)
     best = np.stack(np.divmod(saved.argmax(1), 3 * n_gpus), axis=1)

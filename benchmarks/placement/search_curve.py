@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import tyro
 from numba import config
 
@@ -135,7 +134,6 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(args: Args) -> None:
-    torch.set_num_threads(1)
     if args.quick:
         args = replace(args, clusters=args.clusters[:1], traces=2, budgets_ms=(10, 70))
     lines = [json.loads(x) for x in args.output.read_text().splitlines()] if args.output.is_file() else []

@@ -14,6 +14,7 @@ environment, in CPU time. Writes a JSON file and a plot.
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -26,7 +27,6 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -100,7 +100,7 @@ def single_rate(options: dict[str, Any], steps: int, rng: np.random.Generator) -
 
 def tokens_counted(batch: Any) -> int:
     """Tokens whose counts a step updates: those of the observed and of the next interval's sampled passes."""
-    return batch.sim["rows"][0].numel()
+    return math.prod(batch.sim["rows"][0].shape)
 
 
 def whole_episodes(batch: Any, steps: int) -> int:
@@ -363,7 +363,6 @@ def plot(results: list[dict[str, Any]], rows: list[dict[str, Any]], path: Path) 
 
 
 def main(args: Args) -> None:
-    torch.set_num_threads(1)
     if args.against is not None:
         against(args.against.resolve(), args.rounds, args.only)
         return
@@ -410,10 +409,7 @@ def main(args: Args) -> None:
     if rows:
         console.print(sizes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    console.print(
-        f"peak memory of this process: {peak:,.0f} MB; {platform.processor() or platform.machine()}, "
-        f"{torch.get_num_threads()} torch thread"
-    )
+    console.print(f"peak memory of this process: {peak:,.0f} MB; {platform.processor() or platform.machine()}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.with_suffix(".json").write_text(
         json.dumps({"results": results, "growth": rows, "peak_mb": peak}, indent=2) + "\n"
@@ -424,7 +420,6 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:  # started by against()
-        torch.set_num_threads(1)
         work()
     else:
         main(tyro.cli(Args, description=__doc__))

@@ -337,6 +337,10 @@ def test_trace_commands_refuse_invalid_input(tmp_path: Path, capsys: pytest.Capt
     assert "top_k must be at most n_experts = 4, found 5" in refused(
         capsys, "trace", "synth", str(tmp_path / "t.npz"), "--n-experts", "4", "--top-k", "5"
     )
+    said = refused(capsys, "trace", "synth", str(tmp_path / "t.npz"), "--n-tokens", "99999999999")
+    assert "more than 2,000,000,000: at most 12,820,512 tokens for 26 layers and top-6" in said
+    for seed in (["--seed", "-1"], ["--seed=-1"]):
+        assert "--seed is -1: expected 0 or more" in refused(capsys, "trace", "synth", str(tmp_path / "t.npz"), *seed)
     assert "traces are saved as .npz" in refused(capsys, "trace", "synth", str(tmp_path / "t.csv"), "--n-tokens", "50")
     nowhere = tmp_path / "nowhere"
     assert str(nowhere) in refused(capsys, "trace", "synth", str(nowhere / "t.npz"), "--n-tokens", "50")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 100, 1000])
@@ -16,7 +16,7 @@ def test_spread_does_every_part_once(n: int, chunks: int | None) -> None:
     def work(first: int, last: int, step: int) -> None:
         done[first:last] += step
 
-    spread(work, n, 2, chunks=chunks)
+    parallel_for(work, n, 2, chunks=chunks)
     assert (done == 2).all()
 
 
@@ -26,4 +26,4 @@ def test_spread_raises_what_a_part_raises() -> None:
             raise KeyError(37)
 
     with pytest.raises(KeyError):
-        spread(work, 64, chunks=64)
+        parallel_for(work, 64, chunks=64)

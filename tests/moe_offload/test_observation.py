@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym.moe_offload.kernels import state
-from clustergym.moe_offload.kernels.episode import start, step
+from clustergym.moe_offload.kernels.episode import advance
 from clustergym.moe_offload.kernels.observation import (
     CONTEXT_FEATURES,
     EXPERT_FEATURES,
@@ -76,7 +76,7 @@ def test_features_graphs_and_context(seed: int) -> None:
     group = draw.randrange(len(task.groups))
     s, reference = new_state(task, 1), Reference(task, streams_of(task, group))
     s.random[0], s.clock[0, state.GROUP] = seed, group
-    start(task, s, 0)
+    advance(task, s, 0, True, 0, 0)
     mode, experts = reference.settle(), s.where.shape[2]
     o = new_observation(task, s.rows.shape[1], 1)
     while mode != "over":
@@ -88,7 +88,7 @@ def test_features_graphs_and_context(seed: int) -> None:
         pairs = [(r, node) for r in range(n) for node in range(3 * task.gpus)]
         row, node = draw.choice([(r, node) for r, node in pairs if reference.legal(mode, keys[r], node)])
         mode = reference.act(mode, keys[row], node)
-        step(task, s, 0, row, node)
+        advance(task, s, 0, False, row, node)
     observe(task, s, 0, o)
     assert not o.experts.any()
     assert np.argwhere(o.action_mask[0]).tolist() == [[0, g] for g in range(task.gpus)]

@@ -11,18 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clustergym import TokenTrace
-from clustergym.moe_offload.predictor import (
-    NEVER,
-    WITHIN,
-    Predictor,
-    ServedSequences,
-    fit_predictor,
-    next_use,
-    recall,
-    use,
-)  # fmt: skip
+from clustergym.moe_offload.predictor import Predictor, ServedSequences, fit_predictor
 from clustergym.moe_offload.scores import scores_of
 from clustergym.moe_offload.tables import Tables, first_tokens, split_sequences
+from clustergym.moe_offload.uses import NEVER, WITHIN, next_use, recall, use
 
 pytestmark = pytest.mark.usefixtures("reproducible")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clustergym import TokenTrace
 from clustergym.moe_offload.kernels import state
-from clustergym.moe_offload.kernels.episode import start, step
+from clustergym.moe_offload.kernels.episode import advance
 from clustergym.moe_offload.kernels.memory import begin, count, evict, next_visit, over, prefetch, window
 from clustergym.moe_offload.kernels.observation import new_observation, observe
 from clustergym.moe_offload.kernels.state import State, Task, choice_rows, new_state
@@ -40,7 +40,7 @@ def begun(task: Task, group: int, seed: int = 0) -> State:
     """One environment at its first decision."""
     s = new_state(task, 1)
     s.random[0], s.clock[0, state.GROUP] = seed, group
-    start(task, s, 0)
+    advance(task, s, 0, True, 0, 0)
     return s
 
 
@@ -92,7 +92,7 @@ def test_every_step_equals_plain_python(seed: int) -> None:
         row, node = draw.choice(wanted or pairs)
         ok = reference.legal(mode, keys[row], node)
         mode = reference.act(mode, keys[row], node)
-        step(task, s, 0, row, node)
+        advance(task, s, 0, False, row, node)
         assert s.outcome[0, state.OUT_ILLEGAL] == (not ok)
         rewards += s.reward[0]
         steps += 1
@@ -176,7 +176,7 @@ def test_tables_of_experts(seed: int) -> None:
         pairs = [(r, node) for r in range(n) for node in range(3 * task.gpus) if reference.legal(mode, keys[r], node)]
         row, node = draw.choice(pairs)
         mode = reference.act(mode, keys[row], node)
-        step(task, s, 0, row, node)
+        advance(task, s, 0, False, row, node)
 
 
 def test_two_tokens_by_hand() -> None:

@@ -54,7 +54,7 @@ def test_illegal_actions_change_nothing_and_are_marked() -> None:
     tried: Counter[str] = Counter()
     for _ in range(2 * LAYERS):
         for i in range(OPS):
-            before = {name: t.clone() for name, t in {**state.sim, "placement": state.episode["slots"]}.items()}
+            before = {name: t.copy() for name, t in {**state.sim, "placement": state.episode["slots"]}.items()}
             forbidden = np.argwhere(obs["action_mask"] == 0)
             kind = ["outside", "forbidden", "legal"][(i + tried.total() // OPS) % 3]
             choices = {"outside": outside, "forbidden": forbidden}
@@ -121,16 +121,16 @@ def test_each_reward_is_what_its_operation_saves() -> None:
     batch, simulator = env.batch, Simulator(MODEL, CLUSTER, passes_per_interval=5)
     obs, _ = env.reset(seed=2)
     rng = np.random.default_rng(1)
-    interval, first = interval_of(batch, 1), batch.episode["slots"][0].numpy().copy()
+    interval, first = interval_of(batch, 1), batch.episode["slots"][0].copy()
     placement = first.copy()
     for step in range(LAYERS * OPS):
         layer = step // OPS
         before = simulator.evaluate(interval, placement, first).total_us
-        old_slots = batch.sim["slots"][0].numpy().copy()
+        old_slots = batch.sim["slots"][0].copy()
         np.testing.assert_array_equal(np.sort(old_slots), np.sort(placement[layer]))
         obs, reward, done, _, _ = env.step(legal_action(obs, rng))
         at_end = (step + 1) % OPS == 0
-        placement[layer] = (batch.episode["slots"][0, layer] if at_end else batch.sim["slots"][0]).numpy()
+        placement[layer] = batch.episode["slots"][0, layer] if at_end else batch.sim["slots"][0]
         saved = (before - simulator.evaluate(interval, placement, first).total_us).sum()
         assert reward == pytest.approx(100 * LAYERS * saved / batch.rules_host.static_us, rel=1e-9, abs=1e-10)
     assert done
@@ -149,13 +149,13 @@ def test_a_visit_earns_what_it_saves_in_the_rest_of_the_episode(schedule: str) -
     stream = IntervalStream(batch.trace, GPUS, batch.traffic, 6).take(intervals + 1)
     rng, later = np.random.default_rng(0), []
     for served, layer in product(range(1, intervals + 1), range(LAYERS)):
-        before = batch.episode["slots"][0].numpy().copy()
+        before = batch.episode["slots"][0].copy()
         now = before.copy()
         for op in range(OPS):
             old = now.copy()
             obs, reward, *_ = env.step(legal_action(obs, rng))
             last = op == OPS - 1
-            now[layer] = (batch.episode["slots"][0, layer] if last else batch.sim["slots"][0]).numpy()
+            now[layer] = batch.episode["slots"][0, layer] if last else batch.sim["slots"][0]
             old_us, now_us = (simulator.evaluate(stream[served], one, before).total_us.sum() for one in (old, now))
             saved = old_us - now_us
             if last:
@@ -199,8 +199,8 @@ def tokens_of(interval: Interval, layer: int) -> list[set[int]]:
 
 def reference_layer(batch: PlacementBatch, interval: Interval, transport: str, layer: int) -> list[PassResult]:
     """Each pass of the observed interval on a layer, under the placement as it is now."""
-    placement = batch.episode["slots"][0].numpy().copy()
-    placement[layer] = batch.sim["slots"][0].numpy()
+    placement = batch.episode["slots"][0].copy()
+    placement[layer] = batch.sim["slots"][0]
     return serve(interval, placement, 2, "rank-nearest", transport)[layer]
 
 
@@ -257,7 +257,7 @@ def test_observations_mean_what_the_table_says(transport: str) -> None:
             drift = np.zeros(EXPERTS) if known is None else share - known
             average[layer] = share if known is None else (known + share) / 2
             start_us = time_us
-        held = [{int(e) for e in gpu if e >= 0} for gpu in batch.sim["slots"][0].numpy()]
+        held = [{int(e) for e in gpu if e >= 0} for gpu in batch.sim["slots"][0]]
         replicas = np.array([[e in held[g] for g in range(GPUS)] for e in range(EXPERTS)])
         np.testing.assert_array_equal(held_by(obs), replicas)
         pairs = np.zeros((2, EXPERTS, GPUS))
@@ -273,7 +273,7 @@ def test_observations_mean_what_the_table_says(transport: str) -> None:
         np.fill_diagonal(together, 0)
         np.testing.assert_allclose(obs["expert_graph"], together, rtol=1e-6)
 
-        old = batch.episode["slots"][0, layer].numpy()
+        old = batch.episode["slots"][0, layer]
         experts = {
             0: share * EXPERTS,
             1: average[layer] * EXPERTS,

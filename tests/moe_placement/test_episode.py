@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from clustergym.moe_placement import (
 )
 from clustergym.moe_placement.environment import episode_info
 from clustergym.moe_placement.kernels.eplb import eplb_slots
-from clustergym.moe_placement.kernels.observation import N_PAIR_FEATURES, PAIR_HOLDS
+from clustergym.moe_placement.kernels.observation import EXPERT_LOAD, N_PAIR_FEATURES, PAIR_HOLDS
 from clustergym.moe_placement.kernels.operations import resolve
 from clustergym.moe_placement.kernels.state import (
     CLOCK_INTERVAL,
@@ -81,24 +81,26 @@ def streams(task: PlacementConfig, seeds: list[int]) -> list[list[Interval]]:
     return [IntervalStream(TRACE, GPUS, task.traffic, seed).take(task.intervals + 1) for seed in seeds]
 
 
-def random_actions(batch: PlacementBatch, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def random_actions(
+    batch: PlacementBatch, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Mostly legal, sometimes out of range."""
     choices = []
-    for mask in batch.obs["action_mask"].numpy():
+    for mask in batch.obs["action_mask"]:
         choices.append(rng.choice(np.argwhere(mask)) if rng.random() < 0.85 else rng.integers(-2, 40, 2))
     expert, node = np.array(choices, dtype=np.int64).T
-    return torch.from_numpy(expert.copy()), torch.from_numpy(node.copy())
+    return expert, node
 
 
 def play(batch: PlacementBatch, rng: np.random.Generator) -> tuple[npt.NDArray[Any], list[npt.NDArray[Any]]]:
     """A whole episode with random actions: the sum of rewards (B,), and the placement of each interval (B, L, G, S)."""
-    placements, total = [batch.episode["slots"].numpy().copy()], np.zeros(batch.num_envs)
+    placements, total = [batch.episode["slots"].copy()], np.zeros(batch.num_envs)
     while not batch.done.all():
         before = int(batch.episode["clock"][0, CLOCK_INTERVAL])
         _, reward, _ = batch.step(*random_actions(batch, rng))
-        total += reward.numpy()
+        total += reward
         if batch.episode["clock"][0, CLOCK_INTERVAL] > before:
-            placements.append(batch.episode["slots"].numpy().copy())
+            placements.append(batch.episode["slots"].copy())
     return total, placements
 
 
@@ -168,7 +170,7 @@ def test_rewards_add_up_to_the_time_saved_against_the_start(
 @pytest.mark.parametrize("profile", ["sglang-decode", "sglang-prefill"])
 def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(profile: str, schedule: str) -> None:
     task, seeds = config(profile=profile, schedule=schedule, intervals=4, ops_per_layer=1), [100, 7, 102]
-    batch, known, nothing = started(task, seeds), streams(task, seeds), torch.zeros(3, dtype=torch.int64)
+    batch, known, nothing = started(task, seeds), streams(task, seeds), np.zeros(3, np.int64)
     for step in range(4 * LAYERS):
         for b in range(3):
             for part, interval in enumerate(known[b][step // LAYERS : step // LAYERS + 2]):
@@ -178,7 +180,7 @@ def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(profile
         batch.step(nothing, nothing)
     assert batch.done.all()
     # The next episode has another stream.
-    rows = batch.sim["rows"].clone()
+    rows = batch.sim["rows"].copy()
     batch.reset()
     assert (batch.sim["rows"] != rows).any()
 
@@ -186,12 +188,12 @@ def test_an_environment_serves_the_stream_of_its_seed_whatever_the_batch(profile
 @pytest.mark.parametrize("profile", ["sglang-decode", "sglang-prefill"])
 def test_mixed_observations_are_the_served_tokens_in_another_order(profile: str) -> None:
     task, seeds = config(profile=profile, schedule="drift", intervals=3, ops_per_layer=1, mix_observed=True), [5, 9]
-    batch, known, nothing = started(task, seeds), streams(task, seeds), torch.zeros(2, dtype=torch.int64)
+    batch, known, nothing = started(task, seeds), streams(task, seeds), np.zeros(2, np.int64)
     orders = []
     for step in range(3 * LAYERS):
         for b in range(2):
             observed, following = known[b][step // LAYERS], known[b][step // LAYERS + 1]
-            rows = batch.sim["rows"][b].numpy()
+            rows = batch.sim["rows"][b]
             assert sorted(rows[:2].ravel()) == sorted(observed.rows.ravel())
             assert (rows[:2] != observed.rows).mean() > 0.5
             np.testing.assert_array_equal(rows[2:], following.rows)  # what is rewarded is served as it comes
@@ -200,11 +202,40 @@ def test_mixed_observations_are_the_served_tokens_in_another_order(profile: str)
     assert len(set(orders)) == 3 * 2  # another order in every interval and environment, the same for all layers
 
 
+@pytest.mark.parametrize("start", ["static", "eplb"])
+def test_renumbered_experts_are_the_same_traffic_under_other_names(start: str) -> None:
+    task, seeds = config(profile="sglang-prefill", start=start), [5, 9, 11]
+    plain, other = started(task, seeds), started(replace(task, renumber=True), seeds)
+    first = other.episode["names"].copy()
+    for b, names in enumerate(first):
+        assert sorted(names) == list(range(EXPERTS))
+        assert plain.episode["names"][b].tolist() == list(range(EXPERTS))
+        np.testing.assert_array_equal(other.sim["load"][b][:, names], plain.sim["load"][b])
+        np.testing.assert_array_equal(other.obs["expert_graph"][b][np.ix_(names, names)], plain.obs["expert_graph"][b])
+    assert len({tuple(names) for names in first}) == 3
+    if start == "eplb":  # the same plan, up to ties
+        np.testing.assert_allclose(*(batch.episode["times_us"][:, TIME_OBSERVED] for batch in (plain, other)), rtol=0.1)
+    other.reset()
+    assert (other.episode["names"] != first).any(1).all()
+
+
+def test_what_is_learned_by_heart_says_nothing_about_renumbered_experts() -> None:
+    """An agent that knows only the number of an expert knows its load in the next episode, or nothing."""
+    spread = {}
+    for renumber in (False, True):
+        batch = started(PlacementConfig(tokens_per_rank=16, renumber=renumber), list(range(64)))
+        loads = batch.obs["experts"][:, :, EXPERT_LOAD]
+        memorized, new = loads[:32].mean(0), loads[32:].mean(0)
+        spread[renumber] = np.corrcoef(memorized, new)[0, 1]
+    assert spread[False] > 0.9
+    assert abs(spread[True]) < 0.5
+
+
 def everything(batch: PlacementBatch, b: int) -> dict[str, npt.NDArray[Any]]:
     parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.obs}
     found = {}
-    for part, tensors in parts.items():
-        found |= {f"{part}/{name}": tensor[b].numpy().copy() for name, tensor in tensors.items()}
+    for part, named in parts.items():
+        found |= {f"{part}/{name}": array[b].copy() for name, array in named.items()}
     return found
 
 
@@ -216,11 +247,11 @@ def test_a_batch_equals_single_environments(profile: EngineProfile) -> None:
     rng = np.random.default_rng(1)
     while not batch.done.all():
         expert, node = random_actions(batch, rng)
-        looked = torch.from_numpy(rng.integers(0, EXPERTS, (3, 2)))
+        looked = rng.integers(0, EXPERTS, (3, 2))
         parts = batch.lookahead(looked)
         _, reward, _ = batch.step(expert, node)
         for b, single in enumerate(singles):
-            torch.testing.assert_close(single.lookahead(looked[b : b + 1]), parts[b : b + 1], rtol=0, atol=0)
+            np.testing.assert_array_equal(single.lookahead(looked[b : b + 1]), parts[b : b + 1])
             assert single.step(expert[b : b + 1], node[b : b + 1])[1][0] == reward[b]
             mine, theirs = everything(batch, b), everything(single, 0)
             for name, array in mine.items():
@@ -231,7 +262,7 @@ def test_an_episode_that_is_over_does_not_change() -> None:
     batch = started(config(intervals=1), [3])
     play(batch, np.random.default_rng(0))
     before = everything(batch, 0)
-    _, reward, done = batch.step(torch.tensor([1]), torch.tensor([2]))
+    _, reward, done = batch.step(np.array([1]), np.array([2]))
     assert reward[0] == 0
     assert done[0]
     for name, array in everything(batch, 0).items():
@@ -270,11 +301,11 @@ def test_the_unit_of_rewards_is_the_static_placement_s_time() -> None:
 def observed(batch: PlacementBatch, b: int) -> Interval:
     n = batch.rules_host.n_passes
     pieces = batch.traffic.cut(TRACE)
-    return Interval(pieces.experts, batch.sim["rows"][b, :n].numpy(), batch.sim["rank_start"][b, :n].numpy())
+    return Interval(pieces.experts, batch.sim["rows"][b, :n], batch.sim["rank_start"][b, :n])
 
 
 def state_of(batch: PlacementBatch) -> SimulationState:
-    return SimulationState(**{name: tensor.numpy() for name, tensor in batch.sim.items()})
+    return SimulationState(**batch.sim)
 
 
 def after_operation(
@@ -308,15 +339,15 @@ def test_look_ahead_is_the_difference_that_the_operation_makes(profile: EnginePr
     for _ in range(2 * OPS + 1):
         layer = int(batch.episode["clock"][0, CLOCK_LAYER])
         start_us = float(batch.episode["times_us"][0, TIME_OBSERVED_START])
-        placement, before = batch.episode["slots"][0].numpy().copy(), batch.episode["slots"][0].numpy().copy()
-        placement[layer] = batch.sim["slots"][0].numpy()
+        placement, before = batch.episode["slots"][0].copy(), batch.episode["slots"][0].copy()
+        placement[layer] = batch.sim["slots"][0]
         interval, sim = observed(batch, 0), state_of(batch)
         n = interval.n_passes
 
         now = times_of_layer(simulator, interval, placement, before, layer)
         assert float(batch.episode["times_us"][0, TIME_OBSERVED]) == pytest.approx(now[0], rel=1e-12)
         e = int(rng.integers(EXPERTS))
-        parts = batch.lookahead(torch.tensor([[e]]))[0, 0].numpy()
+        parts = batch.lookahead(np.array([[e]]))[0, 0]
         for node in range(3 * GPUS):
             kind, *operation = (int(x) for x in resolve(sim, 0, e, node, n))
             if kind in (OP_NOTHING, OP_ILLEGAL):
@@ -344,9 +375,9 @@ def test_look_ahead_is_the_difference_that_the_operation_makes(profile: EnginePr
 def test_look_ahead_columns_of_pairs_are_the_answers_of_the_method() -> None:
     batch, rng = started(config(lookahead=True), [1, 2]), np.random.default_rng(0)
     for _ in range(OPS + 1):
-        parts = batch.lookahead(torch.arange(EXPERTS).repeat(2, 1)).reshape(2, EXPERTS, 3, GPUS, 3)
-        columns = batch.obs["pairs"][..., N_PAIR_FEATURES:].reshape(2, EXPERTS, GPUS, 3, 3).transpose(2, 3)
-        assert torch.equal(columns, parts)
+        parts = batch.lookahead(np.tile(np.arange(EXPERTS), (2, 1))).reshape(2, EXPERTS, 3, GPUS, 3)
+        columns = batch.obs["pairs"][..., N_PAIR_FEATURES:].reshape(2, EXPERTS, GPUS, 3, 3).swapaxes(2, 3)
+        assert np.array_equal(columns, parts)
         assert (parts[..., PART_SMOOTH] > 0).any()
         batch.step(*random_actions(batch, rng))
     assert started(config(), [1]).obs["pairs"].shape[-1] == N_PAIR_FEATURES
@@ -376,11 +407,11 @@ def test_a_state_is_restored_bit_for_bit() -> None:
     batch, rng = started(config(schedule="drift"), [1, 2]), np.random.default_rng(0)
     batch.step(*random_actions(batch, rng))
     kept, actions = batch.get_state(), [random_actions(batch, rng) for _ in range(2 * OPS * LAYERS)]
-    first = [batch.step(*action)[1].clone() for action in actions]
+    first = [batch.step(*action)[1].copy() for action in actions]
     end = [everything(batch, b) for b in range(2)]
     other = started(config(schedule="drift"), [8, 9])
     other.set_state(kept)
-    assert all(torch.equal(other.step(*action)[1], reward) for action, reward in zip(actions, first, strict=True))
+    assert all(np.array_equal(other.step(*action)[1], reward) for action, reward in zip(actions, first, strict=True))
     for b in range(2):
         for name, array in everything(other, b).items():
             np.testing.assert_array_equal(array, end[b][name], err_msg=name)

@@ -80,7 +80,7 @@ def test_the_sum_of_rewards_is_what_is_reported_and_what_the_simulator_says(name
     batch, rng = env.batch, np.random.default_rng(0)
     env.action_space.seed(0)
     obs, info = env.reset(seed=5)
-    placements, total, done = [batch.episode["slots"][0].numpy().copy()], 0.0, False
+    placements, total, done = [batch.episode["slots"][0].copy()], 0.0, False
     while not done:
         if "Flat" in name:
             action = rng.choice(np.flatnonzero(info["action_mask"]))
@@ -89,7 +89,7 @@ def test_the_sum_of_rewards_is_what_is_reported_and_what_the_simulator_says(name
         obs, reward, done, _, info = env.step(action)
         total += reward
         if batch.episode["clock"][0, CLOCK_INTERVAL] == len(placements):
-            placements.append(batch.episode["slots"][0].numpy().copy())
+            placements.append(batch.episode["slots"][0].copy())
     sim, served_us, start_us = batch.simulator, [], []
     stream = IntervalStream(batch.trace, batch.n_gpus, batch.traffic, 5).take(batch.config.intervals + 1)
     for interval, before, after in zip(stream[1:], placements[:-1], placements[1:], strict=True):

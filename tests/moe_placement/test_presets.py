@@ -160,6 +160,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
               first_k_dense_replace=1, num_shared_experts=1),
         {"hidden": 4096, "intermediate": 1536},
     ),
+    "kimi_k3": (
+        sizes(8, 7168, num_experts=896, num_experts_per_token=16, moe_intermediate_size=3072,
+              routed_expert_hidden_size=3584, num_shared_experts=2, expert_capacity=64),
+        {"hidden": 3584, "intermediate": 3072, "n_shared": 2},
+    ),
     "latent": (  # experts get tokens of a smaller size
         sizes(8, 8192, n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688, moe_latent_size=2048),
         {"hidden": 2048, "intermediate": 2688},
@@ -248,7 +253,15 @@ def test_quantisation_beside_the_config(tmp_path: Path) -> None:
         ({"n_group": 3}, "8 experts do not divide into 3 groups"),
         ({"quantization_config": {"quant_method": "new"}}, "unknown quantisation 'new': give a YAML with weight_bytes"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "quantised to '4' bits"),
-        ({"expert_inner_dim": 1536}, "unknown key 'expert_inner_dim' (1536): it may be the size of an expert"),
+        (
+            {"expert_inner_dim": 1536},
+            "unknown key 'expert_inner_dim' (1536): it may be a size of the experts, so 'intermediate_size'",
+        ),
+        ({"expert_dims": [1536, 768]}, "unknown key 'expert_dims' ([1536, 768])"),
+        (
+            {"moe_intermediate_size": 768, "expert_input_dim": 512},
+            "unknown key 'expert_input_dim' (512): it may be a size of the experts, so 'hidden_size' is not taken",
+        ),
     ],
 )
 def test_bad_configs_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -43,7 +43,12 @@ def simulator(
 
 
 def surrogate_of(
-    sim: Simulator, interval: Interval, placement: Placement, before: Placement, n_topics: int = 0, spread: float = 0.5
+    sim: Simulator,
+    interval: Interval,
+    placement: Placement,
+    before: Placement,
+    n_topics: int = 0,
+    mixture_std: float = 0.5,
 ) -> Surrogate:
     """The estimate. The rows take turns with the topics."""
     state = surrogate.allocate(
@@ -55,7 +60,7 @@ def surrogate_of(
     share = np.bincount(topic[rows], minlength=n_topics) / len(rows)
     by_topic = np.zeros((len(placement), sim.n_experts, n_topics))
     count_tokens(0, len(placement), state, interval.experts, rows, rows, before, topic, by_topic)
-    state.deviation[:] = deviations(state.load, by_topic, share, spread, n_topics)
+    state.deviation[:] = deviations(state.load, by_topic, share, mixture_std, n_topics)
     return state
 
 
@@ -96,7 +101,7 @@ def test_shares_are_those_of_the_ranks_that_choose_a_replica(
 def test_deviations_are_derivatives_by_the_shares_of_topics(instance: Instance) -> None:
     """Counted again from the tokens, with the weight of one topic a little larger."""
     sim, interval, small = instance.simulator(made_profile("rank-mod", "per-expert")), instance.interval, 1e-6
-    state = surrogate_of(sim, interval, instance.placement, instance.before, n_topics=3, spread=0.5)
+    state = surrogate_of(sim, interval, instance.placement, instance.before, n_topics=3, mixture_std=0.5)
     rows = interval.rows.ravel()
     for b, t in np.ndindex(interval.n_layers, 3):
         weights = np.where(rows % 3 == t, 1 + small, 1.0)

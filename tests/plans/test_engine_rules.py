@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import inspect
 import io
 import json
 import logging
@@ -19,6 +20,7 @@ import time
 from abc import ABC
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from enum import Enum, auto
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ import numpy as np
 import pytest
 import torch
 
+import clustergym.plans.integrations.sglang as for_sglang
 from clustergym.moe_placement import ClusterSpec, ModelSpec, Simulator
 from clustergym.moe_placement.kernels.replicas import _KNUTH
 from clustergym.moe_placement.streams import Interval
@@ -50,9 +53,28 @@ def source(package: str, path: str) -> str:
     return file.read_text()
 
 
+class WithoutImports(ast.NodeTransformer):
+    """Drops imports of names that the test gives: to import them would load the engine."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        return None if {alias.name for alias in node.names} <= self.names else node
+
+
+def with_server_args(function: Any, *given: Any, **server_args: Any) -> Any:
+    """Call a function of SGLang. Some versions pass the server's arguments first, others keep them in a global."""
+    named = function
+    while "args" in inspect.signature(named).parameters:  # *args of a mixin
+        named = named.__bases__[0]
+    first = next(iter(inspect.signature(named).parameters))
+    return function(*([SimpleNamespace(**server_args)] if first == "server_args" else []), *given)
+
+
 def functions(text: str, names: set[str], **known: Any) -> SimpleNamespace:
-    """Functions, methods and classes of a source file, and the names that they use."""
-    tree = ast.parse(text)
+    """Functions, methods and classes of a source file, and the names that they use. They import none of these."""
+    tree = WithoutImports(set(known)).visit(ast.parse(text))
     defined = (ast.FunctionDef, ast.ClassDef)
     tree.body = [
         node
@@ -95,52 +117,116 @@ def replicas_on_one_node() -> np.ndarray:
     return (gpu // PER_NODE * 4 + (gpu + slot) % 4).astype(np.int16)
 
 
-@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
-@pytest.mark.parametrize("seed", range(10))
-def test_rank_nearest_is_sglang_s_static_dispatch(seed: int, dispatch: str) -> None:
-    """SGLang 0.5.23. Other ranks are dealt over the replicas in random order there, and in order here.
-
-    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
-    """
-    text = source("sglang", "srt/eplb/expert_location.py")
-    engine = functions(
-        text,
+def sglang_locations() -> Any:
+    """SGLang's functions that choose replicas: of August 2026 and newer, with DeepEP."""
+    stub, backend = SimpleNamespace, SimpleNamespace(moe_a2a_backend="deepep")
+    return functions(
+        source("sglang", "srt/eplb/expert_location.py"),
         {
             "compute_logical_to_rank_dispatch_physical_map", "_logical_to_all_physical_raw", "_find_nearest_expert",
             "_compute_gpu_id_of_physical_expert", "_compute_node_id_of_physical_expert", "_fair_choices",
+            "_compute_logical_to_all_physical_map", "_pad_nested_array",
         },
         torch=torch, random=random, _prefer_same_node_experts=lambda: True,
-        get_parallel=lambda: SimpleNamespace(ep_size=GPUS, nnodes=NODES),
+        get_parallel=lambda: stub(ep_size=GPUS, nnodes=NODES), get_exec=lambda: stub(moe=backend),
     )  # fmt: skip
+
+
+def served_by_sglang(slots: np.ndarray, at_start: bool) -> np.ndarray:
+    """(layers, rank, expert) → GPU, from slots (layers, G, S). At its start a rank first keeps only near copies."""
+    engine, found = sglang_locations(), []
+    for rank in range(GPUS):
+        table = engine._compute_logical_to_all_physical_map(
+            torch.from_numpy(slots.reshape(len(slots), -1).astype(np.int64)), EXPERTS, GPUS, rank if at_start else None
+        )
+        places = engine.compute_logical_to_rank_dispatch_physical_map(table, GPUS, GPUS * SLOTS, rank)
+        found.append(places.numpy() // SLOTS)
+    return np.stack(found, axis=1)
+
+
+@pytest.mark.parametrize("dispatch", ["rank-nearest", "rank-nearest-dealt"])
+@pytest.mark.parametrize("seed", range(10))
+def test_rank_nearest_is_sglang_s_static_dispatch_after_a_rebalancing(seed: int, dispatch: str) -> None:
+    """Other ranks are dealt over the replicas in random order there, and in order here.
+
+    rank-nearest is the rule before 0.5.16, which differs for experts whose replicas are all on one node.
+    """
     slots = full_placement(seed) if seed else replicas_on_one_node()
-    physical: list[list[int]] = [[] for _ in range(EXPERTS)]
-    for place, e in enumerate(slots.ravel().tolist()):
-        physical[e].append(place)
-    width = max(map(len, physical))
-    table = torch.tensor([[places + [-1] * (width - len(places)) for places in physical]])
-    theirs = np.stack(
-        [
-            engine.compute_logical_to_rank_dispatch_physical_map(table, GPUS, GPUS * SLOTS, rank)[0].numpy() // SLOTS
-            for rank in range(GPUS)
-        ]
-    )
-    ours = chosen(dispatch, slots)
+    theirs, ours = served_by_sglang(slots[None], at_start=False)[0], chosen(dispatch, slots)
     for e in range(EXPERTS):
-        holders = [place // SLOTS for place in physical[e]]
-        nodes = {g // PER_NODE for g in holders}
-        near = [g for g in range(GPUS) if g // PER_NODE in nodes]
-        if len(nodes) == 1 and len(holders) > 1:
-            if dispatch == "rank-nearest":
-                first = [g for g in near if g not in holders]
-                assert (ours[first, e] == holders[0]).all()
-                continue
-            near = holders
-        elif len(holders) == 1:
-            near = list(range(GPUS))
-        dealt = [g for g in range(GPUS) if g not in near]
+        holders = np.flatnonzero((slots == e).any(1)).tolist()
+        near, dealt = near_and_far(holders)
+        if len({g // PER_NODE for g in holders}) == 1 and len(holders) > 1 and dispatch == "rank-nearest":
+            first = [g for g in range(GPUS) if g // PER_NODE == holders[0] // PER_NODE and g not in holders]
+            assert (ours[first, e] == holders[0]).all()
+            continue
         np.testing.assert_array_equal(ours[near, e], theirs[near, e])
         shares = [sorted(Counter(choice[dealt, e].tolist()).values()) for choice in (ours, theirs)]
         assert shares[0] == shares[1]
+
+
+def near_and_far(holders: list[int]) -> tuple[list[int], list[int]]:
+    """Ranks whose replica the holders decide, and the others."""
+    nodes = {g // PER_NODE for g in holders}
+    near = [g for g in range(GPUS) if g // PER_NODE in nodes]
+    if len(nodes) == 1 and len(holders) > 1:
+        near = holders
+    elif len(holders) == 1:
+        near = list(range(GPUS))
+    return near, [g for g in range(GPUS) if g not in near]
+
+
+def test_at_its_start_sglang_draws_as_the_start_profile_does() -> None:
+    """Near replicas are the same. The others are random, there and here: how evenly they are dealt is compared."""
+    slots = np.stack([full_placement(seed) for seed in range(60)])
+    start, rebalanced = served_by_sglang(slots, at_start=True), served_by_sglang(slots, at_start=False)
+    uneven: dict[str, list[float]] = {"sglang": [], "start": [], "rebalanced": []}
+    for l, placement in enumerate(slots):
+        ours = chosen("rank-nearest-start", placement)
+        for e in range(EXPERTS):
+            holders = np.flatnonzero((placement == e).any(1)).tolist()
+            near, far = near_and_far(holders)
+            np.testing.assert_array_equal(ours[near, e], start[l, near, e])
+            if far:
+                for name, served in (("sglang", start[l]), ("start", ours), ("rebalanced", rebalanced[l])):
+                    counts = [int((served[far, e] == g).sum()) for g in holders]
+                    uneven[name].append(float(np.var(counts)))
+    mean = {name: float(np.mean(values)) for name, values in uneven.items()}
+    assert mean["start"] == pytest.approx(mean["sglang"], rel=0.15)
+    assert mean["rebalanced"] < 0.5 * mean["sglang"]
+
+
+def test_dead_rank_of_sglang_keeps_every_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 15 of 32 is dead. Our plugin lets SGLang's own elastic function answer, and so no expert is lost."""
+    folder, typed = "srt/eplb/eplb_algorithms", {"torch": torch, "Tuple": tuple, "Optional": Optional}
+    packing = functions(
+        source("sglang", f"{folder}/deepseek.py"),
+        {"balanced_packing", "replicate_experts", "rebalance_experts_hierarchical"}, **typed,
+    )  # fmt: skip
+    elastic = functions(
+        source("sglang", f"{folder}/elasticity_aware.py"), {"rebalance_experts"},
+        rebalance_experts_hierarchical=packing.rebalance_experts_hierarchical, **typed,
+    )  # fmt: skip
+    alive = torch.ones(32, dtype=torch.int32)
+    alive[15] = 0
+    manager = SimpleNamespace(instance=lambda: SimpleNamespace(active_ranks=alive))
+    engine = functions(
+        source("sglang", f"{folder}/__init__.py"), {"EplbAlgorithm", "rebalance_experts"}, Enum=Enum, auto=auto,
+        deepseek=None, deepseek_vec=None, elasticity_aware=elastic, ElasticEPStateManager=manager, **typed,
+    )  # fmt: skip
+    monkeypatch.setattr(for_sglang, "_of_engine", engine.rebalance_experts)
+    given = {"tokens_per_expert": torch.rand(3, 2, 256), "num_physical_experts": 288, "num_local_physical_experts": 9,
+             "num_groups": 8, "num_nodes": 4}  # fmt: skip
+    ours = for_sglang.rebalance_experts(**given, algorithm=engine.EplbAlgorithm.elasticity_aware)
+    for mine, theirs in zip(
+        ours, engine.rebalance_experts(**given, algorithm=engine.EplbAlgorithm.elasticity_aware), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    for row in ours[0].reshape(2, 32, 9):
+        assert set(row[alive.bool()].ravel().tolist()) == set(range(256))
+    flat = for_sglang.rebalance_experts(**given, algorithm=SimpleNamespace(name="deepseek"))
+    lost = [set(range(256)) - set(row[alive.bool()].ravel().tolist()) for row in flat[0].reshape(2, 32, 9)]
+    assert all(lost)  # what the elastic function is for
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -196,7 +282,14 @@ def sglang_recording(mode: str, gatherer: str, accumulator: str, folder: Path, m
     )  # fmt: skip
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op: None)  # one rank
     monkeypatch.setattr(torch, "get_device_module", lambda: stub(empty_cache=lambda: None))
-    gather, record = getattr(engine, gatherer)(location, 0), getattr(engine, accumulator)(location, 0)
+    server = {
+        "device": "cpu", "enable_two_batch_overlap": False, "expert_distribution_recorder_mode": mode,
+        "expert_distribution_recorder_buffer_size": 4, "should_report_expert_balancedness": lambda: False,
+        "eplb_min_rebalancing_utilization_threshold": 1.0,
+    }  # fmt: skip
+    gather, record = (
+        with_server_args(getattr(engine, name), location, 0, **server) for name in (gatherer, accumulator)
+    )
     physical, first = torch.from_numpy(to_physical(LOGICAL, slots[DENSE:].numpy())), 0
     for i, (forward_mode, n, lens) in enumerate(PASSES):
         gather.reset()
@@ -322,7 +415,9 @@ def test_sglang_loads_the_plan(name: str, tmp_path: Path) -> None:
         get_device=lambda: stub(device="cpu"),
         ModelConfigForExpertLocation=stub(from_model_config=lambda config: sizes),
     )  # fmt: skip
-    loaded = engine.compute_initial_expert_location_metadata(None, moe_ep_rank=0)
+    loaded = with_server_args(
+        engine.compute_initial_expert_location_metadata, None, 0, init_expert_location=str(path), device="cpu"
+    )
     np.testing.assert_array_equal(loaded.physical_to_logical_map[DENSE:].reshape(LAYERS, GPUS, SLOTS), placement)
     assert loaded.num_local_physical_experts == SLOTS
     assert int(loaded.logical_to_all_physical_map_num_valid.min()) >= 1

@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,18 @@ class TestLaunch:
         assert config == {"eplb_config": {"expert_map_path": "p.json"}}
         assert any("v0.25.1" in warning for warning in ascend.warnings)
         assert "VLLM_USE_V2_MODEL_RUNNER=0" in ascend.command
+
+    def test_a_shell_reads_every_path_as_it_is(self) -> None:
+        path = "my plan's $(touch x): #1.json"
+        words = {engine: shlex.split(launch(Path(path), plan_of(), engine).command) for engine in ENGINES}
+        assert words["sglang"][:2] == ["--init-expert-location", path]
+        assert words["vllm"][-1] == f"CLUSTERGYM_EPLB_PLAN={path}"
+        ascend = words["vllm-ascend"][words["vllm-ascend"].index("--additional-config") + 1]
+        assert json.loads(ascend.removesuffix(",")) == {"eplb_config": {"expert_map_path": path}}
+        settings = launch(Path(path), plan_of(), "tensorrt-llm").command.split("options.yaml: ", 1)[1]
+        assert yaml.safe_load(settings)["moe_config"]["load_balancer"] == path
+        static = shlex.split(launch(Path(path), plan_of(), "vllm").warnings[1])[-1]
+        assert json.loads(static) == {"num_redundant_experts": 4, "initial_expert_map_path": path}
 
     @pytest.mark.parametrize("model", ["mixtral-8x7b", "olmoe-1b-7b", "llama-4-maverick"])
     def test_models_without_the_hook_are_warned_about(self, model: str) -> None:

@@ -19,8 +19,10 @@ import torch
 
 import clustergym.plans.integrations.sglang as for_sglang
 import clustergym.plans.integrations.vllm as for_vllm
+from clustergym.moe_placement import ClusterSpec, ModelSpec
 from clustergym.plans.integrations.eplb import keep_in_place, plan_slots, rebalance_experts
 from clustergym.plans.integrations.planners import check_name, slots_of
+from clustergym.plans.meta import PlanMeta
 from eplb_reference import balancedness, eplb
 
 SHAPES = [(12, 16, 4, 2, 8), (64, 80, 8, 4, 16), (32, 64, 32, 4, 32), (256, 288, 8, 4, 32), (64, 72, 1, 2, 8)]
@@ -152,6 +154,62 @@ class TestVLLM:
         (tmp_path / "plan.json").write_text(json.dumps(np.where(plan == 5, 6, plan).tolist()))
         with pytest.raises(ValueError, match="does not hold each of the 64 experts"):
             for_vllm.ClusterGymPolicy.rebalance_experts(loads(2, 64), 80, 8, 4, 16)
+
+    def test_moves_are_paced(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A plan file is reached layer by layer, and the layer with the worst balance comes first."""
+        plan = plan_slots(loads(3, 64, seed=2).numpy(), 80, 1, 1, 16)
+        (tmp_path / "plan.json").write_text(json.dumps(plan.tolist()))
+        monkeypatch.setenv("CLUSTERGYM_EPLB_PLAN", str(tmp_path / "plan.json"))
+        weight = loads(3, 64, seed=2)
+        weight[1] = 0  # a layer without traffic
+        served = torch.arange(80).remainder(64).repeat(3, 1)
+        rebalance = for_vllm.ClusterGymPolicy.rebalance_experts
+        whole = rebalance(weight, 80, 1, 1, 16, served)
+        moves = (whole != served).sum(1)
+        monkeypatch.setenv("CLUSTERGYM_EPLB_MAX_MOVES", str(int(moves.max()) + 3))
+        gain = [
+            1 / balancedness(before.reshape(16, 5), load) - 1 / balancedness(after.reshape(16, 5), load)
+            for before, after, load in zip(served[[0, 2]].numpy(), whole[[0, 2]].numpy(), weight[[0, 2]].numpy(),
+                                           strict=True)
+        ]  # fmt: skip
+        first = max((0, 2), key=lambda layer: gain[layer // 2] / int(moves[layer]))
+        for reached in ([first], sorted([first, 2 - first]), [0, 1, 2]):
+            served = rebalance(weight, 80, 1, 1, 16, served)
+            assert [layer for layer in range(3) if torch.equal(served[layer], whole[layer])] == reached
+        monkeypatch.setenv("CLUSTERGYM_EPLB_MAX_MOVES", "1")  # fewer than any layer needs
+        again = rebalance(weight, 80, 1, 1, 16, torch.arange(80).remainder(64).repeat(3, 1))
+        assert (again == whole).all(1).sum() == 1
+        monkeypatch.setenv("CLUSTERGYM_EPLB_MAX_MOVES", "few")
+        with pytest.raises(ValueError, match="CLUSTERGYM_EPLB_MAX_MOVES is 'few': expected a number of experts"):
+            rebalance(weight, 80, 1, 1, 16, served)
+
+    def test_each_phase_gets_its_plan(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = ModelSpec("m", 2, 64, 4, 64, 64)
+        for seed, phase in enumerate(("prefill", "decode")):
+            slots = plan_slots(loads(2, 64, seed=seed).numpy(), 80, 1, 1, 16)
+            (tmp_path / f"plan-{phase}.json").write_text(json.dumps(slots.tolist()))
+            meta = PlanMeta("sglang", f"sglang-{phase}", False, model, ClusterSpec("c", 4, 4))
+            meta.write(tmp_path / f"plan-{phase}.json")
+        monkeypatch.setenv("CLUSTERGYM_EPLB_PLAN", str(tmp_path / "plan-{phase}.json"))
+        rebalance = for_vllm.ClusterGymPolicy.rebalance_experts
+        with pytest.raises(ValueError, match="set CLUSTERGYM_EPLB_PHASE to prefill or decode"):
+            rebalance(loads(2, 64), 80, 1, 1, 16)
+        for seed, phase in enumerate(("prefill", "decode")):
+            monkeypatch.setattr(for_vllm, "phase_of_instance", lambda phase=phase: phase)
+            expected = plan_slots(loads(2, 64, seed=seed).numpy(), 80, 1, 1, 16)
+            np.testing.assert_array_equal(rebalance(loads(2, 64), 80, 1, 1, 16).numpy(), expected)
+        assert caplog.text == ""
+        monkeypatch.setenv("CLUSTERGYM_EPLB_PLAN", str(tmp_path / "plan-prefill.json"))
+        rebalance(loads(2, 64), 80, 1, 1, 16)
+        assert "plan-prefill.json was made for sglang-prefill, but this instance serves decode" in caplog.text
+        # 8 GPUs have the same number of slots. The file beside the plan says that it was made for 16.
+        with pytest.raises(ValueError, match=r"plan-prefill\.json was made for 16 GPUs, but the engine has 8"):
+            rebalance(loads(2, 64), 80, 1, 1, 8)
+        monkeypatch.setenv("CLUSTERGYM_EPLB_PHASE", "both")
+        with pytest.raises(ValueError, match="CLUSTERGYM_EPLB_PHASE"):
+            rebalance(loads(2, 64), 80, 1, 1, 16)
 
     def test_registers_only_if_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         policy = types.ModuleType("vllm.distributed.eplb.policy")
@@ -314,3 +372,29 @@ def test_interface_of_deepseek() -> None:
             # The reference of the tests is their algorithm.
             expected = balancedness(eplb(load, replicas, groups, nodes, gpus), load)
             assert balancedness(row.reshape(gpus, -1), load) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.skipif("CLUSTERGYM_VLLM_SOURCE" not in os.environ, reason="needs vLLM's sources")
+def test_phase_in_vllm() -> None:
+    """What the plugin reads to know its phase."""
+    folder = Path(os.environ["CLUSTERGYM_VLLM_SOURCE"])
+    exported = (folder / "distributed" / "kv_transfer" / "__init__.py").read_text()
+    assert "get_kv_transfer_group" in exported
+    assert "has_kv_transfer_group" in exported
+    connector = (folder / "distributed" / "kv_transfer" / "kv_connector" / "v1" / "base.py").read_text()
+    assert "self._kv_transfer_config = vllm_config.kv_transfer_config" in connector
+    roles = (folder / "config" / "kv_transfer.py").read_text()
+    assert '"kv_producer"' in roles
+    assert '"kv_consumer"' in roles
+
+
+@pytest.mark.skipif("CLUSTERGYM_SGLANG_SOURCE" not in os.environ, reason="needs SGLang's sources")
+def test_phase_and_served_slots_in_sglang() -> None:
+    """What the plugin reads to know its phase, and what is served."""
+    folder = Path(os.environ["CLUSTERGYM_SGLANG_SOURCE"]) / "srt"
+    server = (folder / "server_args.py").read_text()
+    assert "def get_global_server_args()" in server
+    assert 'disaggregation_mode not in ("null", "prefill", "decode")' in server
+    location = (folder / "eplb" / "expert_location.py").read_text()
+    assert "def get_global_expert_location_metadata()" in location
+    assert "physical_to_logical_map: torch.Tensor" in location

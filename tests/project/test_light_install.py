@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
     "cryptography", "fastapi", "httpx", "matplotlib", "moviepy", "numba_cuda", "optuna", "prometheus_client",
-    "pygame", "pynvml", "ray", "safetensors", "stable_baselines3", "tensorboard", "torch_geometric",
+    "pygame", "pynvml", "ray", "safetensors", "stable_baselines3", "tensorboard", "torch", "torch_geometric",
     "transformers", "uvicorn", "wandb", "yaml",
 )  # fmt: skip
 
@@ -52,7 +52,7 @@ def run_command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[st
 
 def test_the_core_dependencies_are_few() -> None:
     names = {requirement.partition(">=")[0] for requirement in PROJECT["dependencies"]}
-    assert names == {"gymnasium", "pettingzoo", "numpy", "numba", "scipy", "tyro", "rich", "torch"}
+    assert names == {"gymnasium", "pettingzoo", "numpy", "numba", "scipy", "tyro", "rich"}
 
 
 def test_dev_installs_every_extra() -> None:
@@ -105,6 +105,13 @@ def test_planners_run_without_extras(tmp_path: Path) -> None:
     assert "eplb" in result.stdout
 
 
+def test_offloading_rules_run_without_extras(tmp_path: Path) -> None:
+    small = ["--tune-tokens", "200", "--tokens", "100", "--evaluations", "2"]
+    result = run_command("offload", "eval", "--policy", "lru", *small, folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "lru" in result.stdout
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["eval", "--help"], ["trace", "info", "synthetic"]])
 def test_commands_run_without_extras(arguments: list[str], tmp_path: Path) -> None:
     result = run_command(*arguments, folder=tmp_path)
@@ -119,12 +126,16 @@ def test_commands_run_without_extras(arguments: list[str], tmp_path: Path) -> No
         (["webhook"], "cryptography", "agent"),
         (["sweep", "run", str(ROOT / "sweeps" / "ppo.yaml")], "ray.tune", "sweep"),
         (["trace", "record", "--model", "m", "--text", "a.txt", "-o", "a.npz"], "transformers", "record"),
+        (["offload", "fit"], "torch", "train"),
+        (["offload", "eval", "--policy", "random-networks"], "torch", "train"),
+        (["trace", "import", "dump.pt", "-o", "a.npz"], "torch", "engines"),
         (["trace", "import", "rank0.safetensors", "--n-experts", "8", "-o", "a.npz"], "safetensors", "engines"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )
 def test_a_command_names_the_extra_that_it_needs(arguments: list[str], module: str, extra: str, tmp_path: Path) -> None:
     (tmp_path / "rank0.safetensors").touch()
+    (tmp_path / "dump.pt").touch()
     result = run_command(*arguments, folder=tmp_path)
     assert result.stderr == f"error: {module} is not installed: pip install 'clustergym[{extra}]'\n"
     assert result.returncode == 2

@@ -7,8 +7,6 @@ import numpy as np
 
 def played(launcher: str, dispatch: str, transport: str) -> dict[str, np.ndarray]:
     """All arrays of three environments: reset, steps over the end of an interval and an episode, look-ahead."""
-    import torch
-
     from clustergym import synthetic_trace
     from clustergym.moe_placement import (
         ClusterSpec,
@@ -37,21 +35,21 @@ def played(launcher: str, dispatch: str, transport: str) -> dict[str, np.ndarray
 
     def note(when: str) -> None:
         parts = {"sim": batch.sim, "episode": batch.episode, "stream": batch.stream, "obs": batch.obs}
-        for part, tensors in parts.items():
-            arrays.update({f"{when}/{part}/{name}": tensor.numpy().copy() for name, tensor in tensors.items()})
-        arrays[f"{when}/reward"] = batch.reward.numpy().copy()
+        for part, named in parts.items():
+            arrays.update({f"{when}/{part}/{name}": array.copy() for name, array in named.items()})
+        arrays[f"{when}/reward"] = batch.reward.copy()
 
     note("reset")
     for step in range(9):
-        mask = batch.obs["action_mask"].numpy()
+        mask = batch.obs["action_mask"]
         choice = np.array([rng.choice(np.argwhere(m)) if rng.random() < 0.9 else [-1, 99] for m in mask])
-        batch.step(*(torch.from_numpy(np.ascontiguousarray(column)) for column in choice.T))
+        batch.step(*choice.T)
         note(f"step{step}")
         if batch.done.any():
             # Only some begin anew: the others must stay as they are.
-            batch.reset(torch.tensor([True, False, True]))
+            batch.reset(np.array([True, False, True]))
             note(f"reset{step}")
-    arrays["lookahead"] = batch.lookahead(torch.tensor([[0, 2], [3, 1], [5, 0]])).numpy().copy()
+    arrays["lookahead"] = batch.lookahead(np.array([[0, 2], [3, 1], [5, 0]])).copy()
     for name, shape, dtype in (
         ("operations", (4, 2), np.int64), ("mask", (4,), np.int8), ("score", (4 + 36,), np.float64),
         ("compact", (3 * 11 + 18 * 6 + 6,), np.float32),

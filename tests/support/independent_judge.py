@@ -23,19 +23,29 @@ Plan = npt.NDArray[np.int64]
 """(L, G, S) expert in each slot"""
 
 
-def serving_gpus(slots: npt.NDArray[np.int64], n_experts: int) -> npt.NDArray[np.int64]:
+def serving_gpus(
+    slots: npt.NDArray[np.int64], n_experts: int, state: str = "older", rng: np.random.Generator | None = None
+) -> npt.NDArray[np.int64]:
     """(G, E) SGLang's static rule: which GPU runs an expert for the tokens of a rank.
 
-    A copy on the GPU itself, else the first on its node, else the ranks are dealt evenly over the copies.
+    A copy on the GPU itself, else the first on its node, else the ranks are dealt evenly over the copies: ``older``,
+    before SGLang 0.5.16. ``rebalanced`` is the rule since then: if all copies are on one node, its ranks are dealt,
+    too. ``start`` is what it does until its first rebalancing: these ranks draw a copy, each for itself.
     """
     chosen = np.empty((GPUS, n_experts), int)
     for e in range(n_experts):
         copies = sorted(set(np.nonzero(slots == e)[0].tolist()))
         left = 0
         for rank in range(GPUS):
-            near = [g for g in copies if g == rank] or [g for g in copies if g // PER_NODE == rank // PER_NODE]
+            on_node = [g for g in copies if g // PER_NODE == rank // PER_NODE]
+            if state != "older" and len(on_node) == len(copies) > 1:
+                on_node = []
+            near = [g for g in copies if g == rank] or on_node
             if near:
                 chosen[rank, e] = near[0]
+            elif state == "start":
+                assert rng is not None
+                chosen[rank, e] = copies[rng.integers(len(copies))]
             else:
                 chosen[rank, e] = copies[left % len(copies)]
                 left += 1
@@ -97,10 +107,12 @@ def draw_passes(trace: TokenTrace, phase: str, rng: np.random.Generator) -> list
     return passes
 
 
-def judge(plan: Plan, trace: TokenTrace, phase: str, kernel: str = "weights and tokens") -> float:
+def judge(
+    plan: Plan, trace: TokenTrace, phase: str, kernel: str = "weights and tokens", state: str = "older", seed: int = 1
+) -> float:
     """Mean time of a layer and pass."""
-    passes, times = draw_passes(trace, phase, np.random.default_rng(1)), []
+    passes, times = draw_passes(trace, phase, np.random.default_rng(seed)), []
     for layer, slots in enumerate(plan):
-        chosen = serving_gpus(slots, trace.n_experts)
+        chosen = serving_gpus(slots, trace.n_experts, state, np.random.default_rng(layer))
         times += [pass_us(trace.experts[rows, layer].astype(int), chosen, phase, kernel) for rows in passes]
     return float(np.mean(times))

@@ -22,9 +22,11 @@ from clustergym.moe_placement.kernels.state import Costs
 
 
 def made_profile(dispatch: str = "rank-nearest", transport: str = "dedup", phase: str = "decode") -> EngineProfile:
-    """A profile of any replica choice and transport. rank-nearest-dealt is the rule of newer SGLang."""
-    rule, dealt = dispatch.removesuffix("-dealt"), dispatch.endswith("-dealt")
-    return EngineProfile("made", "sglang", phase, rule, transport, (), "made by a test", dealt)
+    """A profile of any replica choice and transport. rank-nearest-dealt is the rule of newer SGLang, which it follows
+    from its first rebalancing on; rank-nearest-start is what it does before."""
+    rule, start = dispatch.removesuffix("-dealt").removesuffix("-start"), dispatch.endswith("-start")
+    dealt = start or dispatch.endswith("-dealt")
+    return EngineProfile("made", "sglang", phase, rule, transport, (), "made by a test", dealt, start)
 
 
 @dataclass(frozen=True)

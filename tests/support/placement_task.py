@@ -58,5 +58,5 @@ def interval_of(batch: PlacementBatch, which: int) -> Interval:
     """A copy of the observed (0) or the next (1) interval of environment 0."""
     n = batch.rules_host.n_passes
     passes = slice(which * n, (which + 1) * n)
-    arrays = (batch.sim[name][0, passes].numpy().copy() for name in ("rows", "rank_start"))
+    arrays = (batch.sim[name][0, passes].copy() for name in ("rows", "rank_start"))
     return Interval(layer_first(batch.trace), *arrays)

@@ -12,7 +12,7 @@ import pytest
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from clustergym.gpu_allocation.environment import GPUAllocationVectorEnv
+from clustergym.gpu_allocation.vector import GPUAllocationVectorEnv
 from clustergym.training.envs import get_state, make_vec, play_episodes, set_state
 
 

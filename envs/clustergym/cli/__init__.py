@@ -55,6 +55,15 @@ def check_trace(argv: list[str]) -> None:
         find_trace(argv[1])
 
 
+def check_seed(argv: list[str]) -> None:
+    """Raise a ValueError for a negative ``--seed`` of any command."""
+    values = [value for flag, value in pairwise(argv) if flag == "--seed"]
+    values += [word.removeprefix("--seed=") for word in argv if word.startswith("--seed=")]
+    for value in values:
+        if value.startswith("-"):
+            raise ValueError(f"--seed is {value}: expected 0 or more")
+
+
 def _overview(console: Console) -> None:
     table = Table("command", "what it does", box=None, title="clustergym COMMAND --help", title_justify="left")
     for name, (_, sentence) in COMMANDS.items():
@@ -87,10 +96,13 @@ def main(argv: list[str] | None = None) -> int:
             from clustergym.agent.quickstart import find_script
 
             os.execv(sys.executable, [sys.executable, str(find_script()), *argv[2:]])
+        check_seed(argv)
         check_trace(argv)
         module = import_module(f"clustergym.cli.{module_of(argv)}")
         args = tyro.cli(module.Command, args=argv[1:], prog=f"clustergym {argv[0]}")
         module.run(args, console, shlex.join(["clustergym", *argv]))
     except (ValueError, OSError, MissingExtra) as error:
         return fail(str(error))
+    except MemoryError as error:
+        return fail(f"not enough memory: {error}: give fewer tokens, passes, layers or GPUs")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from clustergym.common.extras import require
@@ -15,9 +15,14 @@ def prepare_files(*paths: Path | None) -> None:
     """Create the folders of output files. Raise a ValueError if a file cannot be written, before the work is done."""
     for path in paths:
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir() or not os.access(path.parent, os.W_OK):
-                raise ValueError(f"cannot write {path}: it is a folder, or its folder is not writable")
+            if path.is_dir():
+                raise ValueError(f"cannot write {path}: it is a folder")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=path.parent):  # permissions alone do not tell
+                    pass
+            except OSError as error:
+                raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
 
 def prepare_outputs(json: Path | None, plot: Path | None) -> None:
@@ -32,5 +37,6 @@ def prepare_outputs(json: Path | None, plot: Path | None) -> None:
 def check_trace_output(path: Path) -> None:
     """Check ``--output`` of commands that write a trace before the work is done."""
     check_trace_name(path)
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"cannot write {path}: it is a folder, or its folder does not exist or is not writable")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: its folder does not exist")
+    prepare_files(path)

@@ -15,8 +15,7 @@ from clustergym.cli.common import prepare_outputs
 from clustergym.cli.offload_output import players_of, results_table, steps_of
 from clustergym.moe_offload.evaluation import Player, evaluate, make_environment, policy_names
 from clustergym.moe_offload.picture import plot_curve
-from clustergym.moe_offload.predictor import Predictor
-from clustergym.moe_offload.simulator import load_once
+from clustergym.moe_offload.simulator import load_once, load_predictor
 from clustergym.moe_offload.specs import DEFAULT_TRACE, OffloadConfig
 from clustergym.moe_offload.tables import Tables, first_tokens, split_sequences
 
@@ -45,7 +44,7 @@ class Curve:
 
 
 def run(args: Curve, console: Console, line: str) -> None:
-    predictor = None if args.predictor is None else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     names, others = policy_names(args.policy, predictor is not None)
     players = players_of([str(args.run), *others])
     run = players[str(args.run)]

@@ -16,8 +16,7 @@ from clustergym.cli.offload_output import players_of, results_table, steps_of
 from clustergym.common.files import write_atomically
 from clustergym.moe_offload.evaluation import Row, evaluate, parts_to_serve, policy_names
 from clustergym.moe_offload.picture import plot_rows
-from clustergym.moe_offload.predictor import Predictor
-from clustergym.moe_offload.simulator import load_once
+from clustergym.moe_offload.simulator import load_once, load_predictor
 from clustergym.moe_offload.specs import DEFAULT_TRACE, OffloadConfig, share
 from clustergym.moe_offload.tables import Tables, first_tokens
 from clustergym.moe_placement.specs import get_model
@@ -40,9 +39,10 @@ class Eval:
     new_domain: list[str] = field(default_factory=list)
     """Domains that the part new-domain consists of, if the recording does not name them."""
     predictor: Path | None = None
-    """Folder of a fitted predictor, for the control."""
+    """Folder of a fitted predictor, for the control and the shipped policy."""
     policy: list[str] = field(default_factory=lambda: ["rules", "bounds"])
-    """rules, control, bounds, names of rules, random-networks, or run folders of ppo_moe_marl.py."""
+    """rules, control, bounds, shipped (the policy in the predictor's folder), names of rules, random-networks, or run
+    folders of ppo_moe_marl.py."""
     model: str | None = None
     """Model preset, config.json or YAML file for the size of an expert. By default the model of the trace, or 13.2 MB
     (gpt-oss-20b)."""
@@ -76,9 +76,9 @@ class Eval:
 
 def run(args: Eval, console: Console, line: str) -> None:
     shares = [share(text) for text in args.slots]
-    predictor = None if args.predictor is None else Predictor.load(args.predictor)
+    predictor = load_predictor(args.predictor)
     names, others = policy_names(args.policy, predictor is not None)
-    players = players_of(others)
+    players = players_of(others, args.predictor)
     prepare_outputs(args.json, args.plot)
     trace = load_once(args.trace)
     source = trace if args.fit_on is None else load_once(args.fit_on)

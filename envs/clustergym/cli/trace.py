@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from clustergym.cli import trace_import, trace_record
+from clustergym.cli.common import check_trace_output
 from clustergym.traces import LoadTrace, SyntheticConfig, TokenTrace, load_any_trace, synthetic_trace
 
 
@@ -69,6 +70,7 @@ def synth_config(config: SyntheticConfig, words: list[str]) -> SyntheticConfig:
 
 
 def run_synth(args: Synth, console: Console, line: str) -> None:
+    check_trace_output(args.output)
     config = synth_config(args.config, shlex.split(line))
     path = synthetic_trace(config, seed=args.seed).save(args.output)
     console.print(escape(f"wrote {path}: {TokenTrace.load(path)}"))

@@ -10,39 +10,41 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from clustergym.moe_placement.presets.clusters import get_cluster
-from clustergym.moe_placement.presets.models import get_model
 from clustergym.plans.engines import check_plan, detect_engine, launch, load_plan, memory_use
+from clustergym.plans.meta import model_and_cluster
 
 
 @dataclass
 class Command:
     """Check that an engine will load a plan file as it is meant: layers, slots, experts, memory. Exit code 2 if not.
 
-    Example: clustergym verify plan.json --model deepseek-v3 --cluster h800-4x8
+    Example: clustergym verify plan.json
     """
 
     plan: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="PLAN")]
     """The plan file."""
-    model: str
-    """A preset, a config.json or a YAML file."""
-    cluster: str
-    """GPU-NODESxGPUS or a YAML file."""
+    model: str | None = None
+    """A preset, a config.json or a YAML file; by default what the file beside the plan says (plan.json.meta.json)."""
+    cluster: str | None = None
+    """GPU-NODESxGPUS or a YAML file; by default what the file beside the plan says."""
     engine: str | None = None
     """sglang, tensorrt-llm, vllm-ascend or vllm; by default detected from the file."""
     profile: str | None = None
-    """The profile that the engine will serve with; by default its usual one."""
+    """The profile that the engine will serve with; by default what the file beside the plan says, else its first
+    one."""
 
 
 def run(args: Command, console: Console, line: str) -> None:
-    model, cluster = get_model(args.model), get_cluster(args.cluster)
-    engine = args.engine or detect_engine(args.plan)
+    model, cluster, meta = model_and_cluster(args.plan, args.model, args.cluster)
+    engine = args.engine or (meta.engine if meta else detect_engine(args.plan))
     plan = load_plan(args.plan, engine, model, cluster.n_gpus)
     check_plan(plan)
     memory = memory_use(plan)
     if memory.experts_gb > cluster.memory_gb:
         raise ValueError(f"{memory.describe()}: more than the {cluster.memory_gb:g} GB of a GPU of {cluster.name}")
-    start = launch(args.plan, plan, engine, args.profile, cluster.n_nodes)
+    made_for = meta.profile.split(" (")[0] if meta and meta.engine == engine and args.profile is None else args.profile
+    both = meta is not None and meta.both_phases and args.profile is None
+    start = launch(args.plan, plan, engine, made_for, cluster.n_nodes, both)
     console.print(
         f"{args.plan} is a legal plan of {engine} for {model.name} on {cluster.name}: {len(plan.placement)} layers, "
         f"{plan.n_gpus} GPUs × {plan.n_slots} slots, {plan.n_redundant} redundant experts per layer",
@@ -51,7 +53,8 @@ def run(args: Command, console: Console, line: str) -> None:
     )
     console.print(memory.describe(), highlight=False)
     console.print(escape(f"load it with: {start.command}"), highlight=False, soft_wrap=True)
-    console.print(escape(f"profile: {start.profile.name} ({start.profile.about})"), highlight=False)
+    known = f"{start.profile.name} ({start.profile.about})"
+    console.print(escape(f"profile: {meta.served_as if meta and both else known}"), highlight=False)
     missing = plan.unplanned_mtp_layers if engine == "tensorrt-llm" else []
     if missing:
         text = f"the file has no row for MTP layers {missing}: with speculative decoding the worker dies"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Config = TypeVar("Config")
 
 
-def one_of(value: str, allowed: Sequence[str], what: str) -> int:
+def index_of_choice(value: str, allowed: Sequence[str], what: str) -> int:
     """Index of ``value`` in ``allowed``. Raises a ValueError that lists the allowed values."""
     if value not in allowed:
         raise ValueError(f"unknown {what} {value!r}; expected one of: {', '.join(allowed)}")

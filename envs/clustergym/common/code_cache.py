@@ -23,7 +23,10 @@ from typing import Any
 import numba
 from numba.core import config
 from numba.core.caching import _Cache
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompileResult
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
 from clustergym.common.cache import cache_folder
@@ -138,3 +141,38 @@ class CodeCache(_Cache):  # type: ignore[misc]
 
     def flush(self) -> None:
         """Entries of other sources have other names, so nothing must be deleted."""
+
+
+class PartOfCaller(JITCodeLibrary):  # type: ignore[misc]
+    """The code of a function that only compiled functions call.
+
+    It is kept as LLVM's intermediate code, linked into its callers, and optimized and translated to machine code there.
+    numba would do both for every function on its own, together with all functions that it calls, once per level.
+    """
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+
+def as_part_of_caller(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of numba that compiles make a :class:`PartOfCaller`."""
+
+    def compiled(*arguments: Any) -> Any:
+        target = cpu_target.target_context
+        with global_compiler_lock:
+            codegen = target.codegen()
+            kind, executable = codegen._library_class, target.get_executable
+            codegen._library_class = PartOfCaller
+            # numba finds the function by this object, which must be built in, and does not call it.
+            target.get_executable = lambda library, fndesc, env: [].append
+            try:
+                return compile_now(*arguments)
+            finally:
+                codegen._library_class, target.get_executable = kind, executable
+
+    return compiled

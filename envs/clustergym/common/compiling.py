@@ -1,5 +1,10 @@
 """Compile functions with numba, cache the machine code on disk, and warn users who wait for it.
 
+The functions of an environment are compiled for the CPU (:func:`device`); a CUDA kernel that calls them compiles them
+as device functions. Under numba's CUDA simulator they stay plain Python, because simulated device arrays cannot enter
+compiled code. There, and with NUMBA_DISABLE_JIT, a numpy number keeps its width: ``int()`` and ``float()`` stand where
+more bits are needed than the array has.
+
 Private parts of numba are used: the option ``_nrt``, the call template, and the interface of its caches.
 """
 
@@ -17,12 +22,17 @@ from threading import Timer
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 from numba import config, njit, types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 WARN_AFTER_S = 3.0
+PLAIN_PYTHON = bool(config.ENABLE_CUDASIM or config.DISABLE_JIT)
+index = np.uint64
+"""An index that cannot be negative: numba then omits the check for negative values, which halves the time of hot loops.
+"""
 _warned = False
 
 
@@ -111,7 +121,7 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
             # No cache on disk: numba alone would keep using a caller after a function that it calls has changed.
             result = njit(nogil=True, error_model="numpy")(function)
         else:
-            from clustergym.common.code_cache import CodeCache  # imports private parts of numba
+            from clustergym.common.code_cache import CodeCache, as_part_of_caller  # imports private parts of numba
 
             # Without reference counts. Nothing is allocated, and the counts are atomic: threads that write them to the
             # same cache lines would spend more time on them than on the work.
@@ -119,16 +129,46 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
             result = njit(nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True)(function)
             result._cache = CodeCache(function, fingerprint)
             result.compile = _at_level_1(result.compile)
-            template = result.get_call_template
+            # Compiled functions that call this one get another version of it, see PartOfCaller.
+            part: Any = njit(
+                nogil=True, error_model="numpy", _nrt=False, no_cfunc_wrapper=True, no_cpython_wrapper=True
+            )(function)
+            part.compile = as_part_of_caller(_at_level_1(part.compile))
+            template = part.get_call_template
 
             def without_literals(args: Any, kws: Any) -> Any:
                 """Keep numba from compiling a function again for each constant argument."""
+                part.targetoptions["forceinline"] = result.targetoptions.get("forceinline", False)
                 return template([types.unliteral(a) for a in args], {k: types.unliteral(a) for k, a in kws.items()})
 
-            result.get_call_template = without_literals
+            result.get_call_template, result.get_overload = without_literals, part.get_overload
         typed: Function = result
         return typed
 
+    return compiled
+
+
+@cache
+def _fingerprint(path: Path) -> str:
+    """A function is compiled again only if its file, or one that this file imports, has changed."""
+    return source_fingerprint(imported_sources(path))
+
+
+def device(function: Any) -> Any:
+    """Compile a function of one environment, which allocates nothing."""
+    if PLAIN_PYTHON:
+        return function
+    return compiler(_fingerprint(Path(function.__code__.co_filename)))(function)
+
+
+def inlined(function: Any) -> Any:
+    """As :func:`device`, but compiled into its callers.
+
+    Passing a state of dozens of arrays to a function takes longer than most functions of the simulators.
+    """
+    compiled = device(function)
+    if hasattr(compiled, "targetoptions"):
+        compiled.targetoptions["forceinline"] = True
     return compiled
 
 

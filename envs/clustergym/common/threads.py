@@ -1,4 +1,4 @@
-"""Spread compiled work over the cores: threads that run a kernel's range without the interpreter lock.
+"""Compiled work on all cores: threads that run a kernel's range without the interpreter lock.
 
 numba's own ``parallel=True`` made slower code of the same kernels (50 % slower on one thread), compiles each loop once
 more, and its OpenMP threads do not survive a fork.
@@ -28,7 +28,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def spread(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | None = None) -> None:
+def parallel_for(function: Callable[..., Any], n: int, *arguments: Any, chunks: int | None = None) -> None:
     """Call ``function(first, last, *arguments)`` over parts of 0 … n−1, on as many threads as numba may use.
 
     All threads, the caller's among them, take the next of ``chunks`` parts until none is left: one that is held up, or

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.gpu_allocation import simulator
 from clustergym.gpu_allocation.fitted import NEED_LOGIT, POPULARITY
 from clustergym.gpu_allocation.history import N_FEATURES, N_HISTORY
@@ -111,7 +111,7 @@ class AllocationBatch:
         if self.num_envs < MIN_ENVS_FOR_THREADS or numba.config.NUMBA_NUM_THREADS == 1:
             function(0, self.num_envs, self.state, self._constants, *arguments)
         else:
-            spread(function, self.num_envs, self.state, self._constants, *arguments)
+            parallel_for(function, self.num_envs, self.state, self._constants, *arguments)
 
     @property
     def outcome(self) -> Floats:

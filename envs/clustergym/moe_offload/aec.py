@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-from gymnasium import spaces
-from pettingzoo import AECEnv
-
-from clustergym.moe_offload.batch import ObsDict
+from clustergym.common.aec import PairAECEnv
 from clustergym.moe_offload.parallel import MoEOffloadParallelEnv
 
-NOBODY = -1
 
-
-class MoEOffloadAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
+class MoEOffloadAECEnv(PairAECEnv):
     """The offloading task for two agents in turn: `expert` picks a row, then `gpu`, which sees it, a node.
 
     Made by ``moe_offload_v0.env()``. Observations are those of :class:`MoEOffloadParallelEnv`, and `gpu` has one more
@@ -33,86 +26,6 @@ class MoEOffloadAECEnv(AECEnv[str, Any, int]):  # type: ignore[misc]
     ```
     """
 
-    metadata: ClassVar[dict[str, Any]] = MoEOffloadParallelEnv.metadata | {"is_parallelizable": False}
-    possible_agents: ClassVar[list[str]] = MoEOffloadParallelEnv.possible_agents
-
-    def __init__(self, **options: Any) -> None:
-        AECEnv.__init__(self)
-        self._pair = MoEOffloadParallelEnv(**options)
-        self.batch, self.render_mode = self._pair.batch, self._pair.render_mode
-        self._chosen = NOBODY
-        known: Any = self._pair.observation_space("gpu")
-        chosen = spaces.Box(0, 1, (self.batch.n_rows,), np.int8)
-        self.observation_spaces = {
-            "expert": self._pair.observation_space("expert"),
-            "gpu": spaces.Dict({**known.spaces, "chosen": chosen}),
-        }
-        self.action_spaces, self.state_space = self._pair.action_spaces, self._pair.state_space
-        self.agents: list[str] = []
-
-    def observation_space(self, agent: str) -> spaces.Space[Any]:
-        return self.observation_spaces[agent]
-
-    def action_space(self, agent: str) -> spaces.Discrete:
-        return self.action_spaces[agent]
-
-    def observe(self, agent: str) -> ObsDict:
-        seen = self._pair.observation(agent)
-        if agent == "gpu":
-            seen["chosen"] = np.zeros(self.batch.n_rows, np.int8)
-            if self._chosen != NOBODY:
-                seen["chosen"][self._chosen] = 1
-                seen["action_mask"] = seen["joint_mask"][self._chosen].copy()
-        return seen
-
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> None:
-        _, self.infos = self._pair.reset(seed, options)
-        self.agents = self.possible_agents[:]
-        self.rewards = dict.fromkeys(self.agents, 0.0)
-        self._cumulative_rewards = dict.fromkeys(self.agents, 0.0)
-        self.terminations = dict.fromkeys(self.agents, False)
-        self.truncations = dict.fromkeys(self.agents, False)
-        self.agent_selection, self._chosen = "expert", NOBODY
-
-    def step(self, action: int | None) -> None:
-        agent = self.agent_selection
-        if self.terminations[agent] or self.truncations[agent]:
-            self._was_dead_step(action)
-            return
-        assert action is not None
-        self._cumulative_rewards[agent] = 0.0
-        if agent == "expert":
-            if not 0 <= int(action) < self.batch.n_rows:
-                raise ValueError(f"the row is {action}: expected 0 … {self.batch.n_rows - 1}")
-            self._chosen, self.agent_selection = int(action), "gpu"
-            self._clear_rewards()
-            return
-        pair = {"expert": self._chosen, "gpu": int(action)}
-        _, self.rewards, self.terminations, self.truncations, self.infos = self._pair.step(pair)
-        self._chosen, self.agent_selection = NOBODY, "expert"
-        self._accumulate_rewards()
-
-    def state(self) -> npt.NDArray[np.float32]:
-        """All that both agents see, without the graphs, as one vector."""
-        return self._pair.state()
-
-    def get_state(self) -> dict[str, Any]:
-        """Everything that changes."""
-        own = ("agents", "agent_selection", "rewards", "_cumulative_rewards", "terminations", "truncations", "infos")
-        return {"pair": self._pair.get_state(), "chosen": self._chosen} | {
-            name: value.copy() if hasattr(value := getattr(self, name), "copy") else value for name in own
-        }
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go back to a state of :meth:`get_state`: the environment continues bit for bit."""
-        self._pair.set_state(state["pair"])
-        self._chosen = state["chosen"]
-        for name, value in state.items():
-            if name not in ("pair", "chosen"):
-                setattr(self, name, value.copy() if hasattr(value, "copy") else value)
-
-    def render(self) -> npt.NDArray[np.uint8] | None:
-        return self._pair.render()
-
-    def close(self) -> None:
-        self._pair.close()
+    parallel = MoEOffloadParallelEnv
+    metadata: ClassVar[dict[str, Any]] = parallel.metadata | {"is_parallelizable": False}
+    possible_agents: ClassVar[list[str]] = parallel.possible_agents

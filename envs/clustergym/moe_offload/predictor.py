@@ -24,12 +24,9 @@ from torch import Tensor, nn
 from clustergym.common.extras import require
 from clustergym.common.files import atomic_file, write_atomically
 from clustergym.moe_offload.tables import first_tokens
+from clustergym.moe_offload.uses import HORIZON, WITHIN, next_use, recall, use
 from clustergym.traces.token_trace import TokenTrace
 
-WITHIN = (1, 2, 4, 8, 16, 32)
-"""Windows in tokens: the predictor says how likely an expert is used within so many tokens."""
-HORIZON = 3
-"""The predictor looks 1 … 3 visits ahead."""
 DECAYS = np.array([0.6, 0.85, 0.95, 0.985], np.float32)
 """Factors per token of the decayed shares."""
 N_FEATURES = 3 + len(DECAYS)
@@ -38,8 +35,6 @@ LAGS = 4
 """The routing of so many visits before the predicted one is an input, as far as it is known."""
 PRIOR_TOKENS = 8.0
 LONG_AGO = -1000.0
-NEVER = 1 << 20
-"""Tokens until the next use of an expert that is not used again."""
 FORMAT = 1
 MAX_WEIGHTS_BYTES = 1 << 30
 MAX_SIZE = 1 << 15
@@ -345,36 +340,6 @@ class _Batches:
             known = (visits - lag >= self.first_visit[tokens][:, None]) & (horizon[:, None] <= lag)
             lags.append((self.used[visits - lag + LAGS].float() * known[..., None]).transpose(0, 1))
         return features, torch.stack(lags, 2)
-
-
-def use(experts: npt.NDArray[np.integer[Any]], n_experts: int) -> npt.NDArray[np.float32]:
-    """(…, E) 1 for the experts in ``experts`` (…, K), where -1 is padding."""
-    found = np.zeros((*experts.shape[:-1], n_experts + 1), np.float32)
-    np.put_along_axis(found, experts.astype(np.int64), 1, axis=-1)
-    return found[..., :n_experts]
-
-
-def next_use(used: npt.NDArray[np.floating[Any]], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """(T, L, E) tokens until an expert is used after this token, and NEVER if it is not used again in its sequence."""
-    distance = np.empty(used.shape, np.int32)
-    upcoming = np.full(used.shape[1:], NEVER, np.int32)
-    last = np.zeros(len(used), bool)
-    last[np.append(starts[1:], len(used)) - 1] = True
-    for t in range(len(used) - 1, -1, -1):
-        if last[t]:
-            upcoming[...] = NEVER
-        else:
-            upcoming += upcoming < NEVER
-        distance[t] = upcoming
-        upcoming[used[t] > 0] = 0
-    return distance
-
-
-def recall(scores: npt.NDArray[np.floating[Any]], trace: TokenTrace) -> float:
-    """Share of the used experts of a trace that are among its top-k largest scores (T, L, E)."""
-    best = np.argpartition(-scores, trace.top_k - 1, axis=2)[..., : trace.top_k]
-    hits = (best[..., :, None] == trace.experts[..., None, :]).sum()
-    return float(hits / (trace.experts >= 0).sum())
 
 
 def fit_predictor(

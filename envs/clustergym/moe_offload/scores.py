@@ -6,15 +6,18 @@ here looks ahead, except ``truth`` and ``next-visit``, which the bounds use.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_offload.kernels.rules import N_AHEAD, Scores
-from clustergym.moe_offload.predictor import Predictor, next_use, recall, use
 from clustergym.moe_offload.tables import Tables
+from clustergym.moe_offload.uses import next_use, recall, use
 from clustergym.traces.token_trace import TokenTrace
+
+if TYPE_CHECKING:
+    from clustergym.moe_offload.predictor import Predictor
 
 Array = npt.NDArray[np.float32]
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
+from clustergym.common.extras import require
 from clustergym.moe_offload.kernels.state import DECAYS, LOG_STEPS, MAX_AGE, N_LAGS, Task
-from clustergym.moe_offload.predictor import HORIZON, WITHIN, Predictor
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables, split_sequences
+from clustergym.moe_offload.uses import HORIZON, WITHIN
 from clustergym.traces.token_trace import TokenTrace, find_trace
+
+if TYPE_CHECKING:
+    from clustergym.moe_offload.predictor import Predictor
 
 BYTE_LOGIT = 16.0
 """Predicted probabilities are kept as bytes: their log-odds in steps of 1/16, from −8 to 8."""
@@ -54,7 +58,7 @@ def served_part(config: OffloadConfig) -> TokenTrace:
     if config.split == "all":
         return trace
     parts = parts_of(trace)
-    one_of(config.split, [*parts, "all"], "split")
+    index_of_choice(config.split, [*parts, "all"], "split")
     return parts[config.split]
 
 
@@ -141,13 +145,22 @@ def build_task(config: OffloadConfig, tables: Tables | None = None) -> Task:
     )
 
 
+def load_predictor(source: str | Path | Predictor | None) -> Predictor | None:
+    """A predictor by its folder, or as it is given."""
+    if not isinstance(source, str | Path):
+        return source
+    require("torch", "train")
+    from clustergym.moe_offload.predictor import Predictor
+
+    return Predictor.load(source)
+
+
 class Foresight:
     """Fills ``task.foresight`` with what a predictor says about a sequence, when the sequence is first served."""
 
     def __init__(self, config: OffloadConfig, task: Task) -> None:
         self.trace, self.task = served_part(config), task
-        given = config.predictor
-        self.predictor = Predictor.load(given) if isinstance(given, str | Path) else given
+        self.predictor = load_predictor(config.predictor)
         if self.predictor is not None:
             self.predictor.check(self.trace)
         self._known = np.zeros(self.trace.n_sequences, bool)

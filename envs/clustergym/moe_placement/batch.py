@@ -1,4 +1,4 @@
-"""The batched environment: B episodes in torch tensors on one device, stepped by one launch."""
+"""The batched environment: B episodes in arrays on one device, stepped by one launch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.common.compiling import warn_while_compiling
 from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES, N_COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.cost import add_links
@@ -33,8 +31,8 @@ from clustergym.moe_placement.kernels.state import (
     LAST_KIND,
     N_CLOCKS,
     N_LAST,
-    N_PARTS,
     N_ROUNDS,
+    N_SAVED_PARTS,
     N_TIMES,
     OP_ILLEGAL,
     ORDER_ROUNDS,
@@ -49,12 +47,15 @@ from clustergym.moe_placement.kernels.state import (
 )
 from clustergym.moe_placement.kernels.streams import stream_keys
 from clustergym.moe_placement.profiles import DEFAULT_PROFILE, PHASES, EngineProfile, get_profile
-from clustergym.moe_placement.simulator import Simulator, zeros_of
+from clustergym.moe_placement.simulator import Simulator, zeros
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, model_for
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, expert_sets, layer_first
 from clustergym.traces.generated import GENERATED, generated_trace
 from clustergym.traces.splits import split_trace
 from clustergym.traces.token_trace import TokenTrace, bundled_traces
+
+# A NumPy array on the CPU, a torch tensor on a CUDA device. The code here uses what both can do.
+DeviceArray = Any
 
 # Intervals over which the time of the static placement, the unit of rewards, is averaged.
 _STATIC_INTERVALS = 4
@@ -109,6 +110,9 @@ class PlacementConfig:
     mix_observed: bool = False
     """Observe the tokens of an interval dealt over its passes and ranks at random. Which rank had a token is chance,
     and the look-ahead then does not count it. The next interval, which is rewarded, is served as it comes."""
+    renumber: bool = False
+    """Give experts other numbers in every episode: an agent cannot learn by heart which ones are used. GPUs differ only
+    by the experts that they hold at the start, so they are renumbered too."""
     lookahead: bool = False
     """Nine more columns of ``pairs``: what PLACE, ADD and DELETE of every pair would save on the observed interval, in
     percent of the layer's time: in the smooth 8-norm over GPUs, in true time, and in migration. Exact, and slow."""
@@ -159,21 +163,22 @@ def _static_times(trace: TokenTrace, simulator: Simulator, traffic: Traffic) -> 
 
 
 class PlacementBatch:
-    """B placement episodes as tensors on one device; what every environment class and trainer stands on.
+    """B placement episodes as arrays on one device; what every environment class stands on.
 
-    ``obs`` (a dict of tensors with leading axis B) and ``reward`` are written in place by each call: copy what must
-    outlive the next one.
+    Arrays are NumPy's on the CPU, and torch tensors on a CUDA device; :meth:`host` makes them NumPy's. ``obs`` (a dict
+    of arrays with leading axis B) and ``reward`` are written in place by each call: copy what must survive the next.
 
     Args:
         config: the task.
         num_envs: B.
-        device: ``"cpu"`` (numba, all cores) or a CUDA device (numba-cuda, the extra ``clustergym[cuda]``).
+        device: ``"cpu"`` (numba, all cores) or a CUDA device (torch and numba-cuda, the extra ``clustergym[cuda]``).
     """
 
-    def __init__(self, config: PlacementConfig, num_envs: int = 1, device: str | torch.device = "cpu") -> None:
+    def __init__(self, config: PlacementConfig, num_envs: int = 1, device: str = "cpu") -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
-        self.config, self.num_envs, self.device = config, num_envs, torch.device(device)
+        self.config, self.num_envs, self.device = config, num_envs, str(device)
+        self.on_host = self.device == "cpu"
         self._compiled = False
         whole = config.trace if isinstance(config.trace, TokenTrace) else load_cached(config.trace)
         self.trace = split_trace(whole, config.split)
@@ -186,6 +191,11 @@ class PlacementBatch:
             config.background_share,
         )  # fmt: skip
         self.cluster = self.simulator.cluster
+        if self.cluster.link_gb_s:
+            raise ValueError(
+                f"cluster {self.cluster.name!r} has a bandwidth for every pair of GPUs (link_gb_s), which is only for "
+                "evaluation and planning: leave it out for an environment"
+            )
         if self.simulator.profile.dispatch == "lp":
             raise ValueError(
                 f"profile {self.simulator.profile.name!r} splits tokens by a linear program, which is only for "
@@ -215,22 +225,25 @@ class PlacementBatch:
             rank_imbalance=float(self.traffic.rank_imbalance),
             n_intervals=config.intervals,
             ops_per_layer=config.ops_per_layer,
-            start_eplb=one_of(config.start, ("static", "eplb"), "start"),
+            start_eplb=index_of_choice(config.start, ("static", "eplb"), "start"),
             mix_observed=int(config.mix_observed),
+            renumber=int(config.renumber),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
 
     def _pick_launcher(self) -> ModuleType:
-        if self.device.type == "cpu":
+        if self.on_host:
             from clustergym.moe_placement.launchers import cpu
 
             return cpu
-        if self.device.type != "cuda":
+        if self.device.partition(":")[0] != "cuda":
             raise ValueError(f"device {self.device} is not supported: expected 'cpu' or 'cuda'")
         try:
             from clustergym.moe_placement.launchers import cuda
         except ImportError as error:
-            raise ImportError("environments on a GPU need numba-cuda: pip install 'clustergym[cuda]'") from error
+            raise ImportError(
+                "environments on a GPU need torch and numba-cuda: pip install 'clustergym[cuda]'"
+            ) from error
         return cuda
 
     def static_layer_us(self, layer: int) -> float:
@@ -241,143 +254,156 @@ class PlacementBatch:
         batch, config = self.num_envs, self.config
         layers, gpus, slots, experts = self.n_layers, self.n_gpus, self.n_slots, self.n_experts
 
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return zeros_of((batch, *shape), dtype, self.device)
+        def zeros_each(shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+            return self._to_device(zeros((batch, *shape), dtype))
 
-        self.sim = self.simulator.allocate(batch, 2 * n_passes, n_tokens, self.device)
+        blank = self.simulator.allocate(batch, 2 * n_passes, n_tokens)
+        self.sim = {name: self._to_device(array) for name, array in blank.items()}
         placement = (layers, gpus, slots)
         self.episode = {
-            "rows": zeros((config.intervals + 1, n_passes, n_tokens), torch.int32),
-            "rank_start": zeros((config.intervals + 1, n_passes, gpus + 1), torch.int32),
-            "slots": zeros(placement, torch.int16),
-            "first_slots": zeros(placement, torch.int16),
-            "future_us": zeros((layers, config.intervals), torch.float64),
-            "load_average": zeros((layers, experts), torch.float32),
-            "clock": zeros((N_CLOCKS,), torch.int32),
-            "last_operation": zeros((N_LAST,), torch.int32),
-            "times_us": zeros((N_TIMES,), torch.float64),
-            "int_scratch": zeros((3, experts), torch.int32),
-            "float_scratch": zeros((experts + gpus,), torch.float64),
-            "in_common": zeros((gpus, gpus), torch.int32),
-            "gpu_pairs": zeros((gpus,), torch.int32),
-            "gpu_load": zeros((gpus,), torch.float32),
-            "coldest": zeros((gpus,), torch.int16),
-            "exchange": zeros((gpus, gpus, 2), torch.float32),
-            "accepts": zeros((gpus + 1, gpus), torch.int8),
-            "load_features": zeros((experts, N_LOAD_FEATURES), torch.float32),
-            "used": zeros((experts,), torch.float32),
-            "group_coactivation": zeros((gpus, experts), torch.float32),
-            "hot_coactivation": zeros((experts,), torch.float32),
+            "rows": zeros_each((config.intervals + 1, n_passes, n_tokens), np.int32),
+            "rank_start": zeros_each((config.intervals + 1, n_passes, gpus + 1), np.int32),
+            "slots": zeros_each(placement, np.int16),
+            "first_slots": zeros_each(placement, np.int16),
+            "future_us": zeros_each((layers, config.intervals), np.float64),
+            "load_average": zeros_each((layers, experts), np.float32),
+            "clock": zeros_each((N_CLOCKS,), np.int32),
+            "last_operation": zeros_each((N_LAST,), np.int32),
+            "times_us": zeros_each((N_TIMES,), np.float64),
+            "int_scratch": zeros_each((3, experts), np.int32),
+            "float_scratch": zeros_each((experts + gpus,), np.float64),
+            "in_common": zeros_each((gpus, gpus), np.int32),
+            "gpu_pairs": zeros_each((gpus,), np.int32),
+            "gpu_load": zeros_each((gpus,), np.float32),
+            "coldest": zeros_each((gpus,), np.int16),
+            "exchange": zeros_each((gpus, gpus, 2), np.float32),
+            "accepts": zeros_each((gpus + 1, gpus), np.int8),
+            "load_features": zeros_each((experts, N_LOAD_FEATURES), np.float32),
+            "used": zeros_each((experts,), np.float32),
+            "group_coactivation": zeros_each((gpus, experts), np.float32),
+            "hot_coactivation": zeros_each((experts,), np.float32),
+            "names": zeros_each((experts,), np.int16),
         }
-        self.episode["load_average"].fill_(-1.0)
+        self.episode["load_average"][:] = -1.0
         domains = len(self.trace.domain_names)
         self.stream = {
-            "random": torch.from_numpy(stream_keys(np.arange(batch, dtype=np.int64))).to(self.device),
-            "position": zeros((2,), torch.int32),
-            "drawn": zeros((domains,), torch.int32),
-            "logits": zeros((domains,), torch.float64),
-            "weights": zeros((domains,), torch.float64),
-            "rank_piece": zeros((gpus, 2), torch.int32),
-            "orders": zeros((domains + 1, ORDER_ROUNDS + N_ROUNDS), torch.int64),
+            "random": self._to_device(stream_keys(np.arange(batch, dtype=np.int64))),
+            "position": zeros_each((2,), np.int32),
+            "drawn": zeros_each((domains,), np.int32),
+            "logits": zeros_each((domains,), np.float64),
+            "weights": zeros_each((domains,), np.float64),
+            "rank_piece": zeros_each((gpus, 2), np.int32),
+            "orders": zeros_each((domains + 1, ORDER_ROUNDS + N_ROUNDS), np.int64),
         }
-        pair_features = N_PAIR_FEATURES + (3 * N_PARTS if config.lookahead else 0)
+        pair_features = N_PAIR_FEATURES + (3 * N_SAVED_PARTS if config.lookahead else 0)
         self.obs = {
-            "experts": zeros((experts, N_EXPERT_FEATURES), torch.float32),
-            "gpus": zeros((3 * gpus, N_GPU_FEATURES), torch.float32),
-            "pairs": zeros((experts, gpus, pair_features), torch.float32),
-            "expert_graph": zeros((experts, experts), torch.float32),
-            "gpu_graph": zeros((gpus, gpus), torch.float32),
-            "context": zeros((N_CONTEXT,), torch.float32),
-            "action_mask": zeros((experts, 3 * gpus), torch.int8),
+            "experts": zeros_each((experts, N_EXPERT_FEATURES), np.float32),
+            "gpus": zeros_each((3 * gpus, N_GPU_FEATURES), np.float32),
+            "pairs": zeros_each((experts, gpus, pair_features), np.float32),
+            "expert_graph": zeros_each((experts, experts), np.float32),
+            "gpu_graph": zeros_each((gpus, gpus), np.float32),
+            "context": zeros_each((N_CONTEXT,), np.float32),
+            "action_mask": zeros_each((experts, 3 * gpus), np.int8),
         }
-        self._all_experts = self._to_device(np.tile(np.arange(experts), (batch, 1)))
+        self._all_experts = self._for_launcher(np.tile(np.arange(experts), (batch, 1)))
         choices = config.candidates + 1
         features = config.candidates * N_CANDIDATE_FEATURES + gpus * N_COMPACT_GPU_FEATURES + N_CONTEXT
         self.candidates = {} if choices == 1 else {
-            "operations": zeros((choices, 2), torch.int64),
-            "mask": zeros((choices,), torch.int8),
-            "score": zeros((choices + 2 * gpus,), torch.float64),
-            "compact": zeros((features,), torch.float32),
+            "operations": zeros_each((choices, 2), np.int64),
+            "mask": zeros_each((choices,), np.int8),
+            "score": zeros_each((choices + 2 * gpus,), np.float64),
+            "compact": zeros_each((features,), np.float32),
         }  # fmt: skip
-        self.illegal = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        self.reward = torch.zeros(batch, dtype=torch.float64, device=self.device)
+        self.illegal, self.reward = zeros_each((), np.int64), zeros_each((), np.float64)
         cut = self.traffic.cut(self.trace)._replace(expert_sets=expert_sets(self.trace))
-        trace = TracePieces(*map(self._to_device, cut))
-        sim = SimulationState(**{name: self._array(tensor) for name, tensor in self.sim.items()})
-        episode = EpisodeState(**{name: self._array(tensor) for name, tensor in self.episode.items()})
-        stream = StreamState(**{name: self._array(tensor) for name, tensor in self.stream.items()})
+        trace = TracePieces(*map(self._for_launcher, cut))
+        sim = SimulationState(**{name: self._for_launcher(array) for name, array in self.sim.items()})
+        episode = EpisodeState(**{name: self._for_launcher(array) for name, array in self.episode.items()})
+        stream = StreamState(**{name: self._for_launcher(array) for name, array in self.stream.items()})
         topology = self.simulator.topology
-        rules = self.rules_host._replace(topology=topology._replace(node_of=self._to_device(topology.node_of)))
-        obs = Observation(**{name: self._array(tensor) for name, tensor in self.obs.items()})
+        rules = self.rules_host._replace(topology=topology._replace(node_of=self._for_launcher(topology.node_of)))
+        obs = Observation(**{name: self._for_launcher(array) for name, array in self.obs.items()})
         self._state = (episode, sim, stream, obs, trace, rules)
 
-    def observe_into(self, buffers: dict[str, tuple[Tensor, Any]]) -> None:
-        """Write observations from now on into these tensors, in place of those of the same names.
-
-        With each tensor comes its memory as the launcher wants it: to ask for it at every step would take longer.
+    def observe_into(self, arrays: dict[str, npt.NDArray[Any]]) -> None:
+        """Write observations from now on into these arrays, in place of those of the same names. Only on the CPU.
 
         Each step writes all of them whole but ``expert_graph``, which it reads. That one is written when an environment
         reaches another layer.
         """
-        self.obs |= {name: tensor for name, (tensor, _) in buffers.items()}
+        self.obs |= arrays
         episode, sim, stream, obs, trace, rules = self._state
-        obs = obs._replace(**{name: array for name, (_, array) in buffers.items()})
-        self._state = (episode, sim, stream, obs, trace, rules)
+        self._state = (episode, sim, stream, obs._replace(**arrays), trace, rules)
 
-    def _to_device(self, array: npt.NDArray[Any]) -> Any:
-        """A host array as the launcher wants it."""
-        return self._array(torch.from_numpy(np.ascontiguousarray(array)).to(self.device))
+    def host(self, array: DeviceArray) -> npt.NDArray[Any]:
+        """The NumPy array of an array of this batch; on the CPU it is the same."""
+        return array if self.on_host else array.cpu().numpy()  # type: ignore[no-any-return]
 
-    def _array(self, tensor: Tensor) -> Any:
-        """The tensor's memory as the launcher wants it, shared and not copied."""
-        if self.device.type == "cpu":
-            return tensor.numpy()
+    def _to_device(self, array: Any) -> DeviceArray:
+        """An array or tensor as an array of this batch."""
+        if self.on_host:
+            return np.ascontiguousarray(array)
+        import torch
+
+        return torch.as_tensor(array, device=self.device).contiguous()
+
+    def _for_launcher(self, array: Any) -> Any:
+        """An array or tensor as the launcher wants it. The memory is shared if it is on the device."""
+        array = self._to_device(array)
+        if self.on_host:
+            return array
         from numba import cuda
 
-        return cuda.as_cuda_array(tensor)
+        return cuda.as_cuda_array(array)
 
     @property
-    def done(self) -> Tensor:
+    def done(self) -> DeviceArray:
         """(B,) bool: the episode is over."""
         return self.episode["clock"][:, CLOCK_DONE] != 0
 
-    def operations(self, choice: Tensor) -> tuple[Tensor, Tensor]:
+    def operations(self, choice: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Experts and nodes (B,) of the candidates ``choice`` (B,); −1 for a choice that does not exist."""
-        n, rows = self.config.candidates + 1, torch.arange(self.num_envs, device=self.device)
-        chosen = self.candidates["operations"][rows, choice.clamp(0, n - 1)]
-        expert, node = torch.where(((choice >= 0) & (choice < n))[:, None], chosen, -1).unbind(-1)
+        n = self.config.candidates + 1
+        chosen = self.host(self.candidates["operations"])[np.arange(self.num_envs), choice.clip(0, n - 1)]
+        expert, node = np.where((choice >= 0) & (choice < n), chosen.T, -1)
         return expert, node
 
     @property
-    def saved(self) -> Tensor:
+    def saved(self) -> DeviceArray:
         """(B,) float64: the time saved in the episode so far, as a share of the static placement's time."""
         return self.episode["times_us"][:, TIME_SAVED] / (self.rules_host.static_us * self.rules_host.n_intervals)
 
     @property
     def bytes_allocated(self) -> int:
-        """Memory of all state and observation tensors."""
-        tensors = [*self.sim.values(), *self.episode.values(), *self.stream.values(), *self.obs.values()]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Memory of all state and observation arrays."""
+        arrays = [*self.sim.values(), *self.episode.values(), *self.stream.values(), *self.obs.values()]
+        return sum(array.nbytes for array in arrays)
 
-    def seed(self, seeds: npt.NDArray[np.int64]) -> None:
-        """Give each environment (B,) a seed; it takes effect at its next reset."""
-        self.stream["random"].copy_(torch.from_numpy(stream_keys(np.asarray(seeds, dtype=np.int64))))
+    def seed(self, seeds: npt.NDArray[np.int64], where: npt.NDArray[np.bool_] | None = None) -> None:
+        """Give each environment (B,), or those where ``where`` is true, a seed; it takes effect at its next reset."""
+        chosen = np.ones(self.num_envs, bool) if where is None else where
+        keys = stream_keys(np.asarray(seeds, dtype=np.int64))[chosen]
+        self.stream["random"][self._to_device(chosen)] = self._to_device(keys)
 
-    def reset(self, where: Tensor | None = None) -> dict[str, Tensor]:
+    def reset(self, where: npt.NDArray[np.bool_] | None = None) -> dict[str, DeviceArray]:
         """Begin new episodes, in all environments or where ``where`` (B,) is true."""
         if where is None:
-            where = torch.ones(self.num_envs, dtype=torch.bool, device=self.device)
+            where = np.ones(self.num_envs, bool)
+        begins = self._to_device(where)
         # The first reset compiles all that a step needs. The warning starts a thread, which takes longer than a reset.
         with nullcontext() if self._compiled else warn_while_compiling():
-            self.launcher.reset(self._array(where), self._state)
-            self.illegal.masked_fill_(where, 0)
+            self.launcher.reset(self._for_launcher(begins), self._state)
+            self.illegal[begins] = 0
             self._look_around()
         self._compiled = True
         return self.obs
 
-    def step(self, expert: Tensor, node: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def step(
+        self, expert: npt.NDArray[np.int64], node: npt.NDArray[np.int64]
+    ) -> tuple[dict[str, DeviceArray], DeviceArray, DeviceArray]:
         """Apply (B,) int64 choices of both agents. Returns (obs, reward (B,) float64, done (B,) bool); no autoreset."""
-        self.launcher.step(self._array(torch.stack([expert, node])), self._array(self.reward), self._state)
+        choice = self._for_launcher(np.stack([expert, node]))
+        self.launcher.step(choice, self._for_launcher(self.reward), self._state)
         self.illegal += self.episode["last_operation"][:, LAST_KIND] == OP_ILLEGAL
         self._look_around()
         return self.obs, self.reward, self.done
@@ -387,36 +413,38 @@ class PlacementBatch:
         if self.config.lookahead:
             self.launcher.look_ahead(self._all_experts, N_PAIR_FEATURES, self._state[3].pairs, self._state)
         if self.candidates:
-            self.launcher.propose(*map(self._array, self.candidates.values()), self._state)
+            self.launcher.propose(*map(self._for_launcher, self.candidates.values()), self._state)
 
-    def lookahead(self, experts: Tensor) -> Tensor:
+    def lookahead(self, experts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """(B, M, 3·G, parts): what each operation on ``experts`` (B, M) would save on the observed interval.
 
         The parts are percent of the layer's time: saved in the smooth 8-norm over GPUs, truly saved, and migration
         (negative). Nothing changes by asking.
         """
         batch, chosen = experts.shape
-        parts = torch.empty((batch, chosen, self.n_gpus, 3 * N_PARTS), device=self.device)
+        parts = self._to_device(np.zeros((batch, chosen, self.n_gpus, 3 * N_SAVED_PARTS), np.float32))
         with warn_while_compiling():
-            self.launcher.look_ahead(self._array(experts.contiguous()), 0, self._array(parts), self._state)
-        by_node = parts.reshape(batch, chosen, self.n_gpus, 3, N_PARTS).transpose(2, 3)
-        return by_node.reshape(batch, chosen, 3 * self.n_gpus, N_PARTS)
+            self.launcher.look_ahead(self._for_launcher(experts), 0, self._for_launcher(parts), self._state)
+        by_node = self.host(parts).reshape(batch, chosen, self.n_gpus, 3, N_SAVED_PARTS).swapaxes(2, 3)
+        return by_node.reshape(batch, chosen, 3 * self.n_gpus, N_SAVED_PARTS)
 
-    def noop_nodes(self) -> Tensor:
+    def noop_nodes(self) -> npt.NDArray[np.int64]:
         """(B,) nodes that change nothing for expert 0: PLACE on a GPU that holds it."""
-        return self.sim["replicas"][:, 0, 0].long()
+        return self.host(self.sim["replicas"][:, 0, 0]).astype(np.int64)
 
-    def _changing(self) -> dict[str, Tensor]:
+    def _changing(self) -> dict[str, DeviceArray]:
         parts = {"sim": self.sim, "episode": self.episode, "stream": self.stream, "obs": self.obs}
         parts["candidates"] = self.candidates
-        named = {f"{part}.{name}": x for part, tensors in parts.items() for name, x in tensors.items()}
+        named = {f"{part}.{name}": x for part, arrays in parts.items() for name, x in arrays.items()}
         return named | {"reward": self.reward, "illegal": self.illegal}
 
     def eplb_us(self, index: int) -> float:
         """µs of a layer and pass in environment ``index``'s episode if EPLB plans again before every interval."""
-        rows, starts = (self.episode[name][index].cpu().numpy() for name in ("rows", "rank_start"))
-        intervals = [Interval(layer_first(self.trace), *parts) for parts in zip(rows, starts, strict=True)]
-        before, total = self.episode["first_slots"][index].cpu().numpy().copy(), 0.0
+        rows, starts = (self.host(self.episode[name][index]) for name in ("rows", "rank_start"))
+        names = np.append(self.host(self.episode["names"][index]), -1)  # −1 stays: no expert
+        experts = names[layer_first(self.trace)] if self.config.renumber else layer_first(self.trace)
+        intervals = [Interval(experts, *parts) for parts in zip(rows, starts, strict=True)]
+        before, total = self.host(self.episode["first_slots"][index]).copy(), 0.0
         ints, floats = np.zeros((3, self.n_experts), np.int32), np.zeros(self.n_experts + self.n_gpus)
         for seen, served in pairwise(intervals):
             plan = np.zeros_like(before)
@@ -428,16 +456,16 @@ class PlacementBatch:
 
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
         """A copy of everything that changes. :meth:`set_state` continues from it bit for bit."""
-        return {name: tensor.numpy(force=True).copy() for name, tensor in self._changing().items()}
+        return {name: self.host(array).copy() for name, array in self._changing().items()}
 
     def set_state(self, state: dict[str, npt.NDArray[Any]]) -> None:
         """Go back to a state that :meth:`get_state` of an equal batch returned."""
         changing = self._changing()
         for name, value in state.items():
-            changing[name].copy_(torch.from_numpy(value))
+            changing[name][...] = self._to_device(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        arguments = (self.config, self.num_envs, str(self.device))
+        arguments = (self.config, self.num_envs, self.device)
         return {"arguments": arguments, "state": self.get_state()}
 
     def __setstate__(self, content: dict[str, Any]) -> None:
@@ -447,7 +475,7 @@ class PlacementBatch:
     def link_copies(self, index: int) -> npt.NDArray[np.float64]:
         """(G, G) copies that environment ``index`` dispatched from row to column per observed pass."""
         links = np.zeros((self.n_gpus, self.n_gpus))
-        one = SimulationState(**{name: tensor[index : index + 1].cpu().numpy() for name, tensor in self.sim.items()})
+        one = SimulationState(**{name: self.host(array[index : index + 1]) for name, array in self.sim.items()})
         for w in range(self.rules_host.n_passes):
             add_links(one, 0, w, self.rules_host.topology, links)
         return links / self.rules_host.n_passes

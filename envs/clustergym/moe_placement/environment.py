@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from copy import deepcopy
 from typing import Any
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-import torch
 from gymnasium import spaces
 
 from clustergym.common.choices import config_from
@@ -39,6 +39,7 @@ from clustergym.moe_placement.kernels.state import (
     TIME_MIGRATED,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
+    TIME_SAVED,
     TIME_SERVED,
     TIME_START,
 )
@@ -110,14 +111,13 @@ def product_masks(mask: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
 def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame:
     """What a picture of environment ``index`` shows."""
     sim = {
-        name: batch.sim[name][index].cpu().numpy()
-        for name in ("slots", "slot_pairs", "held_before", "load", "kernel_us")
+        name: batch.host(batch.sim[name][index]) for name in ("slots", "slot_pairs", "held_before", "load", "kernel_us")
     }
     clock = batch.episode["clock"][index].tolist()
     last_operation = batch.episode["last_operation"][index].tolist()
     kind, expert, node = last_operation[LAST_KIND], last_operation[LAST_EXPERT], last_operation[LAST_NODE]
     source, victim = last_operation[LAST_FROM], last_operation[LAST_VICTIM]
-    times = batch.episode["times_us"][index].cpu().numpy()
+    times = batch.host(batch.episode["times_us"][index])
     slots, n_passes, costs = sim["slots"], batch.rules_host.n_passes, batch.rules_host.costs
     pairs = np.where(slots >= 0, sim["slot_pairs"][:n_passes], 0).mean(0)
     fresh = np.take_along_axis(sim["held_before"].T, np.maximum(slots, 0).astype(np.int64), axis=1) == 0
@@ -154,6 +154,13 @@ def episode_steps(batch: PlacementBatch) -> int:
     return batch.config.intervals * batch.n_layers * batch.config.ops_per_layer
 
 
+class FinalInfo(UserDict[str, Any]):
+    """Return and length of an episode where CleanRL's ``ppo.py`` looks for them: ``infos["final_info"][i]["episode"]``.
+
+    Gymnasium 1 no longer writes this key. It would take a dictionary apart, and keeps this object whole.
+    """
+
+
 class PlacementTask:
     """What the Gymnasium and the PettingZoo environments share: one environment of a batch, and its picture."""
 
@@ -172,7 +179,7 @@ class PlacementTask:
         self._seeded = False
 
     def _look(self) -> None:
-        self._views = {name: tensor[0].numpy() for name, tensor in self.batch.obs.items()}
+        self._views = {name: array[0] for name, array in self.batch.obs.items()}
 
     def _reset(self, seed: int) -> None:
         if seed >= 0:
@@ -185,7 +192,7 @@ class PlacementTask:
 
     def _act(self, expert: int, node: int) -> tuple[float, bool, dict[str, Any]]:
         """Apply one action; returns (reward, done, info)."""
-        _, reward, _ = self.batch.step(torch.tensor([expert]), torch.tensor([node]))
+        _, reward, _ = self.batch.step(np.array([expert]), np.array([node]))
         # The picture shows what each served interval saved.
         if int(self.batch.episode["clock"][0, CLOCK_INTERVAL]) > len(self._saved):
             self._saved.append(float(self.batch.saved[0]) * self.batch.config.intervals - sum(self._saved))
@@ -207,7 +214,8 @@ class PlacementTask:
 
         Columns: in the smooth 8-norm over GPUs, in true time, migration (negative). Nothing changes by asking.
         """
-        return self.batch.lookahead(torch.tensor([[expert]]))[0, 0].numpy()
+        found: npt.NDArray[np.float32] = self.batch.lookahead(np.array([[expert]]))[0, 0]
+        return found
 
     def get_state(self) -> dict[str, Any]:
         """Everything that changes, as arrays and lists."""
@@ -219,7 +227,7 @@ class PlacementTask:
         self._saved = list(state["saved"])
 
     def __getstate__(self) -> dict[str, Any]:
-        # Views are made again from the copied tensors; a window stays with the original.
+        # Views are made again from the copied arrays; a window stays with the original.
         return {name: value for name, value in self.__dict__.items() if name not in ("_views", "_screen")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -248,13 +256,13 @@ class PlacementTask:
 
 def noop_actions(batch: PlacementBatch) -> npt.NDArray[np.int64]:
     """(B, 2) actions that change nothing: PLACE expert 0 on a GPU that holds it."""
-    nodes = batch.noop_nodes().cpu().numpy()
+    nodes = batch.noop_nodes()
     return np.stack([np.zeros_like(nodes), nodes], axis=1)
 
 
 def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
     """Arrays (B,) about the last operations."""
-    last = batch.episode["last_operation"].cpu().numpy()
+    last = batch.host(batch.episode["last_operation"])
     kind, expert, layer = last[:, LAST_KIND].copy(), last[:, LAST_EXPERT], last[:, LAST_LAYER]
     exists = (expert >= 0) & (expert < batch.n_experts)
     return {
@@ -263,14 +271,14 @@ def step_info(batch: PlacementBatch) -> dict[str, npt.NDArray[Any]]:
         "elapsed": np.ones(len(last)),
         "operation": kind,
         "legal": kind != OP_ILLEGAL,
-        "illegal_actions": batch.illegal.cpu().numpy().copy(),
-        "layer_time_us": batch.episode["times_us"][:, TIME_OBSERVED].cpu().numpy().copy(),
+        "illegal_actions": batch.host(batch.illegal).copy(),
+        "layer_time_us": batch.host(batch.episode["times_us"][:, TIME_OBSERVED]).copy(),
     }
 
 
 def episode_info(batch: PlacementBatch) -> dict[str, npt.NDArray[np.float64]]:
     """Finished episodes (B,) in numbers. Times are µs of a layer and pass, means over layers and intervals."""
-    mean_us = batch.episode["times_us"].cpu().numpy().T / (batch.n_layers * batch.config.intervals)
+    mean_us = batch.host(batch.episode["times_us"]).T / (batch.n_layers * batch.config.intervals)
     unit = batch.rules_host.static_us / batch.n_layers
     time_us = mean_us[TIME_SERVED] + mean_us[TIME_MIGRATED]
     info = {
@@ -279,7 +287,7 @@ def episode_info(batch: PlacementBatch) -> dict[str, npt.NDArray[np.float64]]:
         "migration_us": mean_us[TIME_MIGRATED],
         "start_us": mean_us[TIME_START],
         "saved_vs_start": (mean_us[TIME_START] - time_us) / unit,
-        "reused": batch.episode["clock"].cpu().numpy()[:, CLOCK_REUSE].astype(np.float64),
+        "reused": batch.host(batch.episode["clock"])[:, CLOCK_REUSE].astype(np.float64),
     }
     if batch.config.compare_eplb:
         done = batch.done.tolist()
@@ -446,6 +454,11 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward, done, info = self._act(*self._operation(action))
+        if done:
+            batch = self.batch
+            total = batch.episode["times_us"][0, TIME_SAVED] * batch.rules_host.reward_per_us
+            total -= batch.config.illegal_penalty * info["illegal_actions"]
+            info["final_info"] = FinalInfo(episode={"r": float(total), "l": episode_steps(batch)})
         return self._observe(), reward, done, False, info | self._mask_info()
 
     def render(self) -> npt.NDArray[np.uint8] | None:

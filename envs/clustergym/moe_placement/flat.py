@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from gymnasium import spaces
 
 from clustergym.moe_placement.batch import PlacementBatch
 from clustergym.moe_placement.environment import MoEPlacementEnv, observation_bounds
 from clustergym.moe_placement.kernels.candidates import CANDIDATE_FEATURES, COMPACT_GPU_FEATURES
 from clustergym.moe_placement.kernels.lookahead import MOST_PERCENT
-from clustergym.moe_placement.vector import Flags, MoEPlacementVectorEnv
+from clustergym.moe_placement.vector import Flags, MoEPlacementVectorEnv, Pairs
 
 CANDIDATES = 32
 """Candidates that an environment proposes, if it is not told."""
@@ -86,7 +85,7 @@ class MoEPlacementFlatEnv(MoEPlacementEnv):
 
     def _look(self) -> None:
         super()._look()
-        self._proposed = {name: tensor[0].numpy() for name, tensor in self.batch.candidates.items()}
+        self._proposed = {name: array[0] for name, array in self.batch.candidates.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_proposed"}
@@ -128,15 +127,15 @@ class MoEPlacementFlatVectorEnv(MoEPlacementVectorEnv):
         return _space(self.batch), spaces.Discrete(self.batch.config.candidates + 1)
 
     def _observe(self, layer_changed: bool) -> Any:
-        return self.batch.candidates["compact"].cpu().numpy().copy()
+        return self.batch.host(self.batch.candidates["compact"]).copy()
 
     def _rows(self, where: Flags) -> list[Any]:
         return list(self._observe(True)[where])
 
-    def _operations(self, actions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        choice = torch.as_tensor(np.asarray(actions, dtype=np.int64), device=self.batch.device)
+    def _operations(self, actions: npt.NDArray[np.int64]) -> Pairs:
+        choice = np.asarray(actions, dtype=np.int64)
         if choice.shape != (self.num_envs,):
-            raise ValueError(f"actions have shape {tuple(choice.shape)}: expected ({self.num_envs},)")
+            raise ValueError(f"actions have shape {choice.shape}: expected ({self.num_envs},)")
         return self.batch.operations(choice)
 
     def noop_actions(self) -> npt.NDArray[np.int64]:
@@ -144,12 +143,12 @@ class MoEPlacementFlatVectorEnv(MoEPlacementVectorEnv):
         return np.zeros(self.num_envs, np.int64)
 
     def _mask_info(self) -> dict[str, Any]:
-        mask = self.batch.candidates["mask"].cpu().numpy().copy()
+        mask = self.batch.host(self.batch.candidates["mask"]).copy()
         return {"action_mask": mask, "_action_mask": np.ones(self.num_envs, bool)}
 
     def action_masks(self) -> Flags:
         """(num_envs, candidates + 1) exact: the choices that exist."""
-        mask: Flags = self.batch.candidates["mask"].cpu().numpy().astype(bool)
+        mask: Flags = self.batch.host(self.batch.candidates["mask"]).astype(bool)
         return mask
 
 

@@ -67,12 +67,11 @@ class MoEPlacementParallelEnv(PlacementTask, ParallelEnv[str, Any, int]):  # typ
     def action_space(self, agent: str) -> spaces.Discrete:
         return self.action_spaces[agent]
 
-    def observation(self, agent: str, chosen: int | None = None) -> dict[str, npt.NDArray[Any]]:
-        """What an agent sees; ``gpu`` with an exact mask if the other agent has ``chosen`` an expert."""
+    def observation(self, agent: str) -> dict[str, npt.NDArray[Any]]:
+        """What an agent sees."""
         seen = {key: view.copy() for key, view in self._views.items()}
         joint = seen.pop("action_mask")
-        own = joint.max(1) if agent == "expert" else joint.max(0) if chosen is None else joint[chosen].copy()
-        return seen | {"joint_mask": joint, "action_mask": own}
+        return seen | {"joint_mask": joint, "action_mask": joint.max(1 if agent == "expert" else 0)}
 
     def _observe(self) -> dict[str, Any]:
         return {agent: self.observation(agent) for agent in self.possible_agents}

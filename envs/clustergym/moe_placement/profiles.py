@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 
 PHASES = ("decode", "prefill")
 DECODE, PREFILL = range(2)
@@ -45,11 +45,14 @@ class EngineProfile:
     deals_one_node: bool = False
     """Of the dispatch rank-nearest: if all replicas of an expert are on one node, the ranks of that node are dealt over
     them. Otherwise they all use the first one."""
+    draws: bool = False
+    """Of the dispatch rank-nearest: ranks without a near replica draw one at random, each for itself, instead of being
+    dealt over the replicas evenly. So SGLang serves from its start to its first rebalancing."""
 
     def __post_init__(self) -> None:
-        one_of(self.phase, PHASES, "phase")
-        one_of(self.dispatch, DISPATCHES, "dispatch")
-        one_of(self.transport, TRANSPORTS, "transport")
+        index_of_choice(self.phase, PHASES, "phase")
+        index_of_choice(self.dispatch, DISPATCHES, "dispatch")
+        index_of_choice(self.transport, TRANSPORTS, "transport")
 
     def with_phase(self, phase: str) -> EngineProfile:
         """The same engine in another phase."""
@@ -91,17 +94,22 @@ PROFILES = {
 }  # fmt: skip
 """Every profile by its name."""
 
-NEWER_PROFILES = {
+STATES = {
     profile.name: profile
+    for suffix, draws, about in (
+        ("-start", True, "SGLang 0.5.16 and newer from its start to its first rebalancing"),
+        ("-0.5.16", False, "SGLang 0.5.16 and newer after a rebalancing"),
+    )
     for profile in (
         replace(
-            PROFILES[f"sglang-{phase}"], name=f"sglang-{phase}-0.5.16", deals_one_node=True,
-            about=f"{PROFILES[f'sglang-{phase}'].about}, SGLang 0.5.16 and newer",
+            PROFILES[f"sglang-{phase}"], name=f"sglang-{phase}{suffix}", deals_one_node=True, draws=draws,
+            about=f"{PROFILES[f'sglang-{phase}'].about}, {about}",
         )
         for phase in ("prefill", "decode")
     )
 }  # fmt: skip
-"""Rules that an engine changed. Results are published for :data:`PROFILES`; these can be planned for, too."""
+"""How newer versions of an engine serve at their start and later. Results are published for :data:`PROFILES`; these can
+be planned for, too."""
 
 DEFAULT_PROFILE = "sglang-prefill"
 
@@ -110,10 +118,18 @@ def get_profile(profile: str | EngineProfile) -> EngineProfile:
     """A profile by name, or the profile itself."""
     if isinstance(profile, EngineProfile):
         return profile
-    known = PROFILES | NEWER_PROFILES
+    known = PROFILES | STATES
     if profile not in known:
         raise ValueError(f"unknown profile {profile!r}; the profiles are: {', '.join(known)}")
     return known[profile]
+
+
+def phases_of(engine: str) -> list[EngineProfile]:
+    """The profiles under which an engine serves both phases from one plan, as it does when it has loaded the plan."""
+    if engine == "sglang":
+        return [STATES["sglang-prefill-start"], STATES["sglang-decode-start"]]
+    own = profiles_of(engine)[0]
+    return [own, *(own.with_phase(phase) for phase in PHASES if phase != own.phase)]
 
 
 def profiles_of(engine: str) -> list[EngineProfile]:

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
-from clustergym.common.threads import spread
+from clustergym.common.choices import index_of_choice
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.costs import MIGRATIONS, costs_of
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.cost import add_links, migration_time, pass_times, with_migration
+from clustergym.moe_placement.kernels.cost import (
+    add_links,
+    compute_time,
+    exchange_time_on_links,
+    migration_time,
+    pass_times,
+    with_migration,
+)
 from clustergym.moe_placement.kernels.passes import count_pass
 from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
@@ -33,13 +40,10 @@ from clustergym.moe_placement.profiles import (
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec, get_cluster, get_model
 from clustergym.moe_placement.streams import Interval
 
-if TYPE_CHECKING:
-    import torch
-
 Placement = npt.NDArray[np.int16]
 # Parts of the time of a pass: columns of Served.pass_us.
 DISPATCH_US, COMPUTE_US, COMBINE_US = range(3)
-N_PARTS = 3
+N_PASS_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,11 @@ class Served:
         return balance
 
 
-def zeros_of(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """A tensor of zeros. On the CPU numpy allocates it, which asks for huge pages: many environments lie far apart."""
-    import torch
-
-    if torch.device(device).type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    array = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+def zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Like ``np.zeros``, which does not ask for huge pages as ``np.empty`` does: many environments lie far apart."""
+    array: npt.NDArray[Any] = np.empty(shape, dtype)
     array.fill(0)
-    return torch.from_numpy(array)
+    return array
 
 
 def norm_log2(norm: int) -> int:
@@ -128,7 +128,7 @@ class Simulator:
             raise ValueError(f"passes_per_interval is {passes_per_interval}: expected at least 1")
         if not 0 <= background_share <= 1:
             raise ValueError(f"background_share is {background_share}: expected 0 … 1")
-        one_of(migration, MIGRATIONS, "migration")
+        index_of_choice(migration, MIGRATIONS, "migration")
         self.model, self.cluster, self.profile = get_model(model), get_cluster(cluster), get_profile(profile)
         self.n_experts, self.n_gpus = self.model.n_experts, self.cluster.n_gpus
         self.n_slots = self.cluster.slots_for(self.n_experts)
@@ -141,7 +141,9 @@ class Simulator:
             transport=TRANSPORTS.index(self.profile.transport),
             dispatch=RANDOM if dispatch == LP else dispatch,
             deals_one_node=int(self.profile.deals_one_node),
+            draws=int(self.profile.draws),
         )
+        self._slower = _slower_links(self.cluster) if self.profile.transport != "allgather" else None
         self._identity = (self.model, self.cluster, self.profile, passes_per_interval, self.background_share)
 
     def __eq__(self, other: object) -> bool:
@@ -214,17 +216,10 @@ class Simulator:
 
     # Serving
 
-    def allocate(
-        self, batch: int, n_passes: int, n_tokens: int, device: torch.device | str = "cpu"
-    ) -> dict[str, torch.Tensor]:
-        """Zeroed tensors for a :class:`SimulationState` of ``batch`` simulations."""
-        import torch  # takes seconds to import, and commands that plan on loads do without it
-
+    def allocate(self, batch: int, n_passes: int, n_tokens: int) -> dict[str, npt.NDArray[Any]]:
+        """Zeroed arrays for a :class:`SimulationState` of ``batch`` simulations."""
         shapes = self._shapes(n_passes, n_tokens)
-        return {
-            name: zeros_of((batch, *shape), torch.from_numpy(np.empty(0, dtype)).dtype, device)
-            for name, (shape, dtype) in shapes.items()
-        }
+        return {name: zeros((batch, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
     def _shapes(self, n_passes: int, n_tokens: int) -> dict[str, tuple[tuple[int, ...], type[np.generic]]]:
         """Shape and type of each array of one simulation."""
@@ -277,7 +272,7 @@ class Simulator:
             state, np.ascontiguousarray(placement, np.int16), interval.experts, self.topology,
             self.interval_costs(interval),
         )  # fmt: skip
-        spread(_count_range, interval.n_layers, *arguments)
+        parallel_for(_count_range, interval.n_layers, *arguments)
         return state
 
     def _served(self, interval: Interval, placement: Placement, before: Placement | None = None) -> SimulationState:
@@ -302,10 +297,10 @@ class Simulator:
                     raise ValueError(f"placement has {len(slots)} layers, but the interval has {interval.n_layers}")
         state, costs = self._served(interval, placement, before), self.interval_costs(interval)
         layers, gpus = interval.n_layers, self.n_gpus
-        times = np.zeros((layers, interval.n_passes, N_PARTS))
+        times = np.zeros((layers, interval.n_passes, N_PASS_PARTS))
         links, transfer_us = np.zeros((layers, gpus, gpus)), np.zeros(layers)
         for b in range(layers):
-            _write_times(state, b, self.topology, costs, times[b], links[b])
+            self._write_times(state, b, costs, times[b], links[b])
             transfer_us[b] = migration_time(state, b, costs)
         served_us = times.sum(2).mean(1)
         migration_us = transfer_us
@@ -333,11 +328,20 @@ class Simulator:
     def pass_times(self, interval: Interval, placement: Placement) -> npt.NDArray[np.float64]:
         """(L, P) time of every pass: that of :meth:`evaluate`, without its other figures. The placement is trusted."""
         state, costs = self._served(interval, placement), self.interval_costs(interval)
-        times, links = np.zeros((interval.n_layers, interval.n_passes, N_PARTS)), np.zeros((self.n_gpus, self.n_gpus))
+        times = np.zeros((interval.n_layers, interval.n_passes, N_PASS_PARTS))
+        links = np.zeros((self.n_gpus, self.n_gpus))
         for b in range(interval.n_layers):
-            _write_times(state, b, self.topology, costs, times[b], links)
+            self._write_times(state, b, costs, times[b], links)
         total: npt.NDArray[np.float64] = times.sum(2)
         return total
+
+    def _write_times(self, state: SimulationState, b: int, costs: Costs, times: Any, links: Any) -> None:
+        """Write the times of all passes of layer ``b``, and add up its copies."""
+        if self._slower is None:
+            _write_times(state, b, self.topology, costs, times, links)
+        else:
+            back, copies = self._slower.T.copy(), np.zeros_like(self._slower)  # what is combined takes the way back
+            _write_times_on_links(state, b, self.topology, costs, self._slower, back, copies, times, links)
 
     def lower_bound(self, interval: Interval) -> npt.NDArray[np.float64]:
         """(L,) a proven lower bound on ``time_us``: no copies between GPUs, and the kernel work spread evenly.
@@ -387,3 +391,36 @@ def _write_times(state: Any, b: Any, topology: Any, costs: Any, times: Any, link
         dispatch, compute, combine = pass_times(state, b, w, topology, costs, -1)
         times[w, DISPATCH_US], times[w, COMPUTE_US], times[w, COMBINE_US] = dispatch, compute, combine
         add_links(state, b, w, topology, links)
+
+
+@device
+def _write_times_on_links(
+    state: Any, b: Any, topology: Any, costs: Any, slower: Any, back: Any, copies: Any, times: Any, links: Any
+) -> None:
+    """:func:`_write_times` where every pair of GPUs has a bandwidth of its own."""
+    for w in range(state.rows.shape[1]):
+        copies[:, :] = 0.0
+        add_links(state, b, w, topology, copies)
+        times[w, DISPATCH_US] = costs.dispatch_us + exchange_time_on_links(
+            copies, slower, topology.node_of, costs.dispatch_intra_us, costs.dispatch_inter_us
+        )
+        times[w, COMPUTE_US] = compute_time(state, b, w, costs, -1)
+        times[w, COMBINE_US] = costs.combine_us + exchange_time_on_links(
+            copies, back, topology.node_of, costs.combine_intra_us, costs.combine_inter_us
+        )
+        for g in range(copies.shape[0]):
+            for other in range(copies.shape[1]):
+                links[g, other] += copies[g, other]
+
+
+def _slower_links(cluster: ClusterSpec) -> npt.NDArray[np.float64] | None:
+    """(G, G) how many times as long a copy takes on each link as on an equal one; None if all are equal."""
+    if not cluster.link_gb_s:
+        return None
+    node = np.arange(cluster.n_gpus) // cluster.gpus_per_node
+    usual = np.where(node[:, None] == node, cluster.intra_gb_s, cluster.inter_gb_s)
+    links = np.array(cluster.link_gb_s)
+    np.fill_diagonal(links, 1.0)
+    slower: npt.NDArray[np.float64] = usual / links
+    np.fill_diagonal(slower, 0.0)
+    return slower

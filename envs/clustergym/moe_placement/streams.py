@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.moe_placement.kernels.state import (
     AT_REUSE,
     N_ROUNDS,
@@ -179,8 +179,8 @@ class Traffic:
     """Serve tokens again when the trace is used up, instead of raising an error."""
 
     def __post_init__(self) -> None:
-        one_of(self.phase, PHASES, "phase")
-        one_of(self.schedule, SCHEDULES, "schedule")
+        index_of_choice(self.phase, PHASES, "phase")
+        index_of_choice(self.schedule, SCHEDULES, "schedule")
         if self.tokens_per_rank is None:
             object.__setattr__(self, "tokens_per_rank", TOKENS_PER_RANK[self.phase])
         if self.sampled_passes is None:

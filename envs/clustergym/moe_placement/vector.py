@@ -10,7 +10,6 @@ from typing import Any
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
@@ -33,27 +32,29 @@ from clustergym.moe_placement.kernels.state import CLOCK_INTERVAL, CLOCK_LAYER, 
 from clustergym.moe_placement.viewer import draw
 
 Flags = npt.NDArray[np.bool_]
-# One piece of memory: the array that is returned, a tensor, and the array that the kernels write.
-Shared = tuple[npt.NDArray[Any], torch.Tensor, npt.NDArray[Any]]
+# Experts and nodes (num_envs,).
+Pairs = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+# One piece of memory: the array that is returned, and the view of it that the kernels write.
+Shared = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 
 
 class _Recycled:
     """Arrays of one shape for observations. An array without other references is used again: new memory costs more
     than filling it."""
 
-    def __init__(self, like: torch.Tensor, read_only: bool) -> None:
-        self.shape, self.dtype, self.read_only = tuple(like.shape), like.numpy().dtype, read_only
+    def __init__(self, like: npt.NDArray[Any], read_only: bool) -> None:
+        self.shape, self.dtype, self.read_only = like.shape, like.dtype, read_only
         self.all: list[Shared] = []
 
     def take(self) -> Shared:
         for shared in self.all:
-            # References: the tuple, the tensor, and the argument. Any view or tensor made of it would add one.
+            # References: the tuple, the view, and the argument. Any other view or tensor made of it would add one.
             if sys.getrefcount(shared[0]) == 3:
                 return shared
         array = np.empty(self.shape, self.dtype)
-        tensor = torch.from_numpy(array)
+        view = array[...]
         array.setflags(write=not self.read_only)
-        self.all.append((array, tensor, tensor.numpy()))
+        self.all.append((array, view))
         return self.all[-1]
 
 
@@ -69,7 +70,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     says about an operation is always about the step that was made. ``"Disabled"``: call
     ``reset(options={"reset_mask": ended})``. ``max_episode_steps`` truncates episodes, as for a single environment.
 
-    Trainers that keep everything in torch use ``self.batch`` (:class:`PlacementBatch`) and its tensors directly.
+    With a CUDA ``device``, environments step there, and what is returned is copied to NumPy arrays.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4, "autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -80,7 +81,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         self,
         num_envs: int = 1,
         render_mode: str | None = None,
-        device: str | torch.device = "cpu",
+        device: str = "cpu",
         max_episode_steps: int | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         **options: Any,
@@ -108,8 +109,8 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
 
     def _make_recycled(self) -> None:
         # On a GPU observations are copied to the host; here the kernels write into the arrays that are returned.
-        on_host = self.batch.obs if self.batch.device.type == "cpu" and self._returns_batch_obs else {}
-        self._recycled = {name: _Recycled(tensor, name == LAYER_KEY) for name, tensor in on_host.items()}
+        on_host = self.batch.obs if self.batch.on_host and self._returns_batch_obs else {}
+        self._recycled = {name: _Recycled(array, name == LAYER_KEY) for name, array in on_host.items()}
         self._current: dict[str, Shared] = {}
 
     @property
@@ -130,14 +131,12 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         action = spaces.MultiDiscrete([self.batch.n_experts, 3 * self.batch.n_gpus])
         return spaces.Dict(observation_spaces(self.batch)), action
 
-    def _operations(self, actions: npt.NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _operations(self, actions: npt.NDArray[np.int64]) -> Pairs:
         """Experts and nodes (num_envs,) that the actions stand for."""
-        chosen = torch.from_numpy(np.array(np.asarray(actions).T, np.int64, order="C")).to(self.batch.device)
-        if chosen.shape != (2, self.num_envs):
-            raise ValueError(
-                f"actions have shape {tuple(chosen.shape[::-1])}: expected ({self.num_envs}, 2): expert, node"
-            )
-        return chosen[0], chosen[1]
+        chosen = np.asarray(actions, np.int64)
+        if chosen.shape != (self.num_envs, 2):
+            raise ValueError(f"actions have shape {chosen.shape}: expected ({self.num_envs}, 2): expert, node")
+        return chosen[:, 0], chosen[:, 1]
 
     def _mask_info(self) -> dict[str, Any]:
         """What ``info`` has about the next actions."""
@@ -145,7 +144,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
 
     def action_masks(self) -> Flags:
         """(num_envs, E + 3·G) what each component of an action may be; see :func:`product_masks`."""
-        return product_masks(self.batch.obs["action_mask"].cpu().numpy())
+        return product_masks(self.batch.host(self.batch.obs["action_mask"]))
 
     def noop_actions(self) -> npt.NDArray[np.int64]:
         """(num_envs, 2) actions that change nothing."""
@@ -156,17 +155,17 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
     def _renew(self, names: Collection[str], keep: bool) -> None:
         """Let the next observation go to arrays without references; ``keep`` what the kernels need not write again."""
         fresh = {name: self._recycled[name].take() for name in names if name in self._recycled}
-        for name, (_, tensor, _) in fresh.items():
+        for name, (_, view) in fresh.items():
             if keep:
-                tensor.copy_(self.batch.obs[name])
+                view[:] = self.batch.obs[name]
         self._current |= fresh
-        self.batch.observe_into({name: shared[1:] for name, shared in fresh.items()})
+        self.batch.observe_into({name: view for name, (_, view) in fresh.items()})
 
     def _observe(self, layer_changed: bool) -> Any:
         if self._recycled:
             return {name: self._current[name][0] for name in self.batch.obs}
         names = [name for name in self.batch.obs if layer_changed or name != LAYER_KEY]
-        self._copies |= {name: self.batch.obs[name].cpu().numpy() for name in names}
+        self._copies |= {name: self.batch.host(self.batch.obs[name]) for name in names}
         self._copies[LAYER_KEY].setflags(write=False)
         return dict(self._copies)
 
@@ -211,14 +210,11 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         else:
             seeds = np.arange(self.num_envs) + (int(self.np_random.integers(2**62)) if seed is None else seed)
         self._seeded = True
-        random = self.batch.stream["random"]
-        others, rest = random.clone(), torch.from_numpy(~where)
-        self.batch.seed(seeds)
-        random[rest] = others[rest]
+        self.batch.seed(seeds, where)
 
     def _begin(self, where: Flags) -> None:
         """Begin new episodes."""
-        self.batch.reset(torch.from_numpy(where.copy()).to(self.batch.device))
+        self.batch.reset(where)
         self._steps[where] = 0
         self._ended = self._ended & ~where
 
@@ -236,7 +232,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
         _, reward, done = self.batch.step(expert, node)
         self._steps += 1
         infos: dict[str, Any] = dict(step_info(self.batch))
-        rewards, terminated = reward.cpu().numpy().copy(), done.cpu().numpy().copy()
+        rewards, terminated = self.batch.host(reward).copy(), self.batch.host(done).copy()
         truncated = np.zeros(self.num_envs, bool)
         if self.max_episode_steps is not None:
             truncated = self._steps >= self.max_episode_steps
@@ -252,7 +248,7 @@ class MoEPlacementVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64
 
     def _prepare(self, any_again: bool) -> bool:
         """Let the step write into new arrays. Returns whether what belongs to a layer changes."""
-        clock = self.batch.episode["clock"].cpu().numpy()
+        clock = self.batch.host(self.batch.episode["clock"])
         goes_on = clock[:, CLOCK_OPERATION] == self.batch.config.ops_per_layer - 1
         if goes_on.any():
             # The last observation of an episode is about the layer that it ended on.

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import config
 
+from clustergym.common.choices import index_of_choice
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.streams import Interval, Traffic
@@ -24,6 +25,7 @@ from clustergym.planners.kernels.proposals import SAMPLE, draw_samples
 from clustergym.planners.kernels.surrogate_steps import anneal_layers
 from clustergym.planners.kernels.trial import allocate, prepare
 from clustergym.planners.search import Search
+from clustergym.planners.survive import COPIES, survivable
 from clustergym.planners.topics import scenarios
 from clustergym.traces.token_trace import TokenTrace
 
@@ -93,6 +95,9 @@ class Anneal(Search):
     """Numbers of the estimate and of its steps."""
     other_phases: Sequence[OtherPhase] = ()
     """Other phases that the placement serves: the search minimizes the time of all passes together."""
+    survive: str | None = None
+    """Keep a copy of every expert whatever single GPU (``rank``) or ``node`` is lost. All steps are then made on the
+    estimate."""
     stop: Callable[[], bool] = lambda: False
     """Asked between parts of the search: True ends it with the best placement so far."""
     restart: bool = True
@@ -109,9 +114,14 @@ class Anneal(Search):
             raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
         if not 0 <= self.estimate_share <= 1:
             raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
+        if self.survive is not None:
+            index_of_choice(self.survive, ("rank", "node"), "survive")
+            self.shape = (*self.shape[: surrogate.COPIES], float(COPIES), float(self.survive == "node"))
         served = (self.simulator, *(phase.simulator for phase in self.other_phases))
         if len(served) > 1 and "lp" in {simulator.profile.dispatch for simulator in served}:
             raise ValueError("there is no estimate for dispatch 'lp', so it cannot be one of several phases")
+        if self.survive is not None and (self.estimate_steps == 0 or self.simulator.profile.dispatch == "lp"):
+            raise ValueError("survive needs the estimate: it cannot be had with dispatch 'lp' or estimate_steps=0")
         self.past_plan: Placement | None = None
         self.estimates = self.estimate_steps > 0 and self.simulator.profile.dispatch != "lp"
 
@@ -128,7 +138,7 @@ class Anneal(Search):
         steps = max(_PAST_PLAN_STEPS, _PAST_PLAN_STEPS_PER_PLACE * simulator.n_experts * simulator.n_gpus)
         search = Anneal(
             simulator, self.seed, norm=self.norm, robustness=self.mixture_std, migration_weight=0.0,
-            estimate_steps=steps, other_phases=self.other_phases, stop=self.stop,
+            estimate_steps=steps, other_phases=self.other_phases, survive=self.survive, stop=self.stop,
         )  # fmt: skip
         pass_tokens = Traffic(simulator.profile.phase).sizes[1] * simulator.n_gpus
         interval = self.traffic.all_topics(simulator.n_gpus, _ESTIMATE_TOKENS, pass_tokens)
@@ -139,7 +149,7 @@ class Anneal(Search):
         began, core_ms = time.perf_counter(), self.core_ms(len(placement))
         topic = self.topics(history, hurry=core_ms <= _LEARNED_HURRY_MS)
         least_ms = _LEAST_EXACT_MS if self.traffic is None else _LEARNED_EXACT_MS
-        short = core_ms < least_ms or bool(self.other_phases)
+        short = core_ms < least_ms or bool(self.other_phases) or self.survive is not None
         if self.estimates:
             elapsed_s, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
             estimated = self.search_estimate(history, placement, share, others, topic, elapsed_s)
@@ -214,6 +224,11 @@ class Anneal(Search):
 
         Returns it and its objectives (L,).
         """
+        if self.survive is not None:
+            gpus = np.arange(self.simulator.n_gpus)
+            groups = gpus if self.survive == "rank" else self.simulator.topology.node_of
+            placement = survivable(state.load, self.simulator.n_slots, groups)
+            return placement, self.take(state, placement, objective)
         start, least = placement, self.take(state, placement, objective)
         if self.restart:
             past = [] if self.past_plan is None else [self.past_plan]

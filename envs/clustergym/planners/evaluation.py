@@ -19,7 +19,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.common.statistics import ci95_of_deals
 from clustergym.moe_placement.simulator import Placement, Served, Simulator
 from clustergym.moe_placement.streams import Interval, IntervalStream, Traffic, sample_passes
@@ -65,7 +65,7 @@ class Protocol:
     """Tokens that planners on tokens see of what they observe, drawn at random; by default all."""
 
     def __post_init__(self) -> None:
-        one_of(self.split, SPLITS, "split")
+        index_of_choice(self.split, SPLITS, "split")
         for key in ("intervals", "streams", "plan_passes", "observe_tokens"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise ValueError(f"{key} is {getattr(self, key)}: expected at least 1")

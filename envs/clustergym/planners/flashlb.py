@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 from clustergym.planners.base import Planner
@@ -55,7 +55,7 @@ class FlashLB(Planner):
                 for i in range(first, last):
                     planned[poor[i]] = match_gpus(self.search(samples[:, i]), placement[poor[i]])
 
-            spread(plan_layers, len(poor), chunks=len(poor))
+            parallel_for(plan_layers, len(poor), chunks=len(poor))
             past[poor] = balance(loads[poor], planned[poor])
         self.past = past
         return planned

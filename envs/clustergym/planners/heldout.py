@@ -8,7 +8,8 @@ from the choice of sequences. Serving more passes of the same sequences does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -146,20 +147,25 @@ class Resampled:
 class Resamples:
     """Passes of resampled sequences, to serve on any placement."""
 
-    def __init__(self, source: SequencePasses, simulator: Simulator, seed: int, draws: int = RESAMPLES) -> None:
-        trace, rng = source.trace, np.random.default_rng([seed, 1])
-        self.simulator = simulator
+    def __init__(
+        self, source: SequencePasses, simulator: Simulator, seed: int, draws: int = RESAMPLES, together: int = 1
+    ) -> None:
+        trace = source.trace
+        self.simulator, self.together = simulator, together
         self.sequences = float(trace.seq_lens.sum() ** 2 / (trace.seq_lens.astype(float) ** 2).sum())
-        self.pass_share = source.tokens / source.trace_tokens
-        layers = max(FEWEST_LAYERS, RESAMPLED_TOKENS // (draws * RESAMPLED_PASSES * source.tokens))
+        self.pass_share = together * source.tokens / source.trace_tokens
+        n_passes = RESAMPLED_PASSES * together
+        layers = max(FEWEST_LAYERS, RESAMPLED_TOKENS // (draws * n_passes * source.tokens))
         self.layers = evenly_spaced(trace.n_layers, layers)
-        passes = Interval.join([source.draw(RESAMPLED_PASSES, rng, resample=True) for _ in range(draws)])
+        # A generator per draw: all phases draw the same sequences.
+        rngs = [np.random.default_rng([seed, 1, draw]) for draw in range(draws)]
+        passes = Interval.join([source.draw(n_passes, rng, resample=True) for rng in rngs])
         self.passes = Interval(passes.experts[self.layers], passes.rows, passes.rank_start)
 
     def serve(self, placement: Placement) -> Resampled:
         """Times of a placement of all layers."""
         times = self.simulator.pass_times(self.passes, placement[self.layers])
-        us = times.mean(0).reshape(-1, RESAMPLED_PASSES)
+        us = times.mean(0).reshape(-1, RESAMPLED_PASSES, self.together).mean(2)
         return Resampled(us, self.sequences, self.pass_share)
 
 
@@ -193,12 +199,25 @@ class Samples:
         return relative, self.resampled.ci95_of_ratio(other.resampled, len(self.pass_us))
 
 
+def weighted(parts: Sequence[tuple[float, Samples]]) -> Samples:
+    """Times of the mean of passes of several phases, each with its share of the passes (all shares together are 1)."""
+    us, resampled = sum(share * part.pass_us for share, part in parts), []
+    for share, part in parts:
+        assert part.resampled is not None
+        resampled.append(share * part.resampled.us)
+    first = parts[0][1].resampled
+    assert first is not None
+    return Samples(np.asarray(us), replace(first, us=np.asarray(sum(resampled))))
+
+
 @dataclass(kw_only=True)
 class Measured:
     """One placement on held-out traffic."""
 
     samples: Samples
-    """Times on held-out passes"""
+    """Times on held-out passes: of the mean pass, if several phases are served"""
+    phases: dict[str, Samples] = field(default_factory=dict)
+    """Times of each phase, if several are served. The figures below are of the first one."""
     layer_us: npt.NDArray[np.float64]
     """(L, 3) dispatch, compute, combine, means over passes. Counts have only compute."""
     pairs: npt.NDArray[np.float64]
@@ -217,7 +236,10 @@ class Measured:
 
 
 class HeldOutPasses:
-    """Passes of held-out sequences and of resampled ones, to serve on any placement."""
+    """Passes of held-out sequences and of resampled ones, to serve on any placement.
+
+    ``together`` passes count as one, so that small passes of one phase pair with a large one of another phase.
+    """
 
     def __init__(
         self,
@@ -227,26 +249,31 @@ class HeldOutPasses:
         n_passes: int,
         seed: int,
         draws: int = RESAMPLES,
+        together: int = 1,
     ) -> None:
         source = SequencePasses(trace, simulator.n_gpus, traffic)
         # Serving the same tokens more often adds little information.
-        n_passes = min(n_passes, max(FEWEST_PASSES, -(-source.trace_tokens // source.tokens)))
+        n_passes = min(n_passes, max(FEWEST_PASSES, -(-source.trace_tokens // (together * source.tokens))))
         self.simulator, self.n_layers, self.n_passes = simulator, trace.n_layers, n_passes
-        self.passes = source.draw(n_passes, np.random.default_rng(seed))
+        self.together = together
+        self.passes = source.draw(n_passes * together, np.random.default_rng(seed))
         self.reused = 1 - len(np.unique(self.passes.rows)) / self.passes.rows.size
         """Share of the tokens of the passes that were served before"""
-        self.resamples = Resamples(source, simulator, seed, draws)
+        self.resamples = Resamples(source, simulator, seed, draws, together)
 
     def samples(self, placement: Placement) -> Samples:
         """Times of a placement."""
-        times = self.simulator.pass_times(self.passes, placement)
-        return Samples(times.mean(0), self.resamples.serve(placement))
+        return self._samples(self.simulator.pass_times(self.passes, placement), placement)
+
+    def _samples(self, times: npt.NDArray[np.float64], placement: Placement) -> Samples:
+        us = times.mean(0).reshape(-1, self.together).mean(1)
+        return Samples(us, self.resamples.serve(placement))
 
     def measure(self, placement: Placement) -> Measured:
         """All figures of a placement."""
         served = self.simulator.evaluate(self.passes, placement, check=False)
         return Measured(
-            samples=Samples(served.pass_us.sum(2).mean(0), self.resamples.serve(placement)),
+            samples=self._samples(served.pass_us.sum(2), placement),
             layer_us=served.pass_us.mean(1),
             pairs=served.pairs.mean(1),
             peak_pairs=served.pairs.max(2).mean(1),
@@ -255,6 +282,35 @@ class HeldOutPasses:
             gpus_per_token=float(served.gpus_per_token.mean()),
             inter_node_mb=float(served.inter_node_bytes.mean()) / 1e6,
         )
+
+
+class HeldOutPhases:
+    """Held-out passes of several phases that one placement serves.
+
+    Args:
+        phases: simulator, traffic and share of the passes of each phase.
+    """
+
+    def __init__(
+        self, trace: TokenTrace, phases: Sequence[tuple[Simulator, Traffic, float]], n_passes: int, seed: int
+    ) -> None:
+        largest = max(traffic.sizes[1] for _, traffic, _ in phases)
+        shares = [share for _, _, share in phases]
+        self.parts = [
+            HeldOutPasses(trace, simulator, traffic, n_passes, seed, together=max(1, largest // traffic.sizes[1]))
+            for simulator, traffic, _ in phases
+        ]
+        self.n_passes, self.reused = min(part.n_passes for part in self.parts), max(part.reused for part in self.parts)
+        self.shares = [share / sum(shares) for share in shares]
+
+    def measure(self, placement: Placement) -> Measured:
+        """All figures of a placement."""
+        first = self.parts[0].measure(placement)
+        samples = [first.samples, *(part.samples(placement) for part in self.parts[1:])]
+        samples = [replace(one, pass_us=one.pass_us[: self.n_passes]) for one in samples]
+        found = weighted(list(zip(self.shares, samples, strict=True)))
+        names = [part.simulator.profile.name for part in self.parts]
+        return replace(first, samples=found, phases=dict(zip(names, samples, strict=True)))
 
 
 class HeldOutCounts:

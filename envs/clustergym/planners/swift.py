@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval
 from clustergym.planners.base import Planner
@@ -37,7 +37,7 @@ class Swift(Planner):
         received, copies = np.zeros((layers, n_gpus, n_slots), np.int8), np.zeros((layers, n_experts), np.int32)
         weight, marks = np.zeros((layers, n_gpus)), np.zeros((layers, n_experts + n_gpus), np.int32)
         before = np.ascontiguousarray(placement, dtype=np.int16)
-        spread(
+        parallel_for(
             swift_layers, layers, slots, before, loads, self.swaps, held, used, received, copies, weight, marks, peaks
         )
         old, new = peaks.sum(0)

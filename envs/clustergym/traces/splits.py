@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.common.choices import one_of
+from clustergym.common.choices import index_of_choice
 from clustergym.traces.token_trace import TokenTrace
 
 SHARES = {"train": 0.5, "validation": 0.1, "test": 0.4}
@@ -28,7 +28,7 @@ def split_trace(trace: TokenTrace, split: str = "train", seed: int = 0) -> Token
     parts that share no sequence. If the trace has enough domains, they share no domain either, so ``test`` shows
     how a policy does on traffic that it was not trained on.
     """
-    one_of(split, SPLITS if trace.splits is None else (*_recorded(trace), "all"), "split")
+    index_of_choice(split, SPLITS if trace.splits is None else (*_recorded(trace), "all"), "split")
     if split == "all":
         return trace
     return (_parts(trace, seed) if trace.splits is None else _recorded(trace))[split]

@@ -11,6 +11,9 @@ import numpy.typing as npt
 
 from clustergym.traces.token_trace import MAX_EXPERTS, TokenTrace
 
+MAX_IDS = 2_000_000_000
+"""Largest synthetic trace, in expert ids: 4 GB of memory."""
+
 
 class RoutedModel(Protocol):
     """What a synthetic trace needs to know of a model. :class:`clustergym.moe_placement.ModelSpec` has it."""
@@ -89,6 +92,12 @@ class SyntheticConfig:
         _require_integer("n_tokens", self.n_tokens, 1)
         _require_integer("n_groups", self.n_groups, 1)
         _require_integer("group_limit", self.group_limit, 0)
+        ids = self.n_tokens * self.n_layers * self.top_k
+        if ids > MAX_IDS:
+            raise ValueError(
+                f"n_tokens × n_layers × top_k is {ids:,}, more than {MAX_IDS:,}: at most "
+                f"{MAX_IDS // (self.n_layers * self.top_k):,} tokens for {self.n_layers} layers and top-{self.top_k}"
+            )
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k must be at most n_experts = {self.n_experts}, found {self.top_k}")
         if self.n_experts % self.n_groups:
@@ -248,9 +257,9 @@ def _keep_best_groups(scores: npt.NDArray[np.float32], n_groups: int, limit: int
     np.put_along_axis(groups, worst[:, :, None], -np.inf, axis=1)
 
 
-def _sequence_lengths(n_tokens: int, mean: float, spread: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+def _sequence_lengths(n_tokens: int, mean: float, variation: float, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """Log-normal lengths of at least 1 that sum to ``n_tokens``. The last one is cut to fit."""
-    variance = np.log1p(spread**2)
+    variance = np.log1p(variation**2)
     lengths = np.zeros(0, dtype=np.int64)
     while lengths.sum() < n_tokens:
         count = int(n_tokens / mean) + 16

@@ -46,14 +46,13 @@ class RunArgs:
     torch_deterministic: bool = True
     """Use only deterministic GPU kernels. They can be slower."""
     track: bool = False
-    """Also log to Weights & Biases. Without an account, the run is recorded offline. Always on in a wandb sweep."""
-    wandb_project_name: str = "clustergym"
-    """Project in Weights & Biases. The environment variable WANDB_ENTITY names the team."""
+    """Also log to Weights & Biases, always on in a wandb sweep. WANDB_PROJECT and WANDB_ENTITY name project and team.
+    Without an account, the run is recorded offline."""
 
 
 FREE_ON_RESUME = {
     "config", "run_dir", "resume", "total_timesteps", "checkpoint_interval", "eval_interval", "eval_episodes",
-    "eval_args", "save_model", "capture_video", "cuda", "torch_deterministic", "track", "wandb_project_name", "compile",
+    "eval_args", "save_model", "capture_video", "cuda", "torch_deterministic", "track", "compile",
     "cudagraphs", "async_envs",
 }  # fmt: skip
 """Flags that may change when a run is resumed. They have no influence on the next iteration."""

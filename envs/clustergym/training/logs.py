@@ -31,7 +31,7 @@ def open_tensorboard(folder: Path, config: Mapping[str, Any], start_step: int) -
     return writer
 
 
-def open_wandb(folder: Path, config: Mapping[str, Any], project: str, resume: bool) -> Any:
+def open_wandb(folder: Path, config: Mapping[str, Any], resume: bool) -> Any:
     """A run in Weights & Biases. Its random id is stored in the run folder, and only a resumed run uses it again.
 
     Without an account, or with ``WANDB_MODE=offline``, the run is recorded in the folder for ``wandb sync``.
@@ -43,7 +43,8 @@ def open_wandb(folder: Path, config: Mapping[str, Any], project: str, resume: bo
         known = resume and file.exists()
         if not known:
             write_atomically(file, secrets.token_hex(8) + "\n")
-        settings |= {"project": project, "id": file.read_text().strip(), "resume": "allow" if known else "never"}
+        settings["project"] = os.environ.get("WANDB_PROJECT", "clustergym")
+        settings |= {"id": file.read_text().strip(), "resume": "allow" if known else "never"}
     try:
         return wandb.init(**settings)
     except wandb.errors.UsageError as reason:

@@ -106,7 +106,7 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.writer = open_tensorboard(self.folder, self._config, self.global_step)
             if args.track or os.environ.get("WANDB_SWEEP_ID"):
-                self.wandb = open_wandb(self.folder, self._config, args.wandb_project_name, bool(self._saved))
+                self.wandb = open_wandb(self.folder, self._config, bool(self._saved))
 
     @property
     def global_step(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.common.compiling import inlined
 from clustergym.moe_offload.kernels.memory import (
     begin,
     can_move,
@@ -35,9 +35,17 @@ from clustergym.moe_offload.kernels.state import (
 
 
 @inlined
-def settle(task, s, b):
-    """Go on to the next decision: an eviction while a GPU holds too much, then a prefetch while a link has time."""
+def settle(task, s, b, leaves):
+    """Go on to the next decision: an eviction while a GPU holds too much, then a prefetch while a link has time.
+
+    ``leaves``: the visit at hand is over, whatever could be prefetched.
+    """
     while True:
+        if leaves and not next_visit(task, s, b):
+            s.clock[b, MODE] = MODE_OVER
+            clear_rows(task, s, b)
+            return
+        leaves = True
         s.clock[b, OVER] = over(task, s, b)
         if s.clock[b, OVER] >= 0:
             s.clock[b, MODE] = MODE_EVICT
@@ -48,10 +56,6 @@ def settle(task, s, b):
             free = free or window(task, s, b, g) > 0
         if free and s.stats[b, VISITS] > 0 and choose_loads(task, s, b) > 0:
             s.clock[b, MODE] = MODE_LOAD
-            return
-        if not next_visit(task, s, b):
-            s.clock[b, MODE] = MODE_OVER
-            clear_rows(task, s, b)
             return
 
 
@@ -81,70 +85,44 @@ def draw(task, s, b):
 
 
 @inlined
-def start(task, s, b):
-    """Begin an episode with the group that was drawn, and go to its first decision."""
-    begin(task, s, b, s.clock[b, GROUP])
-    s.reward[b] = 0.0
-    s.outcome[b, OUT_EXPERT], s.outcome[b, OUT_NO_OP] = EMPTY, 0
-    s.outcome[b, OUT_ILLEGAL], s.outcome[b, OUT_VISITS] = 0, 0
-    settle(task, s, b)
+def apply(task, s, b, expert, node):
+    """Do what a legal pair says. False if it is a no-op."""
+    l, e, gpu = expert // s.where.shape[2], expert % s.where.shape[2], node % task.gpus
+    if s.clock[b, MODE] == MODE_EVICT:
+        evict(task, s, b, l, e)
+    elif s.clock[b, MODE] == MODE_LOAD and node // task.gpus == ADD:
+        prefetch(task, s, b, l, e, gpu)
+    elif s.clock[b, MODE] == MODE_LOAD and s.where[b, l, e] >= 0 and s.where[b, l, e] != gpu:
+        move(task, s, b, l, e, gpu)
+    else:
+        return False
+    return True
 
 
 @inlined
-def step(task, s, b, row, node):
-    """Apply a pair and go to the next decision.
+def advance(task, s, b, begins, row, node):
+    """Begin an episode with the group that was drawn, or apply a pair; then go to the next decision.
 
-    An illegal pair evicts nothing; while the links have time it ends the visit, as the no-op does.
+    An illegal pair evicts nothing; while the links have time it ends the visit, as the no-op does. One function does
+    both, because each is compiled together with all that it calls.
     """
-    s.n_events[b] = 0
-    s.clock[b, STEP] += 1
-    visits, mode = s.stats[b, VISITS], s.clock[b, MODE]
-    inside = 0 <= row < s.rows.shape[1] and 0 <= node < 3 * task.gpus
-    expert = s.rows[b, row] if inside else EMPTY
-    allowed = inside and legal(task, s, b, row, node)
-    no_op = True
-    if allowed and mode != MODE_OVER:
-        l, e, gpu = expert // s.where.shape[2], expert % s.where.shape[2], node % task.gpus
-        if mode == MODE_EVICT:
-            evict(task, s, b, l, e)
-            no_op = False
-        elif node // task.gpus == ADD:
-            prefetch(task, s, b, l, e, gpu)
-            no_op = False
-        elif s.where[b, l, e] >= 0 and s.where[b, l, e] != gpu:
-            move(task, s, b, l, e, gpu)
-            no_op = False
-    s.outcome[b, OUT_EXPERT] = expert
-    s.outcome[b, OUT_NO_OP], s.outcome[b, OUT_ILLEGAL] = 1 if no_op else 0, 0 if allowed else 1
-    if mode == MODE_LOAD and no_op and not next_visit(task, s, b):
-        s.clock[b, MODE] = MODE_OVER
-        clear_rows(task, s, b)
-    elif mode == MODE_LOAD or (mode == MODE_EVICT and allowed):
-        settle(task, s, b)
-    s.outcome[b, OUT_VISITS] = s.stats[b, VISITS] - visits
-    s.reward[b] = -s.time[b, UNPAID] / task.load_ms
-    s.time[b, UNPAID] = 0.0
-
-
-@device
-def draw_range(first, last, task, s, where):
-    """:func:`draw` for environments first … last − 1 where ``where`` (N,) is true."""
-    for b in range(first, last):
-        if where[b]:
-            draw(task, s, b)
-
-
-@device
-def start_range(first, last, task, s, where):
-    """:func:`start` for environments first … last − 1 where ``where`` (N,) is true."""
-    for b in range(first, last):
-        if where[b]:
-            start(task, s, b)
-
-
-@device
-def step_range(first, last, task, s, rows, nodes, where):
-    """:func:`step` for environments first … last − 1 where ``where`` (N,) is true."""
-    for b in range(first, last):
-        if where[b]:
-            step(task, s, b, rows[b], nodes[b])
+    expert, no_op, allowed, settles = EMPTY, False, True, True
+    if begins:
+        begin(task, s, b, s.clock[b, GROUP])
+    else:
+        s.n_events[b] = 0
+        s.clock[b, STEP] += 1
+        inside = 0 <= row < s.rows.shape[1] and 0 <= node < 3 * task.gpus
+        expert = s.rows[b, row] if inside else EMPTY
+        allowed = inside and legal(task, s, b, row, node)
+        no_op = not (allowed and apply(task, s, b, expert, node))
+        settles = s.clock[b, MODE] == MODE_LOAD or (s.clock[b, MODE] == MODE_EVICT and allowed)
+    visits, leaves = s.stats[b, VISITS], no_op
+    if settles:
+        settle(task, s, b, leaves)
+    s.outcome[b, OUT_EXPERT], s.outcome[b, OUT_NO_OP], s.outcome[b, OUT_ILLEGAL] = expert, no_op, not allowed
+    s.outcome[b, OUT_VISITS], s.reward[b] = 0, 0.0
+    if not begins:
+        s.outcome[b, OUT_VISITS] = s.stats[b, VISITS] - visits
+        s.reward[b] = -s.time[b, UNPAID] / task.load_ms
+        s.time[b, UNPAID] = 0.0

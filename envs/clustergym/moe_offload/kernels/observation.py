@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_offload.kernels.compile import device, inlined
-from clustergym.moe_offload.kernels.episode import legal
-from clustergym.moe_offload.kernels.memory import count_at, distance, window
+from clustergym.common.compiling import index, inlined
+from clustergym.moe_offload.kernels.memory import can_move, distance, window
 from clustergym.moe_offload.kernels.state import (
     DECAYS,
     LAG_TOKEN,
     LAYER,
     LOG_STEPS,
+    MAX_AGE,
     MISSES,
     MODE,
     MODE_EVICT,
@@ -101,14 +101,14 @@ class Observation(NamedTuple):
 @inlined
 def observe(task, s, b, o):
     """Write the observation of one environment."""
-    rows = s.rows.shape[1]
-    for r in range(rows):
-        for f in range(o.experts.shape[2]):
-            o.experts[b, r, f] = 0.0
+    experts, pairs = o.experts[b], o.pairs[b]
+    for r in range(s.rows.shape[1]):
+        for f in range(experts.shape[1]):
+            experts[r, f] = 0.0
         for g in range(task.gpus):
-            o.pairs[b, r, g, 0] = 0.0
+            pairs[r, g, 0] = 0.0
         if s.rows[b, r] >= 0:
-            _expert(task, s, b, o, r)
+            _expert(task, s, b, index(r), experts, pairs)
     _mask(task, s, b, o)
     _edges(task, s, b, o)
     for g in range(task.gpus):
@@ -119,54 +119,60 @@ def observe(task, s, b, o):
 
 
 @inlined
-def _expert(task, s, b, o, r):
-    """Features of the expert in row r."""
-    layers, top = s.where.shape[1], task.experts.shape[2]
-    l, e = s.places[b, r, 0], s.places[b, r, 1]
+def _expert(task, s, b, r, experts, pairs):
+    """Features of the expert in row r, in ``experts`` (R, features) and ``pairs`` (R, G, 1)."""
+    layers = s.where.shape[1]
+    l, e = s.places[b, r, 0], index(s.places[b, r, 1])
     t, here, at, d = s.clock[b, TOKEN], s.clock[b, LAYER], s.where[b, l, e], distance(task, s, b, l)
     served = t if l <= here else t - 1  # the last token that layer l has seen
-    o.experts[b, r, 0] = 1.0 if r < s.n_rows[b] else 0.0
+    last, counts = s.last[b, l, e], s.counts[b, l, e]
+    x = experts[r]
+    x[0] = 1.0 if r < index(s.n_rows[b]) else 0.0
     if at >= 0:
-        o.experts[b, r, 1] = 1.0
-        o.experts[b, r, 2] = 1.0 if s.arrives[b, l, e] > s.time[b, READY] else 0.0
-        o.pairs[b, r, at, 0] = 1.0
-    o.experts[b, r, 3] = 1.0 if s.fetched[b, l, e] else 0.0
-    o.experts[b, r, 4] = 1.0 if l == here and s.last[b, l, e] == t else 0.0
-    o.experts[b, r, 5] = 1.0 if s.last[b, l, e] == served else 0.0
-    o.experts[b, r, 6] = 1.0 / (1 + t - s.last[b, l, e])
-    o.experts[b, r, 7] = 0.3 * task.logit[l, e]
+        x[1] = 1.0
+        x[2] = 1.0 if s.arrives[b, l, e] > s.time[b, READY] else 0.0
+        pairs[r, at, 0] = 1.0
+    x[3] = 1.0 if s.fetched[b, l, e] else 0.0
+    x[4] = 1.0 if l == here and last == t else 0.0
+    x[5] = 1.0 if last == served else 0.0
+    x[6] = 1.0 / (1 + t - last)
+    x[7] = 0.3 * task.logit[l, e]
+    age = index(min(t - max(last, -1), MAX_AGE - 1))
     for h in range(N_DECAYS):
-        place = count_at(task, s, b, l, e, h, t) * LOG_STEPS
-        i = int(place)
-        o.experts[b, r, _COUNTS + h] = task.logs[i] + (place - i) * (task.logs[i + 1] - task.logs[i])
-    o.experts[b, r, _DISTANCE] = d / layers
+        place = counts[h] * task.decay[h, age] * LOG_STEPS
+        i = index(place)
+        x[_COUNTS + h] = task.logs[i] + (place - i) * (task.logs[i + 1] - task.logs[i])
+    x[_DISTANCE] = d / layers
     if d <= NEAR:
-        o.experts[b, r, _DISTANCE + d] = 1.0
-    for back in range(LAST_VISITS + 1):
-        lag, token, layer = d + back - 1, t, here - back
-        if layer < 0:
-            token, layer = t + layer // layers, layer % layers
-        if back == LAST_VISITS:
-            lag, token, layer = LAG_TOKEN, served, l
-        elif d > NEAR:
-            continue
-        if token < 0:
-            continue
-        total, streams = 0.0, 0
-        for j in range(s.starts.shape[1]):
-            if token < s.lengths[b, j]:
-                streams += 1
-                for k in range(top):
-                    a = task.experts[s.starts[b, j] + token, layer, k]
-                    if a >= 0:
-                        total += task.lift[lag, layer, a, e]
-        if streams > 0:
-            o.experts[b, r, _VISITS + back] = 0.3 * total / streams
-    _foresight(task, s, b, o, r, l, e, d, served)
+        x[_DISTANCE + d] = 1.0
+        for back in range(LAST_VISITS):
+            token, layer = t, here - back
+            if layer < 0:
+                token, layer = t + layer // layers, layer % layers
+            if token >= 0:
+                x[_VISITS + back] = _transition(task, s, b, d + back - 1, token, layer, e)
+    if served >= 0:
+        x[_VISITS + LAST_VISITS] = _transition(task, s, b, LAG_TOKEN, served, l, e)
+    _foresight(task, s, b, x, l, e, d, served)
 
 
 @inlined
-def _foresight(task, s, b, o, r, l, e, d, served):
+def _transition(task, s, b, lag, token, layer, e):
+    """How much the experts that a visit has used change the log-odds of expert e; the mean over the sequences."""
+    total, streams = 0.0, 0
+    lift = task.lift[lag, layer]
+    for j in range(s.starts.shape[1]):
+        if token < s.lengths[b, j]:
+            streams += 1
+            used = task.experts[s.starts[b, j] + token, layer]
+            for k in range(used.shape[0]):
+                if used[k] >= 0:
+                    total += lift[index(used[k]), e]
+    return 0.3 * total / streams if streams > 0 else 0.0
+
+
+@inlined
+def _foresight(task, s, b, x, l, e, d, served):
     """Predicted log-odds: of use by the layer's next tokens (known since its last visit), and at its next visit."""
     for f in range(task.foresight.shape[3]):
         # A prediction for the visit at distance d is with that visit's token.
@@ -177,27 +183,35 @@ def _foresight(task, s, b, o, r, l, e, d, served):
         for j in range(s.starts.shape[1]):
             if token < s.lengths[b, j]:
                 logit = task.byte_logit[task.foresight[s.starts[b, j] + token, l, e, f]]
-                unused *= 1.0 / (1.0 + math.exp(logit))
+                if s.starts.shape[1] > 1:
+                    unused *= 1.0 / (1.0 + math.exp(logit))
                 found += 1
         if found > 1:  # used by any of the sequences
             logit = math.log(max(1.0 - unused, 1e-4) / max(unused, 1e-4))
-        o.experts[b, r, N_EXPERT_FEATURES + f] = 0.25 * logit
+        x[N_EXPERT_FEATURES + f] = 0.25 * logit
 
 
 @inlined
 def _mask(task, s, b, o):
     """The legal pairs, as :func:`~clustergym.moe_offload.kernels.episode.legal` says."""
-    rows, nodes, chosen = s.rows.shape[1], 3 * task.gpus, s.n_rows[b]
-    for r in range(rows):
-        for node in range(nodes):
-            o.action_mask[b, r, node] = 0
-    if s.clock[b, MODE] == MODE_EVICT:
-        for r in range(chosen):
-            o.action_mask[b, r, 2 * task.gpus + s.clock[b, OVER]] = 1
-    else:
-        for r in range(max(chosen, 1)):
-            for node in range(2 * task.gpus):
-                o.action_mask[b, r, node] = 1 if legal(task, s, b, r, node) else 0
+    mask, gpus, mode = o.action_mask[b], task.gpus, s.clock[b, MODE]
+    for r in range(mask.shape[0]):
+        for node in range(mask.shape[1]):
+            mask[r, node] = 0
+    if mode == MODE_OVER:
+        for g in range(gpus):
+            mask[0, g] = 1
+    for r in range(s.n_rows[b]):
+        if mode == MODE_EVICT:
+            mask[r, 2 * gpus + s.clock[b, OVER]] = 1
+            continue
+        l, e = s.places[b, r, 0], s.places[b, r, 1]
+        at = s.where[b, l, e]
+        for g in range(gpus):
+            if at < 0:
+                mask[r, g], mask[r, gpus + g] = 1, 1 if window(task, s, b, g) > 0 else 0
+            elif at == g or can_move(task, s, b, l, e, g):
+                mask[r, g] = 1
 
 
 @inlined
@@ -278,14 +292,6 @@ def _context(task, s, b, o):
     o.context[b, 7] = math.log(1.0 + t) / 5.0
     o.context[b, 8] = active / s.starts.shape[1]
     o.context[b, 9] = task.slots * task.pools * task.gpus / (layers * s.where.shape[2])
-
-
-@device
-def observe_range(first, last, task, s, o, where):
-    """Observe environments first … last − 1 where ``where`` (N,) is true."""
-    for b in range(first, last):
-        if where[b]:
-            observe(task, s, b, o)
 
 
 def new_observation(task, rows, n):

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_offload.kernels.memory import can_move, count_at, pool_of
-from clustergym.moe_offload.kernels.state import LAYER, OVER, POOL, TOKEN, TOKENS
+from clustergym.moe_offload.kernels.state import LAYER, MAX_AGE, OVER, POOL, TOKEN, TOKENS
 
 MIDDLE = 2
 """The half-life that tables are chosen by."""
@@ -34,19 +34,20 @@ def uniform(random, b):
 
 
 @device
-def keep_lowest(scores, found, b, first, last, size):
+def keep_lowest(scores, found, first, last, size):
     """Bring the ``size`` lowest scores of entries first … last − 1 to the front (Hoare's selection)."""
     low, high = first, last - 1
     while low < high:
-        pivot, i, j = scores[b, (low + high) // 2], low, high
+        pivot, i, j = scores[index((low + high) // 2)], low, high
         while i <= j:
-            while scores[b, i] < pivot:
+            while scores[index(i)] < pivot:
                 i += 1
-            while scores[b, j] > pivot:
+            while scores[index(j)] > pivot:
                 j -= 1
             if i <= j:
-                scores[b, i], scores[b, j] = scores[b, j], scores[b, i]
-                found[b, i], found[b, j] = found[b, j], found[b, i]
+                one, other = index(i), index(j)
+                scores[one], scores[other] = scores[other], scores[one]
+                found[one], found[other] = found[other], found[one]
                 i += 1
                 j -= 1
         # The border lies among low … j or i … high; between them all are equal.
@@ -62,7 +63,7 @@ def keep_lowest(scores, found, b, first, last, size):
 def _select(s, b, first, last, size, n):
     """Add the ``size`` lowest of entries first … last − 1 to the table, which has n rows. Returns its rows."""
     if last - first > size:
-        keep_lowest(s.scores, s.found, b, first, last, size)
+        keep_lowest(s.scores[b], s.found[b], first, last, size)
         last = first + size
     for i in range(first, last):
         s.rows[b, n + i - first] = s.found[b, i]
@@ -74,7 +75,8 @@ def choose_evictions(task, s, b):
     """Table of an eviction: residents of the current layer. The lowest counts of all other layers fill it."""
     layers, experts = s.where.shape[1], s.where.shape[2]
     gpu, pool, here = s.clock[b, OVER], s.clock[b, POOL], s.clock[b, LAYER]
-    n, others, t, own = 0, 0, s.clock[b, TOKEN], 0
+    found, scores, decay = s.found[b], s.scores[b], task.decay[MIDDLE]
+    n, others, t, own = 0, index(0), s.clock[b, TOKEN], 0
     if pool_of(task, here) == pool:
         for e in range(experts):
             own += 1 if s.where[b, here, e] == gpu else 0
@@ -83,17 +85,20 @@ def choose_evictions(task, s, b):
         # The current layer comes last.
         l = (here + back + 1) % layers
         if back == layers - 1:
-            n = _select(s, b, 0, others, low, 0)
-            others = 0
+            n = _select(s, b, 0, np.int64(others), low, 0)
+            others = index(0)
         if pool_of(task, l) != pool:
             continue
-        for e in range(experts):
-            if s.where[b, l, e] == gpu:
-                s.found[b, others] = l * experts + e
-                late = -0.02 * back / layers
-                s.scores[b, others] = count_at(task, s, b, l, e, MIDDLE, t) + 0.15 * task.prior[l, e] + late
-                others += 1
-    _finish(task, s, b, _select(s, b, 0, others, task.own_rows, n))
+        where, last, counts, prior = s.where[b, l], s.last[b, l], s.counts[b, l], task.prior[l]
+        late = -0.02 * back / layers
+        for i in range(experts):
+            e = index(i)
+            # Of each expert, the entry is written; it stays if the GPU has the expert. A branch would be slower.
+            found[others] = l * experts + i
+            age = index(min(t - max(last[e], -1), MAX_AGE - 1))
+            scores[others] = float(counts[e, MIDDLE] * decay[age]) + 0.15 * float(prior[e]) + late
+            others += index(where[e] == gpu)
+    _finish(task, s, b, _select(s, b, 0, np.int64(others), task.own_rows, n))
 
 
 @inlined
@@ -104,6 +109,7 @@ def choose_loads(task, s, b):
     """
     layers, experts, top = s.where.shape[1], s.where.shape[2], task.experts.shape[2]
     t, here, scratch = s.clock[b, TOKEN], s.clock[b, LAYER], layers * experts
+    found, scores, decay, likely = s.found[b], s.scores[b], task.decay[MIDDLE], s.scores[b, scratch:]
     each = max(task.load_rows // task.horizon, 1)
     n, movable, active = 0, 0, 0
     for j in range(s.starts.shape[1]):
@@ -113,22 +119,26 @@ def choose_loads(task, s, b):
         if t + (here + h) // layers >= s.clock[b, TOKENS]:
             break
         for e in range(experts):
-            s.scores[b, scratch + e] = 0.0
+            likely[e] = 0.0
         for j in range(s.starts.shape[1]):
             if t < s.lengths[b, j]:
                 for k in range(top):
                     a = task.experts[s.starts[b, j] + t, here, k]
                     if a >= 0:
+                        lift = task.lift[h - 1, here, a]
                         for e in range(experts):
-                            s.scores[b, scratch + e] += task.lift[h - 1, here, a, e]
-        missing = 0
-        for e in range(experts):
-            if s.where[b, l, e] < 0:
-                likely = math.log(count_at(task, s, b, l, e, MIDDLE, t) + 0.3 * task.prior[l, e] + 0.01)
-                s.found[b, missing] = l * experts + e
-                s.scores[b, missing] = -likely - 0.6 / active * s.scores[b, scratch + e]
-                missing += 1
-        n = _select(s, b, 0, missing, each, n)
+                            likely[e] += lift[e]
+        missing = index(0)
+        where, last, counts, prior = s.where[b, l], s.last[b, l], s.counts[b, l], task.prior[l]
+        for i in range(experts):
+            e = index(i)
+            if where[e] < 0:
+                age = index(min(t - max(last[e], -1), MAX_AGE - 1))
+                often = math.log(float(counts[e, MIDDLE] * decay[age]) + 0.3 * float(prior[e]) + 0.01)
+                found[missing] = l * experts + i
+                scores[missing] = -often - 0.6 / active * float(likely[e])
+                missing += index(1)
+        n = _select(s, b, 0, np.int64(missing), each, n)
     if n == 0:
         return 0
     loads = n

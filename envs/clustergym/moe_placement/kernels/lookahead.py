@@ -6,7 +6,7 @@ from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.operations import apply_operation, resolve
 from clustergym.moe_placement.kernels.state import (
-    N_PARTS,
+    N_SAVED_PARTS,
     OP_ILLEGAL,
     OP_NOTHING,
     PART_MIGRATION,
@@ -57,8 +57,8 @@ def look_ahead_parts(episode, sim, b, rules, e, first, result):
     smooth = mean_pass_time(sim, b, 0, n_passes, topology, costs, SMOOTH_NORM_LOG2)
     true, moved = mean_pass_time(sim, b, 0, n_passes, topology, costs, -1), migration_time(sim, b, costs)
     for node in range(3 * n_gpus):
-        row, column = result[node % n_gpus], first + N_PARTS * (node // n_gpus)
-        for part in range(N_PARTS):
+        row, column = result[node % n_gpus], first + N_SAVED_PARTS * (node // n_gpus)
+        for part in range(N_SAVED_PARTS):
             row[column + part] = 0.0
         kind, source, target, victim = resolve(sim, b, e, node, n_passes)
         if kind == OP_NOTHING or kind == OP_ILLEGAL:

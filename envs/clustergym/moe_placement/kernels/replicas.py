@@ -38,7 +38,7 @@ def write_choices(state, b, e, topology):
     """Derive from the replicas of ``e`` which of them a token of each rank chooses from.
 
     * rank-nearest: the one on the rank's GPU, else the first on its node. Other ranks are dealt over all replicas. With
-      ``deals_one_node``, so are the ranks of a node that has all replicas.
+      ``deals_one_node``, so are the ranks of a node that has all replicas. With ``draws``, each rank draws one instead.
     * rank-mod: replica number rank modulo the number of replicas.
     * local-hash: the one on the rank's GPU, else those on its node, else all.
     * random, token-hash, round-robin: all.
@@ -68,9 +68,16 @@ def write_choices(state, b, e, topology):
         choice[replicas[i]] = i | 1 << 16
     if dispatch == RANK_NEAREST:
         # Begin with another replica for each expert, so that the first ones do not get all remainders.
-        dealt = int(e % n)
+        dealt, key = int(e % n), int(e)
+        if topology.draws:
+            for i in range(n):
+                key = hash31((key * n_gpus + replicas[i] + 1) & MASK31)
         for g in range(n_gpus):
-            if choice[g] >> 16 == n:
+            if choice[g] >> 16 != n:
+                continue
+            if topology.draws:
+                choice[g] = hash31((key + g * 0x9E3779B) & MASK31) * n >> 31 | 1 << 16
+            else:
                 choice[g] = dealt | 1 << 16
                 dealt = dealt + 1 if dealt + 1 < n else 0
 

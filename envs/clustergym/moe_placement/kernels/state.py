@@ -47,12 +47,10 @@ PIECE_WORD, PIECE_RANK = range(2)
 SCHEDULES = ("stationary", "drift", "switch", "replay")
 STATIONARY, DRIFT, SWITCH, REPLAY = range(4)
 
-# Columns of EpisodeState.memory.
-MEMORY_GAIN, MEMORY_LOOKED = range(2)
 # What a look-ahead tells about an operation: time saved in the smooth norm, true time saved, migration (negative).
 # All in percent of the layer's time at the start of the visit.
 PART_SMOOTH, PART_TRUE, PART_MIGRATION = range(3)
-N_PARTS = 3
+N_SAVED_PARTS = 3
 # The smooth norm of look-aheads is of order 2^3: it also sees what brings no time yet.
 SMOOTH_NORM_LOG2 = 3
 
@@ -66,6 +64,7 @@ class Topology(NamedTuple):
     transport: int
     dispatch: int
     deals_one_node: int
+    draws: int
 
 
 class Costs(NamedTuple):
@@ -217,6 +216,8 @@ class EpisodeState(NamedTuple):
     """(B, G, E) float32: co-activation of each expert with the experts on each GPU"""
     hot_coactivation: np.ndarray
     """(B, E) float32: co-activation with the experts of highest load"""
+    names: np.ndarray
+    """(B, E) int16: number that each expert of the trace has in this episode"""
 
 
 class TracePieces(NamedTuple):
@@ -288,4 +289,6 @@ class Rules(NamedTuple):
     start_eplb: int
     """1 starts from EPLB on the first interval, 0 from the static placement."""
     mix_observed: int
+    renumber: int
+    """1 gives experts other numbers in every episode."""
     """1 deals the observed tokens over passes and ranks at random."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.kernels import candidates, lookahead
 from clustergym.moe_placement.kernels import episode as kernels
 from clustergym.moe_placement.kernels.compile import device
@@ -102,10 +102,10 @@ def _propose_range(first, last, operations, mask, score, compact, episode, sim, 
 def reset(where, state):
     """Begin new episodes where ``where`` (B,) is true. ``state`` is (episode, sim, stream, obs, trace, rules)."""
     episode, _, _, _, trace, rules = state
-    spread(_run, len(where), _DRAW, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
+    parallel_for(_run, len(where), _DRAW, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
     if rules.start_eplb:
-        spread(_start_range, len(where), where, episode, trace)
-    spread(_run, len(where), _BEGIN, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
+        parallel_for(_start_range, len(where), where, episode, trace)
+    parallel_for(_run, len(where), _BEGIN, *state, where, _NO_CHOICE, _NO_REWARD, NOTHING)
 
 
 def step(choice, reward, state):
@@ -124,16 +124,16 @@ def step(choice, reward, state):
         [sim.slot_tokens, sim.replica_choice, sim.rows, obs.expert_graph],
         [sim.slot_tokens, obs.expert_graph, sim.slots, sim.replicas, sim.n_replicas],
     )  # fmt: skip
-    spread(_run, len(reward), _STEP, *state, _NO_MASK, choice, reward, blocks)
+    parallel_for(_run, len(reward), _STEP, *state, _NO_MASK, choice, reward, blocks)
 
 
 def look_ahead(experts, column, result, state):
     """What operations on ``experts`` (B, M) would save; writes ``result`` (B, M, G, …) from ``column`` on."""
     episode, sim, _, _, _, rules = state
-    spread(_look_ahead_range, len(experts), experts, column, result, episode, sim, rules)
+    parallel_for(_look_ahead_range, len(experts), experts, column, result, episode, sim, rules)
 
 
 def propose(operations, mask, score, compact, state):
     """The k most promising operations; writes (B, k + 1, 2), (B, k + 1), scratch and (B, features)."""
     episode, sim, _, obs, _, rules = state
-    spread(_propose_range, len(mask), operations, mask, score, compact, episode, sim, obs, rules)
+    parallel_for(_propose_range, len(mask), operations, mask, score, compact, episode, sim, obs, rules)

@@ -7,6 +7,7 @@ such as which layers have experts, are functions.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ _DENSE_WIDTH = ("intermediate_size", "ffn_dim")
 """The width of experts too, in families without dense layers."""
 _LATENT = ("routed_expert_hidden_size", "moe_latent_size")
 """Size of the tokens that routed experts get, if it is not the hidden size."""
+_OTHER = ("expert_capacity", "expert_layer_period", "expert_layer_offset", "zero_expert_num")
+"""Other numbers about experts."""
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim")
+_SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size", "share_expert_dim",
+                 "moe_shared_expert_intermediate_size")  # fmt: skip
 _DENSE_FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules")
 _GROUPS = ("n_group", "num_expert_group")
@@ -86,13 +90,14 @@ def from_config(config: Config, name: str, source: str = "") -> ModelSpec:
     weight_bytes = _weight_bytes(text, config, quantisation)
     contiguous = layers == list(range(layers[0], layers[-1] + 1))
     architectures = config.get("architectures") or text.get("architectures") or [""]
+    width, hidden = _width(text), _expert_hidden(text)
     return ModelSpec(
         name,
         len(layers),
         n_experts,
         _number(text, _TOP_K),
-        _number(text, _LATENT, _number(text, _HIDDEN)),
-        _width(text),
+        hidden,
+        width,
         weight_bytes=weight_bytes,
         dispatch_bytes=1.0 if _is_fp8(quantisation) else 2.0,
         n_groups=groups,
@@ -200,19 +205,32 @@ def _rules(config: Config, total: int) -> list[Callable[[int], bool]]:
 
 
 def _width(config: Config) -> int:
-    """Inner size of a routed expert. An unknown key about experts may be it, so then there is no guess."""
-    found = _number(config, _WIDTH, 0)
-    if found:
-        return found
-    known = {*_EXPERTS, *_TOP_K, *_SHARED, *_SHARED_WIDTH, *_LATENT, "num_expert_group", "expert_layer_period",
-             "expert_layer_offset"}  # fmt: skip
+    """Inner size of a routed expert."""
+    width = _number(config, _WIDTH, 0)
+    if not width:
+        _refuse_unknown(config, _DENSE_WIDTH[0], "expert")
+    return width or _number(config, _DENSE_WIDTH)
+
+
+def _expert_hidden(config: Config) -> int:
+    """Size of the tokens that routed experts get."""
+    latent = _number(config, _LATENT, 0)
+    if not latent:
+        _refuse_unknown(config, _HIDDEN[0], r"expert.*(size|dim|width|hidden|latent|rank)|moe.*latent")
+    return latent or _number(config, _HIDDEN)
+
+
+def _refuse_unknown(config: Config, fallback: str, pattern: str) -> None:
+    """Raise a ValueError if a key that we do not know may be the size for which ``fallback`` would be taken."""
+    known = {*_EXPERTS, *_TOP_K, *_WIDTH, *_GROUPS, *_OTHER}
     for key, value in config.items():
-        if "expert" in key and key not in known and isinstance(value, int) and not isinstance(value, bool):
+        first = value[0] if isinstance(value, list) and value else value
+        number = isinstance(first, (int, float)) and not isinstance(first, bool)
+        if number and key not in known and "share" not in key and re.search(pattern, key):
             raise ValueError(
-                f"unknown key {key!r} ({value}): it may be the size of an expert, so {_DENSE_WIDTH[0]!r} is not taken: "
-                "describe the model in a YAML file"
+                f"unknown key {key!r} ({str(value)[:40]}): it may be a size of the experts, so {fallback!r} is not "
+                "taken: describe the model in a YAML file"
             )
-    return _number(config, _DENSE_WIDTH)
 
 
 def _shared(config: Config) -> int:

@@ -112,17 +112,17 @@ def deviations(
     loads: npt.NDArray[np.float64],
     by_topic: npt.NDArray[np.float64],
     shares: npt.NDArray[np.float64],
-    spread: float,
+    mixture_std: float,
     most: int,
 ) -> npt.NDArray[np.float64]:
     """(L, E, ≤ most): how the loads (L, E) vary with the shares of the topics.
 
-    The logarithms of the shares have the standard deviation ``spread``. ``by_topic`` (L, E, topics) are the loads of
-    each topic, ``shares`` their shares of the tokens. Only the sum of the squares over topics matters, so topics are
+    The logarithms of the shares have the standard deviation ``mixture_std``. ``by_topic`` (L, E, topics) are the loads
+    of each topic, ``shares`` their shares of the tokens. Only the sum of the squares over topics matters, so topics are
     replaced by fewer directions, those in which loads vary most.
     """
     # If the share of a topic grows by a factor, all shares are divided by their new sum.
-    found = spread * (by_topic - shares * loads[..., None])
+    found = mixture_std * (by_topic - shares * loads[..., None])
     if found.shape[2] > most:
         _, directions = np.linalg.eigh(found.transpose(0, 2, 1) @ found)
         found = found @ directions[..., -most:]

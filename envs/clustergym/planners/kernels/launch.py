@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 
@@ -29,7 +29,7 @@ def over_layers(kernel: Callable[..., None], first: int, last: int, *arguments: 
         kernel(first, last, *arguments)
     else:
         # Searches end early on some layers: many small parts keep all threads busy.
-        spread(lambda a, b: kernel(first + a, first + b, *arguments), last - first, chunks=last - first)
+        parallel_for(lambda a, b: kernel(first + a, first + b, *arguments), last - first, chunks=last - first)
 
 
 @inlined

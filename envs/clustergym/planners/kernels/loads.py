@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clustergym.common.threads import spread
+from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.simulator import Placement
@@ -18,4 +18,4 @@ def _eplb_layers(first, last, slots, loads, n_nodes, n_groups, ints, floats):
 
 def eplb(slots: Placement, *arguments: Any) -> None:
     """:func:`~clustergym.moe_placement.kernels.eplb.eplb_slots` on every layer of ``slots`` (L, G, S)."""
-    spread(_eplb_layers, len(slots), slots, *arguments)
+    parallel_for(_eplb_layers, len(slots), slots, *arguments)

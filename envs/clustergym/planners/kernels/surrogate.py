@@ -41,17 +41,18 @@ N_TIMES = 3
 # Columns of Surrogate.prices, one row for each phase: its weight, its transport, and its costs.
 WEIGHT, TRANSPORT, FIXED_US, TOKEN_US, EXPERT_US, PAIR_US, INTRA_US, INTER_US = range(8)
 # Columns of Surrogate.shape: the estimate of deduplication, then how steps are drawn.
-VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU = range(5)
-DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5)
+VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU, COPIES, TWO_NODES = range(7)
+DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5, 1.0, 0.0)
 """The first two: of the formula above. Then the share of the steps that replace a spare replica, the share that move an
-expert next to one that the same token uses, and how often of these to the same GPU instead of the same node."""
+expert next to one that the same token uses, and how often of these to the same GPU instead of the same node. Last: the
+fewest copies of an expert, and whether (1) they must be on two nodes."""
 
 
 class Surrogate(NamedTuple):
     """The estimate of B layers, and scratch."""
 
     shape: np.ndarray
-    """(5,) float64: see ``DEFAULT_SHAPE``"""
+    """(7,) float64: see ``DEFAULT_SHAPE``"""
     prices: np.ndarray
     """(P, 8) float64: see ``WEIGHT``"""
     n_tokens: int

@@ -8,11 +8,13 @@ from clustergym.moe_placement.kernels.compile import device, inlined
 from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.planners.kernels.launch import draw
 from clustergym.planners.kernels.surrogate import (
+    COPIES,
     NOW,
     SAME_GPU,
     SPARE,
     THEN,
     TOGETHER,
+    TWO_NODES,
     add,
     add_tables,
     copy_gpu,
@@ -47,6 +49,22 @@ def move(s, b, which, e, source, target):
 
 
 @inlined
+def _on_two_nodes(s, b, e, source, target, per_node):
+    """Whether ``e`` is on two nodes once its replica on ``source`` has moved to ``target`` (−1 means none)."""
+    first = -1
+    if target >= 0:
+        first = target // per_node
+    for i in range(s.n_replicas[b, e]):
+        g = int(s.replicas[b, e, i])
+        if g != source:
+            if first < 0:
+                first = g // per_node
+            elif g // per_node != first:
+                return True
+    return False
+
+
+@inlined
 def _propose(s, b, key, per_node):
     """(g, slot, h, slot): exchange two slots; or (g, slot, −1, expert): put a replica of the expert into the slot.
 
@@ -58,7 +76,9 @@ def _propose(s, b, key, per_node):
     g, k = int(draw(key, b) * n_gpus), int(draw(key, b) * n_slots)
     here = int(s.slots[b, g, k])
     if kind < shape[SPARE] or here < 0:
-        if here >= 0 and s.n_replicas[b, here] < 2:
+        if here >= 0 and s.n_replicas[b, here] <= shape[COPIES]:
+            return -1, -1, -1, -1
+        if here >= 0 and shape[TWO_NODES] > 0.0 and not _on_two_nodes(s, b, here, g, -1, per_node):
             return -1, -1, -1, -1
         e = int(sample[int(draw(key, b) * sample.shape[0]), int(draw(key, b) * sample.shape[1])])
         if e < 0 or holds(s, b, e, g):
@@ -78,6 +98,10 @@ def _propose(s, b, key, per_node):
         here = wanted
     there = int(s.slots[b, h, m])
     if g == h or here == there or there < 0 or holds(s, b, here, h) or holds(s, b, there, g):
+        return -1, -1, -1, -1
+    if shape[TWO_NODES] > 0.0 and not (
+        _on_two_nodes(s, b, here, g, h, per_node) and _on_two_nodes(s, b, there, h, g, per_node)
+    ):
         return -1, -1, -1, -1
     return g, k, h, m
 

@@ -112,7 +112,12 @@ def detect_engine(path: Path) -> str:
 
 
 def launch(
-    path: Path, plan: EnginePlan, engine: str, profile: str | EngineProfile | None = None, n_nodes: int = 1
+    path: Path,
+    plan: EnginePlan,
+    engine: str,
+    profile: str | EngineProfile | None = None,
+    n_nodes: int = 1,
+    both_phases: bool = False,
 ) -> Launch:
     """How to start the engine so that it loads the plan and serves as the profile says."""
     names = [known.name for known in profiles_of(get_engine(engine).name)]
@@ -121,4 +126,4 @@ def launch(
         raise ValueError(f"{engine} does not serve with profile {chosen.name!r}; its profiles are: {', '.join(names)}")
     if n_nodes < 1 or plan.n_gpus % n_nodes:
         raise ValueError(f"{plan.n_gpus} GPUs do not divide over {n_nodes} nodes")
-    return get_engine(engine).launch(path, plan, chosen, n_nodes)
+    return get_engine(engine).launch(path, plan, chosen, n_nodes, both_phases)

@@ -90,8 +90,8 @@ class Engine:
     suffixes: tuple[str, ...]
     write: Callable[[Path, EnginePlan], None]
     read: Callable[[Path], SlotRows]
-    launch: Callable[[Path, EnginePlan, EngineProfile, int], Launch]
-    """(plan file, plan, profile, nodes) → how to start the engine."""
+    launch: Callable[[Path, EnginePlan, EngineProfile, int, bool], Launch]
+    """(plan file, plan, profile, nodes, whether it serves both phases) → how to start the engine."""
     counts_dense: bool
     """Layers in the plan file are global indices, so dense layers count. Otherwise they are the MoE layers in order."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from clustergym.common.extras import require
 from clustergym.common.files import atomic_file, write_atomically
 from clustergym.moe_placement.profiles import EngineProfile
 from clustergym.plans.engines.base import Engine, EnginePlan, Launch, expect_list, read_json
@@ -41,8 +42,7 @@ def write(path: Path, plan: EnginePlan) -> None:
     rows = plan.rows()
     table = [rows.get(layer, plan.default_row()) for layer in range(plan.model.total_layers)]
     if path.suffix == ".pt":
-        import torch
-
+        torch = require("torch", "engines")
         with atomic_file(path) as file:
             torch.save({KEY: torch.tensor(table)}, file)
     else:
@@ -59,6 +59,7 @@ def read(path: Path) -> SlotRows:
 
 def _load_tensors(path: Path) -> Any:
     """The dict of a torch file with its tensor as lists."""
+    require("torch", "engines")
     from clustergym.traces.readers.torch_files import load_tensors
 
     document = load_tensors(path)
@@ -67,13 +68,13 @@ def _load_tensors(path: Path) -> Any:
     return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in document.items()}
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     """Without an all-to-all backend SGLang would send every token to every GPU, and the plan would have no effect."""
-    gpus = plan.n_gpus
+    gpus, mode = plan.n_gpus, "auto" if both_phases else _DEEPEP[profile.transport]
     command = (
         f"--init-expert-location {quote(str(path))} --ep-num-redundant-experts {plan.n_redundant} "
         f"--tp-size {gpus} --dp-size {gpus} --ep-size {gpus} --nnodes {n_nodes} --enable-dp-attention "
-        f"--moe-a2a-backend deepep --deepep-mode {_DEEPEP[profile.transport]} "
+        f"--moe-a2a-backend deepep --deepep-mode {mode} "
         f"--ep-dispatch-algorithm {_DISPATCH[profile.dispatch]}"
     )
     warnings = []

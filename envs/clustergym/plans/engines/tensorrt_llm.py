@@ -28,12 +28,12 @@ def write(path: Path, plan: EnginePlan) -> None:
     write_atomically(path, "\n".join(lines) + "\n")
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     """Settings of the LLM API. Without attention data parallelism every GPU has every token, and nothing is sent."""
     gpus = plan.n_gpus
     command = (
         f"--tp_size {gpus} --ep_size {gpus} --extra_llm_api_options options.yaml, with options.yaml: "
-        f"{{enable_attention_dp: true, moe_config: {{backend: WIDEEP, load_balancer: {path}}}}}"
+        f"{{enable_attention_dp: true, moe_config: {{backend: WIDEEP, load_balancer: {json.dumps(str(path))}}}}}"
     )
     warnings = []
     name = plan.model.architecture

@@ -27,18 +27,20 @@ def read(path: Path) -> SlotRows:
     return checked_rows(dict(enumerate(expect_list(read_json(path), path))), path)
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     config = json.dumps({"num_redundant_experts": plan.n_redundant})
     command = (
         f"--data-parallel-size {plan.n_gpus} --data-parallel-size-local {plan.n_gpus // n_nodes} "
         f"--enable-expert-parallel --all2all-backend {_BACKEND[profile.transport]} --enable-eplb "
-        f"--eplb-config '{config}', with the environment variable CLUSTERGYM_EPLB_PLAN={quote(str(path))}"
+        f"--eplb-config {quote(config)}, with the environment variable CLUSTERGYM_EPLB_PLAN={quote(str(path))}"
     )
-    warning = (
+    static = json.dumps({"num_redundant_experts": plan.n_redundant, "initial_expert_map_path": str(path)})
+    warnings = (
         "upstream vLLM loads no placement file: install clustergym beside it, and its EPLB policy returns this plan at "
-        "every rebalancing"
+        "every rebalancing",
+        f"a vLLM with pull request 49572 loads it at the start, without clustergym: --eplb-config {quote(static)}",
     )
-    return Launch(command, profile, (warning,))
+    return Launch(command, profile, warnings)
 
 
 ENGINE = Engine("vllm", (".json",), write, read, launch, counts_dense=False)

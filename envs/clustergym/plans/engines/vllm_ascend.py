@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 
 from clustergym.common.files import write_atomically
 from clustergym.moe_placement.profiles import EngineProfile
@@ -43,11 +44,11 @@ def read(path: Path) -> SlotRows:
     return checked_rows(rows, path)
 
 
-def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int) -> Launch:
+def launch(path: Path, plan: EnginePlan, profile: EngineProfile, n_nodes: int, both_phases: bool) -> Launch:
     config = json.dumps({"eplb_config": {"expert_map_path": str(path)}})
     command = (
         f"--data-parallel-size {plan.n_gpus} --data-parallel-size-local {plan.n_gpus // n_nodes} "
-        f"--enable-expert-parallel --additional-config '{config}', "
+        f"--enable-expert-parallel --additional-config {quote(config)}, "
         "with the environment variable VLLM_USE_V2_MODEL_RUNNER=0"
     )
     warnings = [

@@ -10,9 +10,11 @@ import numpy.typing as npt
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.specs import ClusterSpec, ModelSpec
 from clustergym.planners.base import Planner
+from clustergym.planners.eplb import balance
 from clustergym.planners.recorded import LoadInterval
 from clustergym.planners.registry import make_planner, planners_on_loads
 from clustergym.plans.integrations.eplb import Slots, check_sizes, fill, keep_in_place, plan_slots
+from clustergym.plans.integrations.settings import fixed_plan, max_moves, planner_name
 
 # Plans depend on loads only, so sizes that the engine does not report have no effect.
 _HIDDEN, _WIDTH = 4096, 2048
@@ -50,6 +52,54 @@ def slots_of(
     if old is None or old.shape != slots.shape:
         return slots
     return keep_in_place(slots, old, n_gpus, n_gpus)  # slots are reordered, GPUs are not
+
+
+def answer(
+    loads: npt.NDArray[np.floating],
+    n_physical: int,
+    n_groups: int,
+    n_nodes: int,
+    n_gpus: int,
+    old: Slots | None = None,
+    phase: str | None = None,
+) -> Slots:
+    """(L, P) slots that the environment asks for: the plan file, or those of a planner; not too many moves at once.
+
+    Args:
+        loads: (L, E), or (T, L, E) if they are known step by step.
+        old: (L, P) slots that are served now, if the engine tells.
+        phase: that the instance serves, if the engine tells.
+    """
+    total = loads.sum(0) if loads.ndim == 3 else loads
+    n_layers, n_experts = total.shape
+    slots = fixed_plan(n_layers, n_physical, n_experts, n_gpus, phase)
+    if slots is None:
+        slots = slots_of(planner_name(), loads, n_physical, n_groups, n_nodes, n_gpus, old)
+    if old is None or old.shape != slots.shape:
+        return slots
+    slots = keep_in_place(slots, old, n_gpus, n_gpus)  # slots are reordered, GPUs are not
+    most = max_moves()
+    return slots if most is None else _pace(slots, old, total, n_gpus, most)
+
+
+def _pace(slots: Slots, old: Slots, loads: npt.NDArray[np.floating], n_gpus: int, most: int) -> Slots:
+    """``slots`` for as many layers as ``most`` moves allow, but at least one, and ``old`` for the others.
+
+    The layers whose busiest GPU is relieved most per move come first.
+    """
+    moves = (slots != old).sum(1)
+    values = np.nan_to_num(loads, nan=0.0, posinf=0.0).clip(min=0.0).astype(np.float64)
+    gain = np.subtract(
+        *(1 / balance(values, each.reshape(len(each), n_gpus, -1).astype(np.int16)) for each in (old, slots))
+    )
+    changed = np.flatnonzero(moves)
+    order = changed[np.argsort(-gain[changed] / moves[changed], kind="stable")]
+    left, paced = most, old.copy()
+    for i, layer in enumerate(order):
+        if i == 0 or moves[layer] <= left:
+            paced[layer] = slots[layer]
+            left -= int(moves[layer])
+    return paced
 
 
 @lru_cache(maxsize=4)

@@ -9,13 +9,22 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.common.choices import index_of_choice
+from clustergym.moe_placement.profiles import PHASES, get_profile
 from clustergym.plans.engines import PlanError, detect_engine, read_plan
+from clustergym.plans.meta import read_meta
 
 logger = logging.getLogger(__name__)
 ENABLE = "CLUSTERGYM_EPLB"
 """Replace the engine's load balancer: by our EPLB (1), or by the planner of this name (flashlb, swift …)."""
 PLAN = "CLUSTERGYM_EPLB_PLAN"
-"""A plan file. The load balancer returns it as long as its sizes are those of the model."""
+"""A plan file. The load balancer returns it as long as its sizes are those of the model. ``{phase}`` in the name stands
+for prefill or decode, so that instances of both kinds can have the same environment."""
+PHASE = "CLUSTERGYM_EPLB_PHASE"
+"""The phase that this instance serves, if the engine does not tell."""
+MAX_MOVES = "CLUSTERGYM_EPLB_MAX_MOVES"
+"""Experts that may move at one rebalancing, over all layers and GPUs: whole layers, those that gain most first, and at
+least one."""
 
 
 def enabled() -> bool:
@@ -28,11 +37,40 @@ def planner_name() -> str:
     return "eplb" if asked in ("", "0", "1") else asked
 
 
-def fixed_plan(n_layers: int, n_physical: int, n_experts: int, n_gpus: int) -> npt.NDArray[np.int64] | None:
-    """(L, P) slots of the plan file, or None if there is none or its sizes differ (a draft model has other sizes)."""
-    path = Path(os.environ.get(PLAN, ""))
-    if not os.environ.get(PLAN):
+def max_moves() -> int | None:
+    """Experts that may move at one rebalancing; None: any number."""
+    asked = os.environ.get(MAX_MOVES, "")
+    if asked and not (asked.isascii() and asked.isdigit() and int(asked) > 0):
+        raise ValueError(f"{MAX_MOVES} is {asked!r}: expected a number of experts, at least 1")
+    return int(asked) if asked else None
+
+
+def plan_path(phase: str | None) -> Path | None:
+    """The plan file of this instance, which serves ``phase`` as far as the engine tells; None if there is none."""
+    name, phase = os.environ.get(PLAN, ""), os.environ.get(PHASE) or phase
+    if phase is not None:
+        index_of_choice(phase, PHASES, PHASE)
+    if "{phase}" in name and phase is None:
+        raise PlanError(f"{PLAN} is {name}, but the engine does not tell its phase: set {PHASE} to prefill or decode")
+    if not name:
         return None
+    path = Path(name.replace("{phase}", phase or ""))
+    meta = read_meta(path)
+    if meta is not None and phase is not None and not meta.both_phases and get_profile(meta.profile).phase != phase:
+        logger.warning("%s was made for %s, but this instance serves %s", path, meta.profile, phase)
+    return path
+
+
+def fixed_plan(
+    n_layers: int, n_physical: int, n_experts: int, n_gpus: int, phase: str | None = None
+) -> npt.NDArray[np.int64] | None:
+    """(L, P) slots of the plan file, or None if there is none or its sizes differ (a draft model has other sizes)."""
+    path = plan_path(phase)
+    if path is None:
+        return None
+    meta = read_meta(path)
+    if meta is not None and meta.cluster.n_gpus != n_gpus:
+        raise PlanError(f"{path} was made for {meta.cluster.n_gpus} GPUs, but the engine has {n_gpus}")
     every = list(read_plan(path, detect_engine(path)).values())
     rows = every[-n_layers:]
     if len(rows) != n_layers or len(rows[0]) != n_physical:

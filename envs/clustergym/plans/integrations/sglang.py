@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from clustergym.plans.integrations.eplb import invert
-from clustergym.plans.integrations.planners import check_name, slots_of
-from clustergym.plans.integrations.settings import enabled, fixed_plan, planner_name
+from clustergym.plans.integrations.planners import answer, check_name
+from clustergym.plans.integrations.settings import enabled, planner_name
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +50,33 @@ def rebalance_experts(
             algorithm=algorithm, **others,
         )  # fmt: skip
     loads = tokens_per_expert.double().cpu().numpy()
-    _, n_layers, n_experts = loads.shape
-    n_gpus = num_physical_experts // num_local_physical_experts
-    slots = fixed_plan(n_layers, num_physical_experts, n_experts, n_gpus)
-    if slots is None:
-        hierarchical = num_groups is not None and "hierarchical" in getattr(algorithm, "name", "")
-        groups, nodes = (num_groups, num_nodes) if hierarchical and num_groups else (1, 1)
-        slots = slots_of(planner_name(), loads, num_physical_experts, groups, nodes, n_gpus)
+    n_experts, n_gpus = loads.shape[2], num_physical_experts // num_local_physical_experts
+    hierarchical = num_groups is not None and "hierarchical" in getattr(algorithm, "name", "")
+    groups, nodes = (num_groups, num_nodes) if hierarchical and num_groups else (1, 1)
+    slots = answer(loads, num_physical_experts, groups, nodes, n_gpus, served_slots(), phase_of_instance())
     logical_to_physical, count = invert(slots, n_experts)
     return torch.from_numpy(slots), torch.from_numpy(logical_to_physical), torch.from_numpy(count)
+
+
+def phase_of_instance() -> str | None:
+    """prefill or decode, if the server was started with ``--disaggregation-mode``."""
+    try:
+        from sglang.srt.server_args import get_global_server_args
+
+        mode = get_global_server_args().disaggregation_mode
+    except (ImportError, AttributeError, ValueError):  # other versions, or no server yet
+        return None
+    return mode if mode in ("prefill", "decode") else None
+
+
+def served_slots() -> npt.NDArray[np.int64] | None:
+    """(L, P) slots that are served now."""
+    try:
+        from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+        return get_global_expert_location_metadata().physical_to_logical_map.cpu().numpy().astype(np.int64)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, AssertionError):
+        return None
 
 
 def register() -> None:

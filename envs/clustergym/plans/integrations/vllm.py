@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from clustergym.plans.integrations.eplb import keep_in_place
-from clustergym.plans.integrations.planners import check_name, slots_of
-from clustergym.plans.integrations.settings import enabled, fixed_plan, planner_name
+from clustergym.plans.integrations.planners import answer, check_name
+from clustergym.plans.integrations.settings import enabled, planner_name
 
 if TYPE_CHECKING:
     AbstractEplbPolicy = object
@@ -48,12 +47,17 @@ class ClusterGymPolicy(AbstractEplbPolicy):
         """(L, P) expert in each slot, from the (L, E) loads and the slots until now."""
         loads = weight.float().cpu().numpy()
         old = None if old_global_expert_indices is None else old_global_expert_indices.cpu().numpy()
-        planned = fixed_plan(len(loads), num_replicas, loads.shape[1], num_ranks)
-        if planned is None:
-            planned = slots_of(planner_name(), loads, num_replicas, num_groups, num_nodes, num_ranks, old)
-        elif old is not None and old.shape == planned.shape:
-            planned = keep_in_place(planned, old, num_ranks, num_ranks)  # slots may be reordered, GPUs not
-        return torch.from_numpy(planned)
+        return torch.from_numpy(answer(loads, num_replicas, num_groups, num_nodes, num_ranks, old, phase_of_instance()))
+
+
+def phase_of_instance() -> str | None:
+    """prefill or decode, if this instance only produces or only consumes KV cache (disaggregated serving)."""
+    try:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+    except ImportError:
+        return None
+    config = getattr(get_kv_transfer_group(), "_kv_transfer_config", None) if has_kv_transfer_group() else None
+    return {"kv_producer": "prefill", "kv_consumer": "decode"}.get(getattr(config, "kv_role", None) or "")
 
 
 def register() -> None:

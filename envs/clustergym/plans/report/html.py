@@ -14,8 +14,13 @@ import numpy as np
 from clustergym.common.files import write_atomically
 from clustergym.plans.engines import PlanChange
 from clustergym.plans.planning import Outcome, Plan
+from clustergym.plans.report.slot_curve import slot_section
 from clustergym.plans.report.story import Story
-from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells
+from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells, profile_columns
+from clustergym.plans.slots import SlotCurve
+
+MOST_GPUS_DRAWN = 64
+"""With more GPUs, loads and traffic are drawn by node, and placements of one node at a time."""
 
 
 def write_report(
@@ -26,13 +31,20 @@ def write_report(
     command: str,
     change: PlanChange | None = None,
     story: Story | None = None,
+    slots: SlotCurve | None = None,
 ) -> None:
     """Write the report atomically."""
-    write_atomically(path, render(plan, engine, load, command, change, story))
+    write_atomically(path, render(plan, engine, load, command, change, story, slots))
 
 
 def render(
-    plan: Plan, engine: str, load: str, command: str, change: PlanChange | None = None, story: Story | None = None
+    plan: Plan,
+    engine: str,
+    load: str,
+    command: str,
+    change: PlanChange | None = None,
+    story: Story | None = None,
+    slots: SlotCurve | None = None,
 ) -> str:
     """The page, with its data, styles and script."""
     folder = resources.files(__package__)
@@ -46,6 +58,7 @@ def render(
         ),
         "REFERENCE": plan.reference,
         "TRAFFIC": "" if story is None else story.traffic_section(),
+        "SLOTS": "" if slots is None else slot_section(slots),
         "TABLE": _table(plan),
         "PARETO": "" if story is None else story.planners_section(),
         "PROFILES": _profiles(plan),
@@ -67,7 +80,7 @@ def _headline(plan: Plan) -> str:
     word = "less" if relative < 0 else "more"
     interval = f" (± {100 * half:.1f})" if half else ""
     what = "time" if plan.exact else "expert-kernel time"
-    where = f"on held-out traffic, {plan.simulator.profile.name}"
+    where = f"on held-out traffic, {plan.served_as}"
     said = f"{plan.planner}: {100 * abs(relative):.1f} %{interval} {word} {what} than {label} {where}"
     if plan.planner == plan.fallback or plan.gain_shown():
         return said
@@ -91,7 +104,7 @@ def _facts(plan: Plan, engine: str, change: PlanChange | None) -> list[tuple[str
             f"{plan.pass_tokens} tokens; {100 * plan.reused:.0f} % of the tokens of all passes were served before",
         ),
         ("engine", engine),
-        ("profile", f"{simulator.profile.name}: {simulator.profile.about}"),
+        ("profile", plan.served_as if plan.phases else f"{simulator.profile.name}: {simulator.profile.about}"),
         ("memory", plan_memory(plan).describe()),
         *([] if change is None else [("change from the live plan", change.describe())]),
     ]
@@ -110,16 +123,16 @@ def _profiles(plan: Plan) -> str:
     """The placements under the other profiles of the engine, as a section; empty if there are none."""
     if not plan.other_profiles:
         return ""
-    profiles = (plan.simulator.profile.name, *plan.other_profiles)
+    profiles = profile_columns(plan)
     head = "".join(f"<th scope=col>{html.escape(profile)}</th>" for profile in profiles)
     rows = "".join(
         f"<tr><th scope=row>{html.escape(name)}</th>{''.join(f'<td>{c}</td>' for c in profile_cells(plan, name))}</tr>"
         for name in plan.outcomes
     )
     return (
-        "<h2>The same plans under other profiles</h2>"
-        '<p class="soft">Difference to the time of EPLB. The plan is made for the first profile: its gain need not '
-        "hold where the engine sends tokens in another way.</p>"
+        "<h2>The same plans in each phase</h2>"
+        f'<p class="soft">Difference to the time of EPLB. The plan is made for {html.escape(plan.served_as)}: its gain '
+        "need not hold where the engine sends tokens in another way.</p>"
         f'<div class="scroll"><table id="profiles"><thead><tr><th scope=col>planner</th>{head}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>"
     )
@@ -138,14 +151,18 @@ def _data(plan: Plan) -> dict[str, Any]:
         "layers": [int(l) for l in plan.layer_ids],
         "gpus": plan.simulator.n_gpus,
         "perNode": cluster.gpus_per_node,
-        "planners": {name: _drawn(o) for name, o in plan.outcomes.items()},
+        "byNode": plan.simulator.n_gpus > MOST_GPUS_DRAWN,
+        "planners": {name: _drawn(o, cluster.gpus_per_node) for name, o in plan.outcomes.items()},
         "loads": np.round(plan.expert_pairs, 1).tolist(),
         "tokenKB": plan.model.hidden * plan.model.dispatch_bytes / 1e3,
     }
 
 
-def _drawn(outcome: Outcome) -> dict[str, Any]:
+def _drawn(outcome: Outcome, gpus_per_node: int) -> dict[str, Any]:
     copies = outcome.copies
+    if copies is not None and copies.shape[1] > MOST_GPUS_DRAWN:
+        layers, nodes = len(copies), copies.shape[1] // gpus_per_node
+        copies = copies.reshape(layers, nodes, gpus_per_node, nodes, gpus_per_node).sum((2, 4))
     return {
         "pairs": np.round(outcome.pairs).astype(int).tolist(),
         "peak": np.round(outcome.peak_pairs, 1).tolist(),

@@ -64,7 +64,7 @@ def results_table(results: list[Result], title: str) -> Table:
 def plan_table(plan: Plan) -> Table:
     """The plan and the baselines on held-out traffic. The fastest one is bold."""
     table = _table(
-        f"{plan.trace} on {plan.simulator.cluster.name}, {plan.simulator.profile.name}, held out: {plan.held_out}",
+        f"{plan.trace} on {plan.simulator.cluster.name}, {plan.served_as}, held out: {plan.held_out}",
         (
             "µs per layer and forward pass; ± 95 % interval from resampled sequences (sampling only: the model itself "
             "may be off by more)"
@@ -100,18 +100,22 @@ def plan_cells(plan: Plan, outcome: Outcome) -> list[str]:
 
 
 def profiles_table(plan: Plan) -> Table:
-    """The same placements under the other profiles of the engine."""
-    profile = plan.simulator.profile.name
+    """The same placements in each phase and under the other profiles of the engine."""
     table = _table(
-        f"the same plans under other profiles (planned for {profile})",
-        "difference to EPLB's plan; other profiles on a few layers",
+        f"the same plans under each profile (planned for {plan.served_as})",
+        "difference to EPLB's plan; profiles that the plan is not for on a few layers",
         (),
     )
-    for other in (profile, *plan.other_profiles):
+    for other in profile_columns(plan):
         table.add_column(other, justify="right")
     for name in plan.outcomes:
         table.add_row(name, *profile_cells(plan, name))
     return table
+
+
+def profile_columns(plan: Plan) -> list[str]:
+    """What the plan is for, then each phase of it and the other profiles."""
+    return ["all passes" if plan.phases else plan.simulator.profile.name, *plan.other_profiles]
 
 
 def profile_cells(plan: Plan, planner: str) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from clustergym.common.extras import require
 from clustergym.traces.load_trace import LoadTrace
 from clustergym.traces.readers.base import (
     DenseZeros,
@@ -23,7 +23,6 @@ from clustergym.traces.readers.base import (
     to_logical,
 )
 from clustergym.traces.readers.payloads import payloads
-from clustergym.traces.readers.torch_files import load_tensors
 from clustergym.traces.token_trace import TokenTrace
 
 PHASES = {1: "prefill", 2: "decode", 3: "mixed", 5: "speculative"}
@@ -41,6 +40,9 @@ def read(paths: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadTrace:
 
 
 def _read_dumps(files: Sequence[Path], options: ReadOptions) -> TokenTrace | LoadTrace:
+    require("torch", "engines")
+    from clustergym.traces.readers.torch_files import load_tensors
+
     kinds: dict[str, Path] = {}
     counts: dict[object, npt.NDArray[np.int64]] = {}
     blocks, seen = TokenBlocks(), _Seen()
@@ -84,13 +86,18 @@ def _kind(dump: dict[Any, Any], path: Path) -> str:
     return "per_token" if "topk_ids_of_layer" in records[0] else "per_pass"
 
 
+def _is_tensor(value: Any) -> bool:
+    import torch  # HTTP responses are read without it
+
+    return isinstance(value, torch.Tensor)
+
+
 def _tensor(value: Any, dims: int, what: str, where: str) -> npt.NDArray[Any]:
-    if not isinstance(value, torch.Tensor) or value.ndim != dims or value.is_floating_point() or value.is_complex():
-        shape = (
-            f"shape {tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        )
+    if not _is_tensor(value) or value.ndim != dims or value.is_floating_point() or value.is_complex():
+        shape = f"shape {tuple(value.shape)} of {value.dtype}" if _is_tensor(value) else type(value).__name__
         raise ValueError(f"{where}: {what} is {shape}: expected an integer tensor of {dims} dimensions")
-    return value.numpy()
+    array: npt.NDArray[Any] = value.numpy()
+    return array
 
 
 def _slot_map(dump: dict[Any, Any], path: Path, options: ReadOptions) -> npt.NDArray[np.int64]:
@@ -200,13 +207,13 @@ def _pass_id(record: dict[Any, Any], position: int) -> int:
 
 
 def _listed(value: Any) -> list[int]:
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return [int(x) for x in value.flatten().tolist()]
     return [int(x) for x in value] if isinstance(value, (list, tuple)) else []
 
 
 def _number(value: Any) -> int:
-    single = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_floating_point()
+    single = _is_tensor(value) and value.numel() == 1 and not value.is_floating_point()
     return int(value) if isinstance(value, int) or single else 0
 
 
