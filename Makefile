@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 TRAIN_RUN ?= runs/train
-TRAIN_FLAGS ?= --total-timesteps 650000 --eval-interval 6 --eval-episodes 16
+TRAIN_FLAGS ?= --total-timesteps 1000000 --eval-interval 2 --eval-episodes 16
 CURVE_FLAGS ?=
 DEMO_FLAGS ?= -o demo.html
 

@@ -20,7 +20,6 @@ done. Details 1-3, 5-8 and 10-12 apply; 25 for the Gaussian actor.
 from __future__ import annotations
 
 import logging
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,7 @@ from clustergym.common.logs import configure_logging
 from clustergym.gpu_allocation.history import N_FEATURES
 from clustergym.gpu_allocation.policy import OBS_CLIP, AllocationPolicy
 from clustergym.gpu_allocation.space import STATE_NAMES
-from clustergym.training.args import COUNT, POSITIVE, Range, exit_with, parse_args
+from clustergym.training.args import COUNT, POSITIVE, Range, parse_args
 
 PRETRAINED = Path(clustergym.agent.__file__).with_name("pretrained.pt")
 """The policy of ``benchmarks/allocation/gpu_allocation.py --only qos --seeds 1``."""
@@ -269,21 +268,7 @@ def update(state: State, batch: Experiences, args: Args) -> tuple[State, dict[st
     }, metrics  # fmt: skip
 
 
-GONE = {
-    "grant-step": "grants have no steps any more", "auto-rollback": "a worse policy hands back to the VPA rule",
-    "durability": "what was answered survives a kill of the process", "retention-days": "use --keep-allocations",
-    "accept-clock-jump": "old rows are deleted by number", "write-timeout-s": "uvicorn limits connections",
-    "save-model": "use clustergym agent versions --export", "run-dir": "metrics of updates are in the store",
-    "leader": "one recommender learns for the cluster", "track": "metrics of updates are in the store",
-}  # fmt: skip
-"""Flags of earlier versions, and what to do instead."""
-
-
 def main(argv: list[str] | None = None) -> None:
-    for word in sys.argv[1:] if argv is None else argv:
-        name = word.partition("=")[0].removeprefix("--").removeprefix("no-")
-        if word.startswith("--") and name in GONE:
-            exit_with(f"--{name} is gone: {GONE[name]}")
     args = parse_args(Args, __doc__, argv, PRESETS, RANGES)
     configure_logging()
     try:

@@ -30,6 +30,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch_geometric.nn import DenseGraphConv
@@ -50,6 +51,8 @@ class Args(RunArgs):
     """Token trace: a file, or the name of a bundled trace. Default: that of the environment."""
     predictor: str | None = None
     """Folder of a fitted predictor, for environments with this option."""
+    start: Path | None = None
+    """Start the actors from the policy in this folder (model.safetensors, as --save-model writes it)."""
     env_args: tuple[str, ...] = ()
     """Other options of the environment: name=value …"""
     eval_args: tuple[str, ...] = ("split=test",)
@@ -58,21 +61,21 @@ class Args(RunArgs):
     """Number of episodes in an evaluation, with greedy actions and unseen seeds. 0 for no evaluation."""
     save_model: bool = True
     """Save the trained networks: model.safetensors with model.json, and policy.onnx, which runs without this file."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2.5e-3
     """Learning rate of Adam (the initial value if annealed)."""
     anneal_lr: bool = True
     """Anneal the learning rate linearly to 0."""
     num_envs: int = 64
     """Number of parallel environments per process."""
-    num_steps: int = 256
+    num_steps: int = 1024
     """Number of steps per environment between updates."""
-    num_minibatches: int = 16
+    num_minibatches: int = 32
     """Number of minibatches per epoch."""
     update_epochs: int = 1
     """Number of epochs per update."""
     gamma: float = 0.98
     """Discount factor per unit of elapsed time."""
-    gae_lambda: float = 0.9
+    gae_lambda: float = 0.5
     """Lambda of generalised advantage estimation, per unit of elapsed time."""
     norm_adv: bool = True
     """Normalise the advantages of each actor per minibatch."""
@@ -88,8 +91,8 @@ class Args(RunArgs):
     """Maximum global norm of the gradients."""
     target_kl: float | None = None
     """Stop an update after an epoch whose approximate KL exceeds this value."""
-    event_share: float = 0.7
-    """Share of a roll-out whose decisions get credit from events. What became of the later ones is not known yet."""
+    event_share: float = 0.75
+    """With events, share of a roll-out that is learned from. What became of the later decisions is not known yet."""
     hidden: int = 32
     """Width of the networks."""
     compile: bool = False
@@ -161,9 +164,9 @@ class GraphEncoder(nn.Module):
 class Agent(nn.Module):
     """Expert actor, GPU actor and critic. They accept any number of experts and GPUs.
 
-    A pair of an expert and a node gets a score. Both actors use it: the scores of the nodes that are legal for an
-    expert are the logits of the GPU actor, and their logsumexp is a part of the expert's logit. So an expert with one
-    excellent node is picked even if all its other nodes are bad.
+    Each pair of an expert and a node gets two scores. One is for the expert actor: the logsumexp over the legal nodes of
+    an expert is its logit, so an expert with one excellent node is picked even if all its other nodes are bad. The
+    other is the logit of the GPU actor.
     """
 
     value_mean: Tensor
@@ -174,28 +177,25 @@ class Agent(nn.Module):
         experts, gpus, pairs, context, edges = (
             space[key].shape[-1] for key in ("experts", "gpus", "pairs", "context", "expert_graph")
         )
-        # The expert actor: graph encoder and decoder.
+        # The actors: graph encoders of the experts and of the 3·G nodes, decoder of a pair.
         self.experts = GraphEncoder(experts, context, edges, hidden)
-        score = layer_init(nn.Linear(hidden, 1, bias=False), std=0.01)
-        self.expert_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, hidden)), nn.ReLU(), score)
-        # The GPU actor: graph encoder of the 3·G nodes, decoder of a node, and decoder of a pair for each operation.
         self.gpus = GraphEncoder(gpus, context, gpus, hidden)
-        self.node_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 1, bias=False), std=0.01))
         self.pairs = layer_init(nn.Linear(pairs, hidden, bias=False), std=1.0) if pairs else None
-        self.pair_decoder = nn.Sequential(nn.ReLU(), layer_init(nn.Linear(hidden, 3), std=0.01))
-        # The critic has encoders of its own, and all its values are 0 at first: a critic that shares encoders, or
-        # starts with random values, disturbs the actors while it learns. It sees everything, pooled.
-        self.critic_experts = nn.Sequential(layer_init(nn.Linear(experts, hidden)), nn.ReLU())
-        self.critic_gpus = nn.Sequential(layer_init(nn.Linear(gpus, hidden)), nn.ReLU())
+        # Both scores, of a pair with each of the three operations and of a node; and the expected credit of a pair.
+        self.pair_decoder = layer_init(nn.Linear(hidden, 2 * 3 + 1), std=0.01)
+        self.node_decoder = layer_init(nn.Linear(hidden, 2, bias=False), std=0.01)
+        # The critic has weights of its own, and all its values are 0 at first: a critic that shares encoders, or starts
+        # with random values, disturbs the actors while it learns. It sees the mean row, and mean and maximum of the nodes.
         self.critic = nn.Sequential(
-            layer_init(nn.Linear(3 * hidden + context, 2 * hidden)), nn.Tanh(), layer_init(nn.Linear(2 * hidden, 2), 0)
-        )
-        # Value normalisation: mean and standard deviation of the returns, and of the credit from events.
-        self.register_buffer("value_mean", torch.zeros(2))
-        self.register_buffer("value_std", torch.ones(2))
+            layer_init(nn.Linear(experts + 2 * gpus + context, 2 * hidden)), nn.Tanh(),
+            layer_init(nn.Linear(2 * hidden, 1), std=0.0),
+        )  # fmt: skip
+        # Value normalisation: mean and standard deviation of the returns.
+        self.register_buffer("value_mean", torch.zeros(()))
+        self.register_buffer("value_std", torch.ones(()))
 
-    def forward(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits of the experts (B, R), and of the nodes for each expert (B, R, 3·G).
+    def scores(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of the experts (B, R), logits of the nodes for each expert (B, R, 3·G), expected credits (B, R).
 
         Invalid actions get the logit −1e8: probability 0 and no gradient.
         """
@@ -205,40 +205,65 @@ class Agent(nn.Module):
         pairs = rows[:, :, None] + nodes.unflatten(1, (3, -1)).sum(1)[:, None]
         if self.pairs is not None:
             pairs = pairs + self.pairs(obs["pairs"])
-        scores = self.pair_decoder(pairs).movedim(3, 2).flatten(2) + self.node_decoder(nodes).transpose(1, 2)
-        mask = obs["action_mask"] == 1
-        gpu_logits = torch.where(mask, scores, -1e8)
-        expert_logits = self.expert_decoder(rows).squeeze(-1) + gpu_logits.logsumexp(-1)
-        return torch.where(mask.any(-1), expert_logits, -1e8), gpu_logits
+        scores, credits = self.pair_decoder(torch.relu(pairs)).split([6, 1], -1)
+        # (B, R, G, 2·3) → (B, R, 2, 3·G)
+        scores = scores.unflatten(3, (2, 3)).permute(0, 1, 3, 4, 2).flatten(3)
+        illegal = 1e8 * (1 - obs["action_mask"].float())
+        scores = scores + (self.node_decoder(torch.relu(nodes)).transpose(1, 2)[:, None] - illegal[:, :, None])
+        pick, node = scores.unbind(2)
+        return pick.logsumexp(-1), node, credits.squeeze(3).mean(2)
+
+    def forward(self, obs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the exported policy computes."""
+        expert_logits, gpu_logits, _ = self.scores(obs)
+        return expert_logits, gpu_logits
 
     def get_value(self, obs: dict[str, Tensor]) -> Tensor:
-        """Normalised values (B, 2): the return, and the credit from events that a pick of an expert will earn."""
-        experts, gpus = self.critic_experts(obs["experts"]), self.critic_gpus(obs["gpus"])
+        """Normalised values (B,)."""
+        experts, gpus = obs["experts"], obs["gpus"]
         pooled = [experts.mean(1), gpus.mean(1), gpus.amax(1), obs["context"]]
-        return self.critic(torch.cat(pooled, -1))
+        return self.critic(torch.cat(pooled, -1)).squeeze(-1)
 
-    def get_action(self, obs: dict[str, Tensor], action: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (actions, their log-probabilities, entropies), each (B, 2): of the expert actor and the GPU actor.
+    def get_action(self, obs: dict[str, Tensor], action: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Returns (actions, log-probabilities, entropies), each (B, 2): of the expert actor and of the GPU actor; and
+        the expected credits (B, 2) of the picked row, and on average over the rows.
 
         Samples the actions if none are given.
         """
-        expert_logits, gpu_logits = self(obs)
+        expert_logits, gpu_logits, credits = self.scores(obs)
         expert_policy = Categorical(logits=expert_logits, validate_args=False)
         expert = expert_policy.sample() if action is None else action[:, 0]
         # Detail 37: two components of one action. The second actor sees what the first one has picked.
         gpu_policy = Categorical(logits=of_row(gpu_logits, expert), validate_args=False)
         node = gpu_policy.sample() if action is None else action[:, 1]
-        logprob = torch.stack([expert_policy.log_prob(expert), gpu_policy.log_prob(node)], -1)
+        mean_credit = (expert_policy.probs.detach() * credits).sum(-1)
         return (
             torch.stack([expert, node], -1),
-            logprob,
+            torch.stack([expert_policy.log_prob(expert), gpu_policy.log_prob(node)], -1),
             torch.stack([expert_policy.entropy(), gpu_policy.entropy()], -1),
+            torch.stack([credits.gather(1, expert[:, None]).squeeze(1), mean_credit], -1),
         )
 
     def get_best_action(self, obs: dict[str, Tensor]) -> Tensor:
         expert_logits, gpu_logits = self(obs)
         expert = expert_logits.argmax(-1)
         return torch.stack([expert, of_row(gpu_logits, expert).argmax(-1)], -1)
+
+
+def load_actors(agent: Agent, folder: Path) -> None:
+    """Load the actors of a saved policy. The critic starts anew: it values the policy that is being trained."""
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise FlagError(f"--start {folder}: no {path.name}, which a run with --save-model writes")
+    saved = {name.removeprefix("agent."): tensor for name, tensor in load_file(path).items()}
+    critic = ("critic.", "value_")
+    own = {name: tensor for name, tensor in agent.state_dict().items() if not name.startswith(critic)}
+    wrong = [name for name, tensor in own.items() if name not in saved or saved[name].shape != tensor.shape]
+    if wrong:
+        shape = tuple(saved[wrong[0]].shape) if wrong[0] in saved else "nothing"
+        expected = f"expected shape {tuple(own[wrong[0]].shape)}: use its --hidden and --predictor"
+        raise FlagError(f"--start {folder}: {wrong[0]} is {shape}, {expected}")
+    agent.load_state_dict({name: saved[name] for name in own}, strict=False)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -251,6 +276,8 @@ def train(args: Args) -> dict[str, Any]:
 
     envs = make_envs(args, (), args.num_envs)
     agent = Agent(envs.single_observation_space, args.hidden).to(device)
+    if args.start is not None:
+        load_actors(agent, args.start)
     world.broadcast(agent)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
@@ -283,6 +310,7 @@ def train(args: Args) -> dict[str, Any]:
     }
     actions = torch.zeros(*shape, 2, dtype=torch.int64, device=device)
     logprobs = torch.zeros(*shape, 2, device=device)
+    expected_credits = torch.zeros(*shape, device=device)
 
     for iteration in run.iterations():
         if args.anneal_lr:
@@ -297,7 +325,8 @@ def train(args: Args) -> dict[str, Any]:
             for key, value in next_obs.items():
                 obs[key][step] = value
             with torch.no_grad():
-                actions[step], logprobs[step], _ = get_action(next_obs)
+                actions[step], logprobs[step], _, credit = get_action(next_obs)
+                expected_credits[step] = credit[:, 1]
             next_array, reward, terminations, truncations, infos = envs.step(actions[step].cpu().numpy())
             next_obs = tensors(next_array)
             rewards[step], dones[step] = reward, terminations | truncations
@@ -315,7 +344,7 @@ def train(args: Args) -> dict[str, Any]:
                 last = infos["final_obs"][cut]
                 last_obs = tensors({key: np.stack([each[key] for each in last]) for key in next_obs})
                 with torch.no_grad():
-                    last_value = agent.get_value(last_obs)[:, 0] * agent.value_std[0] + agent.value_mean[0]
+                    last_value = agent.get_value(last_obs) * agent.value_std + agent.value_mean
                 rewards[step, cut] += args.gamma ** elapsed[step, cut] * last_value.cpu().numpy()
             if "episode" in infos:
                 ended = infos["_episode"]
@@ -323,16 +352,26 @@ def train(args: Args) -> dict[str, Any]:
 
         # The critic's values, in normalised units and as returns. One call per minibatch is cheaper than one per step.
         b_obs = {key: value.flatten(0, 1) for key, value in obs.items()}
-        b_values = torch.zeros(batch_size, 2, device=device)
+        b_values = torch.zeros(batch_size, device=device)
         with torch.no_grad():
             for start in range(0, batch_size, minibatch_size):
                 part = slice(start, start + minibatch_size)
                 b_values[part] = get_value({key: value[part] for key, value in b_obs.items()})
-            next_value = agent.get_value(next_obs)[:, 0] * agent.value_std[0] + agent.value_mean[0]
-        values, expected_credits = (b_values * agent.value_std + agent.value_mean).view(*shape, 2).unbind(-1)
+            next_value = agent.get_value(next_obs) * agent.value_std + agent.value_mean
+        values = (b_values * agent.value_std + agent.value_mean).view(shape)
+
+        rewards, dones, elapsed, no_op, credits = torch.as_tensor(reported, device=device)
+        b_actions, b_logprobs = actions.flatten(0, 1), logprobs.flatten(0, 1)
+        # An actor learns where its choice meant something: not from a row that was picked under a no-op, nor from the
+        # only legal node.
+        b_counts = torch.ones(batch_size, 2, device=device)
+        b_counts[:, 0] = 1 - no_op.flatten()
+        b_counts[:, 1] = of_row(b_obs["action_mask"], b_actions[:, 0]).sum(-1) > 1
+        # What a forced step costs may be due long after gamma has forgotten it: an evicted expert is missed many tokens
+        # later. So its credit is a reward at once, and reaches the choice that forced the step.
+        rewards = rewards + credits * (b_counts[:, 1].view(shape) == 0)
 
         # Detail 5: generalised advantage estimation. Discounts follow the time that has passed.
-        rewards, dones, elapsed, no_op, credits = torch.as_tensor(reported, device=device)
         discounts = (1 - dones) * args.gamma**elapsed
         decays = discounts * args.gae_lambda**elapsed
         advantages = torch.zeros_like(rewards)
@@ -346,37 +385,28 @@ def train(args: Args) -> dict[str, Any]:
         # Both actors share the reward. With events, the expert actor's pick is judged by its own credit instead: the
         # reward is the sum of what became of all experts, and the rest of it would be noise.
         b_advantages = torch.stack([advantages, advantages], -1).view(-1, 2)
-        b_targets = torch.stack([returns, credits], -1).view(-1, 2)
-        # An actor learns where its choice meant something: not from a row that was picked under a no-op, nor from the
-        # only legal node. A share of the decisions is too young to have got its events.
-        b_counts = torch.ones(batch_size, 2, device=device)
-        b_counts[:, 0] = 1 - no_op.flatten()
-        b_counts[:, 1] = of_row(b_obs["action_mask"], actions.view(-1, 2)[:, 0]).sum(-1) > 1
-        b_target_counts = torch.zeros_like(b_counts)
-        b_target_counts[:, 0] = 1
+        num_learned = batch_size
         if "events" in infos:
             b_advantages[:, 0] = (credits - expected_credits).flatten()
-            b_counts[int(args.event_share * args.num_steps) * args.num_envs :, 0] = 0
-            b_target_counts[:, 1] = b_counts[:, 0]
+            # The last decisions are too young: what became of them is not known yet.
+            num_learned = int(args.event_share * args.num_steps) * args.num_envs
 
         # Value normalisation: the critic learns targets with mean 0 and standard deviation 1 (running statistics).
-        number = b_target_counts.sum(0).clamp(min=1)
-        moments = torch.stack([(b_target_counts * b_targets**power).sum(0) / number for power in (1, 2)])
-        mean, square = torch.tensor([world.mean(each) for each in moments.flatten().tolist()], device=device).view(2, 2)
+        mean, square = (world.mean(float(each.mean())) for each in (returns, returns**2))
         new = 1.0 if iteration == 1 else 0.2
-        agent.value_mean.lerp_(mean, new)
-        agent.value_std.lerp_((square - mean**2).clamp(min=1e-12).sqrt(), new)
-        b_targets = (b_targets - agent.value_mean) / agent.value_std
-        b_actions, b_logprobs = actions.flatten(0, 1), logprobs.flatten(0, 1)
+        agent.value_mean.lerp_(torch.tensor(mean, device=device), new)
+        agent.value_std.lerp_(torch.tensor(max(square - mean**2, 1e-12) ** 0.5, device=device), new)
+        b_returns = (returns.flatten() - agent.value_mean) / agent.value_std
+        b_credits = credits.flatten()
 
         minibatch_metrics = []
         for _ in range(args.update_epochs):
             # Detail 6: every transition is in one minibatch of an epoch.
-            b_inds = torch.randperm(batch_size, device=device)
-            for start in range(0, batch_size, minibatch_size):
+            b_inds = torch.randperm(num_learned, device=device)
+            for start in range(0, num_learned, minibatch_size):
                 mb_inds = b_inds[start : start + minibatch_size]
                 mb_obs = {key: value[mb_inds] for key, value in b_obs.items()}
-                _, newlogprob, entropy = get_action(mb_obs, b_actions[mb_inds])
+                _, newlogprob, entropy, credit = get_action(mb_obs, b_actions[mb_inds])
                 newvalue = get_value(mb_obs)
                 # One ratio per actor.
                 logratio = newlogprob - b_logprobs[mb_inds]
@@ -396,11 +426,13 @@ def train(args: Args) -> dict[str, Any]:
                 pg_loss = (mb_counts * torch.max(pg_loss1, pg_loss2)).mean(0).sum()
 
                 # Detail 9: the larger of the value losses with and without clipping.
-                v_loss = (newvalue - b_targets[mb_inds]) ** 2
+                v_loss = (newvalue - b_returns[mb_inds]) ** 2
                 if args.clip_vloss:
                     change = torch.clamp(newvalue - b_values[mb_inds], -args.clip_coef, args.clip_coef)
-                    v_loss = torch.max(v_loss, (b_values[mb_inds] + change - b_targets[mb_inds]) ** 2)
-                v_loss = 0.5 * (b_target_counts[mb_inds] * v_loss).mean(0).sum()
+                    v_loss = torch.max(v_loss, (b_values[mb_inds] + change - b_returns[mb_inds]) ** 2)
+                v_loss = 0.5 * v_loss.mean()
+                if "events" in infos:
+                    v_loss = v_loss + 0.5 * (mb_counts[:, 0] * (credit[:, 0] - b_credits[mb_inds]) ** 2).mean()
 
                 # Detail 10: one loss for both policies, entropy bonus and value function.
                 entropy_loss = entropy.mean(0).sum()
@@ -430,7 +462,7 @@ def train(args: Args) -> dict[str, Any]:
         metrics["losses/explained_variance"] = float(1 - (returns - values).var() / returns.var())
         metrics["charts/updates"] = len(minibatch_metrics)
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["charts/reward_per_time"] = float(rewards.sum() / elapsed.sum())
+        metrics["charts/reward_per_time"] = float(reported[0].sum() / reported[2].sum())
         metrics["charts/no_op"] = float(no_op.mean())
         metrics["charts/mean_return_100"] = float(np.mean(envs.return_queue)) if envs.return_queue else float("nan")
         if episodes:

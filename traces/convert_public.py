@@ -8,6 +8,7 @@
   layer is dense. The folder of a file is its domain.
 * ``esft``: deepseek-ai/ESFT, ``TASK/expert_weights_LAYER.txt``, one line per sequence: the expert ids of all tokens,
   two tabs, the gate weights. Each task is a domain. The model is DeepSeek-V2-Lite.
+* ``load-history``: ``expert-load.json`` of abmfy/eplb-openevolve, loads of vLLM's EPLB; a load trace.
 
 Only for files that you trust: they are read with few checks. Recordings of engines: ``clustergym trace import``.
 """
@@ -24,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 import tyro
 
-from clustergym import TokenTrace
 from clustergym.moe_placement.specs import get_model
+from clustergym.traces import LoadTrace, TokenTrace
 
 Sequences = list[tuple[npt.NDArray[np.int16], str, int]]
 """(tokens, layers, top-k) experts, domain and prompt length of each sequence."""
@@ -34,7 +35,7 @@ ESFT_TOP_K = 6
 
 @dataclass
 class Args:
-    format: tyro.conf.Positional[Literal["core12345", "esft"]]
+    format: tyro.conf.Positional[Literal["core12345", "esft", "load-history"]]
     """Format of the files."""
     sources: tyro.conf.Positional[list[Path]]
     """Files (core12345) or folders of tasks (esft)."""
@@ -68,7 +69,19 @@ def read_esft(folders: list[Path]) -> tuple[Sequences, list[int]]:
     return sequences, layers
 
 
+def read_load_history(files: list[Path], model: str | None, name: str) -> LoadTrace:
+    steps = [step["logical_expert_load"] for file in files for step in json.loads(file.read_bytes())["load_history"]]
+    counts = np.array(steps).astype(np.int64)
+    layers = get_model(model).layer_ids if model else range(counts.shape[1])
+    return LoadTrace(counts[counts.any((1, 2))], np.array(layers), model=model, name=name)
+
+
 def main(args: Args) -> None:
+    if args.format == "load-history":
+        loads = read_load_history(args.sources, args.model, args.output.stem)
+        loads.save(args.output)
+        print(f"{loads}\nwrote {args.output}")
+        return
     sequences, layers = (read_core12345 if args.format == "core12345" else read_esft)(args.sources)
     if not sequences:
         raise SystemExit(f"no sequence found in {', '.join(map(str, args.sources))}")

@@ -2,11 +2,11 @@
 
     python benchmarks/placement/judge.py                                    # half an hour of one core
     python benchmarks/placement/judge.py --cells gpt-oss-20b --splits 0     # one cell: minutes
-    python benchmarks/placement/judge.py --phase prefill --planners greedy anneal --seconds 7
+    python benchmarks/placement/judge.py --phase prefill --steps 3000000
 
-Plans are made on one half of the sequences and judged on the other half, on a few layers. The baseline is EPLB as SGLang
-runs it: hierarchical where the expert groups divide by the nodes. Times are judged at the start of the engine and after a
-rebalancing, whose replica choices differ. "as served" has the passes of both phases as often as the tokens need them.
+Plans are made on one half of the sequences and judged on the other half, on a few layers. The baseline is EPLB as
+SGLang runs it: hierarchical where the expert groups divide by the nodes. Times are judged at the start of the engine
+and after a rebalancing, whose replica choices differ. "as served" has the passes of both phases as often as the tokens need them.
 The null traces have uniformly random routing: what a plan gains or loses there is the error of our model.
 """
 
@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from numba import config
 
 from clustergym import TokenTrace
 from clustergym.common.statistics import ci95
@@ -65,8 +64,10 @@ class Args:
     """What the plan is made for."""
     splits: tuple[int, ...] = (0, 1, 2)
     layers: int = 4
-    seconds: float = 2.25
-    """Of one core, per layer. 2.25 s are what the default of 30 s on two cores are for 26 layers."""
+    steps: int = 1_000_000
+    """Of the search on the estimate, per layer. The default of 30 s makes about as many on two cores for 26 layers."""
+    exact_steps: int = 20_000
+    """Of the search on the exact time, per layer; a plan for both phases needs none."""
     null: bool = False
     """Judge on traces with uniformly random routing instead."""
     output: Path | None = None
@@ -95,7 +96,7 @@ def trace_of(cell: str, args: Args, split: int) -> TokenTrace:
 
 def measure(cell: str, args: Args, planner: str, split: int) -> dict[str, Any]:
     """Of EPLB's time, per state: prefill, decode, as served. And what ``plan`` says itself."""
-    place, seconds = CELLS[cell], args.seconds * args.layers / min(config.NUMBA_NUM_THREADS, args.layers)
+    place = CELLS[cell]
     judge.NODES, judge.PER_NODE, judge.SLOTS = place.nodes, place.per_node, place.slots
     judge.GPUS, judge.HIDDEN = place.nodes * place.per_node, get_model(cell).hidden
     judge.KERNELS["weights and tokens"] = (place.expert_us, place.pair_us)
@@ -110,12 +111,15 @@ def measure(cell: str, args: Args, planner: str, split: int) -> dict[str, Any]:
         profile = next(one for one in phases_of("sglang") if one.phase == args.phase)
         simulator, traffic, others = Simulator(model, cluster, profile), Traffic(args.phase), []
     plan = make_plan(
-        seen, simulator, planner, traffic=traffic, other_phases=others, seconds=seconds, sizes=Sizes(seed=split),
+        seen, simulator, planner, traffic=traffic, other_phases=others, iterations=args.exact_steps,
+        sizes=Sizes(seed=split), options={"estimate_steps": args.steps} if planner == "anneal" else None,
         force=args.null,
     )  # fmt: skip
     claimed, half = plan.versus("eplb")
-    found: dict[str, Any] = {"cell": cell, "planner": planner, "phase": args.phase, "null": args.null, "split": split,
-                             "written": plan.chosen, "claimed": claimed, "half": half, "eplb": plan.baseline}  # fmt: skip
+    found: dict[str, Any] = {
+        "cell": cell, "planner": planner, "phase": args.phase, "null": args.null, "split": split,
+        "written": plan.chosen, "claimed": claimed, "half": half, "eplb": plan.baseline,
+    }  # fmt: skip
     per_pass = {"prefill": 1.0, "decode": DECODE_SHARE / (1 - DECODE_SHARE) * 128 / 32}
     for state in STATES:
         us = {
@@ -145,7 +149,7 @@ def main(args: Args) -> None:
                       f"{mean['as served']:.3f} ± {wide:.3f} | {splits} | {says:.3f} |", flush=True)  # fmt: skip
             if args.output is not None:
                 with args.output.open("a") as file:
-                    file.writelines(json.dumps({"seconds": args.seconds} | one) + "\n" for one in results)
+                    file.writelines(json.dumps({"steps": args.steps} | one) + "\n" for one in results)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,11 @@ def test_the_status_page_shows_owners_grants_and_events(server: Server, tmp_path
         assert "less" in page.inner_text("#owners")
         assert "get less: QoS" in page.inner_text("#events")
         assert "rule" in page.inner_text("#figures")
-        assert "GPUs freed, rule" in page.inner_text("#figures")
+        assert "GPUs freed now" in page.inner_text("#figures")
+        rows = [row.split("\t") for row in page.inner_text("#table").splitlines()]
+        assert [row[0] for row in rows[1:]] == ["granted", "VPA rule in rails", "policy in rails", "VPA rule alone"]
+        freed = [float(row[1]) for row in rows[1:]]
+        assert freed[0] == freed[1] <= freed[3]
         assert page.locator("#arms polyline").count() == 2
         assert page.locator("#qos polyline").count() == 2
         page.screenshot(path=os.environ.get("AGENT_SCREENSHOT", str(tmp_path / "ui.png")), full_page=True)
@@ -101,7 +105,7 @@ def test_the_status_is_not_public(server: Server) -> None:
     body = {"owner": "team/a", "cores": 100, "memory": 1000}
     assert server.post("/allocate", body)[0] == 200
     freed = json.loads(server.get("/status.json"))["gpus_freed"]
-    assert freed == dict.fromkeys(("granted", "recommended", "rule", "policy"), 0)  # a new owner gets its request
+    assert freed == dict.fromkeys(("granted", "recommended", "rule", "policy", "vpa"), 0)  # an owner that is new
 
 
 def test_dashboard_and_alerts_use_metrics_that_exist(server: Server, tmp_path: Path) -> None:

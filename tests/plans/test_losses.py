@@ -13,7 +13,7 @@ from clustergym.planners.anneal import Anneal
 from clustergym.planners.eplb import EPLB
 from clustergym.planners.heldout import SequencePasses
 from clustergym.planners.survive import survivable, survives
-from clustergym.plans.lost_ranks import cluster_left, parse_ranks, plan_without, restore
+from clustergym.plans.lost_ranks import cluster_left, parse_ranks, plan_without, renumbered, restore
 from clustergym.traces import SyntheticConfig, synthetic_trace
 
 
@@ -84,7 +84,7 @@ def test_ranks_that_are_left_have_every_expert_after_few_moves(seed: int, n_lost
     lost = sorted(rng.permutation(8)[:n_lost].tolist())
     kept = np.delete(live, lost, axis=1)
     gone = [set(range(16)) - set(slots.ravel().tolist()) for slots in kept]
-    plan, n = restore(live, lost, loads, more)
+    plan, n = restore(live, lost, loads, sum(map(len, gone)) + more)
     assert n == sum(map(len, gone))
     assert n <= (plan != kept).sum() <= n + more
     for slots in plan:
@@ -125,7 +125,7 @@ def test_measured_on_the_ranks_that_are_left() -> None:
     """With a whole node lost, times are those of the smaller cluster."""
     simulator = Simulator(MODEL, ClusterSpec("c", 2, 4, 5), "sglang-decode")
     live = EPLB(simulator).pack(TRACE.loads().astype(float))
-    found = plan_without(TRACE, simulator, Traffic("decode"), live, [4, 5, 6, 7], 0)
+    found = plan_without(TRACE, simulator, Traffic("decode"), live, [4, 5, 6, 7])
     small = Simulator(MODEL, cluster_left(simulator.cluster, [4, 5, 6, 7]), "sglang-decode")
     _, after = TRACE.split(0.75, seed=0)
     drawn = SequencePasses(after, 4, Traffic("decode")).draw(8, np.random.default_rng(0))
@@ -146,5 +146,6 @@ def test_arguments_are_checked() -> None:
         survivable(np.ones((1, 16)), 3, np.arange(8))
     with pytest.raises(ValueError, match="1 ranks × 5 slots are left for 16 experts"):
         restore(Simulator(MODEL, ClusterSpec("c", 1, 4, 5)).static(1), [0, 1, 2], np.ones((1, 16)))
+    assert renumbered(8, [3]) == "0–2 stay, 4–7 → 3–6"
     assert cluster_left(ClusterSpec("c", 2, 4), [1, 6]).gpus_per_node == 3
     assert cluster_left(ClusterSpec("c", 2, 4), [1]).n_nodes == 1

@@ -205,12 +205,6 @@ def load_table(path: Path, counts: npt.NDArray[Any], first_layer: int, wide: boo
     else:
         names = ["step", "layer", "expert", "num_tokens"]
         rows = [[s, first_layer + l, e, counts[s, l, e].item()] for s, l, e in np.ndindex(counts.shape)]
-    if path.suffix == ".csv":
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([names, *rows])
-        return path
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))), path)
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([names, *rows])
     return path

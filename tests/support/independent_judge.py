@@ -29,8 +29,8 @@ def serving_gpus(
     """(G, E) SGLang's static rule: which GPU runs an expert for the tokens of a rank.
 
     A copy on the GPU itself, else the first on its node, else the ranks are dealt evenly over the copies: ``older``,
-    before SGLang 0.5.16. ``rebalanced`` is the rule since then: if all copies are on one node, its ranks are dealt, too.
-    ``start`` is what it does until its first rebalancing: these ranks draw a copy, each for itself.
+    before SGLang 0.5.16. ``rebalanced`` is the rule since then: if all copies are on one node, its ranks are dealt,
+    too. ``start`` is what it does until its first rebalancing: these ranks draw a copy, each for itself.
     """
     chosen = np.empty((GPUS, n_experts), int)
     for e in range(n_experts):

@@ -108,10 +108,8 @@ FORMATS: dict[str, Format] = {
         _slot_plan,
         lambda p: read_trace([p.parent / "stats"], "tensorrt-llm", ReadOptions(slot_plan=p, model=MODEL)),
     ),
-    "load-history": Format("h.json", lambda p: files.load_history(p, COUNTS), _import("load-history")),
     "load-table-csv": Format("t.csv", lambda p: files.load_table(p, COUNTS, DENSE), _import("load-table")),
     "load-table-wide": Format("t.csv", lambda p: files.load_table(p, COUNTS, DENSE, True), _import("load-table")),
-    "load-table-parquet": Format("t.parquet", lambda p: files.load_table(p, COUNTS, DENSE), _import("load-table")),
     "token-trace": Format(
         "t.npz", lambda p: TokenTrace(LOGICAL, seq_lens=np.array([10, 14])).save(p), lambda p: load_any_trace(p)
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 import engine_files as files
-from clustergym import TokenTrace
-from clustergym.moe_placement.specs import get_model
+from clustergym.traces import LoadTrace, TokenTrace
 from clustergym.traces.readers import detect
-from recordings import DENSE, EXPERTS, LAYERS, LOGICAL, SMALL, TOP_K, expect, loads_of
+from recordings import DENSE, EXPERTS, LAYERS, LOGICAL, SMALL, expect, loads_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,40 +22,9 @@ class TestPublicTraces:
 
     COUNTS = np.random.default_rng(4).integers(0, 90_000, (3, LAYERS, EXPERTS))
 
-    def test_load_history(self, tmp_path: Path) -> None:
-        path = files.load_history(tmp_path / "expert-load.json", self.COUNTS)
-        assert detect([path]) == "load-history"
-        np.testing.assert_array_equal(loads_of(path).counts, self.COUNTS)
-        trace = loads_of(path, model=SMALL)
-        assert (trace.layer_ids.tolist(), trace.top_k, trace.model) == ([2, 3, 4, 5], TOP_K, "small")
-        path.write_text(json.dumps(json.loads(path.read_text()), indent=1))
-        np.testing.assert_array_equal(loads_of(path).counts, self.COUNTS)
-        with pytest.raises(ValueError, match="4 MoE layers recorded, but deepseek-v2-lite has 26"):
-            loads_of(path, model=get_model("deepseek-v2-lite"))
-
-    @pytest.mark.parametrize(
-        ("loads", "message"),
-        [
-            ("[]", "one list of counts per layer"),
-            ("[[]]", "one list of counts per layer"),
-            ("[[1,2],[3]]", r"layers with \[1, 2\] experts"),
-            ("[[1,,2]]", "not a count of tokens"),
-            ("[[1.5,2]]", "not a count of tokens"),
-            ("[[1,2],3]", "one list of counts per layer"),
-            ("[[99999999999999999999]]", "not a count of tokens"),
-            ("[[0,0]]", "every step of the recording is empty"),
-            ("[[-1,0]]", "no 'logical_expert_load'"),
-        ],
-    )
-    def test_load_history_refused(self, loads: str, message: str, tmp_path: Path) -> None:
-        (tmp_path / "h.json").write_text('{"load_history": [{"logical_expert_load": ' + loads + "}]}")
-        with pytest.raises(ValueError, match=message):
-            loads_of(tmp_path / "h.json")
-
-    @pytest.mark.parametrize("name", ["loads.csv", "loads.parquet"])
     @pytest.mark.parametrize("wide", [False, True])
-    def test_load_table(self, name: str, wide: bool, tmp_path: Path) -> None:
-        path = files.load_table(tmp_path / name, self.COUNTS, DENSE, wide)
+    def test_load_table(self, wide: bool, tmp_path: Path) -> None:
+        path = files.load_table(tmp_path / "loads.csv", self.COUNTS, DENSE, wide)
         assert detect([path]) == "load-table"
         trace = loads_of(path, model=SMALL)
         np.testing.assert_array_equal(trace.counts, self.COUNTS)
@@ -119,3 +86,12 @@ def test_convert_esft(tmp_path: Path) -> None:
     expect(trace, logical, first_layer=1, lens=[2, 3, 4])
     assert trace.domains.tolist() == ["law", "law", "intent"]
     assert (trace.model, trace.n_experts) == ("deepseek-v2-lite", 64)
+
+
+def test_convert_load_history(tmp_path: Path) -> None:
+    counts = np.random.default_rng(4).integers(0, 90_000, (3, 26, 64))
+    convert("load-history", files.load_history(tmp_path / "expert-load.json", counts), "-o", tmp_path / "t.npz",
+            "--model", "deepseek-v2-lite")  # fmt: skip
+    trace = LoadTrace.load(tmp_path / "t.npz")
+    np.testing.assert_array_equal(trace.counts, counts)
+    assert trace.layer_ids.tolist() == list(range(1, 27))

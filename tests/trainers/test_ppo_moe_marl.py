@@ -44,7 +44,7 @@ def small(folder: Path, events: bool = False, iterations: int = 1, **changes: An
         "env_id": "ScriptedMoE-v0", "env_args": (f"events={events}", "truncate=True"), "num_envs": 3, "num_steps": 8,
         "num_minibatches": 2, "update_epochs": 2, "hidden": 4, "eval_episodes": 0, "checkpoint_interval": 1,
         "save_model": False, "run_dir": folder, "gamma": 0.9, "gae_lambda": 0.8, "ent_coef": 0.02,
-        "total_timesteps": 24 * iterations, "learning_rate": 0.05,
+        "total_timesteps": 24 * iterations, "learning_rate": 0.05, "event_share": 0.7,
     }  # fmt: skip
     return marl.Args(**settings | changes)
 
@@ -88,6 +88,13 @@ def decision(agent: Any, step: Step) -> tuple[list[Tensor], list[Tensor]]:
     return logprobs, entropies
 
 
+def expected_credit(agent: Any, step: Step) -> tuple[Tensor, Tensor]:
+    """Of the picked row, and on average over the legal rows."""
+    expert_logits, _, credits = agent.scores(row(step.obs))
+    legal = (step.obs["action_mask"] == 1).any(1)
+    return credits[0, step.action[0]], (log_probabilities(expert_logits[0], legal).exp() * credits[0, legal]).sum()
+
+
 def masked_moments(numbers: list[float], counts: list[float], lost: int) -> tuple[float, float]:
     kept = [x for x, count in zip(numbers, counts, strict=True) if count]
     mean = sum(kept) / max(len(kept), 1 + lost)
@@ -100,24 +107,25 @@ class Reference:
     def __init__(self, agent: Any, envs: ScriptedMoE, args: Any, orders: list[list[int]]) -> None:
         self.agent, self.envs, self.args, self.orders = agent, envs, args, orders
         self.adam = Adam(list(agent.parameters()), args.learning_rate)
-        self.mean, self.std = [0.0, 0.0], [1.0, 1.0]
+        self.mean, self.std = 0.0, 1.0
 
-    def head(self, obs: dict[str, np.ndarray]) -> list[float]:
+    def head(self, obs: dict[str, np.ndarray]) -> float:
         with torch.no_grad():
-            return self.agent.get_value(row(obs))[0].tolist()
+            return float(self.agent.get_value(row(obs)))
 
     def value(self, obs: dict[str, np.ndarray]) -> float:
-        return self.head(obs)[0] * self.std[0] + self.mean[0]
+        return self.head(obs) * self.std + self.mean
 
-    def advantages(self, steps: list[Step], after: dict[str, np.ndarray]) -> list[float]:
-        """Σ over later steps of the same episode: (γλ)^(time until then) · δ."""
+    def advantages(self, steps: list[Step], after: dict[str, np.ndarray], credits: list[float]) -> list[float]:
+        """Σ over later steps of the same episode: (γλ)^(time until then) · δ. The credit of forced steps is a reward."""
         a, out = self.args, []
         for start in range(len(steps)):
             total, weight = 0.0, 1.0
             for i, step in enumerate(steps[start:], start):
                 shown = steps[i + 1].obs if i + 1 < len(steps) else after
                 following = 0.0 if step.terminated else self.value(step.successor if step.truncated else shown)
-                total += weight * (step.reward + a.gamma**step.elapsed * following - self.value(step.obs))
+                reward = step.reward + (0.0 if step.obs["action_mask"][step.action[0]].sum() > 1 else credits[i])
+                total += weight * (reward + a.gamma**step.elapsed * following - self.value(step.obs))
                 weight *= (a.gamma * a.gae_lambda) ** step.elapsed
                 if step.terminated or step.truncated:
                     break
@@ -141,48 +149,50 @@ class Reference:
             journal = envs.journal[env]
             steps = journal[(iteration - 1) * length : iteration * length]
             after = journal[iteration * length].obs if iteration < iterations else envs.now[env]
-            advantages, credits = self.advantages(steps, after), self.credits(steps)
+            credits = self.credits(steps) if events else [0.0] * length
+            advantages = self.advantages(steps, after, credits)
             column = []
             for t, step in enumerate(steps):
                 head = self.head(step.obs)
                 counts = [float(not step.no_op), float(step.obs["action_mask"][step.action[0]].sum() > 1)]
-                gain, learned = [advantages[t], advantages[t]], [1.0, 0.0]
+                gain = [advantages[t], advantages[t]]
                 if events:
-                    counts[0] *= t < int(a.event_share * length)
-                    gain[0], learned[1] = credits[t] - (head[1] * self.std[1] + self.mean[1]), counts[0]
-                targets = [advantages[t] + self.value(step.obs), credits[t]]
+                    gain[0] = credits[t] - float(expected_credit(self.agent, step)[1].detach())
                 old = [float(x.detach()) for x in decision(self.agent, step)[0]]
-                column.append((step, head, counts, gain, targets, learned, old))
+                target = advantages[t] + self.value(step.obs)
+                column.append((step, head, counts, gain, target, credits[t] if events else None, old))
             columns.append(column)
         # Row t · num_envs + env of the batch.
         rows = [columns[env][t] for t in range(length) for env in range(a.num_envs)]
-        for i in range(2):
-            mean, std = masked_moments([r[4][i] for r in rows], [r[5][i] for r in rows], 0)
-            new = 1.0 if iteration == 1 else 0.2
-            self.mean[i] += new * (mean - self.mean[i])
-            self.std[i] += new * (max(std, 1e-6) - self.std[i])
+        returns = [r[4] for r in rows]
+        mean, std = masked_moments(returns, [1.0] * len(returns), 0)
+        new = 1.0 if iteration == 1 else 0.2
+        self.mean += new * (mean - self.mean)
+        self.std += new * (max(std, 1e-6) - self.std)
         for _ in range(a.update_epochs):
             order = self.orders.pop(0)
             size = len(rows) // a.num_minibatches
-            for start in range(0, len(rows), size):
+            assert sorted(order) == list(range(int(a.event_share * length) * a.num_envs if events else len(rows)))
+            for start in range(0, len(order), size):
                 self.step([rows[i] for i in order[start : start + size]])
 
     def step(self, rows: list[Any]) -> None:
         a, loss = self.args, torch.zeros(())
         moments = [masked_moments([r[3][i] for r in rows], [r[2][i] for r in rows], 1) for i in range(2)]
-        for step, head, counts, gain, targets, learned, old in rows:
+        for step, head, counts, gain, target, credit, old in rows:
             logprobs, entropies = decision(self.agent, step)
-            values = self.agent.get_value(row(step.obs))[0]
             for i in range(2):
                 advantage = (gain[i] - moments[i][0]) / (moments[i][1] + 1e-8)
                 ratio = torch.exp(logprobs[i] - old[i])
                 clipped = torch.clamp(ratio, 1 - a.clip_coef, 1 + a.clip_coef)
                 loss = loss - counts[i] * torch.minimum(ratio * advantage, clipped * advantage)
                 loss = loss - a.ent_coef * entropies[i]
-                target = (targets[i] - self.mean[i]) / self.std[i]
-                near = head[i] + torch.clamp(values[i] - head[i], -a.clip_coef, a.clip_coef)
-                error = torch.maximum((values[i] - target) ** 2, (near - target) ** 2)
-                loss = loss + a.vf_coef * 0.5 * learned[i] * error
+            value, target = self.agent.get_value(row(step.obs))[0], (target - self.mean) / self.std
+            near = head + torch.clamp(value - head, -a.clip_coef, a.clip_coef)
+            loss = loss + a.vf_coef * 0.5 * torch.maximum((value - target) ** 2, (near - target) ** 2)
+            if credit is not None:
+                error = expected_credit(self.agent, step)[0] - credit
+                loss = loss + a.vf_coef * 0.5 * counts[0] * error**2
         parameters = self.adam.parameters
         gradients = torch.autograd.grad(loss / len(rows), parameters, allow_unused=True)
         gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
@@ -392,6 +402,23 @@ def test_bad_options_are_one_line(tmp_path: Path) -> None:
         marl.make_envs(small(tmp_path, env_id="CartPole-v1", env_args=()), (), 2, tmp_path / "videos")
 
 
+def test_start_takes_the_actors_and_no_critic(tmp_path: Path) -> None:
+    marl.train(small(tmp_path / "first", save_model=True))
+    marl.train(small(tmp_path / "second", start=tmp_path / "first", learning_rate=0.0, seed=2))
+    first, second = final_weights(tmp_path / "first"), final_weights(tmp_path / "second")
+    for name, weight in second.items():
+        assert torch.equal(weight, first[name]) != name.startswith(("critic.", "value_")), name
+    assert not second["critic.2.weight"].any()
+
+
+def test_unsuitable_start_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FlagError, match=r"--start .*: no model.safetensors, which a run with --save-model writes"):
+        marl.train(small(tmp_path / "run", start=tmp_path))
+    marl.train(small(tmp_path, save_model=True))
+    with pytest.raises(FlagError, match=r"--start .*: .* is \(4,.*\), expected shape \(6,.*\): use its --hidden"):
+        marl.train(small(tmp_path / "run", start=tmp_path, hidden=6))
+
+
 # Networks
 
 
@@ -428,9 +455,9 @@ def test_invalid_actions_have_no_probability_and_no_gradient() -> None:
     assert expert_logits.softmax(-1)[~mask.any(-1)].sum() == 0
     legal_rows = mask.any(-1)
     assert gpu_logits[legal_rows].softmax(-1)[~mask[legal_rows]].sum() == 0
-    actions, logprobs, _ = agent.get_action(obs)
+    actions, logprobs, *_ = agent.get_action(obs)
     assert mask[torch.arange(200), actions[:, 0], actions[:, 1]].all()
-    _, again, _ = agent.get_action(obs, actions)
+    _, again, *_ = agent.get_action(obs, actions)
     assert torch.equal(again, logprobs)
     best = agent.get_best_action(obs)
     joint = torch.where(legal_rows[..., None], gpu_logits.log_softmax(-1), -torch.inf)
@@ -445,7 +472,7 @@ def test_values_are_zero_at_first_and_do_not_train_the_actors() -> None:
     torch.nn.init.normal_(agent.critic[-1].weight)
     agent.get_value(obs).sum().backward()
     touched = {name.split(".")[0] for name, each in agent.named_parameters() if each.grad is not None}
-    assert touched == {"critic_experts", "critic_gpus", "critic"}
+    assert touched == {"critic"}
 
 
 def test_tasks_without_pair_features() -> None:

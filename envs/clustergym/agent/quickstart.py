@@ -10,15 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
 
 from clustergym.agent.traffic import SimulatedNode
 
+RUNNING = 10
+"""Pods that run at the same time."""
 SCRIPT_NAME = "ppo_gpu_alloc_online.py"
 PACKAGE = Path(__file__).parents[1]
 
@@ -37,6 +41,7 @@ def running_agent(store: Path, port: int, shadow: bool) -> Iterator[subprocess.P
     """An agent in another process; its log is in the store."""
     store.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, find_script(), "--port", port, "--store", store, "--init-checkpoint", "pretrained"]
+    command += ["--no-telemetry"]
     command += ["--shadow"] if shadow else []
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PACKAGE.parent)}
     with (store / "agent.log").open("ab") as log:
@@ -86,17 +91,21 @@ def run(store: Path, port: int, pods: int, pods_per_s: float, shadow: bool, cons
         wait_until_ready(client, process, store, stop)
         console.print(f"status page: {url}/ui   metrics: {url}/metrics   Ctrl-C ends it")
         node, begin = SimulatedNode(1, 10**8, "quickstart"), time.monotonic()
+        running: deque[dict[str, Any]] = deque()
         for i in range(pods) if pods else count():
             if stop.wait(max(0.0, begin + i / pods_per_s - time.monotonic())):
                 return
             try:
                 granted = client.post("/allocate", json=node.request()).raise_for_status().json()
                 outcome, _ = node.apply(granted["cores"], granted["memory"])
-                feedback = outcome | {"allocation_id": granted["allocation_id"]}
-                client.post("/feedback", json=feedback).raise_for_status()
+                running.append(outcome | {"allocation_id": granted["allocation_id"]})
+                if len(running) > RUNNING:
+                    client.post("/feedback", json=running.popleft()).raise_for_status()
             except httpx.HTTPError:
                 if stop.is_set():  # Ctrl-C in a terminal ends the agent, too
                     return
                 raise
             if i % 200 == 199:
                 console.print(f"{i + 1} pods, policy version {granted['policy_version']}")
+        for feedback in running:
+            client.post("/feedback", json=feedback).raise_for_status()

@@ -137,13 +137,11 @@ def run(service: Service, create_app: Callable[..., Any], listener: socket.socke
         create_app(service, lifespan), http="h11", ws="none", backlog=128, access_log=False, log_config=None,
         limit_concurrency=settings.max_connections, timeout_graceful_shutdown=10, timeout_keep_alive=75,
         server_header=False, proxy_headers=False, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
-        ssl_ca_certs=None if settings.client_ca is None else str(settings.client_ca),
-        ssl_cert_reqs=ssl.CERT_NONE if settings.client_ca is None else ssl.CERT_REQUIRED,
     )  # fmt: skip
     config.load()
     if config.ssl is not None and settings.tls_cert is not None and settings.tls_key is not None:
         config.ssl.minimum_version = ssl.TLSVersion.TLSv1_2
-        service.certificate = CertificateReloader(config.ssl, settings.tls_cert, settings.tls_key, settings.client_ca)
+        service.certificate = CertificateReloader(config.ssl, settings.tls_cert, settings.tls_key)
     # uvicorn reports every malformed request: no flood of these.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = GuardedServer(config, settings.read_timeout_s)

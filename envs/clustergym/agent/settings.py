@@ -17,7 +17,7 @@ class ServerSettings:
     port: int = 8080
     """Port to listen on."""
     host: str = "127.0.0.1"
-    """Address to listen on. Any address other than loopback requires --token-file or --client-ca."""
+    """Address to listen on. Any address other than loopback requires --token-file."""
     store: Path = Path("runs/ppo_gpu_alloc_online")
     """Folder for the database. An existing store is resumed."""
     token_file: Path | None = None
@@ -31,8 +31,6 @@ class ServerSettings:
     """Serve HTTPS with this certificate (PEM). It is loaded again when it changes."""
     tls_key: Path | None = None
     """Private key of the certificate."""
-    client_ca: Path | None = None
-    """Require client certificates signed by this authority (mutual TLS)."""
     max_body_bytes: int = 16_384
     """Maximum size of a request body."""
     max_connections: int = 512
@@ -99,13 +97,13 @@ class ServerSettings:
     def check(self) -> None:
         """Raise ValueError for settings that cannot work or are not safe."""
         loopback = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        if not loopback and self.token_file is None and self.client_ca is None:
+        if not loopback and self.token_file is None:
             raise ValueError(
-                f"--host {self.host} without --token-file or --client-ca would let anybody on the network train the "
-                "agent: add one of them, or listen on 127.0.0.1"
+                f"--host {self.host} without --token-file would let anybody on the network train the agent: add it, or "
+                "listen on 127.0.0.1"
             )
-        if (self.tls_cert is None) != (self.tls_key is None) or (self.client_ca and not self.tls_cert):
-            raise ValueError("--tls-cert and --tls-key must be given together, and --client-ca requires both")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key must be given together")
         if self.token_file is None and (self.webhook_token_file or self.collector_token_file):
             raise ValueError("--webhook-token-file and --collector-token-file need --token-file, that of the operator")
         if not 0 <= self.port <= 65535:

@@ -42,28 +42,29 @@ def document(service: Service, events: EventLog) -> dict[str, Any]:
             "owner": a.owner, "qos_class": CLASSES[a.sensitive], "requested": a.requested.cores,
             "granted": a.granted.cores, "recommended": a.recommended.cores, "vpa": a.vpa.cores, "rule": a.rule.cores,
             "policy": a.policy.cores, "used": f.usage, "met": f.qos_met, "reward": f.reward,
-            "rule_reward": f.rule_reward, "policy_reward": f.policy_reward, "regret": f.regret,
+            "rule_reward": f.rule_reward, "policy_reward": f.policy_reward, "rule_met": f.rule_qos,
+            "policy_met": f.policy_qos,
             "decided_by": a.decided_by, "why": a.why, "version": a.version,
         }
         for a, f in store.newest(MAX_PODS)
     ]  # fmt: skip
     since = time.time() - service.settings.ttl_s
     running = [a for a in store.open_allocations(MAX_RUNNING) if a.created_s >= since]
-    arms = {"granted": "granted", "recommended": "recommended", "rule": "rule", "policy": "policy"}
-    freed = {
-        name: sum(a.requested.cores - getattr(a, field).cores for a in running) / 100 for name, field in arms.items()
-    }
+    arms = ("granted", "recommended", "rule", "policy", "vpa")
+    freed = {name: sum(a.requested.cores - getattr(a, name).cores for a in running) / 100 for name in arms}
     trials = {
         name: {"decides": "policy" if trial.policy_decides else "rule", "pods": trial.pods, "mean": trial.mean}
         for name, trial in service.trials.items()
     }
+    loads = service.telemetry.loads if service.telemetry.enabled else {}
     versions = [one._asdict() for one in kept_versions(store.connection)]
     return {
         "policy_version": service.policy.version, "trials": trials, "gpus_freed": freed,
+        "running": len(running),
         "shadow": service.settings.shadow, "rails": service.settings.rails, "explore": service.settings.explore,
         "learning": service.learner is not None and service.learner.alive,
         "problems": ([store.problem] if store.problem else []) + service.problems(),
-        "gpus": [{"gpu": index, **vars(load)} for index, load in service.telemetry.loads.items()],
+        "gpus": [{"gpu": index, **vars(load)} for index, load in loads.items()],
         "pods": pods, "owners": owners, "versions": versions, "events": list(events.events),
     }  # fmt: skip
 

@@ -39,9 +39,10 @@ class Eval:
     new_domain: list[str] = field(default_factory=list)
     """Domains that the part new-domain consists of, if the recording does not name them."""
     predictor: Path | None = None
-    """Folder of a fitted predictor, for the control."""
+    """Folder of a fitted predictor, for the control and the shipped policy."""
     policy: list[str] = field(default_factory=lambda: ["rules", "bounds"])
-    """rules, control, bounds, names of rules, random-networks, or run folders of ppo_moe_marl.py."""
+    """rules, control, bounds, shipped (the policy in the predictor's folder), names of rules, random-networks, or run
+    folders of ppo_moe_marl.py."""
     model: str | None = None
     """Model preset, config.json or YAML file for the size of an expert. By default the model of the trace, or 13.2 MB
     (gpt-oss-20b)."""
@@ -77,7 +78,7 @@ def run(args: Eval, console: Console, line: str) -> None:
     shares = [share(text) for text in args.slots]
     predictor = load_predictor(args.predictor)
     names, others = policy_names(args.policy, predictor is not None)
-    players = players_of(others)
+    players = players_of(others, args.predictor)
     prepare_outputs(args.json, args.plot)
     trace = load_once(args.trace)
     source = trace if args.fit_on is None else load_once(args.fit_on)

@@ -43,7 +43,8 @@ from clustergym.plans.engines import (
     memory_use,
     write_plan,
 )
-from clustergym.plans.meta import PlanMeta
+from clustergym.plans.lost_ranks import cluster_left, parse_ranks, plan_without, renumbered
+from clustergym.plans.meta import PlanMeta, read_meta
 from clustergym.plans.planning import (
     Plan,
     Sizes,
@@ -60,6 +61,7 @@ from clustergym.plans.slots import SlotCurve, slot_curve
 from clustergym.plans.transition import Limit
 from clustergym.traces import LoadTrace, TokenTrace, load_any_trace
 
+DEFAULT_CLUSTER = "h800-4x4"
 MOST_TOKENS_PER_RANK = 32_768
 """Engines split longer prompts (chunked prefill)."""
 
@@ -76,10 +78,15 @@ class Command:
     Example: clustergym plan trace.npz --cluster h800-4x4 --engine sglang --phase decode -o plan.json
     """
 
-    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")]
-    """A token trace (.npz, .npy or bundled name), or a load trace, which has only counts."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """Plan file to write: .json or .pt for sglang, .yaml for tensorrt-llm, .json for vllm-ascend and vllm."""
+    trace: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TRACE")] = ""
+    """A token trace (.npz, .npy or bundled name), or a load trace, which has only counts."""
+    loads: str | None = None
+    """A load trace of much traffic, for a TRACE (or --tokens) of few tokens: the plan is made for tokens like these,
+    with these loads."""
+    tokens: str | None = None
+    """The same as TRACE."""
     engine: str = "sglang"
     """Engine to write the plan for: sglang, tensorrt-llm, vllm-ascend or vllm."""
     profile: str | None = None
@@ -97,8 +104,8 @@ class Command:
     profile in our measurements (for counts: eplb)."""
     model: str | None = None
     """Model preset; by default the model that the trace names."""
-    cluster: str = "h800-4x4"
-    """Cluster preset GPU-NODESxGPUS, for example h800-4x4."""
+    cluster: str | None = None
+    """Cluster preset GPU-NODESxGPUS, or a YAML file; by default that of the live plan (--from), else h800-4x4."""
     slots: int | Literal["auto"] | None = None
     """Experts per layer that a GPU can hold; by default about a quarter more than needed. auto: as many spare ones as
     are worth their memory, from a curve of time per layer against KV cache."""
@@ -116,6 +123,13 @@ class Command:
     """Steps of anneal per layer instead of --seconds. The same seed then gives the same plan on any machine."""
     live: Annotated[Path | None, tyro.conf.arg(name="from", metavar="PLAN")] = None
     """The plan that is served now. Planners start from it, and it is kept if no gain over it is shown."""
+    without_ranks: str | None = None
+    """With --from: ranks that are lost, for example 15,16. Writes a plan for the ranks that are left, which are
+    numbered anew in their order: experts without a copy replace spare copies, all others stay where they are. --max-moves allows
+    more moves, for balance."""
+    survive: Literal["1", "node"] | None = None
+    """Keep a copy of every expert whatever single rank (1), or node, is lost. The plan without that is shown beside
+    it."""
     max_moves: int | None = None
     """With --from: experts that may move, over all layers and GPUs. The moves that save most are made."""
     migration_budget: float | None = None
@@ -182,6 +196,8 @@ def check_arguments(args: Command, name: str) -> None:
         raise ValueError(f"planner {name!r} is for comparison only: it makes no plan to load")
     if args.live is None and (args.max_moves is not None or args.migration_budget is not None):
         raise ValueError("--max-moves and --migration-budget need the live plan: give --from PLAN")
+    if args.without_ranks is not None and (args.live is None or args.survive or args.report or args.json):
+        raise ValueError("--without-ranks needs the live plan (--from PLAN), and no --survive, --report or --json")
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"--seconds is {args.seconds}: expected more than 0")
     if args.tokens_per_rank is not None and not 1 <= args.tokens_per_rank <= MOST_TOKENS_PER_RANK:
@@ -236,7 +252,7 @@ def results(
     }  # fmt: skip
 
 
-def explain(plan: Plan, console: Console) -> None:
+def explain(plan: Plan, console: Console, survive: str | None = None) -> None:
     """Say what the plan is worth, and which one is written."""
     console.print(plan_table(plan))
     if plan.other_profiles:
@@ -257,12 +273,64 @@ def explain(plan: Plan, console: Console) -> None:
     if plan.planner == plan.fallback:
         return
     console.print(f"{gain_sentence(plan)}, {plan.served_as}", highlight=False)
-    if not plan.gain_shown():
+    if survive is not None:
+        explain_survival(plan, "rank" if survive == "1" else survive, console)
+    elif not plan.gain_shown():
         other = {"eplb": "EPLB", "live": "the live plan"}[plan.fallback]
         kept = {"eplb": "EPLB's plan is written", "live": "the live plan is kept"}[plan.fallback]
         written = "its plan is written anyway (--force)" if plan.force else kept
         remedy = "" if plan.force else "; --force writes the other one"
         console.print(f"[yellow]no gain over {other} is shown: {written}{remedy}, a longer trace shows more[/]")
+
+
+def explain_survival(plan: Plan, what: str, console: Console) -> None:
+    """Say what it costs that no expert is lost."""
+    without = next(name for name in plan.outcomes if name not in ("static", "eplb", plan.planner))
+    relative, half = plan.versus(without)
+    spare = plan.best.placement[0].size - plan.model.n_experts
+    console.print(
+        f"every expert keeps a copy whatever single {what} is lost. It costs {100 * relative:+.1f} ± {100 * half:.1f} "
+        f"% time against {without} without that, with the same {spare} redundant experts per layer",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def run_without_ranks(
+    args: Command, console: Console, line: str, trace: TokenTrace | LoadTrace, simulator: Simulator, traffic: Traffic,
+    live: EnginePlan | None,
+) -> None:  # fmt: skip
+    """Write a plan for the ranks that are left."""
+    assert live is not None
+    assert args.without_ranks is not None
+    if not isinstance(trace, TokenTrace):
+        raise ValueError("--without-ranks needs a token trace: counts do not show the time on the ranks that are left")
+    cluster, lost = simulator.cluster, parse_ranks(args.without_ranks, simulator.n_gpus)
+    found = plan_without(
+        trace, simulator, traffic, live.placement, lost, args.max_moves, args.passes, args.share, args.seed
+    )  # fmt: skip
+    left = replace(cluster_left(cluster, lost), slots_per_gpu=live.n_slots)
+    chosen = EnginePlan(found.placement, trace.layer_ids, live.model)
+    write_plan(args.output, chosen, args.engine)
+    profile = simulator.profile.name
+    PlanMeta(args.engine, profile, False, live.model, left, profile, trace.name, line).write(args.output)
+    # All GPUs receive at once; the first of them that has the expert may be on another node.
+    kept = EnginePlan(np.delete(live.placement, lost, axis=1), trace.layer_ids, live.model)
+    console.print(
+        f"{found.lost_experts} experts have no copy on the {left.n_gpus} ranks that are left. "
+        f"{compare_plans(kept, chosen, left).describe()}. Numbered anew: {renumbered(simulator.n_gpus, lost)}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(
+        f"µs per layer and forward pass, {profile}, held out: {found.full_us:.1f} before the loss; {found.us:.1f} now; "
+        f"{found.eplb_us:.1f} with EPLB's flat plan for these ranks, which moves {found.eplb_moves:,} experts",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(escape(f"plan: {args.output}"), soft_wrap=True)
+    if left.n_nodes == 1 and cluster.n_nodes > 1 and left.n_gpus > cluster.gpus_per_node:
+        console.print("[yellow]the nodes have not equally many GPUs left: engines are started with as many on each[/]")
+        return
+    start = launch(args.output, chosen, args.engine, profile.split(" (")[0], left.n_nodes)
+    console.print(escape(f"load it with: {start.command}"), highlight=False, soft_wrap=True)
 
 
 def explain_change(plan: Plan, change: PlanChange, console: Console) -> None:
@@ -343,6 +411,9 @@ def choose_slots(
 
 
 def run(args: Command, console: Console, line: str) -> None:
+    if bool(args.trace) == bool(args.tokens):
+        raise ValueError("give one trace: TRACE, or --tokens TRACE")
+    args = replace(args, trace=args.trace or args.tokens or "")
     if args.phase != "both":
         run_phase(args, console, line)
         return
@@ -356,6 +427,9 @@ def run(args: Command, console: Console, line: str) -> None:
 
 def run_phase(args: Command, console: Console, line: str) -> None:
     trace = load_any_trace(args.trace)
+    counts = None if args.loads is None else LoadTrace.load(args.loads)
+    if counts is not None and not isinstance(trace, TokenTrace):
+        raise ValueError(f"--loads needs tokens, but {args.trace} has counts only")
     model = model_of(trace, args.model)
     check_layers(trace.layer_ids, model)
     slots, curve = args.slots, None
@@ -363,7 +437,9 @@ def run_phase(args: Command, console: Console, line: str) -> None:
         raise ValueError(
             f"--slots is {slots}, but {model.name} has {model.n_experts} experts: one copy per GPU is enough"
         )
-    cluster = get_cluster(args.cluster, **({"slots_per_gpu": slots} if isinstance(slots, int) else {}))
+    meta = None if args.live is None or args.cluster is not None else read_meta(args.live)
+    known = args.cluster or (meta.cluster if meta else DEFAULT_CLUSTER)
+    cluster = get_cluster(known, **({"slots_per_gpu": slots} if isinstance(slots, int) else {}))
     if slots == "auto":
         if args.live is not None:
             raise ValueError("--slots auto chooses the number of slots, but a live plan (--from) has its own")
@@ -371,7 +447,7 @@ def run_phase(args: Command, console: Console, line: str) -> None:
         cluster, slots = replace(cluster, slots_per_gpu=curve.chosen.slots), curve.chosen.slots
     live = None if args.live is None else live_plan(args.live, model, cluster, trace.layer_ids)
     if live is not None and slots is None:
-        cluster = get_cluster(args.cluster, slots_per_gpu=live.n_slots)
+        cluster = get_cluster(known, slots_per_gpu=live.n_slots)
     get_engine(args.engine)
     simulator, traffic, other_phases = serving(args, trace, model, cluster)
     profile = simulator.profile
@@ -382,13 +458,16 @@ def run_phase(args: Command, console: Console, line: str) -> None:
     planner = args.planner or default_planner(profile, trace)
     sizes = Sizes(args.share, args.plan_passes, args.observe_tokens, args.passes, seed=args.seed)
     check_arguments(args, planner)
+    if args.without_ranks is not None:
+        run_without_ranks(args, console, line, trace, simulator, traffic, live)
+        return
     limited = args.max_moves is not None or args.migration_budget is not None
     limit = Limit(args.max_moves, args.migration_budget) if limited else None
     with progress_bar(console) as shown, ctrl_c_requests_stop(lambda: shown.begin("stopping", None)) as stop:
         plan = make_plan(
             trace, simulator, planner, traffic=traffic, other_phases=other_phases, sizes=sizes, seconds=args.seconds,
-            iterations=args.iterations, force=args.force, live=None if live is None else live.placement, limit=limit,
-            progress=shown.begin, stop=stop,
+            iterations=args.iterations, force=args.force, survive="rank" if args.survive == "1" else args.survive,
+            live=None if live is None else live.placement, limit=limit, loads=counts, progress=shown.begin, stop=stop,
         )  # fmt: skip
     chosen = EnginePlan(plan.best.placement, trace.layer_ids, model)
     write_plan(args.output, chosen, args.engine)
@@ -397,7 +476,7 @@ def run_phase(args: Command, console: Console, line: str) -> None:
         plan.served_as, trace.name, line,
     )  # fmt: skip
     meta.write(args.output)
-    explain(plan, console)
+    explain(plan, console, args.survive)
     change = None if live is None else compare_plans(live, chosen, cluster)
     if change is not None:
         explain_change(plan, change, console)

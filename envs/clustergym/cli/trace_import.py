@@ -25,7 +25,7 @@ class Import:
     """
 
     sources: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="[ENGINE] FILE")]
-    """sglang, vllm, tensorrt-llm, load-history or load-table, then the files or folders of one recording."""
+    """sglang, vllm, tensorrt-llm or load-table, then the files or folders of one recording."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
     """The .npz file to write."""
     model: str | None = None

@@ -56,10 +56,6 @@ class Command:
     """File with the bearer token for the agents."""
     agent_ca: Path | None = None
     """Certificate authority of the agents, for an https --agent-url."""
-    agent_client_cert: Path | None = None
-    """Client certificate for agents that require one."""
-    agent_client_key: Path | None = None
-    """Private key of the client certificate."""
     api_server: str | None = None
     """URL of the API server. Default: that of the cluster, with the service account of the pod."""
     api_token_file: Path | None = None
@@ -102,9 +98,8 @@ def run(args: Command, console: Console, line: str) -> None:
             cert, key = cert or installation.certificate, key or installation.key
         assert cert is not None
         assert key is not None
-        credentials = (token, args.agent_ca, args.agent_client_cert, args.agent_client_key)
-        agents = Agents(args.agent_url, *credentials)
-        recommender = None if args.recommender_url is None else Agents(args.recommender_url, *credentials)
+        agents = Agents(args.agent_url, token, args.agent_ca)
+        recommender = None if args.recommender_url is None else Agents(args.recommender_url, token, args.agent_ca)
         webhook = Webhook(BACKENDS[args.backend], args.deadline_s, api, agents, recommender, cert)
         listen = Listen(args.host, *ports, cert, key, args.client_ca, args.reload_s, installation)
         asyncio.run(serve(webhook, listen))

@@ -1,5 +1,10 @@
 """Compile functions with numba, cache the machine code on disk, and warn users who wait for it.
 
+The functions of an environment are compiled for the CPU (:func:`device`); a CUDA kernel that calls them compiles them
+as device functions. Under numba's CUDA simulator they stay plain Python, because simulated device arrays cannot enter
+compiled code. There, and with NUMBA_DISABLE_JIT, a numpy number keeps its width: ``int()`` and ``float()`` stand where
+more bits are needed than the array has.
+
 Private parts of numba are used: the option ``_nrt``, the call template, and the interface of its caches.
 """
 
@@ -17,12 +22,17 @@ from threading import Timer
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 from numba import config, njit, types
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 WARN_AFTER_S = 3.0
+PLAIN_PYTHON = bool(config.ENABLE_CUDASIM or config.DISABLE_JIT)
+index = np.uint64
+"""An index that cannot be negative: numba then omits the check for negative values, which halves the time of hot loops.
+"""
 _warned = False
 
 
@@ -135,6 +145,30 @@ def compiler(fingerprint: str) -> Callable[[Function], Function]:
         typed: Function = result
         return typed
 
+    return compiled
+
+
+@cache
+def _fingerprint(path: Path) -> str:
+    """A function is compiled again only if its file, or one that this file imports, has changed."""
+    return source_fingerprint(imported_sources(path))
+
+
+def device(function: Any) -> Any:
+    """Compile a function of one environment, which allocates nothing."""
+    if PLAIN_PYTHON:
+        return function
+    return compiler(_fingerprint(Path(function.__code__.co_filename)))(function)
+
+
+def inlined(function: Any) -> Any:
+    """As :func:`device`, but compiled into its callers.
+
+    Passing a state of dozens of arrays to a function takes longer than most functions of the simulators.
+    """
+    compiled = device(function)
+    if hasattr(compiled, "targetoptions"):
+        compiled.targetoptions["forceinline"] = True
     return compiled
 
 

@@ -45,11 +45,11 @@ class Client:
     """Requests with a size limit and, if given, a timeout and a bearer token. Nothing is decompressed."""
 
     def __init__(
-        self, token_file: Path | None = None, ca_file: Path | None = None, certificate: Path | None = None,
-        key: Path | None = None, timeout_s: float = 5.0, max_bytes: int = MAX_RESPONSE_BYTES,
+        self, token_file: Path | None = None, ca_file: Path | None = None, timeout_s: float = 5.0,
+        max_bytes: int = MAX_RESPONSE_BYTES,
     ) -> None:  # fmt: skip
         self.token_file, self.max_bytes = token_file, max_bytes
-        context = tls_context(ca_file, certificate, key)
+        context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
         self._client = httpx.AsyncClient(verify=context, trust_env=False, timeout=timeout_s)
 
     async def send(self, method: str, url: str, what: str, **options: Any) -> tuple[int, bytes]:
@@ -92,13 +92,6 @@ class Client:
 
     async def close(self) -> None:
         await self._client.aclose()
-
-
-def tls_context(ca_file: Path | None, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=None if ca_file is None else str(ca_file))
-    if certificate is not None:
-        context.load_cert_chain(str(certificate), None if key is None else str(key))
-    return context
 
 
 class ApiServer:
@@ -166,16 +159,13 @@ class ApiServer:
 class Agents:
     """The allocation agents: one per node, or one for the cluster that recommends before the node is known."""
 
-    def __init__(
-        self, url: str, token_file: Path | None, ca_file: Path | None = None, certificate: Path | None = None,
-        key: Path | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, url: str, token_file: Path | None, ca_file: Path | None = None) -> None:
         try:
             url.format(ip="127.0.0.1", node="node")
         except (KeyError, IndexError, ValueError):
             raise ValueError(f"agent URL {url!r}: expected a URL, possibly with {{ip}} or {{node}}") from None
         self.url = url.rstrip("/")
-        self.client = Client(token_file, ca_file, certificate, key, max_bytes=MAX_GRANT_BYTES)
+        self.client = Client(token_file, ca_file, max_bytes=MAX_GRANT_BYTES)
 
     async def allocate(self, request: AllocateRequest, node: str = "", address: str = "") -> AllocateResponse:
         """Ask the agent of a node, or the recommender without one. A repeated request id gets the same allocation."""

@@ -88,7 +88,6 @@ class FeedbackRequest(Message):
     final: bool = Field(
         default=True, description="False for a sample during the life of the pod: it counts by the running time"
     )
-    restarts: int = Field(default=0, ge=0, le=1_000_000, description="Number of restarts. Not part of the reward")
     oom: bool = Field(default=False, description="Whether the pod ran out of GPU memory and was killed")
     pressure: float | None = Field(
         default=None, ge=0, le=1000, description="max(load, latency / objective), if measured"

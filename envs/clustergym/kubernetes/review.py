@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from clustergym.kubernetes.decisions import Decision
 
@@ -19,48 +20,40 @@ class BadReview(ValueError):
     """The body is not a valid AdmissionReview."""
 
 
-@dataclass(frozen=True)
-class Review:
-    """The fields of a request that the webhooks use."""
+class Resource(BaseModel):
+    """Such as pods."""
 
-    uid: str
-    namespace: str
-    name: str
-    operation: str
-    resource: str
-    dry_run: bool
+    resource: str = ""
+
+
+class Review(BaseModel):
+    """The fields of a request that the webhook uses."""
+
+    uid: Annotated[str, Field(min_length=1)]
+    namespace: str = ""
+    name: str = ""
+    operation: str = ""
+    resource: Resource = Resource()
+    subResource: str | None = None
+    dryRun: bool | None = None
     object: dict[str, Any]
+
+
+class Document(BaseModel):
+    """An AdmissionReview."""
+
+    apiVersion: Literal["admission.k8s.io/v1"]
+    kind: Literal["AdmissionReview"]
+    request: Review
 
 
 def parse(body: bytes) -> Review:
     """Parse and check the body of a request. Raises :class:`BadReview`."""
     try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadReview(f"the body is not JSON: {error}") from None
-    if not isinstance(document, dict) or document.get("kind") != "AdmissionReview":
-        raise BadReview("expected an object of kind AdmissionReview")
-    if document.get("apiVersion") != API_VERSION:
-        raise BadReview(f"apiVersion is {document.get('apiVersion')!r}: expected {API_VERSION!r}")
-    request = document.get("request")
-    if not isinstance(request, dict):
-        raise BadReview("the review has no request")
-    uid, subject = request.get("uid"), request.get("object")
-    if not isinstance(uid, str) or not uid:
-        raise BadReview("the request has no uid")
-    if not isinstance(subject, dict):
-        raise BadReview("the request has no object")
-    resource = request.get("resource")
-    resource_name = resource.get("resource") if isinstance(resource, dict) else None
-    parts = [part for part in (resource_name, request.get("subResource")) if isinstance(part, str) and part]
-
-    def text(key: str) -> str:
-        value = request.get(key)
-        return value if isinstance(value, str) else ""
-
-    return Review(
-        uid, text("namespace"), text("name"), text("operation"), "/".join(parts), request.get("dryRun") is True, subject
-    )
+        return Document.model_validate_json(body).request
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadReview(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def make_response(uid: str, decision: Decision) -> dict[str, Any]:

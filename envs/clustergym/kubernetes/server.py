@@ -100,14 +100,14 @@ class Webhook:
 
     async def pods(self, namespace_mode: Mode, review: Review, deadline_s: float) -> Decision:
         """Decide on a new pod. The agent gets 90 % of the time; the rest is left to report that it did not respond."""
-        if review.resource != "pods" or review.operation != "CREATE":
+        if review.resource.resource != "pods" or review.subResource or review.operation != "CREATE":
             return Decision("not-ours")
         plan = decisions.plan_pod(review.object, review.namespace, self.backend, namespace_mode)
         if isinstance(plan, Decision):
             return plan
         if not plan.is_new or (plan.node is None and self.recommender is None):
             return decisions.admit_pod(review.object, plan)
-        if review.dry_run:
+        if review.dryRun:
             # The agent would store an allocation, and a dry run must not store anything.
             return decisions.admit_pod(review.object, plan, problem="not decided in a dry run")
         try:

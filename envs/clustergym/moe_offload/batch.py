@@ -41,14 +41,16 @@ from clustergym.moe_offload.specs import OffloadConfig
 
 ObsDict = dict[str, npt.NDArray[Any]]
 Flags = npt.NDArray[np.bool_]
-CREDIT_DECAY = 0.9
-"""What an event is worth falls by this factor with every token since the decision."""
 CREDIT = {EVENT_MISS: -1.0, EVENT_HIT: 1.0, EVENT_AGAIN: -0.7}
 """Value of an event for the earlier decision on the same expert. Loading it again ahead of time is a little better than
 missing it; were it free, dropping and loading the same experts again and again would cost nothing."""
+CREDIT_DECAY = {EVENT_MISS: 0.9, EVENT_HIT: 0.5, EVENT_AGAIN: 0.9}
+"""The value falls by this factor with every token since the decision. That of a hit falls faster: an expert that waits
+for its use takes a slot, and could have been loaded later."""
 SCRATCH = ("scores", "found")
 """Arrays of the state that do not matter between two calls."""
 _CREDITS = np.array([CREDIT[kind] for kind in range(len(CREDIT))])
+_CREDIT_DECAYS = np.array([CREDIT_DECAY[kind] for kind in range(len(CREDIT))])
 
 
 def _references(arrays: list[npt.NDArray[Any]]) -> int:
@@ -79,14 +81,15 @@ class OffloadBatch:
 
     Attributes:
         task: the constant arrays.
-        state: the arrays that change.
+        state: the arrays that change. On a CUDA device (``device="cuda"``, the extra ``clustergym[cuda]``) they are the
+            host's copies; of large ones, the copy is up to date after :meth:`get_state` only.
         n_rows, n_nodes: the numbers of rows and nodes that an action chooses from.
     """
 
-    def __init__(self, config: OffloadConfig, num_envs: int = 1) -> None:
+    def __init__(self, config: OffloadConfig, num_envs: int = 1, device: str = "cpu") -> None:
         if num_envs < 1:
             raise ValueError(f"num_envs is {num_envs}: expected at least 1")
-        self.config, self.num_envs = config, num_envs
+        self.config, self.num_envs, self.device = config, num_envs, device
         self._build()
         self.seed(np.arange(num_envs))
         self.ended = np.ones(num_envs, bool)
@@ -95,6 +98,7 @@ class OffloadBatch:
         self.task = build_task(self.config)
         self._foresight = Foresight(self.config, self.task)
         self.state: State = new_state(self.task, self.num_envs)
+        self._launcher = self._make_launcher()
         self.n_rows, self.n_nodes = self.state.rows.shape[1], 3 * self.task.gpus
         self.n_layers, self.n_experts = self.task.prior.shape
         first: Observation = new_observation(self.task, self.n_rows, self.num_envs)
@@ -105,10 +109,29 @@ class OffloadBatch:
         self._given, self._first = False, True
         self._bytes_per_load = self.config.megabytes(self._foresight.trace) * 1e6
 
+    def _make_launcher(self) -> Any:
+        if self.device == "cpu":
+            return cpu.Launcher(self.task, self.state)
+        if not self.device.startswith("cuda"):
+            raise ValueError(f"device is {self.device!r}: expected 'cpu' or 'cuda'")
+        try:
+            from clustergym.moe_offload.launchers import cuda
+        except ImportError as error:
+            raise ImportError("environments on a GPU need numba-cuda: pip install 'clustergym[cuda]'") from error
+        return cuda.Launcher(self.task, self.state, self.device)
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """On a CUDA device: the last observation as torch tensors there."""
+        seen: dict[str, Any] = self._launcher.seen
+        return seen
+
     def seed(self, seeds: npt.ArrayLike, where: Flags | None = None) -> None:
         """Set the seed of each environment (N,), or of those in ``where``. Call :meth:`reset` afterwards."""
         keys = stream_keys(np.asarray(seeds, np.int64))
+        self._launcher.download("random")
         self.state.random[...] = keys if where is None else np.where(where, keys, self.state.random)
+        self._launcher.upload("random")
 
     def reset(self, where: Flags | None = None, groups: npt.ArrayLike | None = None) -> None:
         """Begin new episodes in all environments, or in those of ``where`` (N,).
@@ -118,7 +141,7 @@ class OffloadBatch:
         where = self._all if where is None else where
         with warn_while_compiling() if self._first else nullcontext():
             if groups is None:
-                cpu.draw(self.task, self.state, where)
+                self._launcher.draw(where)
             else:
                 given = np.broadcast_to(np.asarray(groups, np.int64), (self.num_envs,))
                 n = len(self.task.groups)
@@ -127,6 +150,7 @@ class OffloadBatch:
                     raise ValueError(f"group is {given[wrong][0]}: expected 0 … {n - 1}")
                 self.state.clock[where, GROUP] = given[where]
             self._foresight.prepare(np.unique(self.state.clock[where, GROUP]))
+            self._launcher.upload("clock")
             self._run(True, self._nothing, self._nothing, where)
         self._first = False
         self.ended = self.ended & ~where
@@ -141,7 +165,7 @@ class OffloadBatch:
             self._seen = {}  # now these arrays can be used again, if nobody else holds them
             self._seen = {name: recycled.take() for name, recycled in self._recycled.items()}
             self._given = False
-        cpu.run(begins, self.task, self.state, Observation(**self._seen), rows, nodes, where, renew)
+        self._launcher.run(begins, Observation(**self._seen), rows, nodes, where, renew)
 
     def observe(self) -> ObsDict:
         """What the agents see, in arrays that are not written again while anybody holds them."""
@@ -189,7 +213,7 @@ class OffloadBatch:
             "kind": kind,
             "tokens": tokens,
             "age": rows[:, EVENT_STEPS].astype(np.int64),
-            "value": _CREDITS[kind] * CREDIT_DECAY**tokens,
+            "value": _CREDITS[kind] * _CREDIT_DECAYS[kind] ** tokens,
         }
 
     def totals(self) -> dict[str, npt.NDArray[Any]]:
@@ -210,6 +234,7 @@ class OffloadBatch:
 
     def get_state(self) -> dict[str, npt.NDArray[Any]]:
         """Everything that changes, as arrays. :meth:`set_state` continues from it bit for bit."""
+        self._launcher.download()
         arrays = {name: array.copy() for name, array in self.state._asdict().items() if name not in SCRATCH}
         return arrays | {"ended": self.ended.copy()}
 
@@ -223,13 +248,14 @@ class OffloadBatch:
                 raise ValueError(f"the saved state has {found} for {name!r}: expected shape {array.shape}")
             array[...] = state[name]
         self._foresight.prepare(np.unique(self.state.clock[:, GROUP]))
+        self._launcher.upload()
         self._seen = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "num_envs": self.num_envs, "state": self.get_state()}
+        return {"arguments": (self.config, self.num_envs, self.device), "state": self.get_state()}
 
     def __setstate__(self, content: dict[str, Any]) -> None:
-        self.__init__(content["config"], content["num_envs"])  # type: ignore[misc]
+        self.__init__(*content["arguments"])  # type: ignore[misc]
         self.set_state(content["state"])
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from clustergym.moe_offload.kernels.state import GENERATED, HITS, LOADS, N_STATS, NEEDED, PREFETCHES, USEFUL
-from clustergym.moe_offload.rules import RULES, Kind, Outcome, Rule, Vector, Workload, as_json, tune_all
+from clustergym.moe_offload.rules import CONTROL, RULES, Kind, Outcome, Rule, Vector, Workload, as_json, tune_all
 from clustergym.moe_offload.simulator import build_task
 from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_offload.tables import Tables, clean, split_sequences, without
@@ -52,6 +52,9 @@ class Row:
     against_best_rule: float | None = None
     """Change of the stall against the best rule, on the same sequences"""
     against_best_rule_ci95: tuple[float, float] | None = None
+    against_control: float | None = None
+    """Change of the stall against the control with all its terms, on the same sequences"""
+    against_control_ci95: tuple[float, float] | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
     """Tuned parameters of a rule"""
 
@@ -121,6 +124,8 @@ def compare(
         row.belady_regret_ms = row.stall_ms_per_token - belady.stall_ms_per_token
         if best is not None:
             row.against_best_rule, row.against_best_rule_ci95 = change(outcomes[row.policy], outcomes[best])
+        if CONTROL in outcomes:
+            row.against_control, row.against_control_ci95 = change(outcomes[row.policy], outcomes[CONTROL])
     return rows
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from clustergym.common.plotting import require_matplotlib
@@ -12,6 +13,13 @@ _COLOURS = {"rule": "#4477AA", "control": "#228833", "trained": "#AA3377", "rand
 _LINES = {"rule": "-", "control": "-", "trained": "-", "random": ":", "bound": "--"}
 _SHOWN_RULES = ("lru", "decayed-lfu")
 """Rules that are drawn even if they are not the best one: what engines have."""
+_ABOUT = {
+    "next-use+backlog": ": predicts, greedily", "shipped": ": predicts and looks at the link",
+    "belady": ": knows the future, no prefetching", "clairvoyant": ": knows the future",
+}  # fmt: skip
+
+
+_Label = tuple[float, str, str, bool]
 
 
 def plot_rows(rows: Sequence[Row], all_experts_gb: float, title: str, path: Path) -> None:
@@ -31,30 +39,39 @@ def plot_rows(rows: Sequence[Row], all_experts_gb: float, title: str, path: Path
         axes.set(xlabel="tokens per second", title=f"{title}, {shares[0]:.1%} of the experts on the GPU")
         axes.set_xlim(right=1.1 * max(row.tokens_per_s for row in rows))
     else:
-        figure, axes = plt.subplots(figsize=(8.5, 5), layout="constrained")
+        figure, axes = plt.subplots(figsize=(9.5, 4.6), layout="constrained")
         names = list(dict.fromkeys(row.policy for row in rows))
         by = {name: sorted((row for row in rows if row.policy == name), key=lambda row: row.slots) for name in names}
         rules = sorted((name for name in names if by[name][0].kind == "rule"), key=lambda n: -_mean(by[n]))
         controls = sorted((name for name in names if by[name][0].kind == "control"), key=lambda n: -_mean(by[n]))
         shown = [n for n in names if n in (*rules[:1], *controls[:1], *_SHOWN_RULES) or by[n][0].kind == "trained"]
         shown += [name for name in ("belady", "clairvoyant") if name in by]
-        markers = iter("osD^vPX*<>hp" * len(shown))
-        for name in sorted(shown, key=lambda n: -_mean(by[n])):
+        labels = []
+        for name in shown:
             own = by[name]
-            axes.plot(
-                [row.slots * all_experts_gb for row in own], [row.tokens_per_s for row in own],
-                label="belady (no prefetching)" if name == "belady" else name, marker=next(markers), ms=5,
-                color=_COLOURS[own[0].kind], ls=_LINES[own[0].kind],
-                alpha=0.55 if name in _SHOWN_RULES and name != rules[0] else 1.0,
+            gb, speed = [row.slots * all_experts_gb for row in own], [row.tokens_per_s for row in own]
+            kind, weak = own[0].kind, name in _SHOWN_RULES and name != rules[0]
+            colour, strong = _COLOURS[kind], kind in ("control", "trained")
+            axes.plot(gb, speed, marker="o", ms=4, color=colour, ls=_LINES[kind], lw=2.2 if strong else 1.3,
+                      alpha=0.5 if weak else 1.0)  # fmt: skip
+            labels.append((speed[-1], f"{Path(name).name}{_ABOUT.get(name, '')}", colour, strong))
+        if rules and (best := next((n for n in shown if by[n][0].kind in ("trained", "control")), None)):
+            axes.fill_between(
+                [row.slots * all_experts_gb for row in by[best]], [row.tokens_per_s for row in by[rules[0]]],
+                [row.tokens_per_s for row in by[best]], color=_COLOURS[by[best][0].kind], alpha=0.1, lw=0,
             )  # fmt: skip
-        axes.set(xlabel="GB of GPU memory for experts", ylabel="tokens per second", title=title)
+        axes.set(xlabel="GB of GPU memory for experts", ylabel="tokens per second")
+        axes.set_title(title, loc="left", fontsize=11)
         top = axes.secondary_xaxis(
             "top", functions=(lambda x: 100 * x / all_experts_gb, lambda x: x * all_experts_gb / 100)
         )
         top.set_xlabel("% of the experts")
         axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
-        axes.legend(loc="lower right", fontsize=9)
+        for y, (_, text, colour, strong) in _apart(labels, 0.045 * axes.get_ylim()[1]):
+            axes.annotate(text, (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+                          va="center", color=colour, weight="bold" if strong else None, fontsize=9)  # fmt: skip
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -89,6 +106,14 @@ def plot_curve(
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _apart(labels: list[_Label], gap: float) -> Iterator[tuple[float, _Label]]:
+    """Positions of labels, the lowest first, that are at least ``gap`` apart."""
+    y = -math.inf
+    for label in sorted(labels):
+        y = max(label[0], y + gap)
+        yield y, label
 
 
 def _mean(rows: Sequence[Row]) -> float:

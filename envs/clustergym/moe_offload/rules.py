@@ -124,6 +124,8 @@ _RULES = (
          clairvoyant=True, fixed=(("weights", 1.0),)),
 )  # fmt: skip
 RULES = {rule.name: rule for rule in _RULES}
+CONTROL = "next-use+backlog"
+"""The control with all its terms."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,17 @@ class Outcome:
         return cls(outcomes[0].tokens, stall_ms, compute_ms, np.rint(stats).astype(np.int64))
 
 
+def new_scratch(task: Task) -> Scratch:
+    """Memory of a rule that plays a task."""
+    return Scratch(
+        score=np.zeros(task.prior.shape, np.float32),
+        counts=np.zeros(task.prior.shape, np.float32),
+        last=np.zeros(task.prior.shape, np.int32),
+        lowest=np.zeros((task.gpus, len(task.prior)), np.float32),
+        worst=np.zeros((task.gpus, len(task.prior)), np.int32),
+    )
+
+
 @dataclass
 class Workload:
     """Sequences that rules are played on.
@@ -227,14 +240,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         self._state = new_state(self.task, 1)
-        n_layers, n_experts = self.trace.n_layers, self.trace.n_experts
-        self._scratch = Scratch(
-            score=np.zeros((n_layers, n_experts), np.float32),
-            counts=np.zeros((n_layers, n_experts), np.float32),
-            last=np.zeros((n_layers, n_experts), np.int32),
-            lowest=np.zeros((self.task.gpus, n_layers), np.float32),
-            worst=np.zeros((self.task.gpus, n_layers), np.int32),
-        )
+        self._scratch = new_scratch(self.task)
         groups = self.task.groups
         steps = np.where(groups >= 0, self.trace.seq_lens[groups], 0).max(1)
         self.lengths = np.minimum(steps, self.task.max_tokens)

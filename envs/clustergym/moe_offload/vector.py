@@ -27,6 +27,8 @@ class MoEOffloadVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64],
     episode and ignores its action. ``"SameStep"``: the observation returned at an episode's end is the next one's
     first; ``info["final_obs"]`` and ``info["final_info"]`` hold the last observation and the sums of the old one.
     ``"Disabled"``: call ``reset(options={"reset_mask": ended})``. ``options={"group": …}`` chooses sequences.
+
+    With ``device="cuda"`` the environments run on a GPU, and ``batch.tensors`` has the last observation there.
     """
 
     metadata = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -36,6 +38,7 @@ class MoEOffloadVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64],
         num_envs: int = 1,
         render_mode: str | None = None,
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
         if render_mode is not None:
@@ -43,7 +46,7 @@ class MoEOffloadVectorEnv(gymnasium.vector.VectorEnv[Any, npt.NDArray[np.int64],
         self.render_mode = None
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = self.metadata | {"autoreset_mode": self.autoreset_mode}
-        self.batch = OffloadBatch(config_from(OffloadConfig, options), num_envs)
+        self.batch = OffloadBatch(config_from(OffloadConfig, options), num_envs, device)
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = self._spaces()
         self.observation_space = batch_space(self.single_observation_space, num_envs)

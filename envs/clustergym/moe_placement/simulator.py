@@ -16,7 +16,14 @@ from clustergym.common.choices import index_of_choice
 from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.costs import MIGRATIONS, costs_of
 from clustergym.moe_placement.kernels.compile import device
-from clustergym.moe_placement.kernels.cost import add_links, migration_time, pass_times, with_migration
+from clustergym.moe_placement.kernels.cost import (
+    add_links,
+    compute_time,
+    exchange_time_on_links,
+    migration_time,
+    pass_times,
+    with_migration,
+)
 from clustergym.moe_placement.kernels.passes import count_pass
 from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
@@ -135,6 +142,7 @@ class Simulator:
             deals_one_node=int(self.profile.deals_one_node),
             draws=int(self.profile.draws),
         )
+        self._slower = _slower_links(self.cluster) if self.profile.transport != "allgather" else None
         self._identity = (self.model, self.cluster, self.profile, passes_per_interval, self.background_share)
 
     def __eq__(self, other: object) -> bool:
@@ -291,7 +299,7 @@ class Simulator:
         times = np.zeros((layers, interval.n_passes, N_PASS_PARTS))
         links, transfer_us = np.zeros((layers, gpus, gpus)), np.zeros(layers)
         for b in range(layers):
-            _write_times(state, b, self.topology, costs, times[b], links[b])
+            self._write_times(state, b, costs, times[b], links[b])
             transfer_us[b] = migration_time(state, b, costs)
         served_us = times.sum(2).mean(1)
         migration_us = transfer_us
@@ -322,9 +330,17 @@ class Simulator:
         times = np.zeros((interval.n_layers, interval.n_passes, N_PASS_PARTS))
         links = np.zeros((self.n_gpus, self.n_gpus))
         for b in range(interval.n_layers):
-            _write_times(state, b, self.topology, costs, times[b], links)
+            self._write_times(state, b, costs, times[b], links)
         total: npt.NDArray[np.float64] = times.sum(2)
         return total
+
+    def _write_times(self, state: SimulationState, b: int, costs: Costs, times: Any, links: Any) -> None:
+        """Write the times of all passes of layer ``b``, and add up its copies."""
+        if self._slower is None:
+            _write_times(state, b, self.topology, costs, times, links)
+        else:
+            back, copies = self._slower.T.copy(), np.zeros_like(self._slower)  # what is combined takes the way back
+            _write_times_on_links(state, b, self.topology, costs, self._slower, back, copies, times, links)
 
     def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
         """(L, G, G) bytes dispatched from row to column in a pass."""
@@ -355,3 +371,36 @@ def _write_times(state: Any, b: Any, topology: Any, costs: Any, times: Any, link
         dispatch, compute, combine = pass_times(state, b, w, topology, costs, -1)
         times[w, DISPATCH_US], times[w, COMPUTE_US], times[w, COMBINE_US] = dispatch, compute, combine
         add_links(state, b, w, topology, links)
+
+
+@device
+def _write_times_on_links(
+    state: Any, b: Any, topology: Any, costs: Any, slower: Any, back: Any, copies: Any, times: Any, links: Any
+) -> None:
+    """:func:`_write_times` where every pair of GPUs has a bandwidth of its own."""
+    for w in range(state.rows.shape[1]):
+        copies[:, :] = 0.0
+        add_links(state, b, w, topology, copies)
+        times[w, DISPATCH_US] = costs.dispatch_us + exchange_time_on_links(
+            copies, slower, topology.node_of, costs.dispatch_intra_us, costs.dispatch_inter_us
+        )
+        times[w, COMPUTE_US] = compute_time(state, b, w, costs, -1)
+        times[w, COMBINE_US] = costs.combine_us + exchange_time_on_links(
+            copies, back, topology.node_of, costs.combine_intra_us, costs.combine_inter_us
+        )
+        for g in range(copies.shape[0]):
+            for other in range(copies.shape[1]):
+                links[g, other] += copies[g, other]
+
+
+def _slower_links(cluster: ClusterSpec) -> npt.NDArray[np.float64] | None:
+    """(G, G) how many times as long a copy takes on each link as on an equal one; None if all are equal."""
+    if not cluster.link_gb_s:
+        return None
+    node = np.arange(cluster.n_gpus) // cluster.gpus_per_node
+    usual = np.where(node[:, None] == node, cluster.intra_gb_s, cluster.inter_gb_s)
+    links = np.array(cluster.link_gb_s)
+    np.fill_diagonal(links, 1.0)
+    slower: npt.NDArray[np.float64] = usual / links
+    np.fill_diagonal(slower, 0.0)
+    return slower

@@ -30,6 +30,21 @@ def parse_ranks(text: str, n_gpus: int) -> list[int]:
     return ranks
 
 
+def renumbered(n_gpus: int, lost: list[int]) -> str:
+    """Which rank becomes which, in runs: ``0–14 stay, 16–31 → 15–30``"""
+    left = [rank for rank in range(n_gpus) if rank not in lost]
+    runs: list[list[int]] = []
+    for new, old in enumerate(left):
+        if runs and old == runs[-1][1] + 1:
+            runs[-1][1] = old
+        else:
+            runs.append([old, old, new])
+    return ", ".join(
+        f"{first}–{last} stay" if first == new else f"{first}–{last} → {new}–{new + last - first}"
+        for first, last, new in runs
+    )
+
+
 def cluster_left(cluster: ClusterSpec, lost: list[int]) -> ClusterSpec:
     """The cluster without the lost ranks: one node if the nodes have not equally many left."""
     left = np.setdiff1d(np.arange(cluster.n_gpus), lost) // cluster.gpus_per_node
@@ -42,13 +57,14 @@ def cluster_left(cluster: ClusterSpec, lost: list[int]) -> ClusterSpec:
 
 
 def restore(
-    live: Placement, lost: list[int], loads: npt.NDArray[np.float64], more_moves: int = 0
+    live: Placement, lost: list[int], loads: npt.NDArray[np.float64], max_moves: int | None = None
 ) -> tuple[Placement, int]:
     """((L, ranks left, S) placement, experts that were lost): lost experts replace spare copies, all others stay.
 
     Args:
         loads: (L, E) load of each expert.
-        more_moves: moves beyond those of the lost experts, over all layers, where they balance most.
+        max_moves: moves over all layers; those beyond the lost experts are made where they balance most. By default
+            there are none.
     """
     kept = np.delete(live, lost, axis=1)
     n_experts = loads.shape[1]
@@ -64,6 +80,9 @@ def restore(
         n_lost += len(missing)
         for e in missing[np.argsort(-layer.loads[missing], kind="stable")]:
             layer.move(layer.best([int(e)])[1:])
+    if max_moves is not None and max_moves < n_lost:
+        raise ValueError(f"--max-moves is {max_moves}, but {n_lost} experts are lost and have to be placed")
+    more_moves = 0 if max_moves is None else max_moves - n_lost
     best = [layer.improvement() for layer in layers] if more_moves else []
     for _ in range(more_moves):
         l = int(np.argmax([gain for gain, _ in best]))
@@ -140,13 +159,13 @@ class Restored:
 
 
 def plan_without(
-    trace: TokenTrace, simulator: Simulator, traffic: Traffic, live: Placement, lost: list[int], more_moves: int,
-    passes: int = 8, share: float = 0.75, seed: int = 0,
+    trace: TokenTrace, simulator: Simulator, traffic: Traffic, live: Placement, lost: list[int],
+    max_moves: int | None = None, passes: int = 8, share: float = 0.75, seed: int = 0,
 ) -> Restored:  # fmt: skip
     """Plan on one part of the trace, measure on the rest. Lost ranks hold nothing and have no tokens."""
     before, after = trace.split(share, seed=seed)
     loads = before.loads().astype(np.float64)
-    placement, n_lost = restore(live, lost, loads, more_moves)
+    placement, n_lost = restore(live, lost, loads, max_moves)
     left = np.setdiff1d(np.arange(simulator.n_gpus), lost)
     small = Simulator(simulator.model, replace(simulator.cluster, n_nodes=1, gpus_per_node=len(left)))
     kept = live[:, left]

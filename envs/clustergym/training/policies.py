@@ -43,7 +43,11 @@ class _Positional(torch.nn.Module):
 
 
 def export_policy(
-    path: Path, network: torch.nn.Module, obs: Mapping[str, torch.Tensor], about: Mapping[str, Any]
+    path: Path,
+    network: torch.nn.Module,
+    obs: Mapping[str, torch.Tensor],
+    about: Mapping[str, Any],
+    any_rows: bool = False,
 ) -> None:
     """Write an ONNX program that computes the logits of both actors from a batch of observations of any size.
 
@@ -52,10 +56,14 @@ def export_policy(
         network: ``network(obs)`` returns the logits of the experts (B, R) and of the nodes for each expert (B, R, 3·G).
         obs: Example of a batch of observations. The numbers of experts and GPUs are fixed to those of the example.
         about: Where the policy comes from: the id and the options of the environment. Saved in the file.
+        any_rows: The network takes a table of any number of experts.
     """
     require("onnxscript", "train")
     example = tuple(obs[name][:1].detach().cpu().repeat_interleave(2, 0) for name in INPUTS)
-    batch = torch.export.Dim("batch")
+    shapes: dict[str, dict[int, Any]] = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
+    if any_rows:
+        rows = torch.export.Dim("rows", min=2)
+        shapes |= {name: {**shapes[name], 1: rows} for name in ("experts", "pairs", "action_mask")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own: deprecations inside torch
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
@@ -65,7 +73,7 @@ def export_policy(
             dynamo=True,
             input_names=INPUTS,
             output_names=OUTPUTS,
-            dynamic_shapes=(tuple({0: batch} for _ in INPUTS),),
+            dynamic_shapes=(tuple(shapes.values()),),
             verbose=False,
         )
     assert program is not None  # with dynamo=True
@@ -104,7 +112,9 @@ class Policy:
             ValueError: the observation is not of the task that the policy was trained on.
         """
         for name, shape in self._shapes.items():
-            if list(obs[name].shape[1:]) != shape:
+            # A dimension that may have any size is a name.
+            found = obs[name].shape[1:]
+            if len(found) != len(shape) or any(n != m for n, m in zip(found, shape, strict=True) if isinstance(m, int)):
                 raise ValueError(
                     f"{self.path} reads {name} of shape {tuple(shape)} per environment, not {obs[name].shape[1:]}: "
                     f"it was trained in {self.about['env_id']} with {self.about['env_args']}"

@@ -103,7 +103,7 @@ class Watch:
         message = FeedbackRequest(
             allocation_id=self.pod.allocation_id, owner=self.pod.owner, final=final, actual_usage=min(cores, 100.0),
             qos_met=window.met >= MET_SHARE * window.samples, pods=window.pods, oom=window.oom,
-            restarts=self.pod.restarts, memory_used=self.peak_memory_mb, pressure=window.pressure,
+            memory_used=self.peak_memory_mb, pressure=window.pressure,
         )  # fmt: skip
         return message.model_dump()
 

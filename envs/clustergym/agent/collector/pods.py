@@ -44,7 +44,6 @@ class ManagedPod:
     ready: bool
     finished: bool
     failed: bool
-    restarts: int
     endings: tuple[Ending, ...]
     qos_query: str | None
     qos_objective: float | None
@@ -77,7 +76,6 @@ def managed_pod(pod: dict[str, Any]) -> ManagedPod | None:
         ready=conditions.get("Ready") == "True",
         finished=phase in ("Succeeded", "Failed"),
         failed=phase == "Failed",
-        restarts=sum(int(one.get("restartCount") or 0) for one in statuses),
         endings=tuple(ending for one in statuses for ending in _endings(one)),
         qos_query=annotations.get(names.QOS_QUERY),
         qos_objective=_number(annotations, names.QOS_OBJECTIVE),

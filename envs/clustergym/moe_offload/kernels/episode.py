@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_offload.kernels.compile import inlined
+from clustergym.common.compiling import inlined
 from clustergym.moe_offload.kernels.memory import (
     begin,
     can_move,

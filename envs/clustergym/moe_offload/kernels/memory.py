@@ -7,7 +7,7 @@ next router result comes when it is done. Until then the links are free for pref
 
 from __future__ import annotations
 
-from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_offload.kernels.state import (
     COMPUTE,
     EVENT_AGAIN,
@@ -168,7 +168,8 @@ def next_visit(task, s, b):
             needed += 1
             age = min(t - max(s.last[b, l, e], -1), MAX_AGE - 1)
             for h in range(N_DECAYS):
-                s.counts[b, l, e, h] = s.counts[b, l, e, h] * task.decay[h, age] + (1.0 - task.decay[h, 1])
+                old = float(s.counts[b, l, e, h] * task.decay[h, age])
+                s.counts[b, l, e, h] = old + (1.0 - float(task.decay[h, 1]))
             s.last[b, l, e] = t
             if s.where[b, l, e] < 0:
                 missing += 1

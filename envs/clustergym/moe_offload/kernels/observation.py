@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_offload.kernels.compile import index, inlined
+from clustergym.common.compiling import index, inlined
 from clustergym.moe_offload.kernels.memory import can_move, distance, window
 from clustergym.moe_offload.kernels.state import (
     DECAYS,
@@ -121,7 +121,7 @@ def observe(task, s, b, o):
 @inlined
 def _expert(task, s, b, r, experts, pairs):
     """Features of the expert in row r, in ``experts`` (R, features) and ``pairs`` (R, G, 1)."""
-    layers, streams = s.where.shape[1], s.starts.shape[1]
+    layers = s.where.shape[1]
     l, e = s.places[b, r, 0], index(s.places[b, r, 1])
     t, here, at, d = s.clock[b, TOKEN], s.clock[b, LAYER], s.where[b, l, e], distance(task, s, b, l)
     served = t if l <= here else t - 1  # the last token that layer l has seen

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from clustergym.moe_offload.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_offload.kernels.memory import can_move, count_at, pool_of
 from clustergym.moe_offload.kernels.state import LAYER, MAX_AGE, OVER, POOL, TOKEN, TOKENS
 
@@ -96,7 +96,7 @@ def choose_evictions(task, s, b):
             # Of each expert, the entry is written; it stays if the GPU has the expert. A branch would be slower.
             found[others] = l * experts + i
             age = index(min(t - max(last[e], -1), MAX_AGE - 1))
-            scores[others] = counts[e, MIDDLE] * decay[age] + 0.15 * prior[e] + late
+            scores[others] = float(counts[e, MIDDLE] * decay[age]) + 0.15 * float(prior[e]) + late
             others += index(where[e] == gpu)
     _finish(task, s, b, _select(s, b, 0, np.int64(others), task.own_rows, n))
 
@@ -134,9 +134,9 @@ def choose_loads(task, s, b):
             e = index(i)
             if where[e] < 0:
                 age = index(min(t - max(last[e], -1), MAX_AGE - 1))
-                often = math.log(counts[e, MIDDLE] * decay[age] + 0.3 * prior[e] + 0.01)
+                often = math.log(float(counts[e, MIDDLE] * decay[age]) + 0.3 * float(prior[e]) + 0.01)
                 found[missing] = l * experts + i
-                scores[missing] = -often - 0.6 / active * likely[e]
+                scores[missing] = -often - 0.6 / active * float(likely[e])
                 missing += index(1)
         n = _select(s, b, 0, np.int64(missing), each, n)
     if n == 0:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_offload.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_offload.kernels.memory import begin, evict, next_visit, over, prefetch, window
 from clustergym.moe_offload.kernels.state import COMPUTE, LAYER, N_STATS, NOW, READY, STALL, TOKEN, TOKENS, Floats
 

@@ -173,3 +173,25 @@ def add_links(state, b, w, topology, links):
         for node in range(state.node_visits.shape[3]):
             if node != node_of[home]:
                 links[home, home + (node - node_of[home]) * per_node] += state.node_visits[b, w, home, node]
+
+
+@device
+def exchange_time_on_links(links, slower, node_of, intra_us, inter_us):
+    """µs of an exchange with ``links`` (G, G) copies from row to column, where a link takes ``slower`` (G, G) times as
+    long per copy as its kind does. As with equal links, the busiest GPU inside a node and the busiest one between nodes
+    count, sending and receiving apart.
+    """
+    near, far = 0.0, 0.0
+    for g in range(links.shape[0]):
+        sent_near, sent_far, received_near, received_far = 0.0, 0.0, 0.0, 0.0
+        for other in range(links.shape[0]):
+            sent, received = links[g, other] * slower[g, other], links[other, g] * slower[other, g]
+            if node_of[g] == node_of[other]:
+                sent_near += sent
+                received_near += received
+            else:
+                sent_far += sent
+                received_far += received
+        near = max(near, max(sent_near, received_near))
+        far = max(far, max(sent_far, received_far))
+    return near * intra_us + far * inter_us

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from numba import config, cuda
+from numba import cuda
 
+from clustergym.common.cuda_grid import launch
 from clustergym.moe_placement.kernels import candidates, lookahead
 from clustergym.moe_placement.kernels import episode as kernels
-
-THREADS = 64
 
 _draw_episode, _begin_episode, _one_step = kernels.draw_episode, kernels.begin_episode, kernels.step
 _start_from_eplb = kernels.start_from_eplb
@@ -47,31 +45,23 @@ def _propose(operations, mask, score, compact, episode, sim, obs, rules):
         _propose_one(episode, sim, obs, b, rules, operations[b], mask[b], score[b], compact[b])
 
 
-def _launch(kernel, n, *arguments):
-    if config.ENABLE_CUDASIM:
-        kernel[(n + THREADS - 1) // THREADS, THREADS](*arguments)
-        return
-    stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
-    kernel[(n + THREADS - 1) // THREADS, THREADS, stream](*arguments)
-
-
 def reset(where, state):
     """Begin new episodes where ``where`` (B,) is true. ``state`` is (episode, sim, stream, obs, trace, rules)."""
-    _launch(_reset, where.shape[0], where, *state)
+    launch(_reset, where.shape[0], where, *state)
 
 
 def step(choice, reward, state):
     """One operation in every environment, ``choice`` (2, B) of expert and node; writes ``reward`` (B,)."""
-    _launch(_step, choice.shape[1], choice, reward, *state)
+    launch(_step, choice.shape[1], choice, reward, *state)
 
 
 def look_ahead(experts, column, result, state):
     """What operations on ``experts`` (B, M) would save; writes ``result`` (B, M, G, …) from ``column`` on."""
     episode, sim, _, _, _, rules = state
-    _launch(_look_ahead, experts.shape[0], experts, column, result, episode, sim, rules)
+    launch(_look_ahead, experts.shape[0], experts, column, result, episode, sim, rules)
 
 
 def propose(operations, mask, score, compact, state):
     """The k most promising operations; writes (B, k + 1, 2), (B, k + 1), scratch and (B, features)."""
     episode, sim, _, obs, _, rules = state
-    _launch(_propose, mask.shape[0], operations, mask, score, compact, episode, sim, obs, rules)
+    launch(_propose, mask.shape[0], operations, mask, score, compact, episode, sim, obs, rules)

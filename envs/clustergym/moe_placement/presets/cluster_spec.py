@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 MAX_GPUS = 32_767
 """A GPU is a 16-bit integer in the simulator."""
@@ -35,6 +35,9 @@ class ClusterSpec:
     """Bandwidth of the memory, GB/s. An expert kernel reads weights faster or slower than on an H100 by this ratio."""
     bf16_tflops: float = 989.0
     """Dense bf16 peak, TFLOPS. An expert kernel computes faster or slower than on an H100 by this ratio."""
+    link_gb_s: tuple[tuple[float, ...], ...] = ()
+    """(G, G) measured bandwidth from each GPU (row) to each other one, GB/s; the diagonal is ignored. Empty: all links
+    inside a node are equal, and all between nodes."""
     source: str = field(default="", compare=False)
     """Where the figures come from."""
 
@@ -51,12 +54,25 @@ class ClusterSpec:
                 raise ValueError(
                     f"cluster {self.name!r}: {key} is {getattr(self, key)}: a bandwidth must be more than 0 GB/s"
                 )
+        object.__setattr__(self, "link_gb_s", tuple(tuple(map(float, row)) for row in self.link_gb_s))
+        if self.link_gb_s:
+            self._check_links()
         for key in ("memory_gb", "bf16_tflops"):
             if not getattr(self, key) > 0:
                 raise ValueError(f"cluster {self.name!r}: {key} is {getattr(self, key)}: expected more than 0")
         for key in ("intra_latency_us", "inter_latency_us"):
             if not getattr(self, key) >= 0:
                 raise ValueError(f"cluster {self.name!r}: {key} is {getattr(self, key)}: expected 0 µs or more")
+
+    def _check_links(self) -> None:
+        if {len(self.link_gb_s), *map(len, self.link_gb_s)} != {self.n_gpus}:
+            raise ValueError(f"cluster {self.name!r}: link_gb_s is not {self.n_gpus} × {self.n_gpus}: one row per GPU")
+        for i, row in enumerate(self.link_gb_s):
+            for j, value in enumerate(row):
+                if i != j and not 0 < value < inf:
+                    raise ValueError(
+                        f"cluster {self.name!r}: link_gb_s from GPU {i} to GPU {j} is {value}: expected more than 0"
+                    )
 
     @property
     def n_gpus(self) -> int:

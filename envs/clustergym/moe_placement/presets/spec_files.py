@@ -73,7 +73,8 @@ def read_model(path: Path) -> ModelSpec:
 def read_cluster(path: Path, of_gpu: Callable[[str, str, int, int], ClusterSpec]) -> ClusterSpec:
     """A cluster from a YAML file whose keys are the fields of :class:`ClusterSpec`.
 
-    ``gpu: h200`` fills in the figures of that GPU. ``links:`` may hold the bandwidths and latencies.
+    ``gpu: h200`` fills in the figures of that GPU. ``links:`` may hold the bandwidths and latencies. A measured matrix
+    is ``link_gb_s`` or, as times, ``link_us_per_mb``; the two bandwidths of nodes then follow from it.
     """
     values = _read_yaml(path)
     links = values.pop("links", {})
@@ -81,14 +82,43 @@ def read_cluster(path: Path, of_gpu: Callable[[str, str, int, int], ClusterSpec]
         raise ValueError(f"{path}: links is {links!r}: expected a mapping of bandwidths and latencies")
     if twice := sorted(set(links) & set(values)):
         raise ValueError(f"{path}: {twice[0]} is given twice")
-    gpu = values.pop("gpu", None)
+    gpu, matrix = values.pop("gpu", None), _matrix(values, path)
     values = _checked({"name": path.stem} | values | links, ClusterSpec, path)
+    values = _of_matrix(matrix, values) | values if matrix else values
     try:
         if gpu is None:
             return ClusterSpec(**({"source": str(path)} | values))
         return replace(of_gpu(str(gpu), values["name"], values["n_nodes"], values["gpus_per_node"]), **values)
     except ValueError as error:
         raise _naming(path, error) from error
+
+
+def _matrix(values: dict[str, Any], path: Path) -> tuple[tuple[float, ...], ...]:
+    """The matrix of bandwidths in GB/s, taken out of ``values``; empty if there is none."""
+    given = [key for key in ("link_gb_s", "link_us_per_mb") if key in values]
+    if not given:
+        return ()
+    rows = values.pop(given[0])
+    numbers = isinstance(rows, list) and all(
+        isinstance(row, list) and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in row)
+        for row in rows
+    )
+    if len(given) > 1 or not numbers:
+        raise ValueError(f"{path}: expected one of link_gb_s and link_us_per_mb, a list of rows of numbers")
+    if given[0] == "link_gb_s":
+        return tuple(tuple(map(float, row)) for row in rows)
+    return tuple(tuple(1e3 / v if v > 0 else 0.0 for v in row) for row in rows)  # 1 MB in 1 µs is 1000 GB/s
+
+
+def _of_matrix(matrix: tuple[tuple[float, ...], ...], values: dict[str, Any]) -> dict[str, Any]:
+    """The matrix, and the bandwidth at which its mean time per byte is that inside a node and between nodes."""
+    per_node, times = values.get("gpus_per_node", 0), {"intra_gb_s": [0.0], "inter_gb_s": [0.0]}
+    for i, row in enumerate(matrix):
+        for j, value in enumerate(row):
+            if i != j and value > 0 and per_node:
+                times["intra_gb_s" if i // per_node == j // per_node else "inter_gb_s"].append(1 / value)
+    means = {key: (len(each) - 1) / sum(each) for key, each in times.items() if len(each) > 1}
+    return {"link_gb_s": matrix} | means
 
 
 def _naming(path: Path, error: ValueError) -> ValueError:

@@ -19,6 +19,9 @@ from clustergym.plans.report.story import Story
 from clustergym.plans.report.tables import plan_cells, plan_memory, profile_cells, profile_columns
 from clustergym.plans.slots import SlotCurve
 
+MOST_GPUS_DRAWN = 64
+"""With more GPUs, loads and traffic are drawn by node, and placements of one node at a time."""
+
 
 def write_report(
     path: Path,
@@ -148,14 +151,18 @@ def _data(plan: Plan) -> dict[str, Any]:
         "layers": [int(l) for l in plan.layer_ids],
         "gpus": plan.simulator.n_gpus,
         "perNode": cluster.gpus_per_node,
-        "planners": {name: _drawn(o) for name, o in plan.outcomes.items()},
+        "byNode": plan.simulator.n_gpus > MOST_GPUS_DRAWN,
+        "planners": {name: _drawn(o, cluster.gpus_per_node) for name, o in plan.outcomes.items()},
         "loads": np.round(plan.expert_pairs, 1).tolist(),
         "tokenKB": plan.model.hidden * plan.model.dispatch_bytes / 1e3,
     }
 
 
-def _drawn(outcome: Outcome) -> dict[str, Any]:
+def _drawn(outcome: Outcome, gpus_per_node: int) -> dict[str, Any]:
     copies = outcome.copies
+    if copies is not None and copies.shape[1] > MOST_GPUS_DRAWN:
+        layers, nodes = len(copies), copies.shape[1] // gpus_per_node
+        copies = copies.reshape(layers, nodes, gpus_per_node, nodes, gpus_per_node).sum((2, 4))
     return {
         "pairs": np.round(outcome.pairs).astype(int).tolist(),
         "peak": np.round(outcome.peak_pairs, 1).tolist(),

@@ -2,6 +2,8 @@
 const D = JSON.parse(document.getElementById("data").textContent);
 const names = Object.keys(D.planners), L = D.layers.length, G = D.gpus;
 const baseline = D.baseline;
+// Many GPUs are drawn by node: U units with a name each.
+const byNode = D.byNode, U = byNode ? G / D.perNode : G, unit = byNode ? "node" : "GPU";
 
 // Planners differ in dash, marker and fill, not only in colour.
 const STYLES = {
@@ -159,25 +161,28 @@ function drawParts() {
 // Charts of one layer. Traffic is also shown as the mean of all layers (layer < 0).
 
 function drawBars(layer) {
-  const at = Math.max(layer, 0), loads = Object.fromEntries(names.map(n => [n, D.planners[n].pairs[at]]));
-  const W = width(), thin = 7, row = names.length * (thin + 1) + 8, H = G * row + 24, x0 = 64;
+  const at = Math.max(layer, 0), busiest = pairs => !byNode ? pairs :
+    [...Array(U).keys()].map(u => Math.max(...pairs.slice(u * D.perNode, (u + 1) * D.perNode)));
+  const loads = Object.fromEntries(names.map(n => [n, busiest(D.planners[n].pairs[at])]));
+  const W = width(), thin = 7, row = names.length * (thin + 1) + 8, H = U * row + 24, x0 = 64;
   const top = Math.max(...names.flatMap(n => loads[n])), x = v => x0 + (W - x0 - 56) * v / top;
-  const s = svg(W, H, `load of each GPU in layer ${D.layers[at]}, one bar per planner`);
-  document.getElementById("bars-title").textContent = `Load of each GPU in layer ${D.layers[at]}`;
-  for (let g = 0; g < G; g++) {
+  const s = svg(W, H, `load of each ${unit} in layer ${D.layers[at]}, one bar per planner`);
+  document.getElementById("bars-title").textContent =
+    `Load of ${byNode ? "the busiest GPU of each node" : "each GPU"} in layer ${D.layers[at]}`;
+  for (let g = 0; g < U; g++) {
     const y = g * row + 4;
-    if (g % D.perNode === 0 && g) s.append(line(0, y - 4, W, y - 4, {class: "axis"}));
-    s.append(text(0, y + row / 2, `GPU ${g}`, {"dominant-baseline": "middle"}));
+    if (!byNode && g % D.perNode === 0 && g) s.append(line(0, y - 4, W, y - 4, {class: "axis"}));
+    s.append(text(0, y + row / 2, `${unit} ${g}`, {"dominant-baseline": "middle"}));
     names.forEach((n, k) => {
       const v = loads[n][g], top = y + k * (thin + 1);
       s.append(titled(el("rect", {x: x0, y: top, width: Math.max(1, x(v) - x0), height: thin, ...style(n).fill}),
-        `GPU ${g}, ${n}: ${round(v, 0)} pairs`));
+        `${unit} ${g}, ${n}: ${round(v, 0)} pairs`));
       if (v === Math.max(...loads[n])) {
         s.append(text(x(v) + 4, top + thin / 2 + .5, round(v, 0), {"font-size": 10, "dominant-baseline": "middle"}));
       }
     });
   }
-  const even = sum(loads[D.chosen]) / G;
+  const even = sum(D.planners[D.chosen].pairs[at]) / G;
   s.append(line(x(even), 0, x(even), H - 18, {stroke: "var(--ink)", "stroke-dasharray": "4 3"}));
   s.append(text(x(even), H - 4, `even: ${round(even, 0)}`, {"text-anchor": "middle", class: "quiet"}));
   show("bars", s);
@@ -206,13 +211,14 @@ function replicas(name, layer) {
 function drawPlacements(layer) {
   const at = Math.max(layer, 0), both = [baseline, D.chosen].map(n => replicas(n, at));
   const top = Math.max(...both.flatMap(b => b.slots.flat().map(b.load)));
-  const S = both[0].slots[0].length, cell = 30, height = 24, x0 = 52;
+  const S = both[0].slots[0].length, cell = 30, height = 24, x0 = 52, rows = byNode ? D.perNode : G;
+  const first = byNode ? D.perNode * Number(document.getElementById("node").value) : 0;
   show("placement", ...[baseline, D.chosen].map((n, k) => {
-    const b = both[k], s = svg(x0 + S * cell + 2, G * height + 2, `placement of layer ${D.layers[at]} by ${n}`);
-    b.slots.forEach((row, g) => {
-      const y = g * height;
+    const b = both[k], s = svg(x0 + S * cell + 2, rows * height + 2, `placement of layer ${D.layers[at]} by ${n}`);
+    b.slots.slice(first, first + rows).forEach((row, i) => {
+      const y = i * height, g = first + i;
       s.append(text(0, y + 16, `GPU ${g}`, {"font-size": 11}));
-      if (g % D.perNode === 0 && g) s.append(line(0, y + .5, x0 + S * cell, y + .5, {stroke: "var(--ink)"}));
+      if (g % D.perNode === 0 && i) s.append(line(0, y + .5, x0 + S * cell, y + .5, {stroke: "var(--ink)"}));
       [...row].sort((a, c) => b.load(c) - b.load(a)).forEach((e, i) => {
         const v = b.load(e) / top, x = x0 + i * cell, copies = b.copies.get(e);
         const box = {x: x + 1.5, y: y + 2.5, width: cell - 3, height: 20};
@@ -223,7 +229,7 @@ function drawPlacements(layer) {
           {"text-anchor": "middle", "font-size": 11, style: `fill:${textOnHeat(v)};pointer-events:none`}));
       });
     });
-    return panel(n, s, `layer ${D.layers[at]}`);
+    return panel(n, s, `layer ${D.layers[at]}${byNode ? `, node ${first / D.perNode}` : ""}`);
   }));
   drawScale("legend-heat", "0", `${round(top, 0)} tokens per pass`);
 }
@@ -238,19 +244,19 @@ function drawTraffic(layer) {
     return chosen.map(row => row.map(v => v * D.tokenKB / 1e3));
   };
   const both = [baseline, D.chosen].map(megabytes), top = Math.max(...both.flat(2)) || 1;
-  const cell = Math.max(11, Math.min(26, 400 / G)), x0 = 30, end = x0 + G * cell;
+  const cell = Math.max(11, Math.min(26, 400 / U)), x0 = 30, end = x0 + U * cell;
   show("traffic", ...[baseline, D.chosen].map((n, k) => {
-    const s = svg(end + 2, end + 2, `traffic between GPUs, ${n}`);
-    for (let g = 0; g < G; g += cell < 16 ? 4 : 1) {
+    const s = svg(end + 2, end + 2, `traffic between ${unit}s, ${n}`);
+    for (let g = 0; g < U; g += cell < 16 ? 4 : 1) {
       s.append(text(x0 - 4, x0 + g * cell + cell / 2 + 4, g, {"text-anchor": "end", "font-size": 10}));
       s.append(text(x0 + g * cell + cell / 2, x0 - 6, g, {"text-anchor": "middle", "font-size": 10}));
     }
     both[k].forEach((row, i) => row.forEach((v, j) => {
-      if (i === j) return;
+      if (i === j && !byNode) return;
       const box = {x: x0 + j * cell, y: x0 + i * cell, width: cell - .6, height: cell - .6, fill: heat(v / top)};
-      s.append(titled(el("rect", box), `GPU ${i} → GPU ${j}: ${round(v, 2)} MB`));
+      s.append(titled(el("rect", box), `${unit} ${i} → ${unit} ${j}: ${round(v, 2)} MB`));
     }));
-    for (let g = 0; g <= G; g += D.perNode) {
+    for (let g = 0; g <= U; g += byNode ? U : D.perNode) {
       const at = x0 + g * cell;
       s.append(line(at, x0, at, end, thick), line(x0, at, end, at, thick));
     }
@@ -337,7 +343,12 @@ function drawAll() {
   drawPeaks();
   drawLayer(current);
 }
-const slider = document.getElementById("layer");
+const slider = document.getElementById("layer"), node = document.getElementById("node");
+if (byNode) {
+  node.max = U - 1;
+  node.addEventListener("input", () => drawPlacements(current));
+  document.getElementById("traffic-title").textContent = "Traffic between nodes, and inside them";
+} else document.getElementById("pick-node").remove();
 slider.max = L - 1;
 slider.value = 0;
 slider.addEventListener("input", () => drawLayer(Number(slider.value)));

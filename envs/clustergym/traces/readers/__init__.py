@@ -20,8 +20,7 @@ ENGINES = {
     "sglang": "recorder dumps (stat, per_pass, per_token: .pt), or HTTP responses (.json, .jsonl, base64 lines)",
     "vllm": "routed_experts as .npy, or HTTP responses (.json, .jsonl, base64 lines)",
     "tensorrt-llm": "expert statistics: the folder with meta_info.json and rank*.safetensors",
-    "load-history": "expert-load.json of the data set abmfy/eplb-openevolve",
-    "load-table": "loads per layer and expert as .csv or .parquet",
+    "load-table": "loads per layer and expert as .csv",
 }
 """Engine → files that it writes."""
 

@@ -44,14 +44,12 @@ def _of_file(path: Path) -> str | None:
         return "tensorrt-llm"
     if path.suffix == ".npy":
         return "vllm"
-    if path.suffix in (".csv", ".parquet"):
+    if path.suffix == ".csv":
         return "load-table"
     if path.suffix not in (".json", ".jsonl", ".txt", ".b64"):
         return None
     with open(path, "rb") as file:
         head = file.read(_HEAD).decode("ascii", "replace")
-    if path.suffix == ".json" and ('"load_history"' in head or '"logical_expert_load"' in head):
-        return "load-history"
     # Both engines send base64. vLLM sends a .npy file.
     answer = re.search(rf'"{KEY}"\s*:\s*"(.{{0,8}})', head) or re.match(r"\s*([A-Za-z0-9+/]{8})", head)
     if answer is None:

@@ -1,4 +1,4 @@
-"""Tables of expert loads, CSV or Parquet, as load studies publish them (for example aiconfigurator's).
+"""Tables of expert loads as CSV.
 
 Long form: one row per layer and expert (``layer``, ``expert``, ``num_tokens``). Wide form: one row per layer, with one
 list of all experts (``layer``, ``num_tokens_per_expert``). A column ``step`` may tell steps apart.
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from clustergym.traces.load_trace import LoadTrace
 from clustergym.traces.readers.base import ReadOptions, expand
-from clustergym.traces.readers.parquet import columns_of, open_parquet
 from clustergym.traces.token_trace import MAX_EXPERTS
 
 STEP = ("step", "iter", "iteration", "window", "forward_pass_id")
@@ -27,7 +26,6 @@ COUNT = ("num_tokens", "count", "tokens", "token_count", "load", "expert_load")
 LISTS = ("num_tokens_per_expert", "tokens_per_expert", "expert_loads", "logical_count")
 SHARE_TOKENS = 1_000_000
 """Loads that are shares, not counts, are multiplied by this."""
-_ROWS = 1 << 16
 _MAX_LAYERS = 10_000
 _SMALL_CELLS = 1 << 24
 
@@ -37,7 +35,7 @@ Rows = npt.NDArray[np.float64]
 
 def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
     """The loads of all files. Layers keep the numbers of the table, which should be the global ones."""
-    parts = [_read_file(path) for path in expand(paths, "*.csv", "*.parquet")]
+    parts = [_rows(_columns(path), path) for path in expand(paths, "*.csv")]
     rows = np.concatenate(parts) if parts else np.empty((0, 4))
     if not len(rows):
         raise ValueError("no loads in the files: nothing to import")
@@ -62,12 +60,6 @@ def read(paths: Sequence[Path], options: ReadOptions) -> LoadTrace:
     return LoadTrace(counts, layers, options.expected_top_k, options.model_name, options.name)
 
 
-def _read_file(path: Path) -> Rows:
-    batches = _csv_columns(path) if path.suffix == ".csv" else _parquet_columns(path)
-    rows = [_rows(columns, path) for columns in batches]
-    return np.concatenate(rows) if rows else np.empty((0, 4))
-
-
 def _pick(names: Sequence[str], wanted: Sequence[str]) -> str | None:
     known = {name.strip().lower(): name for name in names}
     return next((known[name] for name in wanted if name in known), None)
@@ -87,7 +79,8 @@ def _roles(names: Sequence[str], path: Path) -> dict[str, str]:
     return roles
 
 
-def _csv_columns(path: Path) -> list[dict[str, Any]]:
+def _columns(path: Path) -> dict[str, list[str]]:
+    """Role → its values, as text."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             table = list(csv.reader(file))
@@ -100,16 +93,10 @@ def _csv_columns(path: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
             raise ValueError(f"{path}, row {number}: {len(row)} values for {len(names)} columns")
-    return [{role: [row[names.index(name)] for row in rows] for role, name in roles.items()}]
+    return {role: [row[names.index(name)] for row in rows] for role, name in roles.items()}
 
 
-def _parquet_columns(path: Path) -> list[dict[str, Any]]:
-    roles = _roles(columns_of(path), path)
-    batches = open_parquet(path, tuple(roles.values()), _ROWS)
-    return [{role: batch[name] for role, name in roles.items()} for batch in batches]
-
-
-def _rows(columns: dict[str, Any], path: Path) -> Rows:
+def _rows(columns: dict[str, list[str]], path: Path) -> Rows:
     layers = _numbers(columns["layer"], "layer", path)
     steps = _numbers(columns["step"], "step", path) if "step" in columns else np.zeros(len(layers))
     if "lists" not in columns:
@@ -132,10 +119,9 @@ def _numbers(values: Any, what: str, path: Path) -> npt.NDArray[np.float64]:
     return numbers
 
 
-def _list(value: Any, path: Path) -> npt.NDArray[np.float64]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: {value[:40]!r} is not a list of loads") from error
-    return _numbers(value if isinstance(value, (list, np.ndarray)) else [value], "loads", path)
+def _list(text: str, path: Path) -> npt.NDArray[np.float64]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {text[:40]!r} is not a list of loads") from error
+    return _numbers(value if isinstance(value, list) else [value], "loads", path)
