@@ -71,9 +71,9 @@ ALLOCATION = [
 OFFLOAD = [
     OffloadTask(
         name.lower() or "pool", f"MoEOffload{name}-v0", "tiny_decode", "", streams, 128,
-        options={key: getattr(OffloadConfig(**arguments), key) for key in SERVED} | {"expert_mb": 13.2},
+        options={key: getattr(OffloadConfig(**task.arguments), key) for key in SERVED} | {"expert_mb": 13.2},
     )
-    for (name, arguments), streams in zip(OFFLOADING.items(), (48, 48, 12, 48), strict=True)
+    for (name, task), streams in zip(OFFLOADING.items(), (48, 48, 12, 48), strict=True)
 ]  # fmt: skip
 
 

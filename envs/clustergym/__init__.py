@@ -68,8 +68,8 @@ def _register_with_pettingzoo(name: str) -> None:
 for _id, (_kind, _task) in placement_ids().items():
     _register(_id, *(f"moe_placement.{entry}" for entry in KINDS[_kind]), **_task.arguments)
 for _form, _classes in OFFLOADING_KINDS.items():
-    for _variant, _arguments in OFFLOADING.items():
-        _register(f"MoEOffload{_variant}{_form}-v0", *(f"moe_offload.{name}" for name in _classes), **_arguments)
+    for _variant, _task in OFFLOADING.items():
+        _register(f"MoEOffload{_variant}{_form}-v0", *(f"moe_offload.{name}" for name in _classes), **_task.arguments)
 _ALLOCATION = ("gpu_allocation.environment:GPUAllocationEnv", "gpu_allocation.vector:GPUAllocationVectorEnv")
 _register("GPUAllocation-v0", *_ALLOCATION)
 _register("GPUAllocationHistory-v0", *_ALLOCATION, history=True)

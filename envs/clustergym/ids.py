@@ -34,7 +34,7 @@ REFERENCE_SCORES = Path(__file__).parent / "reference_scores.json"
 
 
 class Task(NamedTuple):
-    """One placement task."""
+    """One task."""
 
     why: str
     """What is to be learned here that is not in the other tasks."""
@@ -100,13 +100,16 @@ KINDS = {
 }
 """First part of an id → module and class of the single and of the vector environment."""
 
-OFFLOADING: dict[str, dict[str, Any]] = {
-    "": {},
-    "Busy": {"link": "pcie4"},
-    "Batch": {"batch": 4, "slots": 0.5},
-    "Node": {"gpus": 4},
-}
-"""Variant of the offloading task → its arguments: ``MoEOffloadBusy-v0``, ``MoEOffloadBusyFlat-v0``."""
+OFFLOADING: dict[str, Task] = {
+    "": Task("The first task: one pool of slots for 37.5 % of all experts, and time to load some ahead.", {}, True),
+    "Busy": Task("PCIe 4: the link is busy with demand loads, so it counts what is evicted.", {"link": "pcie4"}, True),
+    "Batch": Task(
+        "Four sequences together: a layer needs more experts, and they share what is loaded.",
+        {"batch": 4, "slots": 0.5}, True,
+    ),
+    "Node": Task("Four GPUs with links of their own: on which of them should an expert be?", {"gpus": 4}, True),
+}  # fmt: skip
+"""Variant of the offloading task: ``MoEOffloadBusy-v0``, ``MoEOffloadBusyFlat-v0``."""
 OFFLOADING_KINDS = {
     "": ("environment:MoEOffloadEnv", "vector:MoEOffloadVectorEnv"),
     "Flat": ("flat:MoEOffloadFlatEnv", "flat:MoEOffloadFlatVectorEnv"),

@@ -80,10 +80,13 @@ def test_submitted_agents_act_in_any_form_of_the_environment() -> None:
     found = result("agent", f"{LIGHT}:first_legal")
     assert found.reference["entry_ms"] == pytest.approx(first_legal_stalls("MoEOffload-v0"))
     assert not found.failures
-    # The number 0 is legal when a visit can be ended, and refused by the environment when an eviction is due.
+    # The number 0 ends a visit. When an eviction is due, it is illegal, and the first row is evicted instead.
     flat = result("agent", f"{LIGHT}:always_zero", replace(TASK, streams=1, max_tokens=1), "MoEOffloadFlat-v0")
     assert len(flat.scores) == 1
-    assert not flat.failures
+    assert flat.metrics["prefetches_per_token"] == 0
+    assert flat.metrics["loads_per_token"] > 0
+    assert 0 < flat.metrics["failed"] < 1
+    assert flat.failures[0] == "action 0 is illegal here: see the mask"
     with pytest.raises(ValueError, match="most actions fail, the last one: KeyError: 'no such key'"):
         result("agent", f"{LIGHT}:no_such_key")
 
@@ -97,6 +100,7 @@ class LeastUsed(torch.nn.Module):
         return rows, torch.where(mask, torch.tensor([1.0, 0.0, 2.0]), -1e8)
 
 
+@pytest.mark.slow
 def test_policies_of_run_folders_and_random_networks(tmp_path: Path) -> None:
     env = make_environment("MoEOffload-v0", 2)
     obs = {name: torch.from_numpy(array) for name, array in env.reset(seed=0)[0].items()}

@@ -69,7 +69,7 @@ def test_pettingzoo_api_tests_pass(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("variant", OFFLOADING)
 def test_all_forms_play_the_same_game(variant: str) -> None:
     """Single, vector, flat, flat vector, parallel and AEC environments, step for step, with the same actions."""
-    n, options = 3, OFFLOADING[variant] | TINY
+    n, options = 3, OFFLOADING[variant].arguments | TINY
     singles = [gymnasium.make(f"MoEOffload{variant}-v0", **TINY) for _ in range(n)]
     flats = [gymnasium.make(f"MoEOffload{variant}Flat-v0", **TINY) for _ in range(n)]
     parallels = [moe_offload_v0.parallel_env(**options) for _ in range(n)]
@@ -278,7 +278,7 @@ def test_columns_of_a_predictor(batch: int) -> None:
 @pytest.mark.parametrize("variant", OFFLOADING)
 def test_states_continue_bit_for_bit(variant: str) -> None:
     """Vector, parallel and AEC environments; also in another environment, and after pickling."""
-    options = OFFLOADING[variant] | {"max_tokens": 3}
+    options = OFFLOADING[variant].arguments | {"max_tokens": 3}
     rngs = [np.random.default_rng(i) for i in range(4)]
     vector = MoEOffloadVectorEnv(4, autoreset_mode=SAME, **options)
     obs, _ = vector.reset(seed=2)

@@ -289,13 +289,21 @@ def _network(entry: Entry) -> Player:
 
 
 def _acting(agent: SubmittedAgent, env: Any) -> Act:
-    """Submitted code in a vector of one environment. A failed decision ends the visit, or evicts the first row."""
+    """Submitted code in a vector of one environment.
+
+    Instead of a decision that fails or is illegal, the visit ends or the first row is evicted: an eviction that is
+    never made would never end.
+    """
 
     def act(observations: Any) -> Any:
         obs = {name: x[0] for name, x in observations.items()} if isinstance(observations, dict) else observations[0]
         mask = env.unwrapped.action_masks()[0]
-        legal = int(mask.argmax())
-        fallback = np.array(divmod(legal, mask.shape[1])) if mask.ndim == 2 else np.int64(legal)
-        return np.asarray(agent.act(obs, env.single_action_space, fallback))[None]
+        first = int(mask.argmax())
+        fallback = np.array(divmod(first, mask.shape[1])) if mask.ndim == 2 else np.int64(first)
+        action = np.asarray(agent.act(obs, env.single_action_space, fallback))
+        if not mask[tuple(action.ravel().tolist())]:
+            agent.failures.append(f"action {action.tolist()} is illegal here: see the mask")
+            action = np.asarray(fallback)
+        return action[None]
 
     return act
