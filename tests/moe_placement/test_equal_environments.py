@@ -65,6 +65,7 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
     assert info == {}
     rng = np.random.default_rng(0)
     length, ended = options["intervals"] * LAYERS * OPS, 0
+    returns = np.zeros(3)
     for step in range(2 * length + 5):
         assert obs in vector.observation_space
         for i in range(3):
@@ -77,6 +78,7 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
             assert rewards[i] == reward
             assert terminated[i] == done == ((step + 1) % length == 0)
             mine[i] = last
+            returns[i] += reward
             for name in STEP_INFO:
                 assert infos[f"_{name}"][i]
                 assert infos[name][i] == info[name]
@@ -84,6 +86,9 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
                 assert infos["_final_obs"][i]
                 assert infos["_final_info"][i]
                 assert same(infos["final_obs"][i], last)
+                for_cleanrl = info.pop("final_info")["episode"]
+                assert for_cleanrl == {"r": pytest.approx(returns[i]), "l": length}
+                returns[i] = 0
                 assert {name: infos["final_info"][name][i] for name in info} == info
                 assert {"time_us", "served_us", "migration_us", "saved_vs_start", "legal"} <= info.keys()
                 assert ("saved_vs_eplb" in info) == options.get("compare_eplb", False)
@@ -197,6 +202,7 @@ def test_parallel_env_is_the_gymnasium_one_split_in_two() -> None:
         assert rewards == {"expert": reward, "gpu": reward}
         assert ends == {"expert": done, "gpu": done}
         assert cuts == {"expert": False, "gpu": False}
+        info.pop("final_info", None)  # only Gymnasium's form has it
         assert infos == {"expert": info, "gpu": info}
     assert parallel.agents == []
 

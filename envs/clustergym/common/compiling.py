@@ -177,7 +177,7 @@ def _warn() -> None:
     if not _warned:
         _warned = True
         logging.getLogger("clustergym").warning(
-            "compiling the simulator for this machine: one to two minutes, once; the result is cached on disk"
+            "compiling the simulator for this machine: about a minute, once; the result is cached on disk"
         )
 
 
