@@ -27,10 +27,9 @@ from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
 from clustergym.moe_offload.evaluation import Act, Player, play_networks, row_of
-from clustergym.moe_offload.predictor import Predictor
 from clustergym.moe_offload.rules import RULES as OFFLOAD_RULES
 from clustergym.moe_offload.rules import Outcome, Workload, tune_all
-from clustergym.moe_offload.simulator import build_task, parts_of
+from clustergym.moe_offload.simulator import build_task, load_predictor, parts_of
 from clustergym.moe_offload.tables import Tables, first_tokens
 from clustergym.planners.base import Planner
 from clustergym.planners.budget import WithinBudget
@@ -226,7 +225,7 @@ def run_offload(task: OffloadTask, entry: Entry) -> TaskResult:
     config = task.config
     assert isinstance(config.trace, TokenTrace)
     assert isinstance(config.fit_on, Tables)
-    predictor = Predictor.load(Path(entry.predictor)) if entry.predictor else None
+    predictor = load_predictor(Path(entry.predictor) if entry.predictor else None)
     test = Workload(build_task(config), config.trace, config.fit_on, predictor)
 
     def rule(name: str) -> tuple[Outcome, float]:
