@@ -198,7 +198,7 @@ async def _pods(port: int, until_s: float, load: Load, rng: random.Random, pause
         async with Connection(port) as connection:
             while time.perf_counter() < until_s:
                 if pause_s:
-                    await asyncio.sleep(pause_s)
+                    await asyncio.sleep(rng.uniform(0, 2 * pause_s))  # or all connections would send at once
                 requested = rng.choice((20, 40, 60, 80))
                 body = {
                     "owner": f"team/{rng.randrange(200)}", "cores": requested, "memory": 4000,

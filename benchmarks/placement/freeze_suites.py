@@ -10,14 +10,26 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, fields, replace
 
-from clustergym.bench.suites import FOLDER, AllocationTask, Limits, PlacementTask, Suite, trace_sha256, workload_sha256
+from clustergym.bench.suites import (
+    FOLDER,
+    AllocationTask,
+    Limits,
+    OffloadTask,
+    PlacementTask,
+    Suite,
+    trace_sha256,
+    workload_sha256,
+)
 from clustergym.gpu_allocation.specs import AllocationConfig
 from clustergym.gpu_allocation.workload import load_workload
+from clustergym.ids import OFFLOADING
+from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_placement.specs import get_model
 from clustergym.planners.evaluation import deal_streams
 from clustergym.traces import SyntheticConfig
 
 RECORDED = "tiny_moe_domains"
+SERVED = ("slots", "per_layer", "gpus", "batch", "link")
 LIMITS = Limits(seconds=20.0, memory_mb=6144, start_seconds=120.0)
 
 
@@ -56,6 +68,13 @@ ALLOCATION = [
     AllocationTask("history", "GPUAllocationHistory-v0", 64, options=OPTIONS),
     AllocationTask("history-without-waiting", "GPUAllocationHistory-v0", 64, options=OPTIONS | {"reward": "seed"}),
 ]
+OFFLOAD = [
+    OffloadTask(
+        name.lower() or "pool", f"MoEOffload{name}-v0", "tiny_decode", "", streams, 128,
+        options={key: getattr(OffloadConfig(**arguments), key) for key in SERVED} | {"expert_mb": 13.2},
+    )
+    for (name, arguments), streams in zip(OFFLOADING.items(), (48, 48, 12, 48), strict=True)
+]  # fmt: skip
 
 
 def main() -> None:
@@ -81,6 +100,13 @@ def main() -> None:
             "between the rule grant (0) and an oracle (1).",
             tuple(replace(t, data_sha256=workload_sha256(load_workload(None)), limits=LIMITS) for t in ALLOCATION),
             ("requests-only", "history"),
+        ),
+        Suite(
+            "offload-v1",
+            "Decide which experts of a model stay in GPU memory, token by token, and which are loaded ahead. Score: "
+            "share of LRU's stall on the same sequence that is saved.",
+            tuple(replace(t, data_sha256=trace_sha256(t.load()), limits=LIMITS) for t in OFFLOAD),
+            ("pool",),
         ),
     ]
     for suite in suites:

@@ -149,9 +149,9 @@ class _ScoresCandidates:
         self.optimizer = self.optimizer_class(self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs)
 
 
-class CandidatePolicy(_ScoresCandidates, ActorCriticPolicy):  # type: ignore[misc]
+class CandidatePolicy(_ScoresCandidates, ActorCriticPolicy):
     """A policy for ``PPO`` on the flat placement task: ``PPO(CandidatePolicy, env)``."""
 
 
-class MaskableCandidatePolicy(_ScoresCandidates, MaskableActorCriticPolicy):  # type: ignore[misc]
+class MaskableCandidatePolicy(_ScoresCandidates, MaskableActorCriticPolicy):
     """A policy for ``MaskablePPO`` on the flat placement task: ``MaskablePPO(MaskableCandidatePolicy, env)``."""

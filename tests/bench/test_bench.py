@@ -17,12 +17,13 @@ from clustergym.bench import results, suites
 from clustergym.bench.entries import Entry, drop_second_copies, parse_entries
 from clustergym.bench.leaderboard import Row, pareto, places, rows_of
 from clustergym.bench.run_task import run_task
-from clustergym.bench.suites import AllocationTask, Limits, PlacementTask, Suite, load_suite
+from clustergym.bench.suites import AllocationTask, BudgetedPlacementTask, Limits, PlacementTask, Suite, load_suite
 from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, IntervalStream
 from clustergym.planners.base import Planner
+from clustergym.planners.budget import WithinBudget
 from clustergym.planners.evaluation import deal_streams
 from clustergym.planners.registry import PLANNERS
 from clustergym.planners.registry import Entry as PlannerEntry
@@ -74,6 +75,7 @@ def nothing_moved() -> list[float]:
     [
         ("placement-v2", "2f525b33456671c8fb83890f59662bff3181572bc7e4c337214a314ec448c1b3"),
         ("allocation-v2", "b4e1a10c579e9e6c726c7a845fd508f7760b82be5fb5511cee34d2e0b58265c2"),
+        ("offload-v1", "3965394714f60490e8e47143ec6f122ad802066434c43b700190d0208098b03b"),
     ],
 )
 def test_published_suites_have_not_changed(name: str, sha256: str) -> None:
@@ -208,6 +210,32 @@ def test_an_agent_that_does_nothing_scores_as_the_planner_that_does_nothing() ->
     assert agent.metrics["failed"] == 0
     with pytest.raises(ValueError, match="most actions fail, the last one: action"):
         run_task(TASK, Entry("agent", target("out_of_range")))
+
+
+def test_planners_with_the_budget_of_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is at most so many operations away from the placement before it."""
+    pairs: list[tuple[Placement, Placement]] = []
+    plan = WithinBudget.plan
+
+    def recorded(planner: WithinBudget, history: Sequence[Interval], placement: Placement) -> Placement:
+        pairs.append((placement, plan(planner, history, placement)))
+        return pairs[-1][1]
+
+    monkeypatch.setattr(WithinBudget, "plan", recorded)
+    budgeted = BudgetedPlacementTask(**vars(replace(TASK, ops_per_layer=2)))
+    assert results.task_sha256(budgeted) != results.task_sha256(replace(TASK, ops_per_layer=2))
+    few = run_task(budgeted, Entry("named", "affinity-groups"))
+    assert pairs
+    for before, after in pairs:
+        # An operation changes two GPUs at most.
+        changed = (np.sort(before, axis=2) != np.sort(after, axis=2)).any(2).sum(1)
+        assert changed.max() <= 4
+    assert any((before != after).any() for before, after in pairs)
+    many = run_task(replace(budgeted, ops_per_layer=99), Entry("named", "affinity-groups"))
+    assert many.metrics["moves"] > few.metrics["moves"]  # type: ignore[operator]
+    idle = run_task(replace(budgeted, ops_per_layer=0), Entry("named", "affinity-groups"))
+    assert idle.scores == [0.0, 0.0]
+    assert idle.metrics["moves"] == 0
 
 
 def test_an_agent_acts_in_the_form_of_the_environment_that_it_names() -> None:

@@ -17,11 +17,12 @@ from clustergym.moe_offload.predictor import Predictor
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace and a predictor that was fitted on it for a few steps."""
+    """A trace, and a predictor and a policy that were fitted on it for a few steps."""
     path = tmp_path_factory.mktemp("offload")
     config = SyntheticConfig(n_tokens=3000, n_layers=5, n_experts=16, top_k=2, mean_seq_len=60, seq_len_spread=0.3)
     synthetic_trace(config).save(path / "trace.npz")
-    main(["offload", "fit", str(path / "trace.npz"), "-o", str(path / "predictor"), "--steps", "30", "--hidden", "8"])
+    few = ["--steps", "30", "--hidden", "8", "--decisions", "300", "--evaluations", "1"]
+    main(["offload", "fit", str(path / "trace.npz"), "-o", str(path / "predictor"), *few])
     return path
 
 
@@ -30,28 +31,41 @@ def run(*arguments: str | Path) -> int:
 
 
 def test_fit_writes_a_predictor_and_compares_its_recall(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("fit", folder / "trace.npz", "-o", folder / "again", "--steps", 2, "--hidden", 4) == 0
+    assert run("fit", folder / "trace.npz", "-o", folder / "again", "--steps", 2, "--hidden", 4, "--decisions", 0) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("popularity", "transitions", "predictor"))
     about = Predictor.load(folder / "again").about
     assert (about["trace"], about["steps"], len(about["recall"])) == ("trace", 2, 3)
+    assert not (folder / "again" / "policy.onnx").exists()
+
+
+def test_a_policy_for_another_link_uses_the_same_predictor(folder: Path) -> None:
+    few = ("--decisions", 100, "--evaluations", 1, "--link", "pcie4")
+    assert run("fit", folder / "trace.npz", "-o", folder / "pcie4", "--predictor", folder / "predictor", *few) == 0
+    weights = [(folder / name / "predictor.safetensors").read_bytes() for name in ("predictor", "pcie4")]
+    assert weights[0] == weights[1]
+    policies = [(folder / name / "policy.safetensors").read_bytes() for name in ("predictor", "pcie4")]
+    assert policies[0] != policies[1]
+    assert sum((folder / "pcie4" / f"policy.{end}").stat().st_size for end in ("safetensors", "onnx")) < 300_000
 
 
 def test_eval_writes_rows_of_all_kinds_and_a_picture(folder: Path) -> None:
     rows_file, plot = folder / "rows.json", folder / "plot.png"
     assert run(
         "eval", folder / "trace.npz", "--predictor", folder / "predictor", "--policy", "rules", "control", "bounds",
-        "random-networks", "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300, "--tokens", 500,
-        "--json", rows_file, "--plot", plot,
+        "shipped", "random-networks", "--slots", "30%", "0.5", "--evaluations", 1, "--tune-tokens", 300,
+        "--tokens", 500, "--json", rows_file, "--plot", plot,
     ) == 0  # fmt: skip
     document = json.loads(rows_file.read_text())
     assert document["complete"]
     rows = document["rows"]
     assert {row["slots"] for row in rows} == {0.3, 0.5}
-    assert {row["kind"] for row in rows} == {"rule", "random", "control", "bound"}
+    assert {row["kind"] for row in rows} == {"rule", "random", "control", "trained", "bound"}
+    assert {row["policy"] for row in rows if row["kind"] == "trained"} == {"shipped"}
     for row in rows:
         assert row["ci95"][0] <= row["stall_ms_per_token"] <= row["ci95"][1]
         assert row["tokens_per_s"] > 0
+        assert row["against_control_ci95"][0] <= row["against_control"] <= row["against_control_ci95"][1]
     stall = {(row["slots"], row["policy"]): row["stall_ms_per_token"] for row in rows}
     for slots in (0.3, 0.5):
         assert stall[slots, "clairvoyant"] < stall[slots, "belady"] < stall[slots, "lru"]
@@ -81,6 +95,7 @@ def test_export_gives_a_cache_that_runs_alone(folder: Path) -> None:
     hot = json.loads((out / "hot_set.json").read_text())
     assert sum(map(len, hot["experts"])) == round(0.4 * 5 * 16)
     assert Predictor.load(out).shape == (5, 16)
+    assert (out / "policy.onnx").read_bytes() == (folder / "predictor" / "policy.onnx").read_bytes()
     program = subprocess.run(
         [sys.executable, "-P", out / "cache_example.py", folder / "trace.npz"], capture_output=True, text=True,
         check=True, env={"PYTHONPATH": ""},
@@ -101,7 +116,8 @@ def test_export_gives_a_cache_that_runs_alone(folder: Path) -> None:
         (["--slots", "12"], "expected a share of all experts"),
         (["--slots", "many"], "expected a share of all experts"),
         (["--policy", "control"], "the control needs a predictor"),
-        (["--policy", "fifo"], "expected rules, control, bounds, the name of a rule, random-networks"),
+        (["--policy", "shipped"], "is the policy of clustergym offload fit, with --predictor DIR"),
+        (["--policy", "fifo"], "expected rules, control, bounds, shipped, the name of a rule, random-networks"),
         (["--link", "isa"], "expected one of pcie4, pcie5"),
         (["--split", "new-domain"], "the parts of trace are fit, test, train, validation"),
         (["--predictor", "nowhere"], "is no predictor"),

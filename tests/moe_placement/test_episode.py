@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from clustergym.moe_placement import (
 )
 from clustergym.moe_placement.environment import episode_info
 from clustergym.moe_placement.kernels.eplb import eplb_slots
-from clustergym.moe_placement.kernels.observation import N_PAIR_FEATURES, PAIR_HOLDS
+from clustergym.moe_placement.kernels.observation import EXPERT_LOAD, N_PAIR_FEATURES, PAIR_HOLDS
 from clustergym.moe_placement.kernels.operations import resolve
 from clustergym.moe_placement.kernels.state import (
     CLOCK_INTERVAL,
@@ -199,6 +200,35 @@ def test_mixed_observations_are_the_served_tokens_in_another_order(profile: str)
             orders.append(tuple(np.argsort(rows[:2].ravel(), kind="stable")))
         batch.step(nothing, nothing)
     assert len(set(orders)) == 3 * 2  # another order in every interval and environment, the same for all layers
+
+
+@pytest.mark.parametrize("start", ["static", "eplb"])
+def test_renumbered_experts_are_the_same_traffic_under_other_names(start: str) -> None:
+    task, seeds = config(profile="sglang-prefill", start=start), [5, 9, 11]
+    plain, other = started(task, seeds), started(replace(task, renumber=True), seeds)
+    first = other.episode["names"].copy()
+    for b, names in enumerate(first):
+        assert sorted(names) == list(range(EXPERTS))
+        assert plain.episode["names"][b].tolist() == list(range(EXPERTS))
+        np.testing.assert_array_equal(other.sim["load"][b][:, names], plain.sim["load"][b])
+        np.testing.assert_array_equal(other.obs["expert_graph"][b][np.ix_(names, names)], plain.obs["expert_graph"][b])
+    assert len({tuple(names) for names in first}) == 3
+    if start == "eplb":  # the same plan, up to ties
+        np.testing.assert_allclose(*(batch.episode["times_us"][:, TIME_OBSERVED] for batch in (plain, other)), rtol=0.1)
+    other.reset()
+    assert (other.episode["names"] != first).any(1).all()
+
+
+def test_what_is_learned_by_heart_says_nothing_about_renumbered_experts() -> None:
+    """An agent that knows only the number of an expert knows its load in the next episode, or nothing."""
+    spread = {}
+    for renumber in (False, True):
+        batch = started(PlacementConfig(tokens_per_rank=16, renumber=renumber), list(range(64)))
+        loads = batch.obs["experts"][:, :, EXPERT_LOAD]
+        memorized, new = loads[:32].mean(0), loads[32:].mean(0)
+        spread[renumber] = np.corrcoef(memorized, new)[0, 1]
+    assert spread[False] > 0.9
+    assert abs(spread[True]) < 0.5
 
 
 def everything(batch: PlacementBatch, b: int) -> dict[str, npt.NDArray[Any]]:

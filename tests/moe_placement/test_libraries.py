@@ -16,6 +16,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FlattenObservation, RecordVideo
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
@@ -24,6 +25,7 @@ from pettingzoo.test import api_test, parallel_api_test, parallel_seed_test, ren
 from pettingzoo.test.max_cycles_test import max_cycles_test
 
 from clustergym import gpu_allocation_v0, moe_placement_v0
+from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES
 from doc_commands import ROOT, blocks
 from placement_task import GPUS, LAYERS, OPS, TINY
 
@@ -233,6 +235,18 @@ def test_torchrl_takes_every_kind_of_environment(name: str) -> None:
         gymnasium.make(name, no_such_option=1)
 
 
+@pytest.mark.parametrize("make", [moe_placement_v0.parallel_env, moe_placement_v0.env])
+def test_torchrl_takes_both_agents(make: Callable[..., Any]) -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import PettingZooWrapper
+    from torchrl.envs.utils import check_env_specs
+
+    env = PettingZooWrapper(make(**TINY), use_mask=make is moe_placement_v0.env)
+    check_env_specs(env)
+    rollout = env.rollout(6)
+    assert rollout["expert", "action"].shape[0] == 6
+
+
 # Stable-Baselines3
 
 
@@ -263,6 +277,68 @@ def test_maskable_ppo_plays_no_illegal_action(name: str) -> None:
         obs, _, done, _, info = env.step(action)
     assert info["illegal_actions"] == 0
     assert env.unwrapped.batch.n_gpus == GPUS
+
+
+def test_the_batch_as_vec_env_of_stable_baselines3() -> None:
+    """The same numbers as single environments in Stable-Baselines3's own vector environment, and masks."""
+    pytest.importorskip("sb3_contrib")
+    from sb3_contrib import MaskablePPO
+    from stable_baselines3.common.monitor import Monitor
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    from clustergym.sb3 import BatchedVecEnv, MaskableCandidatePolicy
+
+    mine: Any = BatchedVecEnv("MoEPlacementFlat-v0", 3, **TINY)
+    theirs: Any = DummyVecEnv([lambda: Monitor(gymnasium.make("MoEPlacementFlat-v0", **TINY))] * 3)
+    rng, ends = np.random.default_rng(0), 0
+    for env in (mine, theirs):
+        env.seed(4)
+    np.testing.assert_array_equal(mine.reset(), theirs.reset())
+    for _ in range(STEPS):
+        np.testing.assert_array_equal(*(np.stack(env.env_method("action_masks")) for env in (mine, theirs)))
+        actions = rng.integers(0, mine.action_space.n, 3)
+        (obs, rewards, dones, infos), (others, *rest, other_infos) = mine.step(actions), theirs.step(actions)
+        for array, other in ((rewards, rest[0]), (dones, rest[1])):
+            np.testing.assert_allclose(array, other, rtol=1e-5)
+        for i in np.flatnonzero(dones):
+            ends += 1
+            np.testing.assert_array_equal(infos[i]["terminal_observation"], other_infos[i]["terminal_observation"])
+            assert infos[i]["episode"]["r"] == pytest.approx(other_infos[i]["episode"]["r"], abs=1e-5)
+            assert infos[i]["episode"]["l"] == other_infos[i]["episode"]["l"]
+            assert infos[i]["saved_vs_start"] == other_infos[i]["saved_vs_start"]
+        np.testing.assert_array_equal(obs[~dones], others[~dones])
+    assert ends == 3
+    model = MaskablePPO(MaskableCandidatePolicy, mine, n_steps=STEPS, batch_size=32, seed=1, device="cpu")
+    model.learn(6 * STEPS)
+    assert len(model.ep_info_buffer) >= 3
+    assert sum(info["illegal_actions"] for info in infos) > 0
+    # A candidate's score does not depend on its place.
+    obs = torch.as_tensor(mine.reset())
+    k, width = mine.action_space.n - 1, N_CANDIDATE_FEATURES
+    turned = torch.cat([obs[:, width : k * width], obs[:, :width], obs[:, k * width :]], 1)
+    scores, moved = (model.policy.mlp_extractor.forward_actor(each) for each in (obs, turned))
+    torch.testing.assert_close(moved[:, 1:], scores[:, 1:].roll(-1, 1))
+
+
+def test_the_zoo_plays_better_than_random() -> None:
+    pytest.importorskip("sb3_contrib")
+    (code,) = blocks(ROOT / "zoo" / "README.md", "python")
+    names: dict[str, Any] = {}
+    exec(code.replace('"zoo/', f'"{ROOT}/zoo/'), names)
+    envs, saved = names["envs"], {}
+    rng = np.random.default_rng(0)
+    for agent in ("zoo", "random"):
+        envs.seed(0)
+        obs, done = envs.reset(), np.zeros(1, bool)
+        while not done.any():
+            masks = envs.envs.action_masks()
+            if agent == "zoo":
+                action = names["model"].predict(obs, action_masks=masks, deterministic=True)[0]
+            else:
+                action = (rng.random(masks.shape) * masks).argmax(1)
+            obs, _, done, infos = envs.step(action)
+        saved[agent] = np.mean([info["saved_vs_start"] for info in infos])
+    assert saved["zoo"] > saved["random"] + 0.01
 
 
 # RLlib

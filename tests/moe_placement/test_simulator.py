@@ -371,49 +371,6 @@ def test_migration_in_the_background_equals_the_definition(
     np.testing.assert_allclose(found.total_us, known, rtol=1e-12)
 
 
-# Bounds
-
-
-def placements(n_gpus: int, n_slots: int, n_experts: int) -> list[npt.NDArray[np.int16]]:
-    """Every legal placement of one layer."""
-    sets = [c for size in range(n_slots + 1) for c in combinations(range(n_experts), size)]
-    found = []
-    for gpus in product(sets, repeat=n_gpus):
-        if len(set().union(*gpus)) == n_experts:
-            found.append(np.array([[[*gpu, *[-1] * (n_slots - len(gpu))] for gpu in gpus]], np.int16))
-    return found
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_no_placement_is_faster_than_the_lower_bound(dispatch: str, transport: str) -> None:
-    """All placements of three experts on two nodes of one GPU, or one node of two, each with two slots."""
-    every = placements(2, 2, 3)
-    assert len(every) == 12
-    for seed in range(3 if dispatch == "lp" else 12):
-        case = random_instance(
-            seed, nodes=1 + seed % 2, per_node=2 - seed % 2, n_experts=3, top_k=2, tokens=1 + seed, layers=1,
-            spare_slots=0, passes=2, phase=PHASES[seed % 2],
-        )  # fmt: skip
-        for simulator in (simulator_of(case, dispatch, transport), case.simulator(made_profile(dispatch, transport))):
-            bound = simulator.lower_bound(case.interval)[0]
-            assert bound > 0
-            times = [simulator.evaluate(case.interval, placement).time_us[0] for placement in every]
-            assert min(times) >= bound * (1 - 1e-12)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_lower_bound_is_reached_by_a_perfect_placement(transport: str) -> None:
-    """Every token at home with its one expert, and all GPUs alike."""
-    model = ModelSpec("m", 1, 4, 1, 8, 8, kernel_start_us=1, kernel_expert_us=2, kernel_pair_us=3)
-    simulator = Simulator(model, ClusterSpec("c", 2, 2, 1), made_profile(transport=transport))
-    experts = np.arange(4, dtype=np.int16)[None, :, None].copy()
-    interval = Interval.even(experts, np.arange(4, dtype=np.int32)[None], 4)
-    served = simulator.evaluate(interval, np.arange(4, dtype=np.int16).reshape(1, 4, 1))
-    np.testing.assert_allclose(served.pass_us[0, 0, 1], 1 + 2 + 3)
-    np.testing.assert_allclose(simulator.lower_bound(interval), served.time_us)
-
-
 # Replica choice by a linear program
 
 

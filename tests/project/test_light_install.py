@@ -99,6 +99,26 @@ print(len(ids))
     assert int(result.stdout) >= 6
 
 
+def test_only_modules_that_train_or_serve_a_network_need_torch(tmp_path: Path) -> None:
+    code = """
+import importlib, pkgutil, clustergym
+for found in pkgutil.walk_packages(clustergym.__path__, "clustergym."):
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            print(found.name.removeprefix("clustergym."))
+    except ImportError:
+        pass
+"""
+    found = run(code, folder=tmp_path).stdout.split()
+    may = ("agent.", "common.checkpoints", "common.cuda_grid", "gpu_allocation.policy", "moe_offload.improvement",
+           "moe_offload.predictor", "plans.integrations.", "sb3", "traces.readers.torch_files", "traces.record",
+           "training.")  # fmt: skip
+    assert [name for name in found if not name.startswith(may) and not name.endswith("launchers.cuda")] == []
+    assert "moe_offload.predictor" in found
+
+
 def test_planners_run_without_extras(tmp_path: Path) -> None:
     result = run_command("eval", *SMALL, "--planner", "static", "eplb", "anneal", folder=tmp_path)
     assert result.returncode == 0, result.stderr

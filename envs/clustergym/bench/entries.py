@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +16,14 @@ import numpy.typing as npt
 from clustergym.bench.suites import Limits
 from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.gpu_allocation.rules import RULES
+from clustergym.moe_offload.rules import RULES as OFFLOAD_RULES
 from clustergym.moe_placement.simulator import Placement, Simulator
 from clustergym.moe_placement.streams import Interval
 from clustergym.planners.base import Planner
 from clustergym.planners.registry import PLANNERS, planner_class
 
+RANDOM, SHIPPED = "random-networks", "shipped"
+"""Offloading: the trainer's networks without training, and the policy that ``clustergym offload fit`` makes."""
 MAX_FAILURES_IN_A_ROW = 3
 """After so many failed decisions in a row the function is not called again."""
 
@@ -29,11 +32,13 @@ MAX_FAILURES_IN_A_ROW = 3
 class Entry:
     """One participant."""
 
-    kind: Literal["named", "planner", "agent"]
+    kind: Literal["named", "planner", "agent", "policy"]
     target: str
-    """Name of a planner or rule, ``module:function`` or ``file.py:function``."""
+    """Name of a planner or rule, ``module:function`` or ``file.py:function``, or a run folder with a policy."""
     env_id: str = "MoEPlacement-v0"
-    """The form of the placement environment that an agent acts in."""
+    """The form of the environment that an agent acts in."""
+    predictor: str = ""
+    """Folder of a predictor that an offloading entry reads."""
 
     @property
     def name(self) -> str:
@@ -46,8 +51,12 @@ class Entry:
 
     @property
     def code_sha256(self) -> str:
-        """Hash of the submitted file. Named entries are part of the code of clustergym."""
-        return "" if self.kind == "named" else hashlib.sha256(_source(self.target).read_bytes()).hexdigest()
+        """Hash of what is not part of clustergym: the submitted file, policy and predictor."""
+        files = [] if self.kind in ("named", "policy") else [_source(self.target)]
+        for folder in [self.target] * (self.kind == "policy") + [self.predictor] * bool(self.predictor):
+            known = [path for path in sorted(Path(folder).glob("*")) if path.suffix in (".onnx", ".safetensors")]
+            files += known or [Path(folder)]
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"name": self.name, "code_sha256": self.code_sha256}
@@ -74,6 +83,8 @@ def named_entries(kind: str) -> list[str]:
     """Names of all entries of a kind of task, except planners for small instances only."""
     if kind == "allocation":
         return list(RULES)
+    if kind == "offload":
+        return [*OFFLOAD_RULES, RANDOM, SHIPPED]
     return [name for name in PLANNERS if not planner_class(name).small_only]
 
 
@@ -83,11 +94,15 @@ def sees_the_future(entry: Entry, kind: str) -> bool:
         return False
     if kind == "allocation":
         return entry.target == "oracle"
+    if kind == "offload":
+        return entry.target in OFFLOAD_RULES and OFFLOAD_RULES[entry.target].kind == "bound"
     planner = planner_class(entry.target)
     return planner.needs_future or planner.needs_mixture
 
 
-def parse_entries(kind: str, planners: Sequence[str], agents: Sequence[str], env_id: str) -> list[Entry]:
+def parse_entries(
+    kind: str, planners: Sequence[str], agents: Sequence[str], env_id: str | None = None, predictor: str = ""
+) -> list[Entry]:
     """Entries from the flags of the command line. Without any, every named entry.
 
     Raises:
@@ -95,22 +110,33 @@ def parse_entries(kind: str, planners: Sequence[str], agents: Sequence[str], env
     """
     known = named_entries(kind)
     if list(planners) == ["all"] or not (planners or agents):
-        planners = known
+        planners = [name for name in known if predictor or not needs_predictor(kind, name)]
     entries: list[Entry] = []
     for name in planners:
-        if ":" in name and kind == "allocation":
-            raise ValueError(f"--planner {name}: an allocation suite takes rules by name, and --agent")
+        if ":" in name and kind != "placement":
+            raise ValueError(f"--planner {name}: this suite takes rules by name, and --agent")
         if kind == "placement" and ":" not in name:
             planner_class(name)  # an error if there is none
         elif ":" not in name and name not in known:
             raise ValueError(f"unknown rule {name!r}; the rules are: {', '.join(known)}")
+        if needs_predictor(kind, name) and not predictor:
+            raise ValueError(f"--planner {name}: give --predictor DIR, made by clustergym offload fit")
         entries.append(Entry("planner" if ":" in name else "named", name))
-    entries += [Entry("agent", target, env_id) for target in agents]
+    env_id = env_id or ("MoEOffload-v0" if kind == "offload" else "MoEPlacement-v0")
+    for target in agents:
+        entries.append(Entry("policy" if kind == "offload" and Path(target).exists() else "agent", target, env_id))
+    if kind == "offload":
+        entries = [replace(entry, env_id=env_id, predictor=predictor) for entry in entries]
     for entry in entries:
         _ = entry.code_sha256
     if len({entry.folder for entry in entries}) < len(entries):
         raise ValueError("two entries have the same name: run them one at a time, with different --folder")
     return entries
+
+
+def needs_predictor(kind: str, name: str) -> bool:
+    """Whether a named entry reads a fitted predictor."""
+    return kind == "offload" and (name == SHIPPED or (name in OFFLOAD_RULES and OFFLOAD_RULES[name].kind == "control"))
 
 
 # Submitted planners

@@ -10,7 +10,7 @@ from textwrap import fill
 import numpy as np
 
 from clustergym.bench.results import Found
-from clustergym.bench.suites import PlacementTask, Suite
+from clustergym.bench.suites import AllocationTask, Suite
 from clustergym.common.plotting import require_matplotlib
 from clustergym.common.statistics import interquartile_mean, stratified_bootstrap
 
@@ -99,9 +99,19 @@ COLUMNS: dict[str, list[tuple[str, str, str]]] = {
         ("oom", "OOM kills", "{:.4f}"),
         ("wait_s", "wait s", "{:.0f}"),
     ],
+    "offload": [
+        ("stall_ms_per_token", "stall, ms per token", "{:.3f}"),
+        ("tokens_per_s", "tokens/s", "{:.0f}"),
+        ("hit_rate", "hit rate", "{:.3f}"),
+        ("prefetches_per_token", "prefetches per token", "{:.1f}"),
+    ],
 }
 """Metric, heading and format of the columns of each kind of suite."""
-SCORES = {"placement": "time saved vs EPLB", "allocation": "gap closed, grant to oracle"}
+SCORES = {
+    "placement": "time saved vs EPLB",
+    "allocation": "gap closed, grant to oracle",
+    "offload": "stall saved vs LRU",
+}
 
 
 def table_cells(rows: Sequence[Row], kind: str) -> tuple[list[str], list[list[str]]]:
@@ -128,7 +138,7 @@ def table_cells(rows: Sequence[Row], kind: str) -> tuple[list[str], list[list[st
     return heads, cells
 
 
-FASTEST_MS = {"placement": 0.01, "allocation": 1e-4}
+FASTEST_MS = {"placement": 0.01, "allocation": 1e-4, "offload": 1e-5}
 """Decisions that take less are drawn here."""
 
 
@@ -151,7 +161,7 @@ def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlim(fastest / 1.5, 4 * max(row.decision_ms for row in rows))
     axes.axhline(0, color="#888888", linewidth=0.8, linestyle=":")
-    unit = "per layer and decision" if kind == "placement" else "per decision"
+    unit = {"placement": "per layer and decision", "offload": "per token and layer"}.get(kind, "per decision")
     axes.set(xlabel=f"decision time, ms {unit}", ylabel=f"{SCORES[kind]}, %, interquartile mean", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right")
@@ -179,7 +189,7 @@ def shared_data(suite: Suite) -> list[str]:
     """Lines that say which tasks draw from the same sequences."""
     by_trace: dict[str, list[str]] = {}
     for task in suite.tasks:
-        if isinstance(task, PlacementTask) and task.trace != "synthetic":
+        if not isinstance(task, AllocationTask) and task.trace != "synthetic":
             by_trace.setdefault(task.trace, []).append(f"`{task.name}`")
     return [
         f"{', '.join(names)} draw from the same sequences, so they are not independent of each other, which the "
@@ -197,8 +207,8 @@ explains how to add an entry.
 
 A score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap.
 Placement: the share of the time of a forward pass, migration included, that is saved compared with EPLB on the same
-traffic. Entries that see the future are bounds and have no place. Decision times were measured beside other programs:
-compare them with each other only.
+traffic. Offloading: the share of LRU's stall on the same sequence that is saved. Entries that see the future are bounds
+and have no place. Decision times were measured beside other programs: compare them with each other only.
 
 """
 

@@ -26,7 +26,7 @@ from clustergym.common.files import write_atomically
 
 FORMAT = "clustergym-bench"
 SCHEMA = 2
-CODE = ("bench", "common", "gpu_allocation", "moe_placement", "planners", "traces")
+CODE = ("bench", "common", "gpu_allocation", "moe_offload", "moe_placement", "planners", "traces", "training")
 """Packages whose code decides a result."""
 PACKAGES = ("numpy", "numba", "scipy", "torch", "gymnasium")
 HASHES = ("task_sha256", "specs_sha256", "code_sha256")

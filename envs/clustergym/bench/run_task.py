@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.bench.entries import Entry, SubmittedPlanner, simulator_options, start_planner
-from clustergym.bench.suites import AllocationTask, PlacementTask, Task, sha256_of
+from clustergym.bench.entries import RANDOM, SHIPPED, Entry, SubmittedPlanner, simulator_options, start_planner
+from clustergym.bench.suites import (
+    AllocationTask,
+    BudgetedPlacementTask,
+    OffloadTask,
+    PlacementTask,
+    Task,
+    sha256_of,
+)
 from clustergym.bench.worker_function import CallFailed, WorkerFunction
 from clustergym.gpu_allocation.batch import AllocationBatch
 from clustergym.gpu_allocation.evaluation import play as play_streams
 from clustergym.gpu_allocation.rules import RULES
 from clustergym.gpu_allocation.state import SUM_REWARD, SUM_STEPS
+from clustergym.moe_offload.evaluation import Act, Player, play_networks, row_of
+from clustergym.moe_offload.rules import RULES as OFFLOAD_RULES
+from clustergym.moe_offload.rules import Outcome, Workload, tune_all
+from clustergym.moe_offload.simulator import build_task, load_predictor, parts_of
+from clustergym.moe_offload.tables import Tables, first_tokens
 from clustergym.planners.base import Planner
+from clustergym.planners.budget import WithinBudget
 from clustergym.planners.evaluation import (
     Policy,
     Result,
@@ -28,6 +42,7 @@ from clustergym.planners.evaluation import (
     learn_from_train_split,
 )
 from clustergym.planners.registry import make_planner
+from clustergym.traces.token_trace import TokenTrace
 
 
 @dataclass
@@ -36,7 +51,8 @@ class TaskResult:
 
     scores: list[float]
     """One per run, larger is better. Placement: share of the time saved compared with EPLB on the same stream.
-    Allocation: position between the rule ``grant`` (0) and the oracle (1)."""
+    Allocation: position between the rule ``grant`` (0) and the oracle (1). Offloading: share of LRU's stall on the same
+    sequence that is saved."""
     metrics: dict[str, float | None]
     """Means over the runs."""
     reference: dict[str, Any]
@@ -49,6 +65,8 @@ class TaskResult:
 
 def run_task(task: Task, entry: Entry) -> TaskResult:
     """Run an entry on a task. Raises a ValueError if the entry does not fit the task."""
+    if isinstance(task, OffloadTask):
+        return run_offload(task, entry)
     return run_placement(task, entry) if isinstance(task, PlacementTask) else run_allocation(task, entry)
 
 
@@ -100,6 +118,8 @@ def run_placement(task: PlacementTask, entry: Entry) -> TaskResult:
         if isinstance(planner, SubmittedPlanner):
             planner.failures.clear()
             planner.calls = 0
+        if isinstance(task, BudgetedPlacementTask):
+            planner = WithinBudget(simulator, planner=planner, operations=task.ops_per_layer)
         return evaluate_planner(planner, entry.name, train, test, protocol)
 
     eplb = run(make_planner("eplb", simulator))
@@ -193,3 +213,89 @@ def _timed(
     }
     metrics["decision_ms"] = 1e3 * seconds / (batch.num_envs * batch.config.arrivals)
     return sums[:, SUM_REWARD] / sums[:, SUM_STEPS], metrics
+
+
+# Offloading
+
+TUNE_TOKENS = 8000
+"""Rules are tuned on sequences of the training split with about so many tokens, as by ``clustergym offload eval``."""
+
+
+def run_offload(task: OffloadTask, entry: Entry) -> TaskResult:
+    config = task.config
+    assert isinstance(config.trace, TokenTrace)
+    assert isinstance(config.fit_on, Tables)
+    predictor = load_predictor(Path(entry.predictor) if entry.predictor else None)
+    test = Workload(build_task(config), config.trace, config.fit_on, predictor)
+
+    def rule(name: str) -> tuple[Outcome, float]:
+        part = first_tokens(parts_of(task.load())["train"], TUNE_TOKENS)
+        train = Workload(build_task(replace(config, trace=part)), part, test.tables, predictor, reuse=True)
+        tuned = tune_all(train, [name], task.evaluations)[name]
+        began = time.perf_counter()
+        return test.run(*tuned), time.perf_counter() - began
+
+    lru, failures, calls = rule("lru")[0], list[str](), 1
+    if entry.kind == "named" and entry.target in OFFLOAD_RULES:
+        outcome, seconds = rule(entry.target)
+    else:
+        seconds = 0.0
+
+        def timed(act: Act) -> Act:
+            def measured(obs: Any) -> Any:
+                nonlocal seconds
+                began = time.perf_counter()
+                actions = act(obs)
+                seconds += time.perf_counter() - began
+                return actions
+
+            return measured
+
+        if entry.kind == "agent":
+            with WorkerFunction(entry.target, "agent", {"env_id": entry.env_id}, task.limits) as function:
+                agent = SubmittedAgent(entry, function)
+                player = Player("trained", lambda env: [timed(_acting(agent, env))], entry.env_id)
+                outcome = play_networks(player, config, test, 1)
+            failures, calls = agent.failures, agent.calls
+        else:
+            known, acts = _network(entry), list[Act]()
+
+            def timed_acts(env: Any) -> list[Act]:
+                acts.extend(timed(act) for act in known.acts(env))
+                return acts
+
+            outcome = play_networks(replace(known, acts=timed_acts), config, test, 16)
+            seconds /= len(acts)
+    row = row_of(entry.name, "rule", config.slots, outcome)
+    visits = int(outcome.tokens.sum()) * config.trace.n_layers
+    names = ("stall_ms_per_token", "tokens_per_s", "hit_rate", "loads_per_token", "prefetches_per_token")
+    return TaskResult(
+        scores=(1 - outcome.stall_ms / lru.stall_ms).tolist(),
+        metrics={name: getattr(row, name) for name in names}
+        | {"decision_ms": 1e3 * seconds / visits, "failed": len(failures) / max(1, calls)},
+        reference={"lru_ms": lru.stall_ms.tolist(), "entry_ms": outcome.stall_ms.tolist()},
+        failures=failures[:5],
+        specs_sha256=sha256_of([config.megabytes(config.trace), config.link_gb_s, config.layer_ms, config.expert_ms]),
+    )
+
+
+def _network(entry: Entry) -> Player:
+    """The networks of an entry."""
+    from clustergym.training.policies import Policy, random_networks
+
+    if entry.target == RANDOM:
+        return Player("random", random_networks, entry.env_id)
+    return Player.of(Policy(Path(entry.predictor if entry.target == SHIPPED else entry.target)))
+
+
+def _acting(agent: SubmittedAgent, env: Any) -> Act:
+    """Submitted code in a vector of one environment. A failed decision ends the visit, or evicts the first row."""
+
+    def act(observations: Any) -> Any:
+        obs = {name: x[0] for name, x in observations.items()} if isinstance(observations, dict) else observations[0]
+        mask = env.unwrapped.action_masks()[0]
+        legal = int(mask.argmax())
+        fallback = np.array(divmod(legal, mask.shape[1])) if mask.ndim == 2 else np.int64(legal)
+        return np.asarray(agent.act(obs, env.single_action_space, fallback))[None]
+
+    return act

@@ -24,6 +24,8 @@ import numpy as np
 import clustergym  # noqa: F401  registers the environments
 from clustergym.gpu_allocation.specs import AllocationConfig
 from clustergym.gpu_allocation.workload import Workload, load_workload
+from clustergym.moe_offload.simulator import parts_of, tables_of
+from clustergym.moe_offload.specs import OffloadConfig
 from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import get_cluster, model_for
 from clustergym.moe_placement.streams import Traffic
@@ -119,6 +121,13 @@ class PlacementTask:
 
 
 @dataclass(frozen=True)
+class BudgetedPlacementTask(PlacementTask):
+    """A placement task in which planners have the budget of agents: ``ops_per_layer`` operations on each layer."""
+
+    same_budget: bool = True
+
+
+@dataclass(frozen=True)
 class AllocationTask:
     """Allocate cores and memory to a stream of pods."""
 
@@ -147,11 +156,58 @@ class AllocationTask:
         return config
 
 
-Task = PlacementTask | AllocationTask
-_KINDS: dict[str, type[PlacementTask] | type[AllocationTask]] = {
-    "placement": PlacementTask,
-    "allocation": AllocationTask,
-}
+@dataclass(frozen=True)
+class OffloadTask:
+    """Serve sequences with the experts that fit into GPU memory."""
+
+    name: str
+    env_id: str
+    """The form of the environment that gives ``options``; agents may act in another one."""
+    trace: str
+    """Name of a bundled trace."""
+    data_sha256: str
+    streams: int
+    """Episodes, which are drawn from the split with ``seed``: the runs of the task."""
+    max_tokens: int
+    """Tokens that are served of each sequence, at most."""
+    seed: int = 0
+    split: str = "validation"
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of :class:`OffloadConfig` that say what is served."""
+    evaluations: int = 20
+    """Trials per parameter with which rules are tuned on the training split."""
+    limits: Limits = field(default_factory=Limits)
+    kind: str = "offload"
+
+    def on_track(self, secret: bytes | None) -> OffloadTask:
+        """The task of the test track for a secret, or else that of the validation track. Agents see no expert ids."""
+        if secret is None:
+            return self
+        return replace(self, split="test", seed=seed_of(secret, self.name) >> 8)
+
+    def load(self) -> TokenTrace:
+        """The trace. Raises a ValueError if the data are not those of the suite."""
+        trace = _load(self.trace, "{}", ())
+        check_data(self.name, trace_sha256(trace), self.data_sha256)
+        return trace
+
+    @property
+    def config(self) -> OffloadConfig:
+        """What is served: sequences of the split, drawn without replacement."""
+        trace = self.load()
+        part, batch = parts_of(trace)[self.split], int(self.options["batch"])
+        n = self.streams * batch
+        if n > part.n_sequences:
+            raise ValueError(f"task {self.name} needs {n} sequences, but {self.split} has {part.n_sequences}")
+        chosen = np.random.default_rng(self.seed).permutation(part.n_sequences)[:n]
+        served = part.select(sequences=np.sort(chosen))
+        return OffloadConfig(
+            trace=served, split="all", fit_on=tables_of(trace), max_tokens=self.max_tokens, **self.options
+        )
+
+
+Task = PlacementTask | AllocationTask | OffloadTask
+_KINDS: dict[str, type[Task]] = {"placement": PlacementTask, "allocation": AllocationTask, "offload": OffloadTask}
 
 
 @dataclass(frozen=True)
@@ -168,6 +224,13 @@ class Suite:
         """A small version to try things out."""
         tasks = [_smaller(task) for task in self.tasks if task.name in self.quick_tasks]
         return replace(self, name=f"{self.name}-quick", tasks=tuple(tasks))
+
+    def with_budget(self) -> Suite:
+        """The suite in which planners, and EPLB that they are compared with, may do as many operations as agents."""
+        if not all(isinstance(task, PlacementTask) for task in self.tasks):
+            raise ValueError(f"{self.name}: only placement suites have a track with the same budget for all")
+        tasks = tuple(BudgetedPlacementTask(**vars(task)) for task in self.tasks)
+        return replace(self, name=f"{self.name}-budget", tasks=tasks)
 
     def on_track(self, secret: bytes | None) -> Suite:
         """The test track for a secret, or else the validation track."""
@@ -188,6 +251,8 @@ class Suite:
 def _smaller(task: Task) -> Task:
     if isinstance(task, PlacementTask):
         return replace(task, streams=min(2, task.streams), intervals=min(2, task.intervals))
+    if isinstance(task, OffloadTask):
+        return replace(task, streams=min(6, task.streams), max_tokens=32, evaluations=2)
     return replace(task, streams=min(16, task.streams))
 
 

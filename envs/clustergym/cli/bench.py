@@ -46,11 +46,16 @@ class Run:
     planner: list[str] = field(default_factory=list)
     """Planners or rules by name, module:function or file.py:function; 'all' (the default) means every named one."""
     agent: list[str] = field(default_factory=list)
-    """Agents: module:function or file.py:function with predict(obs), or a class with that method."""
-    env_id: str = "MoEPlacement-v0"
-    """The registered form of the placement environment that --agent acts in."""
+    """Agents: module:function or file.py:function with predict(obs), or a class with that method. Offloading: also run
+    folders and policy.onnx."""
+    env_id: str | None = None
+    """The registered form of the environment that --agent acts in. Default: MoEPlacement-v0, MoEOffload-v0."""
+    predictor: Path | None = None
+    """Offloading: folder made by clustergym offload fit, for the control, 'shipped', and agents that read it."""
     secret: str | None = None
     """File with the secret of the test track, or - for standard input. Without it, this is the validation track."""
+    budget: bool = False
+    """Placement suites: planners have as many operations on a layer as agents (16). Results are kept apart."""
     quick: bool = False
     """Fewer tasks, streams and intervals: minutes on two cores. Not for the leaderboard."""
     task: list[str] = field(default_factory=list)
@@ -72,6 +77,8 @@ class ShowTable:
     """Folder with results."""
     secret: str | None = None
     """File with the secret of the test track, or - for standard input."""
+    budget: bool = False
+    """Show results of --budget."""
     quick: bool = False
     """Show results of --quick."""
     task: list[str] = field(default_factory=list)
@@ -94,6 +101,7 @@ def read_secret(source: str | None) -> bytes | None:
 
 def suite_of(args: Run | ShowTable, secret: bytes | None) -> Suite:
     suite = load_suite(args.suite).on_track(secret)
+    suite = suite.with_budget() if args.budget else suite
     return (suite.quick() if args.quick else suite).only(args.task)
 
 
@@ -117,7 +125,7 @@ def run_list(args: List, console: Console, line: str) -> None:
 def run_run(args: Run, console: Console, line: str) -> None:
     secret = read_secret(args.secret)
     suite = suite_of(args, secret)
-    entries = parse_entries(suite.tasks[0].kind, args.planner, args.agent, args.env_id)
+    entries = parse_entries(suite.tasks[0].kind, args.planner, args.agent, args.env_id, str(args.predictor or ""))
     with console.status("starting") as status:
         errors = run_suite(
             suite, entries, args.folder, secret, lambda task, entry: status.update(f"{task}: {escape(entry)}")
@@ -169,12 +177,13 @@ def write_leaderboard(path: Path, folder: Path, secret: bytes) -> None:
     images = path.parent / "images"
     images.mkdir(exist_ok=True)
     sections = []
-    for name in sorted(suite_names(), reverse=True):
-        suite = load_suite(name).on_track(secret)
+    suites = [load_suite(name).on_track(secret) for name in sorted(suite_names(), reverse=True)]
+    suites += [suite.with_budget() for suite in suites if suite.tasks[0].kind == "placement"]
+    for suite in suites:
         found = collect(folder, suite, secret)
         if found:
-            rows, plot = rows_of(found, suite), images / f"leaderboard-{name}.png"
-            plot_pareto(rows, name, suite.tasks[0].kind, plot)
+            rows, plot = rows_of(found, suite), images / f"leaderboard-{suite.name}.png"
+            plot_pareto(rows, suite.name, suite.tasks[0].kind, plot)
             sections.append(markdown(rows, suite, found, f"images/{plot.name}"))
     if not sections:
         raise ValueError(f"no results of a suite in {folder}")

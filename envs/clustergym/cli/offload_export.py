@@ -34,7 +34,7 @@ class Export:
     policy: Path | None = None
     """Run folder of a trained policy: its policy.onnx and model.safetensors are copied."""
     predictor: Path | None = None
-    """Folder of a fitted predictor, which is copied."""
+    """Folder of clustergym offload fit: predictor and shipped policy are copied."""
     evaluations: int = 20
     """Trials per parameter of the search that tunes the rule."""
     seed: int = 0
@@ -50,6 +50,9 @@ def run(args: Export, console: Console, line: str) -> None:
         files += copy_files(args.policy, args.folder, ("policy.onnx", "model.safetensors", "model.json"))
     if args.predictor is not None:
         files += copy_files(args.predictor, args.folder, ("predictor.safetensors", "predictor.json"))
+        if args.policy is None:
+            shipped = [name for name in ("policy.safetensors", "policy.onnx") if (args.predictor / name).is_file()]
+            files += copy_files(args.predictor, args.folder, shipped) if shipped else []
     table = Table("file", "kB", "content", box=None)
     for name, about in files:
         table.add_row(str(args.folder / name), f"{(args.folder / name).stat().st_size / 1e3:.0f}", about)

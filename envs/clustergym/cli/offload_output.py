@@ -104,10 +104,10 @@ def results_table(rows: list[Row], cells: int, megabytes: float) -> Table:
     slots = rows[0].slots
     held = round(slots * cells)
     table = Table(
-        "policy", "kind", "stall ms/token", "95 %", "tokens/s", "hit rate", "prefetches", "vs Belady", "vs best rule",
+        "policy", "kind", "ms/token", "95 %", "tokens/s", "hit rate", "prefetches", "vs Belady", "vs best rule",
         "vs control",
-        title=f"{held} of {cells} experts ({slots:.1%}, {held * megabytes / 1e3:.1f} GB)", title_justify="left",
-        box=None,
+        title=f"stall with {held} of {cells} experts ({slots:.1%}, {held * megabytes / 1e3:.1f} GB)",
+        title_justify="left", box=None,
     )  # fmt: skip
     for column in table.columns:
         column.no_wrap = True

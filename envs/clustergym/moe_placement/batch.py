@@ -110,6 +110,9 @@ class PlacementConfig:
     mix_observed: bool = False
     """Observe the tokens of an interval dealt over its passes and ranks at random. Which rank had a token is chance,
     and the look-ahead then does not count it. The next interval, which is rewarded, is served as it comes."""
+    renumber: bool = False
+    """Give experts other numbers in every episode: an agent cannot learn by heart which ones are used. GPUs differ only
+    by the experts that they hold at the start, so they are renumbered too."""
     lookahead: bool = False
     """Nine more columns of ``pairs``: what PLACE, ADD and DELETE of every pair would save on the observed interval, in
     percent of the layer's time: in the smooth 8-norm over GPUs, in true time, and in migration. Exact, and slow."""
@@ -224,6 +227,7 @@ class PlacementBatch:
             ops_per_layer=config.ops_per_layer,
             start_eplb=index_of_choice(config.start, ("static", "eplb"), "start"),
             mix_observed=int(config.mix_observed),
+            renumber=int(config.renumber),
         )
         self._allocate(n_passes, tokens_per_rank * self.n_gpus)
 
@@ -278,6 +282,7 @@ class PlacementBatch:
             "used": zeros_each((experts,), np.float32),
             "group_coactivation": zeros_each((gpus, experts), np.float32),
             "hot_coactivation": zeros_each((experts,), np.float32),
+            "names": zeros_each((experts,), np.int16),
         }
         self.episode["load_average"][:] = -1.0
         domains = len(self.trace.domain_names)
@@ -436,7 +441,9 @@ class PlacementBatch:
     def eplb_us(self, index: int) -> float:
         """µs of a layer and pass in environment ``index``'s episode if EPLB plans again before every interval."""
         rows, starts = (self.host(self.episode[name][index]) for name in ("rows", "rank_start"))
-        intervals = [Interval(layer_first(self.trace), *parts) for parts in zip(rows, starts, strict=True)]
+        names = np.append(self.host(self.episode["names"][index]), -1)  # −1 stays: no expert
+        experts = names[layer_first(self.trace)] if self.config.renumber else layer_first(self.trace)
+        intervals = [Interval(experts, *parts) for parts in zip(rows, starts, strict=True)]
         before, total = self.host(self.episode["first_slots"][index]).copy(), 0.0
         ints, floats = np.zeros((3, self.n_experts), np.int32), np.zeros(self.n_experts + self.n_gpus)
         for seen, served in pairwise(intervals):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from copy import deepcopy
 from typing import Any
 
@@ -38,6 +39,7 @@ from clustergym.moe_placement.kernels.state import (
     TIME_MIGRATED,
     TIME_OBSERVED,
     TIME_OBSERVED_START,
+    TIME_SAVED,
     TIME_SERVED,
     TIME_START,
 )
@@ -150,6 +152,13 @@ def frame_of(batch: PlacementBatch, saved: list[float], index: int = 0) -> Frame
 def episode_steps(batch: PlacementBatch) -> int:
     """Steps of an episode."""
     return batch.config.intervals * batch.n_layers * batch.config.ops_per_layer
+
+
+class FinalInfo(UserDict[str, Any]):
+    """Return and length of an episode where CleanRL's ``ppo.py`` looks for them: ``infos["final_info"][i]["episode"]``.
+
+    Gymnasium 1 no longer writes this key. It would take a dictionary apart, and keeps this object whole.
+    """
 
 
 class PlacementTask:
@@ -445,6 +454,11 @@ class MoEPlacementEnv(PlacementTask, gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         reward, done, info = self._act(*self._operation(action))
+        if done:
+            batch = self.batch
+            total = batch.episode["times_us"][0, TIME_SAVED] * batch.rules_host.reward_per_us
+            total -= batch.config.illegal_penalty * info["illegal_actions"]
+            info["final_info"] = FinalInfo(episode={"r": float(total), "l": episode_steps(batch)})
         return self._observe(), reward, done, False, info | self._mask_info()
 
     def render(self) -> npt.NDArray[np.uint8] | None:

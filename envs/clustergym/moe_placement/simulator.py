@@ -28,7 +28,6 @@ from clustergym.moe_placement.kernels.passes import count_pass
 from clustergym.moe_placement.kernels.replicas import set_first_placement, set_placement, static_slots
 from clustergym.moe_placement.kernels.state import Costs, SimulationState, Topology
 from clustergym.moe_placement.profiles import (
-    ALLGATHER,
     DEFAULT_PROFILE,
     DISPATCHES,
     LP,
@@ -342,25 +341,6 @@ class Simulator:
         else:
             back, copies = self._slower.T.copy(), np.zeros_like(self._slower)  # what is combined takes the way back
             _write_times_on_links(state, b, self.topology, costs, self._slower, back, copies, times, links)
-
-    def lower_bound(self, interval: Interval) -> npt.NDArray[np.float64]:
-        """(L,) a proven lower bound on ``time_us``: no copies between GPUs, and the kernel work spread evenly.
-
-        The slowest kernel of a pass takes at least the mean of all kernels. Splitting an expert over replicas never
-        makes fewer active experts, blocks or pairs. With all-gather the exchange does not depend on the placement.
-        """
-        costs = self.interval_costs(interval)
-        loads = interval.pass_loads(self.n_experts)
-        active, blocks = (loads > 0).sum(2), np.ceil(loads / costs.block_tokens).sum(2)
-        work = costs.expert_us * active + costs.block_us * blocks + costs.pair_us * loads.sum(2)
-        one = costs.expert_us + costs.block_us + costs.pair_us
-        # A token visits at least one GPU; with all-gather every token reaches every GPU.
-        used = np.stack([(interval.experts[:, rows] >= 0).any(2).sum(1) for rows in interval.rows])
-        reached = np.full_like(used, interval.n_tokens * self.n_gpus) if self.topology.transport == ALLGATHER else used
-        least = np.maximum((work + costs.token_us * reached) / self.n_gpus, one * (active > 0))
-        kernel = np.maximum(costs.kernel_floor_us, costs.kernel_us + least)
-        bound: npt.NDArray[np.float64] = costs.dispatch_us + costs.combine_us + kernel.mean(0)
-        return bound
 
     def traffic_bytes(self, served: Served) -> npt.NDArray[np.float64]:
         """(L, G, G) bytes dispatched from row to column in a pass."""

@@ -10,6 +10,8 @@ One source serves single and vector environments and the rules (N = 1). Function
 | `rows` | the table of experts that the agents choose from |
 | `episode` | steps of the two agents: what a pair means, when the visit ends, events |
 | `observation` | features, graphs and the mask |
+| `rules` | a rule that plays whole episodes |
+| `compile` | how all of these are compiled |
 
 A rule is a loop of these functions (``memory``):
 

@@ -64,6 +64,10 @@ def draw_episode(episode, stream, b, trace, rules):
             episode.rank_start[b, i],
         )  # fmt: skip
     episode.clock[b, CLOCK_REUSE] = stream.position[b, AT_REUSE]
+    names, order = episode.names[b], stream.orders[b, stream.drawn.shape[1]]
+    write_order(order, names.shape[0], hash31(stream.random[b, RANDOM_KEY] ^ 0x5BD1E995))
+    for e in range(names.shape[0]):
+        names[e] = permuted(e, order) if rules.renumber else e
 
 
 @device
@@ -79,7 +83,7 @@ def start_from_eplb(episode, b, trace):
                 for k in range(trace.experts.shape[2]):
                     e = trace.experts[layer, rows[w, t], k]
                     if e >= 0:
-                        load[e] += 1.0
+                        load[episode.names[b, e]] += 1.0
         eplb_slots(episode.slots[b, layer], load[:n_experts], 1, 0, episode.int_scratch[b], load)
 
 
@@ -108,12 +112,33 @@ def _mix_observed(episode, sim, stream, b, rules, interval):
 
 
 @device
-def _count(sim, b, first, last, trace, rules, layer):
+def _renumber(sim, b, names):
+    """Give the sets of ``users`` to the experts with other numbers, cycle by cycle."""
+    users = sim.users[b]
+    for start in range(names.shape[0]):
+        e = int(names[start])
+        while e > start:
+            e = int(names[e])
+        if e < start:  # a cycle that is done
+            continue
+        e = int(names[start])
+        while e != start:
+            for word in range(users.shape[1]):
+                kept = users[start, word]
+                users[start, word] = users[e, word]
+                users[e, word] = kept
+            e = int(names[e])
+
+
+@device
+def _count(episode, sim, b, first, last, trace, rules, layer):
     for w in range(first, last):
         if 64 * trace.expert_sets.shape[2] >= sim.replicas.shape[1]:
             write_users_from_sets(sim, b, w, trace.expert_sets[layer])
         else:
             write_users(sim, b, w, trace.experts[layer])
+        if rules.renumber:
+            _renumber(sim, b, episode.names[b])
         count_users(sim, b, w, rules.topology, rules.costs)
 
 
@@ -140,7 +165,7 @@ def _serve_later(episode, sim, b, trace, rules, layer, first):
     saved, future = 0.0, episode.future_us[b, layer]
     for i in range(first, rules.n_intervals + 1):
         _let_interval(episode, sim, b, i, rules.n_passes)
-        _count(sim, b, rules.n_passes, 2 * rules.n_passes, trace, rules, layer)
+        _count(episode, sim, b, rules.n_passes, 2 * rules.n_passes, trace, rules, layer)
         now = _next_time(sim, b, rules)
         saved += future[i - 1] - now
         future[i - 1] = now
@@ -157,7 +182,7 @@ def _begin_layer(episode, sim, obs, b, trace, rules, layer):
         # Nobody has changed this layer: it still has the start placement.
         _serve_later(episode, sim, b, trace, rules, layer, 2)
     _let_interval(episode, sim, b, interval + 1, n_passes)
-    _count(sim, b, 0, 2 * n_passes, trace, rules, layer)
+    _count(episode, sim, b, 0, 2 * n_passes, trace, rules, layer)
     episode.clock[b, CLOCK_LAYER] = layer
     episode.clock[b, CLOCK_OPERATION] = 0
     times[TIME_OBSERVED] = mean_pass_time(sim, b, 0, n_passes, rules.topology, rules.costs, -1)

@@ -80,7 +80,7 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
     together, used, top_k = obs.expert_graph[b], episode.used[b], trace.experts.shape[2]
     # A sample estimates these probabilities well enough.
     stride = (n_passes * n_tokens + COACTIVATION_TOKENS - 1) // COACTIVATION_TOKENS
-    experts = trace.experts[layer]
+    experts, names = trace.experts[layer], episode.names[b]
     for i in range(n_experts):
         used[i] = ZERO
         for j in range(n_experts):
@@ -92,11 +92,12 @@ def observe_layer(episode, sim, obs, b, trace, rules, layer):
             i = experts[row, index(k)]
             if i < 0:
                 continue
+            i = names[index(i)]
             used[index(i)] += ONE
             for m in range(k):
                 j = experts[row, index(m)]
                 if j >= 0:
-                    together[index(i), index(j)] += ONE
+                    together[index(i), index(names[index(j)])] += ONE
         # A division would take longer.
         t += stride
         while t >= n_tokens:

@@ -216,6 +216,8 @@ class EpisodeState(NamedTuple):
     """(B, G, E) float32: co-activation of each expert with the experts on each GPU"""
     hot_coactivation: np.ndarray
     """(B, E) float32: co-activation with the experts of highest load"""
+    names: np.ndarray
+    """(B, E) int16: number that each expert of the trace has in this episode"""
 
 
 class TracePieces(NamedTuple):
@@ -287,4 +289,6 @@ class Rules(NamedTuple):
     start_eplb: int
     """1 starts from EPLB on the first interval, 0 from the static placement."""
     mix_observed: int
+    renumber: int
+    """1 gives experts other numbers in every episode."""
     """1 deals the observed tokens over passes and ranks at random."""

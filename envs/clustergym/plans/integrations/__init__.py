@@ -6,6 +6,7 @@
 | `vllm` | a policy of vLLM's expert-parallel load balancer |
 | `sglang` | an algorithm of SGLang's EPLB manager |
 | `planners` | any planner that needs loads only, by its name, for both engines |
+| `settings` | the environment variables |
 
 Both engines load plugins of installed packages. Ours do nothing unless the environment variable ``CLUSTERGYM_EPLB`` or
 ``CLUSTERGYM_EPLB_PLAN`` is set, so that installing clustergym beside an engine changes nothing:
