@@ -1,13 +1,13 @@
 """The default plan of ``clustergym plan --engine sglang`` under the judge of tests/support/independent_judge.py.
 
-    python benchmarks/placement/judge.py                                    # half an hour of one core
-    python benchmarks/placement/judge.py --cells gpt-oss-20b --splits 0     # one cell: minutes
+    python benchmarks/placement/judge.py                                    # one minute of one core
+    python benchmarks/placement/judge.py --null                             # uniformly random routing
     python benchmarks/placement/judge.py --phase prefill --steps 3000000
 
 Plans are made on one half of the sequences and judged on the other half, on a few layers. The baseline is EPLB as
 SGLang runs it: hierarchical where the expert groups divide by the nodes. Times are judged at the start of the engine
-and after a rebalancing, whose replica choices differ. "as served" has the passes of both phases as often as the tokens need them.
-The null traces have uniformly random routing: what a plan gains or loses there is the error of our model.
+and after a rebalancing, whose replica choices differ. "as served" has the passes of both phases as often as the tokens
+need them. The null traces have uniformly random routing: what a plan gains or loses there is the error of our model.
 """
 
 from __future__ import annotations

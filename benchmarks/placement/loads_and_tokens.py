@@ -1,7 +1,7 @@
 """What few recorded tokens are worth when the loads of much traffic are known: ``clustergym plan --loads --tokens``.
 
     python benchmarks/placement/loads_and_tokens.py
-    python benchmarks/placement/loads_and_tokens.py --traces tiny_moe --tokens 256 1024 --seeds 0 1
+    python benchmarks/placement/loads_and_tokens.py --traces $CLUSTERGYM_DATA/moe/gpt_oss_20b_decode.npz --model gpt-oss-20b
 
 Loads are those of the whole planning part. The few tokens are whole sequences of it, drawn at random. All plans are
 measured on the same held-out sequences and compared with EPLB, which plans on the loads. The number of steps is fixed.
@@ -28,14 +28,16 @@ from clustergym.traces.match_loads import match_loads
 @dataclass
 class Args:
     traces: tuple[str, ...] = ("tiny_moe",)
-    """Token traces that name their model."""
+    """Token traces."""
+    model: str | None = None
+    """Model of the traces, if they do not name it."""
     profile: str = "sglang-prefill"
     cluster: str = "h800-4x4"
     tokens: tuple[int, ...] = (256, 1024, 4096)
     """Numbers of recorded tokens."""
     seeds: tuple[int, ...] = (0, 1, 2, 3)
     """A seed sets the split, the tokens that are kept, and the search."""
-    iterations: int = 20_000
+    iterations: int = 2_000
     """Annealing steps per layer."""
 
 
@@ -70,7 +72,7 @@ def main(args: Args) -> None:
     for name in args.traces:
         trace = TokenTrace.load(name)
         simulator = Simulator(
-            model_for(trace, None), get_cluster(args.cluster), args.profile, PASSES_OF_A_PERMANENT_PLAN
+            model_for(trace, args.model), get_cluster(args.cluster), args.profile, PASSES_OF_A_PERMANENT_PLAN
         )
         traffic = Traffic(simulator.profile.phase)
         rows: dict[str, list[tuple[float, float]]] = {}
@@ -91,7 +93,7 @@ def main(args: Args) -> None:
         for label, values in rows.items():
             alone, both_ = 100 * np.array(values).T
             print(
-                f"| {name} | {label} | {alone.mean():+.1f} ± {ci95(alone):.1f} | {both_.mean():+.1f} ± "
+                f"| {trace.name} | {label} | {alone.mean():+.1f} ± {ci95(alone):.1f} | {both_.mean():+.1f} ± "
                 f"{ci95(both_):.1f} |",
                 flush=True,
             )

@@ -431,7 +431,8 @@ def test_the_gaussian_agent_of_the_task(tmp_path: Path) -> None:
 
 
 def test_an_agent_without_learning_has_no_learner(server: Server, tmp_path: Path) -> None:
-    with agent_server(tmp_path, "--explore", "off") as other:
+    with agent_server(tmp_path, "--explore", "off", "--no-telemetry") as other:
+        assert ready(other)[1] == {"status": "ready", "reasons": [], "policy_version": 0}
         assert not psutil.Process(other.process.pid).children()
         rounds(other, 3)
         assert not rows(tmp_path, "SELECT * FROM feedback WHERE learnable")

@@ -75,6 +75,7 @@ def nothing_moved() -> list[float]:
     [
         ("placement-v2", "2f525b33456671c8fb83890f59662bff3181572bc7e4c337214a314ec448c1b3"),
         ("allocation-v2", "b4e1a10c579e9e6c726c7a845fd508f7760b82be5fb5511cee34d2e0b58265c2"),
+        ("offload-v1", "3965394714f60490e8e47143ec6f122ad802066434c43b700190d0208098b03b"),
     ],
 )
 def test_published_suites_have_not_changed(name: str, sha256: str) -> None:

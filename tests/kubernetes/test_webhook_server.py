@@ -324,6 +324,21 @@ def test_a_body_that_never_comes_is_given_up(installed: Installed) -> None:
         assert connection.recv(100).startswith(b"HTTP/1.1 503")
 
 
+def test_connections_without_progress_are_closed_on_every_port(installed: Installed) -> None:
+    """Half of a request after a whole one, and headers without end: both would hold a connection for ever."""
+    plain = [
+        int(str(client.base_url).rpartition(":")[2].rstrip("/")) for client in (installed.health, installed.metrics)
+    ]
+    attacks = (b"GET /hea", b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 40_000)
+    for port, path, sent in zip(plain, ("/healthz", "/metrics"), attacks, strict=True):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection, suppress(ConnectionError):
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert b"HTTP/1.1 200" in connection.recv(1 << 20)
+            connection.sendall(sent)
+            while connection.recv(65536):
+                pass
+
+
 def test_no_newline_of_a_request_reaches_a_log_line(installed: Installed) -> None:
     forged = "x\n2026-01-01 00:00:00 INFO forged\r\x1b[2J\u2028\x85y"
     broken = {

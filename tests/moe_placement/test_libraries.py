@@ -235,6 +235,18 @@ def test_torchrl_takes_every_kind_of_environment(name: str) -> None:
         gymnasium.make(name, no_such_option=1)
 
 
+@pytest.mark.parametrize("make", [moe_placement_v0.parallel_env, moe_placement_v0.env])
+def test_torchrl_takes_both_agents(make: Callable[..., Any]) -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.envs import PettingZooWrapper
+    from torchrl.envs.utils import check_env_specs
+
+    env = PettingZooWrapper(make(**TINY), use_mask=make is moe_placement_v0.env)
+    check_env_specs(env)
+    rollout = env.rollout(6)
+    assert rollout["expert", "action"].shape[0] == 6
+
+
 # Stable-Baselines3
 
 
@@ -306,6 +318,27 @@ def test_the_batch_as_vec_env_of_stable_baselines3() -> None:
     turned = torch.cat([obs[:, width : k * width], obs[:, :width], obs[:, k * width :]], 1)
     scores, moved = (model.policy.mlp_extractor.forward_actor(each) for each in (obs, turned))
     torch.testing.assert_close(moved[:, 1:], scores[:, 1:].roll(-1, 1))
+
+
+def test_the_zoo_plays_better_than_random() -> None:
+    pytest.importorskip("sb3_contrib")
+    (code,) = blocks(ROOT / "zoo" / "README.md", "python")
+    names: dict[str, Any] = {}
+    exec(code.replace('"zoo/', f'"{ROOT}/zoo/'), names)
+    envs, saved = names["envs"], {}
+    rng = np.random.default_rng(0)
+    for agent in ("zoo", "random"):
+        envs.seed(0)
+        obs, done = envs.reset(), np.zeros(1, bool)
+        while not done.any():
+            masks = envs.envs.action_masks()
+            if agent == "zoo":
+                action = names["model"].predict(obs, action_masks=masks, deterministic=True)[0]
+            else:
+                action = (rng.random(masks.shape) * masks).argmax(1)
+            obs, _, done, infos = envs.step(action)
+        saved[agent] = np.mean([info["saved_vs_start"] for info in infos])
+    assert saved["zoo"] > saved["random"] + 0.01
 
 
 # RLlib

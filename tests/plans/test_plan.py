@@ -58,7 +58,7 @@ def test_command_writes_what_the_engine_reads(
     mean = document["versus"]["eplb"]["mean"]
     said = f"anneal against EPLB (flat, as {engine} runs it here) on held-out traffic:"
     assert any(f"{said} {100 * mean:+.{digits}f}" in shown for digits in (1, 2))
-    assert f"% time, {document['served_as']}" in shown
+    assert f"% time (sampling only), {document['served_as']}" in shown
     assert ("no gain over EPLB is shown: EPLB's plan is written" in shown) == (not document["gain_shown"])
     assert str(out) in shown.replace(" ", "")
     assert sorted(p.name for p in out.parent.iterdir()) == sorted(["results.json", out.name, out.name + ".meta.json"])

@@ -195,6 +195,9 @@ def test_plan_of_eplb_is_chosen_unless_a_gain_is_shown() -> None:
         assert not measured(planner_us, eplb_us).gain_shown()
         assert measured(planner_us, eplb_us).chosen == "eplb"
         assert measured(planner_us, eplb_us, force=True).chosen == "anneal"
+    # What random routing can feign is no gain, however short the interval.
+    assert measured([97.5] * 4, [100.0, 100.2] * 2).chosen == "eplb"
+    assert measured([96.5] * 4, [100.0, 100.2] * 2).chosen == "anneal"
     # One sequence has no interval, so it shows nothing.
     assert measured([50.0], [100.0]).chosen == "eplb"
 

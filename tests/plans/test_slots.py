@@ -64,8 +64,9 @@ def test_what_cannot_be_chosen_is_refused() -> None:
 def test_command_writes_a_plan_with_the_chosen_slots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = small_trace().save(tmp_path / "tiny.npz")
     out, report, results = (tmp_path / name for name in ("p.json", "r.html", "r.json"))
-    arguments = ["plan", str(trace), "--cluster", "h800-2x4", "--tokens-per-rank", "8", "--passes", "4", "--planner",
-                 "eplb", "--slots", "auto", "-o", str(out), "--report", str(report), "--json", str(results)]  # fmt: skip
+    arguments = ["plan", str(trace), "--cluster", "h800-2x4", "--tokens-per-rank", "8", "--passes", "4",
+                 "--planner", "eplb", "--slots", "auto", "-o", str(out), "--report", str(report),
+                 "--json", str(results)]  # fmt: skip
     assert cli.main(arguments) == 0
     document = json.loads(results.read_text())
     assert document["slots_per_gpu"] * 8 == len(read_plan(out, "sglang")[0])

@@ -41,3 +41,11 @@ def pickled(obs: np.ndarray) -> np.ndarray:
 def first_legal(obs: dict[str, np.ndarray]) -> np.ndarray:
     """The first pair that is legal in an environment of the MoE tasks."""
     return np.argwhere(obs["action_mask"])[0]
+
+
+def always_zero(obs: dict[str, np.ndarray]) -> np.ndarray:
+    return np.array(0)
+
+
+def no_such_key(obs: dict[str, np.ndarray]) -> np.ndarray:
+    raise KeyError("no such key")

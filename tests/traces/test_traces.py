@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clustergym.traces import TokenTrace
+from clustergym.traces.splits import SAME_DOMAINS, SHARES, split_trace
 from clustergym.traces.statistics import (
     coactivation_groups,
     domain_divergence,
@@ -172,6 +173,27 @@ class TestSlices:
         first, second = trace.split(0.75, seed=1)
         assert [(first.domains == d).sum() for d in "ab"] == [9, 6]
         assert [(second.domains == d).sum() for d in "ab"] == [3, 2]
+
+    def test_same_domains_in_all_parts_or_in_one(self) -> None:
+        """The default trace is split by domain. The other division has every domain in every part."""
+        trace = TokenTrace.load("tiny_moe_domains")
+        for ending, disjoint in (("", True), (SAME_DOMAINS, False)):
+            parts = {name: split_trace(trace, name + ending) for name in SHARES}
+            domains = [set(part.domains) for part in parts.values()]
+            assert set.union(*domains) == set(trace.domains)
+            assert (sum(map(len, domains)) == len(set(trace.domains))) == disjoint
+            assert disjoint or all(found == domains[0] for found in domains)
+            assert sum(part.n_sequences for part in parts.values()) == trace.n_sequences
+            for name, share in SHARES.items():
+                assert abs(parts[name].n_tokens / trace.n_tokens - share) < 0.03
+
+    def test_test_sequences_of_the_default_trace_do_not_open_like_training_sequences(self) -> None:
+        trace = TokenTrace.load("tiny_moe_domains")
+        openings = [
+            [part.experts[start : start + 16].tobytes() for start in np.cumsum([0, *part.seq_lens[:-1]])]
+            for part in (split_trace(trace, "train"), split_trace(trace, "test"))
+        ]
+        assert np.isin(openings[1], openings[0]).mean() < 0.002
 
     def test_one_sequence_per_domain_splits_with_the_larger_part_first(self) -> None:
         trace = TokenTrace(np.zeros((9, 1), dtype=int), seq_lens=np.array([1, 8]), domains=np.array(["a", "b"]))

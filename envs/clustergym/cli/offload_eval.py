@@ -104,6 +104,9 @@ def run(args: Eval, console: Console, line: str) -> None:
             f"expert over {config.link_gb_s:g} GB/s (assumed, not measured)"
         )
     )
+    for name, player in players.items():
+        if player.trained_for.get("link", args.link) != args.link:
+            console.print(escape(f"{name} was trained for {player.trained_for}: for {args.link}, offload fit --link"))
     rows: list[Row] = []
     with steps_of(console, len(shares) * (len(names) + len(players) + 1)) as progress:
         for slots in shares:

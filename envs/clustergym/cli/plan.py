@@ -125,8 +125,8 @@ class Command:
     """The plan that is served now. Planners start from it, and it is kept if no gain over it is shown."""
     without_ranks: str | None = None
     """With --from: ranks that are lost, for example 15,16. Writes a plan for the ranks that are left, which are
-    numbered anew in their order: experts without a copy replace spare copies, all others stay where they are. --max-moves allows
-    more moves, for balance."""
+    numbered anew in their order: experts without a copy replace spare copies, all others stay where they are.
+    --max-moves allows more moves, for balance."""
     survive: Literal["1", "node"] | None = None
     """Keep a copy of every expert whatever single rank (1), or node, is lost. The plan without that is shown beside
     it."""
@@ -280,7 +280,11 @@ def explain(plan: Plan, console: Console, survive: str | None = None) -> None:
         kept = {"eplb": "EPLB's plan is written", "live": "the live plan is kept"}[plan.fallback]
         written = "its plan is written anyway (--force)" if plan.force else kept
         remedy = "" if plan.force else "; --force writes the other one"
-        console.print(f"[yellow]no gain over {other} is shown: {written}{remedy}, a longer trace shows more[/]")
+        relative, half = plan.versus(plan.fallback)
+        why = "a longer trace shows more"
+        if half > 0 and relative + half < 0:
+            why = f"less than {100 * plan.model_margin:.0f} % may be an error of the model"
+        console.print(f"[yellow]no gain over {other} is shown: {written}{remedy}, {why}[/]")
 
 
 def explain_survival(plan: Plan, what: str, console: Console) -> None:

@@ -277,7 +277,10 @@ async def serve(webhook: Webhook, listen: Listen) -> None:
     # A connection without a client certificate uses a file until its handshake fails: allow as many as the system does.
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    common: dict[str, Any] = {"host": listen.host, "access_log": False, "log_config": None, "ws": "none"}
+    # h11 limits the size of headers.
+    common: dict[str, Any] = {
+        "host": listen.host, "access_log": False, "log_config": None, "ws": "none", "http": "h11",
+    }  # fmt: skip
     config = uvicorn.Config(
         create_app(webhook),
         port=listen.port,

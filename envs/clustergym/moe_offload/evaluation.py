@@ -139,11 +139,15 @@ class Player:
     env_id: str = "MoEOffload-v0"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the environment that they were trained in."""
+    trained_for: Mapping[str, Any] = field(default_factory=dict)
+    """Slots and link, if the policy is for particular ones."""
 
     @classmethod
     def of(cls, policy: Any) -> Player:
         """A trained policy: ``policy.act`` and, in ``policy.about``, where it was trained."""
-        return cls("trained", lambda env: [policy.act], policy.about["env_id"], policy.about["env_args"])
+        about = policy.about
+        trained_for = {name: about[name] for name in ("slots", "link") if name in about}
+        return cls("trained", lambda env: [policy.act], about["env_id"], about["env_args"], trained_for)
 
 
 def play_networks(

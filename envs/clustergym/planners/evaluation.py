@@ -27,13 +27,13 @@ from clustergym.planners.base import Planner
 from clustergym.planners.eplb import EPLB
 from clustergym.planners.heldout import PASSES_OF_A_PERMANENT_PLAN, Observed, Resampled, resamples_of, sample_tokens
 from clustergym.planners.registry import make_planner
-from clustergym.traces.splits import SPLITS, split_trace
+from clustergym.traces.splits import SAME_DOMAINS, SPLITS, split_trace
 from clustergym.traces.token_trace import TokenTrace
 
 Policy = Callable[[Any], Any]
 """From an observation to an action"""
-UNSEEN_SPLITS = ("validation", "test")
-"""Splits on which a planner that learned from the train split may be compared."""
+LEARNS_FROM = {f"{name}{kind}": f"train{kind}" for kind in ("", SAME_DOMAINS) for name in ("validation", "test")}
+"""Split → the one that a planner which is compared on it may learn from: they share no sequence."""
 
 
 @dataclass(frozen=True)
@@ -411,8 +411,8 @@ def evaluate_policy(
 
 def learn_from_train_split(planner: Planner, trace: TokenTrace, protocol: Protocol) -> None:
     """Let a planner that can learn do so, from the train split of the trace, if no stream is drawn from that split."""
-    if planner.learns and protocol.split in UNSEEN_SPLITS:
-        planner.learn(split_trace(trace, "train"))
+    if planner.learns and protocol.split in LEARNS_FROM:
+        planner.learn(split_trace(trace, LEARNS_FROM[protocol.split]))
 
 
 def compare(

@@ -183,7 +183,9 @@ class Plan:
     @property
     def model_margin(self) -> float:
         """Error of the model itself, as measured where routing is uniformly random: see :data:`NULL_MARGINS`."""
-        return NULL_MARGINS.get(self.simulator.profile.engine, 0.0) if self.exact else 0.0
+        # Of a change of the live plan, most of the error is in both plans.
+        against_eplb = self.exact and self.fallback == "eplb"
+        return NULL_MARGINS.get(self.simulator.profile.engine, 0.0) if against_eplb else 0.0
 
     def gain_shown(self) -> bool:
         """Whether the whole confidence interval of the difference to the fallback is below 0, and the difference is

@@ -15,7 +15,9 @@ from clustergym.traces.token_trace import TokenTrace
 
 SHARES = {"train": 0.5, "validation": 0.1, "test": 0.4}
 """Share of the tokens in each part."""
-SPLITS = (*SHARES, "all")
+SAME_DOMAINS = "-same-domains"
+"""Ending of the names of splits by sequence within each domain, whatever the number of domains."""
+SPLITS = (*SHARES, *(name + SAME_DOMAINS for name in SHARES), "all")
 DOMAINS_TO_SPLIT = 6
 """Traces with so many domains are split by domain, which leaves each part at least two. Others are split by sequence
 within each domain."""
@@ -26,12 +28,15 @@ def split_trace(trace: TokenTrace, split: str = "train", seed: int = 0) -> Token
 
     If the recording defines splits (``trace.splits``), these are the parts. Otherwise ``seed`` divides the trace into
     parts that share no sequence. If the trace has enough domains, they share no domain either, so ``test`` shows
-    how a policy does on traffic that it was not trained on.
+    how a policy does on traffic that it was not trained on. ``train-same-domains``, ``validation-same-domains`` and
+    ``test-same-domains`` are another division, by sequence within each domain: they show what past traffic is worth.
     """
     index_of_choice(split, SPLITS if trace.splits is None else (*_recorded(trace), "all"), "split")
     if split == "all":
         return trace
-    return (_parts(trace, seed) if trace.splits is None else _recorded(trace))[split]
+    if trace.splits is not None:
+        return _recorded(trace)[split]
+    return _parts(trace, seed, split.endswith(SAME_DOMAINS))[split.removesuffix(SAME_DOMAINS)]
 
 
 @lru_cache(maxsize=8)
@@ -42,7 +47,7 @@ def _recorded(trace: TokenTrace) -> dict[str, TokenTrace]:
 
 
 @lru_cache(maxsize=8)
-def _parts(trace: TokenTrace, seed: int) -> dict[str, TokenTrace]:
+def _parts(trace: TokenTrace, seed: int, same_domains: bool) -> dict[str, TokenTrace]:
     """All parts. Cached, because what is computed from a trace is cached by the object."""
     if trace.n_sequences < len(SHARES):
         raise ValueError(
@@ -51,7 +56,7 @@ def _parts(trace: TokenTrace, seed: int) -> dict[str, TokenTrace]:
         )
     rng, names = np.random.default_rng(seed), trace.domain_names
     domain = np.searchsorted(names, trace.domains)
-    if len(names) >= DOMAINS_TO_SPLIT:
+    if len(names) >= DOMAINS_TO_SPLIT and not same_domains:
         part = _deal(np.bincount(domain, weights=trace.seq_lens).astype(float), rng, least=2)[domain]
     else:
         part = np.empty(trace.n_sequences, int)

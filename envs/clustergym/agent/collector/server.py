@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from clustergym.agent.collector.collect import Collector
-from clustergym.kubernetes.pages import pages_app
+from clustergym.kubernetes.pages import GuardedServer, pages_app
 
 log = logging.getLogger(__name__)
 
@@ -34,12 +34,20 @@ async def serve(collector: Collector, host: str, port: int) -> None:
 
     app = pages_app({"/healthz": health, "/metrics": metrics})
     config = uvicorn.Config(
-        app, host=host, port=port, lifespan="off", access_log=False, log_config=None, ws="none", limit_concurrency=64
+        app,
+        host=host,
+        port=port,
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        ws="none",
+        limit_concurrency=64,
+        http="h11",
     )
     collecting = asyncio.create_task(collector.run())
     log.info("watching the pods of %s", collector.node)
     try:
-        await uvicorn.Server(config).serve()
+        await GuardedServer(config, 5.0).serve()
     finally:
         collecting.cancel()
         with suppress(asyncio.CancelledError):

@@ -126,4 +126,4 @@ def profile_cells(plan: Plan, planner: str) -> list[str]:
 def gain_sentence(plan: Plan) -> str:
     """What the planner's plan is worth."""
     other = {"eplb": plan.baseline, "live": "the live plan"}[plan.fallback]
-    return f"{plan.planner} against {other} on held-out traffic: {_percent(*plan.versus(plan.fallback))} time"
+    return f"{plan.planner} against {other} on held-out traffic: {_percent(*plan.versus(plan.fallback))} time (sampling only)"
