@@ -101,8 +101,6 @@ class Args(RunArgs):
     """Discount factor. 1, because a response is short and rewarded as a whole."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
-    norm_adv: bool = True
-    """Normalise advantages per minibatch, over the tokens of the responses."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio and of the value change."""
     clip_vloss: bool = True
@@ -381,10 +379,9 @@ def train(args: Args) -> dict[str, Any]:
                 newvalue, logratio = newvalue[mb_mask], (newlogprob - logprobs[mb_inds])[mb_mask]
                 ratio = logratio.exp()
 
-                # Detail 7: advantages are normalised per minibatch.
+                # Detail 7: advantages are normalised per minibatch, over the tokens of the responses.
                 mb_advantages = advantages[mb_inds][mb_mask]
-                if args.norm_adv:
-                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
 
                 # Detail 8: the clipped surrogate loss.
                 pg_loss1 = -mb_advantages * ratio

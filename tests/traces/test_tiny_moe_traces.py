@@ -13,10 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from clustergym.moe_placement.simulator import Simulator
 from clustergym.moe_placement.specs import model_for
-from clustergym.moe_placement.streams import Traffic, sample_passes
-from clustergym.planners.registry import make_planner
 from clustergym.traces import TokenTrace
 from clustergym.traces.token_trace import DEFAULT_TRACE
 from texts import tidy
@@ -77,39 +74,6 @@ def test_the_data_card_has_the_statistics_of_the_files(column: int) -> None:
     assert said.keys() == found.keys()
     for key, text in said.items():
         assert float(text) == pytest.approx(found[key], abs=0.6 * 10 ** -len(text.split(".")[1])), key
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_adjacent_layers_share_information(name: str) -> None:
-    found, shuffled = layer_information(TokenTrace.load(name))
-    assert found > 20 * shuffled
-    assert found > 0.2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_loads_are_uneven_and_differ_between_domains(name: str) -> None:
-    statistics = TokenTrace.load(name).statistics()
-    assert statistics["max_mean_load"] > 1.5
-    assert statistics["domain_divergence"] > 10 * statistics["domain_divergence_shuffled"]
-
-
-def test_placement_matters_on_the_trace() -> None:
-    """With the preset, balance and traffic are a large part of the time, and EPLB saves some of it on held-out text."""
-    trace = TokenTrace.load("tiny_moe")
-    plan_on, serve = trace.split(0.5)
-    simulator = Simulator("tiny-moe", "h800-4x4")
-    observed, unseen = (sample_passes(part, simulator.n_gpus, Traffic("prefill"), 8) for part in (plan_on, serve))
-    static = simulator.static(trace.n_layers)
-    before = simulator.evaluate(unseen, static).time_us.mean()
-    after = simulator.evaluate(unseen, make_planner("eplb", simulator).plan([observed], static)).time_us.mean()
-    costs = simulator.costs(unseen.n_tokens)
-    unavoidable = costs.dispatch_us + costs.combine_us + costs.kernel_us  # latencies and the start of the kernel
-    assert before > 1.5 * unavoidable
-    assert after < 0.95 * before
-
-
-def test_files_are_small() -> None:
-    assert sum(path.stat().st_size for path in (ROOT / "traces").glob("*.npz")) < 5_000_000
 
 
 def test_layer_information_by_hand() -> None:

@@ -115,7 +115,7 @@ class Slow:
                 advantages = advantages_of(chain, args.gamma, args.gae_lambda, True)
                 data.append([logprobs, values, advantages, [a + v for a, v in zip(advantages, values, strict=True)]])
         settings = Settings(
-            args.learning_rate, args.clip_coef, True, args.clip_vloss, args.norm_adv, 0.0, args.vf_coef, 0.0,
+            args.learning_rate, args.clip_coef, True, args.clip_vloss, True, 0.0, args.vf_coef, 0.0,
             args.max_grad_norm,
         )  # fmt: skip
         for order in orders:
@@ -154,7 +154,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {"kl_horizon": 40.0},
     "temperature": {"temperature": 1.7, "balance_coef": 0.4},
-    "without_clips": {"norm_adv": False, "clip_vloss": False, "max_grad_norm": 100.0, "vf_coef": 0.9, "gamma": 0.8},
+    "without_clips": {"clip_vloss": False, "max_grad_norm": 100.0, "vf_coef": 0.9, "gamma": 0.8},
     "small_kl_target": {"kl_target": 1e-3, "kl_horizon": 10.0, "num_minibatches": 3},
     "kl_measured_only": {"kl_coef": 0.0, "kl_target": None},
 }

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -128,7 +129,11 @@ def parse_args(
     if file := _value_of("--config", words):
         words = _boolean_flags(args_class, _read_config(Path(file), args_class)) + words  # the last value counts
     default = replace(args_class(), **(presets or {}).get(_value_of("--preset", words), {}))
-    args = tyro.cli(args_class, description=description, args=words, default=default)
+    args, unknown = tyro.cli(args_class, description=description, args=words, default=default, return_unknown_args=True)
+    if unknown:
+        names = [f"--{field.name.replace('_', '-')}" for field in fields(args_class)]
+        similar = get_close_matches(unknown[0], names, n=1)
+        exit_with(f"unknown flag {unknown[0]}: " + (f"did you mean {similar[0]}?" if similar else "see --help"))
     if bad := check_args(args, ranges):
         exit_with(*bad)
     return args
