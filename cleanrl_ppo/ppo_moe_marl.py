@@ -362,9 +362,6 @@ def train(args: Args) -> dict[str, Any]:
         b_counts = torch.ones(batch_size, 2, device=device)
         b_counts[:, 0] = 1 - no_op.flatten()
         b_counts[:, 1] = of_row(b_obs["action_mask"], b_actions[:, 0]).sum(-1) > 1
-        # What a forced step costs may be due long after gamma has forgotten it: an evicted expert is missed many tokens
-        # later. So its credit is a reward at once, and reaches the choice that forced the step.
-        rewards = rewards + credits * (b_counts[:, 1].view(shape) == 0)
 
         # Detail 5: generalised advantage estimation. Discounts follow the time that has passed.
         discounts = (1 - dones) * args.gamma**elapsed

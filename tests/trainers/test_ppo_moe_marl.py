@@ -117,16 +117,15 @@ class Reference:
     def value(self, obs: dict[str, np.ndarray]) -> float:
         return self.head(obs) * self.std + self.mean
 
-    def advantages(self, steps: list[Step], after: dict[str, np.ndarray], credits: list[float]) -> list[float]:
-        """Σ over later steps of the episode: (γλ)^(time until then) · δ. The credit of forced steps is a reward."""
+    def advantages(self, steps: list[Step], after: dict[str, np.ndarray]) -> list[float]:
+        """Σ over later steps of the episode: (γλ)^(time until then) · δ."""
         a, out = self.args, []
         for start in range(len(steps)):
             total, weight = 0.0, 1.0
             for i, step in enumerate(steps[start:], start):
                 shown = steps[i + 1].obs if i + 1 < len(steps) else after
                 following = 0.0 if step.terminated else self.value(step.successor if step.truncated else shown)
-                reward = step.reward + (0.0 if step.obs["action_mask"][step.action[0]].sum() > 1 else credits[i])
-                total += weight * (reward + a.gamma**step.elapsed * following - self.value(step.obs))
+                total += weight * (step.reward + a.gamma**step.elapsed * following - self.value(step.obs))
                 weight *= (a.gamma * a.gae_lambda) ** step.elapsed
                 if step.terminated or step.truncated:
                     break
@@ -151,7 +150,7 @@ class Reference:
             steps = journal[(iteration - 1) * length : iteration * length]
             after = journal[iteration * length].obs if iteration < iterations else envs.now[env]
             credits = self.credits(steps) if events else [0.0] * length
-            advantages = self.advantages(steps, after, credits)
+            advantages = self.advantages(steps, after)
             column = []
             for t, step in enumerate(steps):
                 head = self.head(step.obs)
