@@ -164,9 +164,9 @@ class GraphEncoder(nn.Module):
 class Agent(nn.Module):
     """Expert actor, GPU actor and critic. They accept any number of experts and GPUs.
 
-    Each pair of an expert and a node gets two scores. One is for the expert actor: the logsumexp over the legal nodes of
-    an expert is its logit, so an expert with one excellent node is picked even if all its other nodes are bad. The
-    other is the logit of the GPU actor.
+    Each pair of an expert and a node gets two scores. The logsumexp of the first ones over the legal nodes of an expert
+    is its logit: an expert with one excellent node is picked even if its other nodes are bad. The second ones are the
+    logits of the GPU actor.
     """
 
     value_mean: Tensor
@@ -185,7 +185,7 @@ class Agent(nn.Module):
         self.pair_decoder = layer_init(nn.Linear(hidden, 2 * 3 + 1), std=0.01)
         self.node_decoder = layer_init(nn.Linear(hidden, 2, bias=False), std=0.01)
         # The critic has weights of its own, and all its values are 0 at first: a critic that shares encoders, or starts
-        # with random values, disturbs the actors while it learns. It sees the mean row, and mean and maximum of the nodes.
+        # with random values, disturbs the actors while it learns. It sees the mean row, mean and maximum of the nodes.
         self.critic = nn.Sequential(
             layer_init(nn.Linear(experts + 2 * gpus + context, 2 * hidden)), nn.Tanh(),
             layer_init(nn.Linear(2 * hidden, 1), std=0.0),
@@ -252,18 +252,13 @@ class Agent(nn.Module):
 
 def load_actors(agent: Agent, folder: Path) -> None:
     """Load the actors of a saved policy. The critic starts anew: it values the policy that is being trained."""
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise FlagError(f"--start {folder}: no {path.name}, which a run with --save-model writes")
-    saved = {name.removeprefix("agent."): tensor for name, tensor in load_file(path).items()}
-    critic = ("critic.", "value_")
-    own = {name: tensor for name, tensor in agent.state_dict().items() if not name.startswith(critic)}
-    wrong = [name for name, tensor in own.items() if name not in saved or saved[name].shape != tensor.shape]
-    if wrong:
-        shape = tuple(saved[wrong[0]].shape) if wrong[0] in saved else "nothing"
-        expected = f"expected shape {tuple(own[wrong[0]].shape)}: use its --hidden and --predictor"
-        raise FlagError(f"--start {folder}: {wrong[0]} is {shape}, {expected}")
-    agent.load_state_dict({name: saved[name] for name in own}, strict=False)
+    actors = [name for name in agent.state_dict() if not name.startswith(("critic.", "value_"))]
+    try:
+        saved = load_file(folder / "model.safetensors")
+        agent.load_state_dict({name: saved[f"agent.{name}"] for name in actors}, strict=False)
+    except (OSError, KeyError, RuntimeError) as reason:
+        expected = "expected a folder that --save-model wrote, with the same --hidden and --predictor"
+        raise FlagError(f"--start {folder}: {expected}: {' '.join(str(reason).split())}") from reason
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -367,9 +362,6 @@ def train(args: Args) -> dict[str, Any]:
         b_counts = torch.ones(batch_size, 2, device=device)
         b_counts[:, 0] = 1 - no_op.flatten()
         b_counts[:, 1] = of_row(b_obs["action_mask"], b_actions[:, 0]).sum(-1) > 1
-        # What a forced step costs may be due long after gamma has forgotten it: an evicted expert is missed many tokens
-        # later. So its credit is a reward at once, and reaches the choice that forced the step.
-        rewards = rewards + credits * (b_counts[:, 1].view(shape) == 0)
 
         # Detail 5: generalised advantage estimation. Discounts follow the time that has passed.
         discounts = (1 - dones) * args.gamma**elapsed

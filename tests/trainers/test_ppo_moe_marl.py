@@ -108,6 +108,7 @@ class Reference:
         self.agent, self.envs, self.args, self.orders = agent, envs, args, orders
         self.adam = Adam(list(agent.parameters()), args.learning_rate)
         self.mean, self.std = 0.0, 1.0
+        self.earned: list[float] = []
 
     def head(self, obs: dict[str, np.ndarray]) -> float:
         with torch.no_grad():
@@ -116,16 +117,15 @@ class Reference:
     def value(self, obs: dict[str, np.ndarray]) -> float:
         return self.head(obs) * self.std + self.mean
 
-    def advantages(self, steps: list[Step], after: dict[str, np.ndarray], credits: list[float]) -> list[float]:
-        """Σ over later steps of the same episode: (γλ)^(time until then) · δ. The credit of forced steps is a reward."""
+    def advantages(self, steps: list[Step], after: dict[str, np.ndarray]) -> list[float]:
+        """Σ over later steps of the episode: (γλ)^(time until then) · δ."""
         a, out = self.args, []
         for start in range(len(steps)):
             total, weight = 0.0, 1.0
             for i, step in enumerate(steps[start:], start):
                 shown = steps[i + 1].obs if i + 1 < len(steps) else after
                 following = 0.0 if step.terminated else self.value(step.successor if step.truncated else shown)
-                reward = step.reward + (0.0 if step.obs["action_mask"][step.action[0]].sum() > 1 else credits[i])
-                total += weight * (reward + a.gamma**step.elapsed * following - self.value(step.obs))
+                total += weight * (step.reward + a.gamma**step.elapsed * following - self.value(step.obs))
                 weight *= (a.gamma * a.gae_lambda) ** step.elapsed
                 if step.terminated or step.truncated:
                     break
@@ -150,7 +150,7 @@ class Reference:
             steps = journal[(iteration - 1) * length : iteration * length]
             after = journal[iteration * length].obs if iteration < iterations else envs.now[env]
             credits = self.credits(steps) if events else [0.0] * length
-            advantages = self.advantages(steps, after, credits)
+            advantages = self.advantages(steps, after)
             column = []
             for t, step in enumerate(steps):
                 head = self.head(step.obs)
@@ -164,6 +164,7 @@ class Reference:
             columns.append(column)
         # Row t · num_envs + env of the batch.
         rows = [columns[env][t] for t in range(length) for env in range(a.num_envs)]
+        self.earned += [r[5] for r in rows if r[2][0] and r[5]]
         returns = [r[4] for r in rows]
         mean, std = masked_moments(returns, [1.0] * len(returns), 0)
         new = 1.0 if iteration == 1 else 0.2
@@ -220,7 +221,7 @@ def test_weights_equal_the_slow_reference(
 
     monkeypatch.setattr(marl, "Agent", make_and_keep)
     monkeypatch.setattr(torch, "randperm", shuffle_and_keep)
-    args = small(tmp_path, events, iterations)
+    args = small(tmp_path, events, iterations, num_envs=6, total_timesteps=48 * iterations)
     marl.train(args)
     assert len(orders) == iterations * args.update_epochs
     reference = Reference(initial[0], ScriptedMoE.instances[0], args, orders)
@@ -232,6 +233,7 @@ def test_weights_equal_the_slow_reference(
     np.testing.assert_allclose(weights["value_mean"], reference.mean, atol=1e-5, rtol=1e-4)
     np.testing.assert_allclose(weights["value_std"], reference.std, atol=1e-5, rtol=1e-4)
     journal = [step for each in ScriptedMoE.instances[0].journal for step in each]
+    assert len(reference.earned) >= 2 * events
     assert any(step.no_op for step in journal)
     assert any(step.truncated for step in journal)
     assert any(step.terminated for step in journal)
@@ -412,10 +414,10 @@ def test_start_takes_the_actors_and_no_critic(tmp_path: Path) -> None:
 
 
 def test_unsuitable_start_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(FlagError, match=r"--start .*: no model.safetensors, which a run with --save-model writes"):
+    with pytest.raises(FlagError, match=r"--start .*: expected a folder that --save-model wrote.*: No such file"):
         marl.train(small(tmp_path / "run", start=tmp_path))
     marl.train(small(tmp_path, save_model=True))
-    with pytest.raises(FlagError, match=r"--start .*: .* is \(4,.*\), expected shape \(6,.*\): use its --hidden"):
+    with pytest.raises(FlagError, match=r"--start .*, with the same --hidden and --predictor: .*size mismatch"):
         marl.train(small(tmp_path / "run", start=tmp_path, hidden=6))
 
 
