@@ -1,7 +1,7 @@
 """Multi-agent PPO for the two MoE tasks: an expert actor, a GPU actor and one centralised critic.
 
     python cleanrl_ppo/ppo_moe_marl.py                                          # MoEOffload-v0, the bundled trace
-    python cleanrl_ppo/ppo_moe_marl.py --env-id MoEPlacement-v0 --num-envs 16   # another task
+    python cleanrl_ppo/ppo_moe_marl.py --env-id MoEPlacement-v0 --num-envs 16 --num-steps 256   # another task
     python cleanrl_ppo/ppo_moe_marl.py --env-args link=pcie4 --resume           # an option; continue after a crash
     torchrun --nproc-per-node 2 cleanrl_ppo/ppo_moe_marl.py                     # two processes, averaged gradients
 
@@ -389,7 +389,6 @@ def train(args: Args) -> dict[str, Any]:
         agent.value_mean.lerp_(torch.tensor(mean, device=device), new)
         agent.value_std.lerp_(torch.tensor(max(square - mean**2, 1e-12) ** 0.5, device=device), new)
         b_returns = (returns.flatten() - agent.value_mean) / agent.value_std
-        b_credits = credits.flatten()
 
         minibatch_metrics = []
         for _ in range(args.update_epochs):
@@ -424,7 +423,7 @@ def train(args: Args) -> dict[str, Any]:
                     v_loss = torch.max(v_loss, (b_values[mb_inds] + change - b_returns[mb_inds]) ** 2)
                 v_loss = 0.5 * v_loss.mean()
                 if "events" in infos:
-                    v_loss = v_loss + 0.5 * (mb_counts[:, 0] * (credit[:, 0] - b_credits[mb_inds]) ** 2).mean()
+                    v_loss = v_loss + 0.5 * (mb_counts[:, 0] * (credit[:, 0] - credits.view(-1)[mb_inds]) ** 2).mean()
 
                 # Detail 10: one loss for both policies, entropy bonus and value function.
                 entropy_loss = entropy.mean(0).sum()
