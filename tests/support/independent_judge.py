@@ -52,30 +52,53 @@ def serving_gpus(
     return chosen
 
 
-def pass_us(experts: npt.NDArray[np.int64], chosen: npt.NDArray[np.int64], phase: str, kernel: str) -> float:
-    """Time of a layer in one pass: dispatch + slowest expert kernel + combine. ``experts`` is (T, K), rank by rank.
+def dealt(
+    slots: npt.NDArray[np.int64], experts: npt.NDArray[np.int64], n_experts: int, rule: str
+) -> npt.NDArray[np.int64]:
+    """(T, K) GPU that serves each use of an expert in other engines. ``experts`` is (T, K), rank by rank.
+
+    ``token-hash`` (vLLM): the token's place in its rank's batch, hashed. ``round-robin`` (TensorRT-LLM): a rank goes
+    through the copies of an expert, use by use. ``rank-mod`` (vllm-ascend): copy number rank modulo their number.
+    """
+    tokens = len(experts) // GPUS
+    gpu = np.empty(experts.shape, int)
+    for e in range(n_experts):
+        copies = np.array(sorted(set(np.nonzero(slots == e)[0].tolist())))
+        token, k = np.nonzero(experts == e)
+        number = rank = token // tokens
+        if rule == "token-hash":
+            number = token % tokens * 2654435769 % 2**32
+        elif rule == "round-robin":
+            number = np.arange(len(token)) - np.searchsorted(rank, rank) + rank
+        gpu[token, k] = copies[number % len(copies)]
+    return gpu
+
+
+def pass_us(experts: npt.NDArray[np.int64], gpu: npt.NDArray[np.int64], transport: str, kernel: str) -> float:
+    """Time of a layer in one pass: dispatch + slowest expert kernel + combine. Both are (T, K), rank by rank.
 
     The kernel of a GPU takes so much per active expert and per token-expert pair. Sending takes the bytes of the
-    busiest GPU over its links. Prefill sends a token once to each GPU, and between nodes once to each node (DeepEP
-    normal mode); decode sends it once per expert (low-latency mode).
+    busiest GPU over its links. ``dedup`` sends a token once to each GPU, and between nodes once to each node (DeepEP
+    normal mode); ``per-expert`` sends it once per expert (low-latency mode); ``allgather`` to every GPU.
     """
     n_tokens, top_k = experts.shape
     expert_us, pair_us = KERNELS[kernel]
     rank = np.arange(n_tokens) // (n_tokens // GPUS)
-    gpu = chosen[rank[:, None], experts]
     kernel_us = max(
         expert_us * len(np.unique(experts[gpu == g])) + pair_us * np.count_nonzero(gpu == g) for g in range(GPUS)
     )
     copies = np.zeros((n_tokens, GPUS), int)
     np.add.at(copies, (np.repeat(np.arange(n_tokens), top_k), gpu.ravel()), 1)
-    if phase == "prefill":
+    if transport == "dedup":
         copies = (copies > 0).astype(int)
+    elif transport == "allgather":
+        copies[:] = 1
     away = rank[:, None] // PER_NODE != np.arange(GPUS) // PER_NODE
     elsewhere = rank[:, None] != np.arange(GPUS)
     intra, inter = copies * (elsewhere & ~away), copies * away
     sent_inter = np.bincount(rank, weights=inter.sum(1), minlength=GPUS)
     received_inter = inter.sum(0)
-    if phase == "prefill":
+    if transport == "dedup":
         # One copy per remote node crosses the network, to the GPU of the sender's number; NVLink does the rest.
         to_node = inter.reshape(n_tokens, NODES, PER_NODE).any(2)
         sent_inter = np.bincount(rank, weights=to_node.sum(1), minlength=GPUS)
@@ -108,11 +131,18 @@ def draw_passes(trace: TokenTrace, phase: str, rng: np.random.Generator) -> list
 
 
 def judge(
-    plan: Plan, trace: TokenTrace, phase: str, kernel: str = "weights and tokens", state: str = "older", seed: int = 1
-) -> float:
-    """Mean time of a layer and pass."""
+    plan: Plan, trace: TokenTrace, phase: str, kernel: str = "weights and tokens", state: str = "older",
+    transport: str | None = None, seed: int = 1,
+) -> float:  # fmt: skip
+    """Mean time of a layer and pass. ``state`` is of SGLang, or another engine's rule (:func:`dealt`)."""
     passes, times = draw_passes(trace, phase, np.random.default_rng(seed)), []
+    transport = transport or {"prefill": "dedup", "decode": "per-expert"}[phase]
+    rank = np.repeat(np.arange(GPUS), TOKENS_PER_RANK[phase])[:, None]
     for layer, slots in enumerate(plan):
-        chosen = serving_gpus(slots, trace.n_experts, state, np.random.default_rng(layer))
-        times += [pass_us(trace.experts[rows, layer].astype(int), chosen, phase, kernel) for rows in passes]
+        if sglang := state in ("older", "start", "rebalanced"):
+            chosen = serving_gpus(slots, trace.n_experts, state, np.random.default_rng(layer))
+        for rows in passes:
+            experts = trace.experts[rows, layer].astype(int)
+            gpu = chosen[rank, experts] if sglang else dealt(slots, experts, trace.n_experts, state)
+            times.append(pass_us(experts, gpu, transport, kernel))
     return float(np.mean(times))
