@@ -14,6 +14,7 @@ import pytest
 import bench_entries
 from clustergym import cli
 from clustergym.bench import results, suites
+from clustergym.bench.budget import WithinBudget
 from clustergym.bench.entries import Entry, drop_second_copies, parse_entries
 from clustergym.bench.leaderboard import Row, pareto, places, rows_of
 from clustergym.bench.run_task import run_task
@@ -23,7 +24,6 @@ from clustergym.common.statistics import interquartile_mean, stratified_bootstra
 from clustergym.moe_placement.simulator import Placement
 from clustergym.moe_placement.streams import Interval, IntervalStream
 from clustergym.planners.base import Planner
-from clustergym.planners.budget import WithinBudget
 from clustergym.planners.evaluation import deal_streams
 from clustergym.planners.registry import PLANNERS
 from clustergym.planners.registry import Entry as PlannerEntry

@@ -243,7 +243,6 @@ def test_annealing_keeps_its_time_budget() -> None:
         ({"robustness": -1.0}, "robustness is -1"),
         ({"mix_tokens": -1}, "mix_tokens is -1"),
         ({"estimate_steps": -1}, "0 or more steps on the estimate"),
-        ({"estimate_share": 1.5}, "estimate_share is 1.5"),
     ],
 )
 def test_annealing_refuses_impossible_options(options: dict[str, object], message: str) -> None:

@@ -221,17 +221,15 @@ def test_several_phases_are_the_weighted_sum_of_each() -> None:
 
 
 def test_visits_of_experts_that_are_always_used_together() -> None:
-    """A token with all its three experts on a GPU comes once; with a = b = 1/2 it is estimated as 3 / (1 + 1 + 2)."""
+    """A token with all its three experts on a GPU comes once; with a = 1 that is what 3 / (1 + a·2) says."""
     sim = simulator(1, 2, 6, 3, 3)
     experts = np.repeat([[[0, 1, 2]]], 40, axis=1).astype(np.int16)
     interval = Interval.even(experts, np.arange(40, dtype=np.int32)[None], 2)
     placement = np.arange(6, dtype=np.int16).reshape(1, 2, 3)
     state = surrogate_of(sim, interval, placement, placement)
-    state.shape[:2] = 0.5, 0.5
+    state.shape[surrogate.VISIT_A] = 1.0
     take(state, placement, Anneal(sim).objective(interval, None))
-    assert state.times[0, NOW, 0, 1] == pytest.approx(
-        40 * 3 / (1 + 0.5 * 2 + 0.5 * 4) / 2
-    )  # half are of the other rank
+    assert state.times[0, NOW, 0, 1] == pytest.approx(40 / 2)  # half are of the other rank
     assert state.times[0, NOW, 1, 1] == 0.0
 
 

@@ -12,6 +12,7 @@ import gymnasium
 import numpy as np
 import numpy.typing as npt
 
+from clustergym.bench.budget import WithinBudget
 from clustergym.bench.entries import RANDOM, SHIPPED, Entry, SubmittedPlanner, simulator_options, start_planner
 from clustergym.bench.suites import (
     AllocationTask,
@@ -32,7 +33,6 @@ from clustergym.moe_offload.rules import Outcome, Workload, tune_all
 from clustergym.moe_offload.simulator import build_task, load_predictor, parts_of
 from clustergym.moe_offload.tables import Tables, first_tokens
 from clustergym.planners.base import Planner
-from clustergym.planners.budget import WithinBudget
 from clustergym.planners.evaluation import (
     Policy,
     Result,

@@ -6,6 +6,7 @@
 | `base` | the class ``Planner`` |
 | `eplb`, `flashlb`, `swift`, `hot`, `groups` | planners of serving engines |
 | `greedy`, `anneal` | searches; `search` says what they plan on |
+| `survive` | placements for annealing to begin with that lose no expert with a GPU or a node |
 | `traffic_model`, `topics` | what a search knows of past traffic, and of other mixtures of topics |
 | `exact`, `exact_nodes` | proven optima of small instances |
 | `oracle` | bounds: planners that know the future |

@@ -35,6 +35,8 @@ LAYERS_BETWEEN_STOPS = 16
 _FEWEST_TOKENS, _TOKENS_IN_20_MS = 1024, 4096
 _ESTIMATE_TOKENS, _FEWEST_ESTIMATE_STEPS = 16384, 1000
 _SCENARIOS, _MOST_VARYING = 8, 4
+_ESTIMATE_SHARE = 0.8
+"""Share of the time budget for the estimate, unless there is too little time for exact steps."""
 _LEAST_EXACT_MS, _LEARNED_EXACT_MS = 30.0, 150.0
 """With less time per layer and core, all of it is spent on the estimate: without past traffic, and with it. The
 estimate has all of the past traffic, the exact steps a few tokens of it."""
@@ -80,8 +82,6 @@ class Anneal(Search):
     """Number of exact steps per layer."""
     seconds: float | None = None
     """Time budget for all layers together, instead of numbers of steps. The result then depends on the machine."""
-    estimate_share: float = 0.8
-    """Share of the time budget for the estimate; all of it if the budget is short."""
     heat: tuple[float, float] = (1e-3, 1e-5)
     """First and last temperature of the exact steps, as shares of the time of the layer. After steps on the estimate
     they begin with a tenth."""
@@ -91,8 +91,6 @@ class Anneal(Search):
     """Share of the exact steps that replace a spare replica, that move an expert next to one that the same token uses,
     and that move an expert off the busiest GPU of a pass; the others swap random slots. Last: the share of the first
     kind that empties a slot instead; engines need all slots filled."""
-    shape: tuple[float, ...] = surrogate.DEFAULT_SHAPE
-    """Numbers of the estimate and of its steps."""
     other_phases: Sequence[OtherPhase] = ()
     """Other phases that the placement serves: the search minimizes the time of all passes together."""
     survive: str | None = None
@@ -112,8 +110,7 @@ class Anneal(Search):
             )
         if min(*self.heat, *self.estimate_heat) <= 0:
             raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
-        if not 0 <= self.estimate_share <= 1:
-            raise ValueError(f"estimate_share is {self.estimate_share}: expected 0 … 1")
+        self.shape = surrogate.DEFAULT_SHAPE
         if self.survive is not None:
             index_of_choice(self.survive, ("rank", "node"), "survive")
             self.shape = (*self.shape[: surrogate.COPIES], float(COPIES), float(self.survive == "node"))
@@ -144,18 +141,18 @@ class Anneal(Search):
         interval = self.traffic.all_topics(simulator.n_gpus, _ESTIMATE_TOKENS, pass_tokens)
         return search.search_estimate([interval], simulator.static(interval.n_layers), topic=self.traffic.topic)
 
-    def plan(self, history: Sequence[Interval], placement: Placement, others: Sequence[Placement] = ()) -> Placement:
-        """``others`` are more placements that the search may start from."""
+    def plan(self, history: Sequence[Interval], placement: Placement) -> Placement:
         began, core_ms = time.perf_counter(), self.core_ms(len(placement))
         topic = self.topics(history, hurry=core_ms <= _LEARNED_HURRY_MS)
         least_ms = _LEAST_EXACT_MS if self.traffic is None else _LEARNED_EXACT_MS
         short = core_ms < least_ms or bool(self.other_phases) or self.survive is not None
+        starts = []
         if self.estimates:
-            elapsed_s, share = time.perf_counter() - began, 1.0 if short else self.estimate_share
-            estimated = self.search_estimate(history, placement, share, others, topic, elapsed_s)
+            elapsed_s, share = time.perf_counter() - began, 1.0 if short else _ESTIMATE_SHARE
+            estimated = self.search_estimate(history, placement, share, topic, elapsed_s)
             if short:
                 return estimated
-            others = [*others, estimated]
+            starts.append(estimated)
         interval = self.observe(history, self.tokens_for(len(placement)))
         if self.mixture_std:
             if self.traffic is not None:
@@ -163,7 +160,6 @@ class Anneal(Search):
             interval = scenarios(interval, topic, _SCENARIOS, self.mixture_std, self.seed)
         sim = self.simulator.count(interval, placement)
         objective = self.objective(interval, sim)
-        starts = list(others)
         if self.restart:
             eplb = EPLB(self.simulator)
             starts += [self.simulator.static(interval.n_layers), eplb.pack(eplb.loads(interval))]
@@ -201,14 +197,13 @@ class Anneal(Search):
         history: Sequence[Interval],
         placement: Placement,
         share: float = 1.0,
-        others: Sequence[Placement] = (),
         topic: npt.NDArray[np.int8] | None = None,
         elapsed_s: float = 0.0,
     ) -> Placement:
         """Anneal on the estimate, for ``share`` of the time budget if there is one, less the seconds already spent."""
         began = time.perf_counter()
         state, objective = self.prepare_estimate(history, placement, self.topics(history) if topic is None else topic)
-        start, _ = self.start_estimate(state, placement, objective, others)
+        start = self.start_estimate(state, placement, objective)
         left = None
         if self.seconds is not None:
             left = max(SHORTEST_SECONDS, share * self.seconds - elapsed_s - (time.perf_counter() - began))
@@ -216,29 +211,25 @@ class Anneal(Search):
         # The first steps follow the errors of the estimate: too few of them do harm.
         return start if self.seconds is not None and steps < _FEWEST_ESTIMATE_STEPS else best
 
-    def start_estimate(
-        self, state: surrogate.Surrogate, placement: Placement, objective: Objective, others: Sequence[Placement] = ()
-    ) -> tuple[Placement, npt.NDArray[np.float64]]:
-        """Let the estimate begin with the best placement of each layer: the current one, others, EPLB's, that for past
-        traffic.
+    def start_estimate(self, state: surrogate.Surrogate, placement: Placement, objective: Objective) -> Placement:
+        """Let the estimate begin with the best placement of each layer: the current one, EPLB's, that for past traffic.
 
-        Returns it and its objectives (L,).
+        Returns it.
         """
         if self.survive is not None:
             gpus = np.arange(self.simulator.n_gpus)
             groups = gpus if self.survive == "rank" else self.simulator.topology.node_of
             placement = survivable(state.load, self.simulator.n_slots, groups)
-            return placement, self.take(state, placement, objective)
+            self.take(state, placement, objective)
+            return placement
         start, least = placement, self.take(state, placement, objective)
-        if self.restart:
-            past = [] if self.past_plan is None else [self.past_plan]
-            others = [*others, *past, EPLB(self.simulator).pack(state.load)]
-        for other in others:
+        others = [] if self.past_plan is None else [self.past_plan]
+        for other in [*others, EPLB(self.simulator).pack(state.load)] if self.restart else []:
             found = self.take(state, other, objective)
             start = np.where((found < least)[:, None, None], other, start)
             least = np.minimum(found, least)
         self.take(state, start, objective)
-        return start, least
+        return start
 
     def anneal_estimate(
         self, state: surrogate.Surrogate, objective: Objective, steps: int, seconds: float | None = None

@@ -101,10 +101,10 @@ class AffinityGroups(OnCoactivation):
             held[g, e] = True
 
 
-def replica_counts(load: Array, n_gpus: int, n_slots: int) -> npt.NDArray[np.int64]:
+def replica_counts(load: Array, n_gpus: int, n_slots: int, fewest: int = 1) -> npt.NDArray[np.int64]:
     """(E,) copies of each expert as in EPLB: each spare slot to the most load per copy, at most one per GPU."""
-    copies = np.ones(len(load), np.int64)
-    for _ in range(n_slots - len(load)):
+    copies = np.full(len(load), fewest)
+    for _ in range(n_slots - fewest * len(load)):
         open_ = copies < n_gpus
         if not open_.any():
             break

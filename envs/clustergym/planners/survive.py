@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.moe_placement.simulator import Placement
+from clustergym.planners.groups import replica_counts
 
 COPIES = 2
 """Two copies on different GPUs (or nodes) are needed, and enough."""
@@ -22,16 +23,6 @@ def check_room(n_experts: int, n_gpus: int, n_slots: int, groups: int) -> None:
         )
 
 
-def survives(placement: Placement, n_experts: int, group_of: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """(L,) whether every expert has copies in two groups of GPUs. ``group_of`` (G,) is the group of each GPU."""
-    held = np.zeros((len(placement), n_experts, int(group_of.max()) + 1), bool)
-    layers, groups = np.arange(len(placement))[:, None, None], group_of[None, :, None]
-    filled = placement >= 0
-    where = np.broadcast_arrays(layers, placement, groups)
-    held[tuple(index[filled] for index in where)] = True
-    return np.asarray((held.sum(2) >= COPIES).all(1))
-
-
 def survivable(loads: npt.NDArray[np.float64], n_slots: int, group_of: npt.NDArray[np.int64]) -> Placement:
     """(L, G, S) a placement that survives, for a search to begin with: replicas as EPLB chooses them, but at least two.
 
@@ -44,9 +35,7 @@ def survivable(loads: npt.NDArray[np.float64], n_slots: int, group_of: npt.NDArr
     order = np.lexsort((group_of, place_in_group))
     placement = np.full((len(loads), n_slots, n_gpus), -1, np.int16)
     for slots, layer in zip(placement, loads, strict=True):
-        copies = np.full(len(layer), COPIES)
-        for _ in range(min(n_gpus * n_slots, n_gpus * len(layer)) - copies.sum()):
-            copies[np.where(copies < n_gpus, layer / copies, -1.0).argmax()] += 1
+        copies = replica_counts(layer, n_gpus, n_gpus * n_slots, COPIES)
         heaviest = np.argsort(-layer / copies, kind="stable")
         dealt = np.repeat(heaviest, copies[heaviest])
         slots.reshape(-1)[: len(dealt)] = dealt

@@ -6,7 +6,7 @@ so all ranks send alike: a replica that serves a share of the ranks gets that sh
 
 With deduplication a token is sent once to a GPU (and to a node) however many of its experts are there. For a set of
 experts with ``uses`` uses in all, ``common`` of them (ordered pairs) by one token, the number of tokens is estimated as
-``uses / (1 + a·x + b·x²)``, x = common / uses: how many other experts of the set the token of a use has on average.
+``uses / (1 + a·x)``, x = common / uses: how many other experts of the set the token of a use has on average.
 
 One placement may serve several phases with their own kernels and transports. The sums are the same for all of them, so
 a phase more costs little.
@@ -41,9 +41,9 @@ N_TIMES = 3
 # Columns of Surrogate.prices, one row for each phase: its weight, its transport, and its costs.
 WEIGHT, TRANSPORT, FIXED_US, TOKEN_US, EXPERT_US, PAIR_US, INTRA_US, INTER_US = range(8)
 # Columns of Surrogate.shape: the estimate of deduplication, then how steps are drawn.
-VISIT_A, VISIT_B, SPARE, TOGETHER, SAME_GPU, COPIES, TWO_NODES = range(7)
-DEFAULT_SHAPE = (0.5, 0.0, 0.3, 0.45, 0.5, 1.0, 0.0)
-"""The first two: of the formula above. Then the share of the steps that replace a spare replica, the share that move an
+VISIT_A, SPARE, TOGETHER, SAME_GPU, COPIES, TWO_NODES = range(6)
+DEFAULT_SHAPE = (0.5, 0.3, 0.45, 0.5, 1.0, 0.0)
+"""First: a of the formula above. Then the share of the steps that replace a spare replica, the share that move an
 expert next to one that the same token uses, and how often of these to the same GPU instead of the same node. Last: the
 fewest copies of an expert, and whether (1) they must be on two nodes."""
 
@@ -52,7 +52,7 @@ class Surrogate(NamedTuple):
     """The estimate of B layers, and scratch."""
 
     shape: np.ndarray
-    """(7,) float64: see ``DEFAULT_SHAPE``"""
+    """(6,) float64: see ``DEFAULT_SHAPE``"""
     prices: np.ndarray
     """(P, 8) float64: see ``WEIGHT``"""
     n_tokens: int
@@ -279,8 +279,7 @@ def _visits(s, uses, common):
     """Tokens of a set of experts."""
     if uses <= 0.0:
         return 0.0
-    x = max(0.0, common / uses)
-    return uses / (1.0 + s.shape[VISIT_A] * x + s.shape[VISIT_B] * x * x)
+    return uses / (1.0 + s.shape[VISIT_A] * max(0.0, common / uses))
 
 
 @inlined
