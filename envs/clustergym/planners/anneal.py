@@ -110,7 +110,7 @@ class Anneal(Search):
             )
         if min(*self.heat, *self.estimate_heat) <= 0:
             raise ValueError(f"heat is {self.heat}, {self.estimate_heat}: all temperatures must be more than 0")
-        self.shape = surrogate.DEFAULT_SHAPE
+        self.shape: tuple[float, ...] = surrogate.DEFAULT_SHAPE
         if self.survive is not None:
             index_of_choice(self.survive, ("rank", "node"), "survive")
             self.shape = (*self.shape[: surrogate.COPIES], float(COPIES), float(self.survive == "node"))
