@@ -243,18 +243,22 @@ def test_random_routing_shows_no_gain(favourite: float) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_uniformly_random_routing_shows_no_gain_of_a_search(seed: int) -> None:
-    """Null traces in the shape of gpt-oss-20b, where ``benchmarks/placement/judge.py --null`` finds losses."""
+    """Null traces in the shape of gpt-oss-20b, where ``benchmarks/placement/judge.py --null`` finds losses. Also if
+    EPLB's plan is the live one."""
     scores = np.random.default_rng(seed).random((24_000, 1, 32), np.float32)
     experts = np.argpartition(scores, 4, axis=2)[:, :, :4]
     trace = TokenTrace(experts, n_experts=32, seq_lens=[200] * 120)  # type: ignore[arg-type]
     model = ModelSpec("null", 1, 32, 4, 2880, 2880, weight_bytes=0.53)
     cluster = get_cluster("h800-4x4", slots_per_gpu=3)
     simulator, traffic, phases = planning.serve_both_phases("sglang", model, cluster, 0.2)
-    plan = make_plan(
-        trace, simulator, "anneal", traffic=traffic, other_phases=phases, iterations=1,
-        options={"estimate_steps": 20_000},
-    )  # fmt: skip
-    assert plan.chosen == "eplb"
+    live = None
+    for kept in ("eplb", "live"):
+        plan = make_plan(
+            trace, simulator, "anneal", traffic=traffic, other_phases=phases, iterations=1, live=live,
+            options={"estimate_steps": 20_000},
+        )  # fmt: skip
+        assert plan.chosen == kept
+        live = plan.best.placement
 
 
 def test_a_gain_of_a_short_search_is_shown() -> None:

@@ -283,7 +283,7 @@ def explain(plan: Plan, console: Console, survive: str | None = None) -> None:
         relative, half = plan.versus(plan.fallback)
         why = "a longer trace shows more"
         if half > 0 and relative + half < 0:
-            why = f"less than {100 * plan.model_margin:.1f} % may be an error of the model"
+            why = f"the interval is not below −{100 * plan.model_margin:.1f} %, which may be an error of the model"
         console.print(f"[yellow]no gain over {other} is shown: {written}{remedy}, {why}[/]")
 
 

@@ -43,9 +43,10 @@ good, the quickest."""
 DECODE_SHARE = 0.2
 """Share of the served tokens that are decoded, if neither the user nor the trace says. In the public traces of Azure's
 LLM services it is 15 % for conversations and 1 % for code."""
-NULL_MARGINS = {"sglang": 0.035}
-"""By engine: the largest gain that a plan promises where routing is uniformly random and the independent judge finds a
-loss. Command: ``python benchmarks/placement/judge.py --null``. The other engines' profiles are not measured."""
+NULL_MARGINS = {"sglang": 0.035, "vllm": 0.01, "tensorrt-llm": 0.005, "vllm-ascend": 0.015}
+"""By engine: how much more a plan may promise than the independent judge finds where routing is uniformly random, the
+largest difference rounded up to half a percent; for SGLang the largest gain that was promised where the judge finds a
+loss. Command: ``python benchmarks/placement/judge.py --null --engine vllm``."""
 ROBUSTNESS = 1.4
 """Of annealing: a plan that is made once serves other mixtures of topics than it was made on. The value is the one with
 which searches that know past traffic plan (:data:`clustergym.planners.search.LEARNED_ROBUSTNESS`)."""
@@ -183,15 +184,12 @@ class Plan:
     @property
     def model_margin(self) -> float:
         """Error of the model itself, as measured where routing is uniformly random: see :data:`NULL_MARGINS`."""
-        # Of a change of the live plan, most of the error is in both plans.
-        against_eplb = self.exact and self.fallback == "eplb"
-        return NULL_MARGINS.get(self.simulator.profile.engine, 0.0) if against_eplb else 0.0
+        return NULL_MARGINS.get(self.simulator.profile.engine, 0.0) if self.exact else 0.0
 
     def gain_shown(self) -> bool:
-        """Whether the whole confidence interval of the difference to the fallback is below 0, and the difference is
-        larger than what the error of the model can feign."""
+        """Whether the whole confidence interval of the difference to the fallback is beyond the model's own error."""
         relative, half = self.versus(self.fallback)
-        return half > 0 and relative + half < 0 and relative < -self.model_margin
+        return half > 0 and relative + half < -self.model_margin
 
     def warnings(self) -> list[str]:
         """What a reader must know before using the plan: where it loses, and what the trace cannot show."""
