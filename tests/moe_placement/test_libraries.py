@@ -26,7 +26,7 @@ from pettingzoo.test.max_cycles_test import max_cycles_test
 
 from clustergym import gpu_allocation_v0, moe_placement_v0
 from clustergym.moe_placement.kernels.candidates import N_CANDIDATE_FEATURES
-from doc_commands import ROOT
+from doc_commands import ROOT, blocks
 from placement_task import GPUS, LAYERS, OPS, TINY
 
 STEPS = LAYERS * OPS
