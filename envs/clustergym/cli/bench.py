@@ -86,7 +86,7 @@ class ShowTable:
     plot: Path | None = None
     """Write a Pareto plot of score and decision time to this file (.png, .svg or .pdf)."""
     leaderboard: Path | None = None
-    """Write the leaderboard page of all suites here (docs/results/leaderboard.md), with plots and CSV files beside it."""
+    """Write the leaderboard page of all suites here (docs/results/leaderboard.md), with plots and tables beside it."""
 
 
 def read_secret(source: str | None) -> bytes | None:
