@@ -214,8 +214,8 @@ PAGE = """# Leaderboard
 
 Made by a maintainer with `clustergym bench table --leaderboard`: every result is computed from the code of the entry,
 on streams that follow from a secret ([submit yours](../guides/benchmark.md)). A score is the interquartile mean (IQM)
-over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap. Entries that see the future are bounds and
-have no place. Decision times were measured beside other programs: compare them with each other only.
+over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap. Entries that see the future are bounds
+and have no place. Decision times were measured beside other programs: compare them with each other only.
 
 """
 
