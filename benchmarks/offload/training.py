@@ -53,12 +53,12 @@ class Task:
     trace: str
     link: str = "pcie5"
     predictor: bool = False
-    steps: int = 3_000_000
+    steps: int = 1_000_000
 
 
 TASKS = {
-    "bundled": Task("tiny_decode", steps=1_500_000),
-    "bundled-predictor": Task("tiny_decode", predictor=True, steps=1_500_000),
+    "bundled": Task("tiny_decode"),
+    "bundled-predictor": Task("tiny_decode", predictor=True),
     "gpt-oss": Task(GPT_OSS),
     "gpt-oss-predictor": Task(GPT_OSS, predictor=True),
     "gpt-oss-pcie4": Task(GPT_OSS, link="pcie4"),

@@ -309,6 +309,9 @@ def test_only_what_the_holder_of_the_secret_computed_is_on_the_leaderboard(
     lines = page.read_text().splitlines()
     assert sum(line.startswith(("| 1 | eplb", "| 1 | swift")) for line in lines) == 1
     assert sum(line.startswith("|  | oracle (sees the future)") for line in lines) == 1
+    data = (tmp_path / "data" / "leaderboard-tiny-v0.csv").read_text().splitlines()
+    assert data[0].startswith('place,entry,"time saved vs EPLB')
+    assert sum(line.startswith(("1,eplb,", "1,swift,")) for line in data) == 1
     file = folder / "tiny-v0" / "swift" / "t.json"
     honest = file.read_text()
     signed = results.read_result(file)

@@ -155,7 +155,7 @@ def test_vector_env_renders_each_environment() -> None:
         ({"profile": "fast"}, "unknown profile 'fast'; the profiles are: sglang-prefill, sglang-decode, sglang-lp,"),
         ({"profile": "sglang-lp"}, "splits tokens by a linear program, which is only for evaluation and planning"),
         ({"phase": "train"}, "unknown phase 'train'; expected one of: decode, prefill"),
-        ({"split": "half"}, "unknown split 'half'; expected one of: train, validation, test, all"),
+        ({"split": "half"}, "unknown split 'half'; expected one of: train, validation, test, train-same-domains"),
         ({"start": "best"}, "unknown start 'best'; expected one of: static, eplb"),
         ({"migration": "lazy"}, "unknown migration 'lazy'; expected one of: blocking, async"),
         ({"intervals": 0}, "intervals is 0: expected at least 1"),

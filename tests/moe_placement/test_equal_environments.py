@@ -83,11 +83,10 @@ def test_vectorised_equals_single_environments(options: dict[str, Any]) -> None:
                 assert infos[f"_{name}"][i]
                 assert infos[name][i] == info[name]
             if done:
-                del info["final_info"]  # for CleanRL's loop over single environments
                 assert infos["_final_obs"][i]
                 assert infos["_final_info"][i]
                 assert same(infos["final_obs"][i], last)
-                for_cleanrl = info.pop("final_info")["episode"]
+                for_cleanrl = info.pop("final_info")["episode"]  # its loop runs single environments
                 assert for_cleanrl == {"r": pytest.approx(returns[i]), "l": length}
                 returns[i] = 0
                 assert {name: infos["final_info"][name][i] for name in info} == info

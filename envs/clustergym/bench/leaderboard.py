@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from textwrap import fill
 
@@ -169,9 +171,18 @@ def plot_pareto(rows: Sequence[Row], title: str, kind: str, path: Path) -> None:
     plt.close(figure)
 
 
-def markdown(rows: Sequence[Row], suite: Suite, found: Found, plot: str) -> str:
-    """The section of a suite on the leaderboard page."""
-    heads, cells = table_cells(rows, suite.tasks[0].kind)
+def csv_table(rows: Sequence[Row], kind: str) -> str:
+    """All columns of the table."""
+    heads, cells = table_cells(rows, kind)
+    text = StringIO()
+    csv.writer(text, lineterminator="\n").writerows([["place", *heads[1:]], *cells])
+    return text.getvalue()
+
+
+def markdown(rows: Sequence[Row], suite: Suite, found: Found, plot: str, data: str) -> str:
+    """The section of a suite on the leaderboard page: the first columns and the decision time. ``data`` has all."""
+    all_heads, all_cells = table_cells(rows, suite.tasks[0].kind)
+    heads, *cells = ([*line[:3], line[-2]] for line in (all_heads, *all_cells))
     lines = [f"## {suite.name}", "", fill(suite.about, 120), ""]
     lines += ["| " + " | ".join(heads) + " |", "| ---: | --- |" + " ---: |" * (len(heads) - 2)]
     lines += ["| " + " | ".join(row) + " |" for row in cells]
@@ -179,7 +190,7 @@ def markdown(rows: Sequence[Row], suite: Suite, found: Found, plot: str) -> str:
     every = [result for results in found.values() for result in results.values()]
     machines = sorted({f"{r['machine']['cpu']}, {r['machine']['cores']} cores" for r in every})
     codes = sorted({r["code_sha256"][:12] for r in every})
-    lines += ["", f"![{suite.name}: score over decision time]({plot})", ""]
+    lines += ["", f"[All columns]({data}).", "", f"![{suite.name}: score over decision time]({plot})", ""]
     lines += [fill(" ".join([f"Tasks and their runs: {tasks}.", *shared_data(suite)]), 120)]
     lines += ["", f"Decision times measured on: {'; '.join(machines)}. Code: {', '.join(f'`{c}`' for c in codes)}.", ""]
     return "\n".join(lines)
@@ -201,13 +212,9 @@ def shared_data(suite: Suite) -> list[str]:
 
 PAGE = """# Leaderboard
 
-Made by a maintainer with `clustergym bench run` and `clustergym bench table --leaderboard`: every result is computed
-from the code of the entry, on streams that follow from a secret. [Submit to the benchmark](../guides/benchmark.md)
-explains how to add an entry.
-
-A score is the interquartile mean over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap.
-Placement: the share of the time of a forward pass, migration included, that is saved compared with EPLB on the same
-traffic. Offloading: the share of LRU's stall on the same sequence that is saved. Entries that see the future are bounds
+Made by a maintainer with `clustergym bench table --leaderboard`: every result is computed from the code of the entry,
+on streams that follow from a secret ([submit yours](../guides/benchmark.md)). A score is the interquartile mean (IQM)
+over all tasks and runs of a suite, with a 95 % interval by stratified bootstrap. Entries that see the future are bounds
 and have no place. Decision times were measured beside other programs: compare them with each other only.
 
 """

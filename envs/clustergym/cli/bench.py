@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from clustergym.bench.entries import parse_entries
-from clustergym.bench.leaderboard import markdown, page, plot_pareto, rows_of, table_cells
+from clustergym.bench.leaderboard import csv_table, markdown, page, plot_pareto, rows_of, table_cells
 from clustergym.bench.results import Found, collect, run_suite
 from clustergym.bench.suites import PlacementTask, Suite, load_suite, suite_names
 from clustergym.cli.common import prepare_files, prepare_outputs
@@ -86,7 +86,7 @@ class ShowTable:
     plot: Path | None = None
     """Write a Pareto plot of score and decision time to this file (.png, .svg or .pdf)."""
     leaderboard: Path | None = None
-    """Write the leaderboard page of all suites to this file (docs/results/leaderboard.md), with plots beside it."""
+    """Write the leaderboard page of all suites here (docs/results/leaderboard.md), with plots and tables beside it."""
 
 
 def read_secret(source: str | None) -> bytes | None:
@@ -174,8 +174,9 @@ def run_table(args: ShowTable, console: Console, line: str) -> None:
 
 def write_leaderboard(path: Path, folder: Path, secret: bytes) -> None:
     prepare_files(path)
-    images = path.parent / "images"
+    images, data = path.parent / "images", path.parent / "data"
     images.mkdir(exist_ok=True)
+    data.mkdir(exist_ok=True)
     sections = []
     suites = [load_suite(name).on_track(secret) for name in sorted(suite_names(), reverse=True)]
     suites += [suite.with_budget() for suite in suites if suite.tasks[0].kind == "placement"]
@@ -184,7 +185,9 @@ def write_leaderboard(path: Path, folder: Path, secret: bytes) -> None:
         if found:
             rows, plot = rows_of(found, suite), images / f"leaderboard-{suite.name}.png"
             plot_pareto(rows, suite.name, suite.tasks[0].kind, plot)
-            sections.append(markdown(rows, suite, found, f"images/{plot.name}"))
+            table = data / f"leaderboard-{suite.name}.csv"
+            write_atomically(table, csv_table(rows, suite.tasks[0].kind))
+            sections.append(markdown(rows, suite, found, f"images/{plot.name}", f"data/{table.name}"))
     if not sections:
         raise ValueError(f"no results of a suite in {folder}")
     write_atomically(path, page(sections))
