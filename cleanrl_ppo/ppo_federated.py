@@ -251,6 +251,9 @@ def train(args: Args) -> dict[str, Any]:
     matrix = torch.from_numpy(load_matrix(args.comm_matrix_config, args.n_agents, MATRICES)).float()
     # All steps are counted, but --total-timesteps are those of one agent.
     steps, iterations = batch_size * args.n_agents // world.size, ceil(args.total_timesteps / batch_size)
+    # Without torchrun, all agents live in this process. With it, one agent does.
+    indices = range(args.n_agents) if world.size == 1 else [world.rank]
+    all_envs = [make_envs(args.env_id, index, args.num_envs) for index in indices]
     run = Run("ppo_federated", args, args.env_id, steps_per_iteration=steps, world=world, num_iterations=iterations)
     device = run.device
 
@@ -259,10 +262,8 @@ def train(args: Args) -> dict[str, Any]:
         mask = infos.get("action_mask", np.ones((len(obs), size)))
         return torch.as_tensor(obs, dtype=torch.float32, device=device), torch.as_tensor(mask == 1, device=device)
 
-    # Without torchrun, all agents live in this process. With it, one agent does.
     members = []
-    for index in range(args.n_agents) if world.size == 1 else [world.rank]:
-        envs = make_envs(args.env_id, index, args.num_envs)
+    for index, envs in zip(indices, all_envs, strict=True):
         torch.manual_seed(derive_seed(args.seed, 0 if args.average_weights else index))
         agent = Agent(envs, args.hidden).to(device)
         # Detail 3: Adam's epsilon.

@@ -5,7 +5,7 @@ bottom.
 
 | module | content |
 | --- | --- |
-| `args` | flags of all trainers, valid values, YAML files, errors of one line |
+| `args` | flags of all trainers, valid values, errors of one line |
 | `runs` | ``Run``: folder, seeds, device, logs, checkpoint and resume of one training |
 | `logs` | TensorBoard, Weights & Biases, progress bar |
 | `envs` | vector environments: creation, state, evaluation episodes |
