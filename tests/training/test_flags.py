@@ -1,9 +1,8 @@
-"""Flags of the trainers: presets, booleans, values of another type. Bad values: tests/trainers/test_runs_of_trainers.py."""
+"""Flags of the trainers: presets, booleans, other types. Bad values: tests/trainers/test_runs_of_trainers.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 

@@ -10,6 +10,5 @@ bottom.
 | `logs` | TensorBoard, Weights & Biases, progress bar |
 | `envs` | vector environments: creation, state, evaluation episodes |
 | `distributed` | ``World``: the processes of ``torchrun`` and what they exchange |
-| `communication` | for ``ppo_federated``: which agents are neighbours |
 | `policies` | for ``ppo_moe_marl``: a trained policy as a program, ``policy.onnx`` |
 """
