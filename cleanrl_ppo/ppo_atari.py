@@ -218,10 +218,9 @@ def train(args: Args) -> dict[str, Any]:
     """Train and evaluate. Returns the content of the result line."""
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
+    envs = make_envs(args.env_id, args.num_envs, training=True, async_envs=args.async_envs)
     run = Run("ppo_atari", args, args.env_id, steps_per_iteration=batch_size)
     device = run.device
-
-    envs = make_envs(args.env_id, args.num_envs, training=True, async_envs=args.async_envs)
     agent = Agent(envs).to(device)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

@@ -20,10 +20,11 @@ environment can save its state, as those of clustergym can. Other environments b
 
 from __future__ import annotations
 
+import json
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,13 +32,13 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 # Importing clustergym registers its environments.
 from clustergym.training.args import COUNT, NOT_NEGATIVE, FlagError, RunArgs, main, parse_args
-from clustergym.training.communication import load_matrix
 from clustergym.training.distributed import init_distributed
 from clustergym.training.envs import derive_seed, evaluate, get_state, make_vec, set_state
 from clustergym.training.logs import open_tensorboard
@@ -204,6 +205,54 @@ def exact_kl(p: Categorical | Independent, q: Categorical | Independent) -> Tens
     return torch.distributions.kl_divergence(p, q)
 
 
+def load_matrix(config: Path | None, n_agents: int) -> NDArray[np.float64]:
+    """The communication matrix (agents, agents) of ``--comm-matrix-config``. None connects all agents with weight 1.
+
+    Rows are objects ``{"i": {"j": weight}}``, where missing entries are 0, or a square list of lists.
+    """
+    if config is None:
+        return 1.0 - np.eye(n_agents)
+    file = next((f for f in (config, MATRICES / config.name, MATRICES / f"{config.name}.json") if f.is_file()), None)
+    if file is None:
+        names = ", ".join(sorted(each.stem for each in MATRICES.glob("*.json")))
+        raise FlagError(f"--comm-matrix-config {config}: no such file. Bundled matrices: {names}")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise FlagError(f"{file}: key {twice[0]!r} occurs twice in one object")
+        return dict(pairs)
+
+    def by_agent(entries: Any, where: str, expected: str) -> dict[int, Any]:
+        """The entries of an object or a list, by the number of the agent."""
+        if isinstance(entries, list):
+            if len(entries) != n_agents:
+                raise FlagError(f"{where} has {len(entries)} entries: expected {n_agents}, one per agent (--n-agents)")
+            return dict(enumerate(entries))
+        if not isinstance(entries, dict):
+            raise FlagError(f"{where} is {entries!r}: expected {expected}")
+        if unknown := [key for key in entries if key not in map(str, range(n_agents))]:
+            limit = f"with --n-agents {n_agents}, agents are 0 … {n_agents - 1}"
+            raise FlagError(f"{where} names agent {unknown[0]!r}: {limit}")
+        return {int(key): value for key, value in entries.items()}
+
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as reason:
+        raise FlagError(f"{file}: not JSON: {reason}") from reason
+    keys = document.keys() if isinstance(document, dict) else [type(document).__name__]
+    if "comm_matrix" not in keys or set(keys) - {"comm_matrix", "description"}:
+        found = ", ".join(map(repr, keys)) or "nothing"
+        raise FlagError(f"{file}: found {found}: expected 'comm_matrix' and, if you like, 'description'")
+    matrix, where = np.zeros((n_agents, n_agents)), f"{file}: comm_matrix"
+    for i, row in by_agent(document["comm_matrix"], where, "an object of rows or a list of lists").items():
+        for j, weight in by_agent(row, f"{where}[{i}]", 'an object {"neighbour": weight} or a list').items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1e30:
+                raise FlagError(f"{where}[{i}][{j}] is {weight!r}: expected a number from 0 to 1e30")
+            matrix[i, j] = weight
+    return matrix
+
+
 @dataclass
 class Member:
     """An agent with everything that it does not share."""
@@ -248,9 +297,12 @@ def train(args: Args) -> dict[str, Any]:
     world = init_distributed(args.cuda, args.torch_deterministic)
     if world.size not in (1, args.n_agents):
         raise FlagError(f"--n-agents is {args.n_agents}, but torchrun started {world.size} processes: expected as many")
-    matrix = torch.from_numpy(load_matrix(args.comm_matrix_config, args.n_agents, MATRICES)).float()
+    matrix = torch.from_numpy(load_matrix(args.comm_matrix_config, args.n_agents)).float()
     # All steps are counted, but --total-timesteps are those of one agent.
-    steps, iterations = batch_size * args.n_agents // world.size, ceil(args.total_timesteps / batch_size)
+    steps, iterations = batch_size * args.n_agents // world.size, math.ceil(args.total_timesteps / batch_size)
+    # Without torchrun, all agents live in this process. With it, one agent does.
+    indices = range(args.n_agents) if world.size == 1 else [world.rank]
+    all_envs = [make_envs(args.env_id, index, args.num_envs) for index in indices]
     run = Run("ppo_federated", args, args.env_id, steps_per_iteration=steps, world=world, num_iterations=iterations)
     device = run.device
 
@@ -259,10 +311,8 @@ def train(args: Args) -> dict[str, Any]:
         mask = infos.get("action_mask", np.ones((len(obs), size)))
         return torch.as_tensor(obs, dtype=torch.float32, device=device), torch.as_tensor(mask == 1, device=device)
 
-    # Without torchrun, all agents live in this process. With it, one agent does.
     members = []
-    for index in range(args.n_agents) if world.size == 1 else [world.rank]:
-        envs = make_envs(args.env_id, index, args.num_envs)
+    for index, envs in zip(indices, all_envs, strict=True):
         torch.manual_seed(derive_seed(args.seed, 0 if args.average_weights else index))
         agent = Agent(envs, args.hidden).to(device)
         # Detail 3: Adam's epsilon.

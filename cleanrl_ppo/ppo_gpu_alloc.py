@@ -192,10 +192,9 @@ def train(args: Args) -> dict[str, Any]:
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
     world = init_distributed(args.cuda, args.torch_deterministic)
+    envs = make_envs(args, args.num_envs)
     run = Run("ppo_gpu_alloc", args, args.env_id, steps_per_iteration=batch_size, world=world)
     device = run.device
-
-    envs = make_envs(args, args.num_envs)
     agent = Agent(envs.single_observation_space.shape[0], args.hidden, args.levels, args.copies).to(device)
     world.broadcast(agent)
     # Detail 3: Adam's epsilon.

@@ -181,10 +181,9 @@ def train(args: Args) -> dict[str, Any]:
         raise FlagError(f"--num-minibatches is {args.num_minibatches}: expected {expected}")
     batch_size = args.num_envs * args.num_steps
     world = init_distributed(args.cuda, args.torch_deterministic)
+    envs = make_envs(args, args.num_envs)
     run = Run("ppo_gpu_alloc_lstm", args, args.env_id, steps_per_iteration=batch_size, world=world)
     device = run.device
-
-    envs = make_envs(args, args.num_envs)
     agent = Agent(envs.single_observation_space.shape[0], args.hidden).to(device)
     world.broadcast(agent)
     # Detail 3: Adam's epsilon.

@@ -31,6 +31,9 @@ from clustergym.training.args import RunArgs, main, parse_args
 from clustergym.training.envs import derive_seed, evaluate, make_vec
 from clustergym.training.runs import Run
 
+MIN_KL_COEF = 0.1
+"""Smallest coefficient of the penalty."""
+
 
 @dataclass
 class Args(RunArgs):
@@ -62,8 +65,6 @@ class Args(RunArgs):
     """Initial coefficient of the penalty on KL(old policy ‖ new policy)."""
     kl_target: float = 0.01
     """KL of an update that the coefficient is adapted to."""
-    min_kl_coef: float = 0.01
-    """Smallest coefficient of the penalty."""
     ent_coef: float = 0.01
     """Coefficient of the entropy bonus."""
     vf_coef: float = 0.5
@@ -143,10 +144,9 @@ def train(args: Args) -> dict[str, Any]:
     """Train and evaluate. Returns the content of the result line."""
     batch_size = args.num_envs * args.num_steps
     minibatch_size = batch_size // args.num_minibatches
+    envs = make_envs(args.env_id, args.num_envs)
     run = Run("ppo_kl", args, args.env_id, steps_per_iteration=batch_size)
     device = run.device
-
-    envs = make_envs(args.env_id, args.num_envs)
     agent = Agent(envs, args.hidden).to(device)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
@@ -267,7 +267,7 @@ def train(args: Args) -> dict[str, Any]:
         if kl > 1.5 * args.kl_target:
             kl_coef *= 2
         elif kl < args.kl_target / 1.5:
-            kl_coef = max(kl_coef / 2, args.min_kl_coef)
+            kl_coef = max(kl_coef / 2, MIN_KL_COEF)
 
         names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "grad_norm")
         means = torch.stack(minibatch_metrics).mean(0).tolist()

@@ -166,10 +166,9 @@ def train(args: Args) -> dict[str, Any]:
     if args.num_envs % args.num_minibatches:
         expected = f"a divisor of --num-envs = {args.num_envs}, because a minibatch holds whole sequences"
         raise FlagError(f"--num-minibatches is {args.num_minibatches}: expected {expected}")
+    envs = make_envs(args.env_id, args.num_envs)
     run = Run("ppo_lstm", args, args.env_id, steps_per_iteration=args.num_envs * args.num_steps)
     device = run.device
-
-    envs = make_envs(args.env_id, args.num_envs)
     agent = Agent(envs, args.hidden).to(device)
     # Detail 3: Adam's epsilon.
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)

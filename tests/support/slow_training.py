@@ -420,7 +420,7 @@ class Replay:
                 logratios = [float(each.logprob) - each.old_logprob for each in self.samples(rows)]
             kl = sum(math.exp(x) - 1 - x for x in logratios) / len(rows)
             self.beta *= 2 if kl > 1.5 * args.kl_target else 0.5 if kl < args.kl_target / 1.5 else 1
-            self.beta = max(self.beta, args.min_kl_coef)
+            self.beta = max(self.beta, 0.1)
             metrics |= {"losses/kl_after_update": kl, "charts/kl_coef": self.beta}
         return metrics
 

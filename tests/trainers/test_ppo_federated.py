@@ -395,7 +395,7 @@ def test_commands_of_the_seed_are_understood() -> None:
     assert args.exp_description == "n_agents = 2, local-updates=16"
     args = parse_args(fed.Args, argv=common)
     assert (args.use_clipping, args.vf_coef, args.num_steps, args.local_updates) == (True, 0.5, 128, 16)
-    weights = fed.load_matrix(args.comm_matrix_config, args.n_agents, fed.MATRICES).tolist()
+    weights = fed.load_matrix(args.comm_matrix_config, args.n_agents).tolist()
     assert weights == [[0, 100, 0, 0], [100, 0, 0, 0], [0, 0, 0, 100], [0, 0, 100, 0]]
     assert parse_args(fed.Args, argv=[*common, "--vf-coef=0.001"]).vf_coef == 0.001
 

@@ -28,7 +28,7 @@ CASES = [
     Case("ppo", MASKED, PLAIN, "plain"),
     Case("ppo", TWO, {"target_kl": 0.01}, "two-components"),
     Case("ppo_kl", MASKED, {"kl_target": 0.0036}, "strict"),
-    Case("ppo_kl", TWO, {"kl_target": 10.0, "min_kl_coef": 0.7}, "loose"),
+    Case("ppo_kl", TWO, {"kl_target": 10.0, "kl_coef": 0.15}, "loose"),
     Case("ppo_continuous_action", BOX),
     Case("ppo_continuous_action", BOX, PLAIN | {"norm_obs": False, "norm_reward": False}, "plain"),
     Case("ppo_continuous_action", OUTLIERS, {"num_steps": 60, "update_epochs": 1}, "clipped-numbers"),

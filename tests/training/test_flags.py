@@ -1,9 +1,8 @@
-"""Flags of the trainers: YAML files, presets and sweeps. Bad values: tests/trainers/test_runs_of_trainers.py."""
+"""Flags of the trainers: presets, booleans, other types. Bad values: tests/trainers/test_runs_of_trainers.py."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
@@ -19,25 +18,11 @@ class Flags(RunArgs):
     preset: str = "tuned"
 
 
-def test_config_file_sets_defaults_and_flags_come_first(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(
-        "rate: 1e-3\ntotal-timesteps: 7\nsizes: [4, 5]\nlimit: null\nanneal: false\ntrack: true\nrun_dir: x/y\n"
-    )
-    args = parse_args(Flags, argv=["--config", str(file)])
-    assert (args.rate, args.total_timesteps, args.sizes, args.limit) == (1e-3, 7, [4, 5], None)
-    assert (args.anneal, args.track, args.run_dir, args.config) == (False, True, Path("x/y"), file)
-    args = parse_args(Flags, argv=[f"--config={file}", "--rate=2", "--anneal", "--sizes", "8"])
-    assert (args.rate, args.anneal, args.sizes, args.total_timesteps) == (2, True, [8], 7)
-
-
-def test_presets_are_defaults_below_the_config_file_and_flags(tmp_path: Path) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text("preset: small\nrate: 3\n")
+def test_presets_are_defaults_below_the_flags() -> None:
     presets = {"small": {"rate": 0.7, "total_timesteps": 8, "anneal": False}}
     args = parse_args(Flags, argv=["--preset", "small"], presets=presets)
     assert (args.preset, args.rate, args.total_timesteps, args.anneal) == ("small", 0.7, 8, False)
-    args = parse_args(Flags, argv=["--config", str(file), "--total-timesteps", "500000"], presets=presets)
+    args = parse_args(Flags, argv=["--rate=3", "--preset", "small", "--total-timesteps", "500000"], presets=presets)
     assert (args.preset, args.rate, args.total_timesteps, args.anneal) == ("small", 3.0, 500_000, False)
 
 
@@ -57,22 +42,20 @@ def test_booleans_are_read_as_people_and_sweeps_write_them(words: list[str], ann
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("words", "message"),
     [
-        ("rat: 1", "no flag 'rat'. The flags are "),
-        ("- 1", "expected names and values of flags, found list"),
-        ("a: [", "while parsing"),
-        (None, "No such file"),
+        (["--rate", "abc"], "error: Error parsing --rate: could not convert string to float: 'abc'\n"),
+        (["--total-timesteps", "1.5"], "error: Error parsing --total-timesteps: invalid literal for int() with base"),
+        (["--limit", "x"], "--limit"),
+        (["--rate"], "error: Missing value for argument '--rate'. Expected 1 values.\n"),
+        (["--anneal", "maybe"], "error: unknown flag maybe"),
     ],
 )
-def test_bad_config_file_is_refused_with_one_line(
-    tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+def test_values_of_another_type_are_refused_with_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "a.yaml"
-    if text is not None:
-        file.write_text(text)
     with pytest.raises(SystemExit) as stop:
-        parse_args(Flags, argv=["--config", str(file)])
+        parse_args(Flags, argv=words)
     assert stop.value.code == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1

@@ -5,11 +5,10 @@ bottom.
 
 | module | content |
 | --- | --- |
-| `args` | flags of all trainers, valid values, YAML files, errors of one line |
+| `args` | flags of all trainers, valid values, errors of one line |
 | `runs` | ``Run``: folder, seeds, device, logs, checkpoint and resume of one training |
 | `logs` | TensorBoard, Weights & Biases, progress bar |
 | `envs` | vector environments: creation, state, evaluation episodes |
 | `distributed` | ``World``: the processes of ``torchrun`` and what they exchange |
-| `communication` | for ``ppo_federated``: which agents are neighbours |
 | `policies` | for ``ppo_moe_marl``: a trained policy as a program, ``policy.onnx`` |
 """

@@ -1,13 +1,15 @@
-"""Command line of a trainer: the flags that all trainers share, YAML files, and checks of the values."""
+"""Command line of a trainer: the flags that all trainers share, and checks of the values."""
 
 from __future__ import annotations
 
+import io
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import dropwhile, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +17,6 @@ import gymnasium as gym
 import tyro
 
 from clustergym.common.checkpoints import CheckpointError
-from clustergym.common.extras import require
 
 
 @dataclass
@@ -26,8 +27,6 @@ class RunArgs:
     """Seed for all random number generators."""
     total_timesteps: int = 500_000
     """Total number of environment steps. Rounded up to whole iterations."""
-    config: Path | None = None
-    """YAML file with values of flags, for example "learning_rate: 0.001". Flags on the command line override it."""
     run_dir: Path | None = None
     """Folder for logs and checkpoints. Default: runs/<trainer>__<task>__<seed>."""
     resume: bool = False
@@ -52,8 +51,8 @@ class RunArgs:
 
 
 FREE_ON_RESUME = {
-    "config", "run_dir", "resume", "total_timesteps", "checkpoint_interval", "eval_interval", "eval_episodes",
-    "eval_args", "save_model", "capture_video", "cuda", "torch_deterministic", "track", "compile",
+    "run_dir", "resume", "total_timesteps", "checkpoint_interval", "eval_interval", "eval_episodes", "eval_args",
+    "save_model", "capture_video", "cuda", "torch_deterministic", "track", "compile",
     "cudagraphs", "async_envs",
 }  # fmt: skip
 """Flags that may change when a run is resumed. They have no influence on the next iteration."""
@@ -83,9 +82,7 @@ class Range(NamedTuple):
 COUNT, POSITIVE, NOT_NEGATIVE, PROBABILITY = Range(1), Range(0, above=True), Range(0), Range(0, 1)
 RANGES: dict[str, Range] = {
     **dict.fromkeys(["total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "hidden"], COUNT),
-    **dict.fromkeys(
-        ["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "kl_target", "kl_coef", "min_kl_coef"], POSITIVE
-    ),
+    **dict.fromkeys(["learning_rate", "clip_coef", "max_grad_norm", "target_kl", "kl_target", "kl_coef"], POSITIVE),
     **dict.fromkeys(["seed", "checkpoint_interval", "eval_interval", "eval_episodes", "eval_streams"], NOT_NEGATIVE),
     **dict.fromkeys(["ent_coef", "vf_coef"], NOT_NEGATIVE),
     **dict.fromkeys(["gamma", "gae_lambda"], PROBABILITY),
@@ -121,15 +118,23 @@ def parse_args(
 ) -> AnyArgs:
     """Parse and check the command line of a trainer. Exits with code 2 and one line per bad flag.
 
-    Values come from the command line, then from the YAML file of ``--config``, then from ``--preset`` (a name in
-    ``presets``), then from the defaults of the class. Booleans can be written ``--flag``, ``--no-flag`` or
-    ``--flag True``.
+    Values come from the command line, then from ``--preset`` (a name in ``presets``), then from the defaults of the
+    class. Booleans can be written ``--flag``, ``--no-flag`` or ``--flag True``.
     """
     words = _boolean_flags(args_class, sys.argv[1:] if argv is None else argv)
-    if file := _value_of("--config", words):
-        words = _boolean_flags(args_class, _read_config(Path(file), args_class)) + words  # the last value counts
-    default = replace(args_class(), **(presets or {}).get(_value_of("--preset", words), {}))
-    args, unknown = tyro.cli(args_class, description=description, args=words, default=default, return_unknown_args=True)
+    preset = next((value for word, value in reversed(list(pairwise(words))) if word == "--preset"), "")
+    default, shown = replace(args_class(), **(presets or {}).get(preset, {})), io.StringIO()
+    try:
+        with redirect_stderr(shown):
+            args, unknown = tyro.cli(
+                args_class, description=description, args=words, default=default, return_unknown_args=True
+            )
+    except SystemExit as stop:
+        if stop.code:  # tyro explains a value of another type in a box
+            lines = [line.strip("│| ") for line in shown.getvalue().splitlines()[1:]]
+            message = takewhile(lambda line: not _is_rule(line), dropwhile(_is_rule, lines))
+            exit_with(" ".join(message))
+        raise
     if unknown:
         names = [f"--{field.name.replace('_', '-')}" for field in fields(args_class)]
         similar = get_close_matches(unknown[0], names, n=1)
@@ -152,23 +157,8 @@ def exit_with(*lines: str) -> None:
     raise SystemExit(2)
 
 
-def _read_config(file: Path, args_class: type) -> list[str]:
-    """The flags of a YAML file."""
-    yaml = require("yaml", "train")
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as reason:
-        exit_with(f"--config {file}: {reason}".replace("\n", " "))
-    if not isinstance(content, Mapping):
-        exit_with(f"--config {file}: expected names and values of flags, found {type(content).__name__}")
-    known = {field.name for field in fields(args_class)}
-    if unknown := [key for key in content if str(key).replace("-", "_") not in known]:
-        exit_with(f"--config {file}: no flag {unknown[0]!r}. The flags are {', '.join(sorted(known))}")
-    return [
-        word
-        for key, value in content.items()
-        for word in (f"--{key}", *map(str, value if isinstance(value, list) else [value]))
-    ]
+def _is_rule(line: str) -> bool:
+    return line.startswith(("───", "---"))
 
 
 def _boolean_flags(args_class: type, argv: Sequence[str]) -> list[str]:
@@ -191,8 +181,3 @@ def _boolean_flags(args_class: type, argv: Sequence[str]) -> list[str]:
         else:
             words.append(name)
     return words
-
-
-def _value_of(name: str, words: Sequence[str]) -> str:
-    """The value that follows a flag, "" without it; the last one counts."""
-    return next((value for word, value in reversed(list(pairwise(words))) if word == name), "")
