@@ -1,4 +1,4 @@
-"""PPO for GPU allocation: how much of a GPU each pod gets. Details 1–6, 8–12, 23–29 and 37 of the 37.
+"""PPO for GPU allocation: how much of a GPU each pod gets. Details 1–12, 23–29 and 37 of the 37.
 
     python cleanrl_ppo/ppo_gpu_alloc.py                                   # GPUAllocationHistory-v0
     python cleanrl_ppo/ppo_gpu_alloc.py --env-id GPUAllocation-v0         # five features, no history
@@ -67,6 +67,8 @@ class Args(RunArgs):
     """Discount factor. A pod is rewarded immediately and affects later pods only slightly, so 0 learns fastest."""
     gae_lambda: float = 0.95
     """Lambda of generalised advantage estimation."""
+    norm_adv: bool = False
+    """Normalise advantages per minibatch. Otherwise --ent-coef is in units of the reward."""
     clip_coef: float = 0.2
     """Clip range of the probability ratio and of the value change."""
     clip_vloss: bool = True
@@ -301,8 +303,10 @@ def train(args: Args) -> dict[str, Any]:
                 logratio = newlogprob - b_logprobs[mb_inds]
                 ratio = logratio.exp()
 
-                # Not detail 7: advantages stay in units of the reward, and so does the entropy bonus.
+                # Detail 7: advantages are normalised per minibatch.
                 mb_advantages = b_advantages[mb_inds]
+                if args.norm_adv:
+                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
 
                 # Detail 8: the clipped surrogate loss.
                 pg_loss1 = -mb_advantages * ratio
