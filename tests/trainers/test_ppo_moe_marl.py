@@ -6,6 +6,7 @@ import copy
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clustergym.common.checkpoints import CheckpointError, load_checkpoint
 from clustergym.moe_offload import evaluation
 from clustergym.training.args import FlagError
 from clustergym.training.distributed import World
-from clustergym.training.envs import evaluation_seed
+from clustergym.training.envs import evaluate, evaluation_seed
 from clustergym.training.policies import Policy
 from clustergym.training.runs import Run
 from scripted_moe import DELAY, G, R, ScriptedMoE, Step, registered_script
@@ -518,18 +519,23 @@ def test_a_file_that_is_no_policy_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_learning_curve_is_that_of_the_evaluated_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last point of ``offload curve`` is the stall of the exported policy on the evaluated episodes."""
+    """The last point of ``offload curve`` is the stall of the exported policy on the evaluated episodes.
+
+    The environments have the seeds of the evaluation, because rows with equal features are chosen by their order.
+    """
     options = ("max_tokens=4", "slots=0.5")
-    changes = {"env_id": "MoEOffload-v0", "env_args": options, "save_model": True, "eval_episodes": 5}
-    marl.train(small(tmp_path, **changes))
-    played: list[Any] = []
+    args = small(tmp_path, env_id="MoEOffload-v0", env_args=options, save_model=True, eval_episodes=5)
+    marl.train(args)
     drawn: list[Any] = []
-    play = evaluation.play_networks
-    monkeypatch.setattr(evaluation, "play_networks", lambda *a: played.append(play(*a)) or played[-1])
     monkeypatch.setattr(offload_curve, "plot_curve", lambda *a: drawn.append(a))
     assert cli_main(["offload", "curve", str(tmp_path), "--policy", "lru", "--tune-tokens", "200"]) == 0
     steps, stall, levels, *_ = drawn[0]
-    _, _, episodes = offload_curve.evaluations_of(tmp_path, evaluation.Player.of(Policy(tmp_path)))
+    policy, make = Policy(tmp_path), partial(marl.make_envs, args, args.eval_args)
+    returns = evaluate(make, lambda obs, infos: policy.act(obs), 5, args.seed)
+    load_ms, tokens = 13.2 / 50, 5 * 4
     assert len(steps) == len(stall)
-    assert stall[-1] == pytest.approx(played[0].stall_ms[episodes].sum() / (4 * len(episodes)), rel=1e-5)
+    assert stall[-1] == pytest.approx(-sum(returns) * load_ms / tokens, rel=1e-5)
+    _, infos = make(5).reset(seed=evaluation_seed(args.seed))
+    _, _, episodes = offload_curve.evaluations_of(tmp_path, evaluation.Player.of(policy))
+    assert episodes.tolist() == infos["group"].tolist()
     assert list(levels) == ["lru"]
