@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from clustergym.common.choices import index_of_choice
+from clustergym.common.compiling import device
 from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.costs import MIGRATIONS, costs_of
-from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.cost import (
     add_links,
     compute_time,

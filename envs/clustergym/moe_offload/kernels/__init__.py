@@ -11,7 +11,6 @@ One source serves single and vector environments and the rules (N = 1). Function
 | `episode` | steps of the two agents: what a pair means, when the visit ends, events |
 | `observation` | features, graphs and the mask |
 | `rules` | a rule that plays whole episodes |
-| `compile` | how all of these are compiled |
 
 A rule is a loop of these functions (``memory``):
 

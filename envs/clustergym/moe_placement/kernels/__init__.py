@@ -2,7 +2,6 @@
 
 | module | content |
 | --- | --- |
-| `compile` | the `device` decorator |
 | `state` | named tuples of arrays that all functions take, and names for their columns |
 | `replicas` | which GPUs hold an expert, and which of them serves a token |
 | `passes` | counting a pass: who computes what, and which copies are sent |

@@ -7,7 +7,7 @@ with most traffic, and the best one of every other replica. Only the best of bot
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.lookahead import PERCENT, cut_percent
 from clustergym.moe_placement.kernels.observation import (

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_placement.kernels.state import (
     FROM_OTHER_NODE,
     FROM_OWN_NODE,

@@ -8,7 +8,7 @@ unit is one percent of the mean time of a layer under the static placement.
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.common.compiling import device
 from clustergym.moe_placement.kernels.cost import mean_pass_time, migration_time, with_migration
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.kernels.observation import observe_layer, observe_step, update_group_coactivation

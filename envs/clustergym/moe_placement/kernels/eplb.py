@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from clustergym.moe_placement.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 
 # How often plans with changed loads are tried where the first plan is worse than the engines'.
 _NOISES = 8

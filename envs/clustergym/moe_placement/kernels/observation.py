@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_placement.kernels.cost import add_links, migration_time
 from clustergym.moe_placement.kernels.operations import slot_pairs, victim_on
 from clustergym.moe_placement.kernels.replicas import holds, slot_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.passes import change
 from clustergym.moe_placement.kernels.replicas import free_slot, holds
 from clustergym.moe_placement.kernels.state import OP_ADD, OP_DELETE, OP_ILLEGAL, OP_NOTHING, OP_PLACE, OP_SWAP

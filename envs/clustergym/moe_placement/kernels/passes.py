@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_placement.kernels.cost import gpu_kernel_time
 from clustergym.moe_placement.kernels.replicas import choose, count_received, insert, remove, slot_of, write_choices
 from clustergym.moe_placement.kernels.state import (

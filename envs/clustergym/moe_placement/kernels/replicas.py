@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE
 from clustergym.moe_placement.profiles import RANDOM, RANK_MOD, RANK_NEAREST, ROUND_ROBIN, TOKEN_HASH
 

@@ -15,7 +15,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_placement.kernels.replicas import MASK31, hash31
 from clustergym.moe_placement.kernels.state import (
     AT_DOMAIN_OR_PIECE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import PLAIN_PYTHON, device, index
+from clustergym.common.compiling import PLAIN_PYTHON, device, index
 
 ALL = index(0xFFFFFFFFFFFFFFFF)
 _PAIRS, _FOURS = index(0x5555555555555555), index(0x3333333333333333)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from clustergym.common.compiling import device
 from clustergym.common.threads import parallel_for
 from clustergym.moe_placement.kernels import candidates, lookahead
 from clustergym.moe_placement.kernels import episode as kernels
-from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.state import CLOCK_OPERATION
 from clustergym.moe_placement.launchers.prefetch import NOTHING, memory_of, prefetch, prefetch_part
 from clustergym.moe_placement.profiles import DEDUP

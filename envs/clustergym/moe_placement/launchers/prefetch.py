@@ -11,7 +11,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from clustergym.moe_placement.kernels.compile import PLAIN_PYTHON, device
+from clustergym.common.compiling import PLAIN_PYTHON, device
 
 ir = cgutils.ir
 LINE_BYTES = 64

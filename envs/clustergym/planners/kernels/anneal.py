@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.common.compiling import device
 from clustergym.moe_placement.kernels.passes import change
 from clustergym.moe_placement.kernels.state import SimulationState
 from clustergym.planners.kernels.launch import Objective, draw, objective_us, over_layers

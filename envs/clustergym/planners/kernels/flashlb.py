@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.common.compiling import device
 
 BLOCKS = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.replicas import free_slot, holds, slot_of
 from clustergym.planners.kernels.surrogate import NOW, THEN, estimate, total_load
 from clustergym.planners.kernels.surrogate_steps import keep_expert, move, settle, try_change

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from clustergym.common.compiling import device
 from clustergym.common.threads import parallel_for
-from clustergym.moe_placement.kernels.compile import device
 from clustergym.moe_placement.kernels.eplb import eplb_slots
 from clustergym.moe_placement.simulator import Placement
 

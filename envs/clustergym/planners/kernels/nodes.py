@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.common.compiling import device
 
 
 @device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device
+from clustergym.common.compiling import device
 from clustergym.planners.kernels.launch import draw
 
 

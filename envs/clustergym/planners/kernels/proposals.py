@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.planners.kernels.launch import draw
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.cost import with_migration
 from clustergym.moe_placement.kernels.state import FROM_OTHER_NODE, FROM_OWN_NODE, Costs
 from clustergym.moe_placement.profiles import ALLGATHER, DEDUP, LOCAL_HASH, RANK_MOD, RANK_NEAREST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from clustergym.moe_placement.kernels.compile import device, inlined
+from clustergym.common.compiling import device, inlined
 from clustergym.moe_placement.kernels.replicas import holds, slot_of
 from clustergym.planners.kernels.launch import draw
 from clustergym.planners.kernels.surrogate import (

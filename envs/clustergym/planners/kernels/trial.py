@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clustergym.moe_placement.kernels.compile import device, index, inlined
+from clustergym.common.compiling import device, index, inlined
 from clustergym.moe_placement.kernels.cost import migration_time, with_migration
 from clustergym.moe_placement.kernels.replicas import count_received, write_choices
 from clustergym.moe_placement.kernels.state import (
